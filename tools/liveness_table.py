@@ -1,26 +1,33 @@
-"""Writes the table of docs/liveness.md: each fault of the catalogue, with the monitor and in plain torch.
+"""Writes the tables of docs/liveness.md, from runs of the programs under tests/e2e.
 
-python tools/liveness_table.py             print the table
+python tools/liveness_table.py             print the table of faults: with the monitor, and in plain torch
+python tools/liveness_table.py healthy     print that of healthy programs with a long pause: what was said when
 python tools/liveness_table.py --write     put it into docs/liveness.md
 """
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fault_catalogue import CATALOGUE, Fault
-from fault_runs import FaultRun, Observation, is_proof, run_faults
+from fault_runs import FaultRun, Observation, Told, is_proof, run_faults
+from liveness_programs import CATALOGUE, HEALTHY, Fault, Healthy, Program, complaints
 from workspace import ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "liveness.md"
 BEGIN: Final = "<!-- written by tools/liveness_table.py -->"
+BEGIN_HEALTHY: Final = "<!-- written by tools/liveness_table.py healthy -->"
 END: Final = "<!-- end -->"
+HEAD: Final = ("fault", "like", "verdict", "", "after", "plain torch says", "after")
+HEAD_HEALTHY: Final = ("program", "like", "said", "after", "then", "ended")
 STALL_AFTER_S: Final = 1.5
 GLOO_TIMEOUT_S: Final = 20.0
 PATIENCE_S: Final = 6.0
+PAUSE_S: Final = 6.0
 MAX_WORDS: Final = 14
+MAX_TOLD_WORDS: Final = 18
 # What torch's messages hold beside their message.
 NOISE: Final = (
     r"^\[rank\d+\]: ",
@@ -33,26 +40,47 @@ NOISE: Final = (
 )
 
 
-def table(watched: dict[Fault, Observation], plain: dict[Fault, Observation]) -> str:
-    """The table in Markdown, in the catalogue's order."""
-    head = ["fault", "like", "verdict", "", "after", "plain torch says", "after"]
-    rows = [_row(fault, watched[fault], plain[fault]) for fault in CATALOGUE if fault in watched]
-    return "\n".join(line(cells) for cells in [head, ["---"] * len(head), *rows])
+def fault_table(watched: Mapping[Fault, Observation], plain: Mapping[Fault, Observation]) -> str:
+    """In the catalogue's order."""
+    rows = []
+    for fault in (each for each in CATALOGUE if each in watched):
+        seen = watched[fault]
+        found_s, found = seen.first(proof=fault.certainty == "proof") or (seen.verdict_s, seen.verdict)
+        verdict = f"`{found['kind']}`" if found else "none"
+        sure = ("proof" if is_proof(found) else "suspicion") if found else ""
+        after = f"{found_s:.1f} s" if found_s is not None else ""
+        rows.append([_link(fault), fault.example_of, verdict, sure, after, *plain_words(plain[fault])])
+    return _markdown(HEAD, rows)
 
 
-def line(cells: Sequence[str]) -> str:
-    """One row of a table in Markdown."""
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+def healthy_table(seen: Mapping[Healthy, Observation]) -> str:
+    """In the catalogue's order."""
+    rows = []
+    for healthy, run in ((each, seen[each]) for each in HEALTHY if each in seen):
+        said = [each for each in run.told if each.what != "clearing"]
+        cleared = [each for each in run.told if each.what == "clearing"]
+        after = f"{run.verdicts[0][0]:.1f} s" if said and run.verdicts else ""
+        words = "; ".join(map(_told_words, said)) or "nothing"
+        ended = "; ".join(complaints(healthy, run)) or "well"
+        rows.append([_link(healthy), healthy.like, words, after, "; ".join(map(_told_words, cleared)), ended])
+    return _markdown(HEAD_HEALTHY, rows)
 
 
-def _row(fault: Fault, watched: Observation, plain: Observation) -> list[str]:
-    link = f"[{fault.name}](../{fault.script.relative_to(ROOT)})"
-    found_s, found = watched.first(proof=fault.certainty == "proof") or (watched.verdict_s, watched.verdict)
-    verdict = f"`{found['kind']}`" if found else "none"
-    sure = ("proof" if is_proof(found) else "suspicion") if found else ""
-    after = f"{found_s:.1f} s" if found_s is not None else ""
-    said, said_s = plain_words(plain)
-    return [f"{fault.title} {link}", fault.example_of, verdict, sure, after, said, said_s]
+def _link(program: Program) -> str:
+    return f"{program.title} [{program.name}](../{program.script.relative_to(ROOT)})"
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in lines)
+
+
+def _shortened(words: Sequence[str], most: int) -> str:
+    return " ".join(words[:most]) + (" …" if len(words) > most else "")
+
+
+def _told_words(told: Told) -> str:
+    return _shortened(told.text.replace(sys.executable, "python").replace(f"{ROOT}/", "").split(), MAX_TOLD_WORDS)
 
 
 def plain_words(plain: Observation) -> tuple[str, str]:
@@ -69,16 +97,12 @@ def plain_words(plain: Observation) -> tuple[str, str]:
     telling = next((each for each in lines if "what():" in each), lines[-1])
     for noise in NOISE:
         telling = re.sub(noise, "", telling)
-    words = telling.split()
-    shown = " ".join(words[:MAX_WORDS]) + (" …" if len(words) > MAX_WORDS else "")
-    return f"rank {rank}: {shown}", f"{after_s:.1f} s"
+    return f"rank {rank}: {_shortened(telling.split(), MAX_WORDS)}", f"{after_s:.1f} s"
 
 
-def observe(
-    size: int, faults: Iterable[Fault] = CATALOGUE
-) -> tuple[dict[Fault, Observation], dict[Fault, Observation]]:
+def observe_faults(size: int) -> tuple[dict[Fault, Observation], dict[Fault, Observation]]:
     """Run each fault watched, then plain."""
-    chosen = {fault.script: fault for fault in faults if size in fault.sizes}
+    chosen = {fault.script: fault for fault in CATALOGUE if size in fault.sizes}
     watched = [
         FaultRun(script=script, size=size, stall_after_s=STALL_AFTER_S, limit_s=_limit_s(fault))
         for script, fault in chosen.items()
@@ -89,6 +113,14 @@ def observe(
         {chosen[run.script]: seen for run, seen in run_faults(watched, num_ranks_at_once=size)},
         {chosen[run.script]: seen for run, seen in run_faults(plain, num_ranks_at_once=8 * size)},
     )
+
+
+def observe_healthy(size: int) -> dict[Healthy, Observation]:
+    """Run each healthy program on so many ranks, or as many as it makes sense with."""
+    runs = {
+        each.run(min(size, max(each.sizes)), stall_after_s=STALL_AFTER_S, pause_s=PAUSE_S): each for each in HEALTHY
+    }
+    return {runs[run]: seen for run, seen in run_faults(runs, num_ranks_at_once=4 * size)}
 
 
 def _limit_s(fault: Fault) -> float:
@@ -112,12 +144,16 @@ def with_table(text: str, new: str, begin: str = BEGIN) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, then print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=("faults", "healthy"), default="faults")
     parser.add_argument("--size", type=int, default=4, help="number of ranks")
     parser.add_argument("--write", type=Path, nargs="?", const=DOCUMENT, help="the document to write it into")
     options = parser.parse_args(arguments)
-    new = table(*observe(options.size))
+    if options.table == "healthy":
+        new, begin = healthy_table(observe_healthy(options.size)), BEGIN_HEALTHY
+    else:
+        new, begin = fault_table(*observe_faults(options.size)), BEGIN
     if options.write:
-        options.write.write_text(with_table(options.write.read_text(), new))
+        options.write.write_text(with_table(options.write.read_text(), new, begin))
     else:
         print(new)
 

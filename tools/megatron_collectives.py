@@ -1,6 +1,6 @@
 """Every collective of a training step, a validation, an export, a checkpoint: where offbeat-engine-megatron may hang.
 
-    python tools/megatron_collectives.py [--only WORD] [--table docs/megatron.md]
+    python tools/megatron_collectives.py [--only WORD] [--json]
 
 Each rank of a layout tells what torch's flight recorder and the point-to-point calls have seen of it, phase by phase.
 Then it is proved that nobody can wait for somebody who does not come:
@@ -11,9 +11,8 @@ Then it is proved that nobody can wait for somebody who does not come:
 - every message between two ranks that is sent is received, in the same order with the same shape.
 """
 
-import argparse
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from bench.harness import on_ranks, parser_of, show
 from megatron_layouts import Layout, engine_config, make_model
-from megatron_ranks import on_ranks, write_table
 from megatron_yardstick import make_sequences, policy_loss
 
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -196,11 +195,6 @@ def count(seen: Mapping[int, Seen], members: Mapping[int, Mapping[str, Sequence[
     return len(nodes), sum(len(each.sent) for each in seen.values())
 
 
-def operations(seen: Mapping[int, Seen]) -> Counter[str]:
-    """How often the first rank issues each operation."""
-    return Counter(call[2] for call in seen[0].calls)
-
-
 def measure(layout: Layout, folder: Path) -> dict[str, tuple[int, int]]:
     """Walk a layout on forked ranks, prove it, and count.
 
@@ -241,21 +235,10 @@ def tell(seen: Mapping[str, Seen]) -> dict[str, Any]:
     return {"members": members_of_groups(), "phases": phases}
 
 
-def table(rows: list[tuple[Layout, dict[str, tuple[int, int]]]]) -> str:
-    """Markdown: collectives, and messages where there are such."""
-    lines = [f"| model | layout | {' | '.join(PHASES)} |", "|" + "---|" * (2 + len(PHASES))]
-    for layout, counts in rows:
-        model, _, rest = str(layout).partition(", ")
-        cells = [f"{calls} + {messages} messages" if messages else str(calls) for calls, messages in counts.values()]
-        lines.append(f"| {model} | {rest} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Walk all layouts, or those whose name holds a word."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="walk layouts whose name holds this")
-    parser.add_argument("--table", type=Path, help="write the table into this file")
     args = parser.parse_args()
     from offbeat_engine_megatron._megatron import load_megatron
 
@@ -264,13 +247,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         models = {name: make_model(Path(folder) / name, name) for name in {each.model for each in LAYOUTS}}
-        for layout in LAYOUTS:
-            if args.only in str(layout):
-                rows.append((layout, measure(layout, models[layout.model])))
-                print(*rows[-1], flush=True)
-    print(table(rows))
-    if args.table:
-        write_table(args.table, "collectives", table(rows))
+        for layout in (each for each in LAYOUTS if args.only in str(each)):
+            counts = measure(layout, models[layout.model])
+            cells = {phase: f"{calls} + {messages} messages" for phase, (calls, messages) in counts.items()}
+            rows.append({"layout": str(layout), **cells})
+    show(rows, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,24 @@
 """The parallel layouts in which offbeat-engine-megatron is compared with plain transformers, and their errors.
 
-    python tools/megatron_layouts.py [--only WORD] [--table docs/megatron.md]
+    python tools/megatron_layouts.py [--only WORD] [--json]
 
 Every layout trains two steps of one tiny model on real ranks over gloo, and is held against `megatron_yardstick`. Run
-it where the engine is installed. `tests/engine` of the package holds every layout to 1e-5; the table is what was found,
-written between its two marks.
+it where the engine is installed. `tests/engine` of the package holds every layout to 1e-5; this prints what is found.
 """
 
-import argparse
 import gc
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from megatron_ranks import on_ranks, write_table
+from bench.harness import on_ranks, parser_of, show
 from megatron_yardstick import (
     LORA_RANK,
     NUM_STEPS,
-    Errors,
     Trained,
     compare,
     make_sequences,
@@ -34,7 +30,7 @@ from torch import Tensor
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngineConfig
+from offbeat_types import TrainEngine, TrainEngineConfig
 
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {"family": "qwen3", "tied": True},
@@ -73,6 +69,11 @@ class Layout:
         rest = [f"{name}={value}" for name, value in self.options.items()]
         rest += ["recompute"] * self.recompute + ["lora"] * self.lora
         return ", ".join([self.model, axes, *rest])
+
+    @property
+    def slug(self) -> str:
+        """A folder's name."""
+        return str(self).replace(" ", "-").replace(",", "")
 
 
 def _dense() -> Iterator[Layout]:
@@ -134,6 +135,19 @@ def _adapters() -> Iterator[Layout]:
 LAYOUTS: Final = (*_dense(), *_families(), *_experts(), *_adapters())
 
 
+def params_of(layouts: Sequence[Layout], in_ci: Sequence[Layout] | None = None) -> list[Any]:
+    """Parameters of a test that runs in each layout on real ranks; the layouts that are not in CI run at night."""
+    import pytest
+
+    found = []
+    for layout in layouts:
+        marks = [pytest.mark.mesh(**({"dp": 1} | layout.axes), deadline_s=150), pytest.mark.timeout(180)]
+        if in_ci is not None and layout not in in_ci:
+            marks.append(pytest.mark.nightly)
+        found.append(pytest.param(layout, marks=marks, id=str(layout)))
+    return found
+
+
 def make_model(folder: Path, model: str) -> Path:
     """Write a tiny model of four layers that every layout divides."""
     if model == "qwen3-moe":
@@ -190,12 +204,22 @@ def train_with_engine(engine: MegatronTrainEngine) -> Trained:
     for step in range(NUM_STEPS):
         losses.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
         if step == 0 and not engine.config.options.get("overlap_grad_reduce"):
-            gradients = whole_gradients(engine, engine._trained)
+            gradients = whole_gradients(engine, *engine._policy.trained)
         norms.append(engine.step()["grad_norm"].value)
-    weights = {name: tensor.clone() for name, tensor in engine.weights()}
+    weights = copied(engine)
     asked = make_sequences(9)
     logprobs = [each[s.loss_mask] for each, s in zip(engine.logprobs(asked), asked, strict=True)]
     return Trained(losses=losses, grad_norms=norms, gradients=gradients, weights=weights, logprobs=logprobs)
+
+
+def copied(engine: TrainEngine) -> dict[str, Tensor]:
+    """The weights that an engine hands out, by name; all ranks call it."""
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 def whole_gradients(engine: MegatronTrainEngine, *held: Any) -> dict[str, Tensor]:
@@ -217,8 +241,8 @@ def whole_gradients(engine: MegatronTrainEngine, *held: Any) -> dict[str, Tensor
     return found
 
 
-def measure(layout: Layout, folder: Path, wanted: Trained) -> Errors:
-    """Train a layout on forked ranks; the largest errors of all of them.
+def measure(layout: Layout, folder: Path, wanted: Trained) -> dict[str, Any]:
+    """Train a layout on forked ranks; the largest errors of all of them, 0 where gradients cannot be seen.
 
     Raises:
         RuntimeError: a rank failed; its error is on standard error.
@@ -231,34 +255,20 @@ def measure(layout: Layout, folder: Path, wanted: Trained) -> Errors:
         return asdict(errors)
 
     told = on_ranks(layout.num_ranks, train)
-    return Errors(**{name: max(each[name] for each in told) for name in told[0]})
-
-
-def table(rows: list[tuple[Layout, Errors]]) -> str:
-    """Markdown."""
-    head = "| model | layout | loss | gradient norm | gradients | weights after 2 steps | log-probabilities, nats |"
-    lines = [head, "|" + "---|" * 7]
-    for layout, errors in rows:
-        model, _, rest = str(layout).partition(", ")
-        seen = f"{errors.gradient:.1e}" if errors.gradient else "–"
-        values = [f"{errors.loss:.1e}", f"{errors.grad_norm:.1e}", seen, f"{errors.weight:.1e}"]
-        lines.append(f"| {model} | {rest} | {' | '.join(values)} | {errors.logprob_nats:.1e} |")
-    return "\n".join(lines)
+    return {"layout": str(layout), **{name: max(each[name] for each in told) for name in told[0]}}
 
 
 def main() -> None:
     """Measure all layouts, or those whose name holds a word."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="measure layouts whose name holds this")
-    parser.add_argument("--table", type=Path, help="write the table into this file")
     args = parser.parse_args()
     from offbeat_engine_megatron._megatron import load_megatron
 
     torch.set_num_threads(1)
-    load_megatron()
-    import_module("offbeat_engine_megatron._build")  # all of the engine, once, for the ranks that are forked from here
+    load_megatron()  # and all of the engine, once, for the ranks that are forked from here
     gc.freeze()  # their collections then leave alone, and copy no page of, what they share with this process
-    rows: list[tuple[Layout, Errors]] = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         models = {name: make_model(Path(folder) / name, name) for name in MODELS}
         wanted: dict[tuple[str, bool], Trained] = {}
@@ -267,11 +277,8 @@ def main() -> None:
                 path, kind = models[layout.model], (layout.model, layout.lora)
                 if kind not in wanted:
                     wanted[kind] = train_with_transformers(path, lora=layout.lora)
-                rows.append((layout, measure(layout, path, wanted[kind])))
-                print(*rows[-1], flush=True)
-    print(table(rows))
-    if args.table:
-        write_table(args.table, "layouts", table(rows))
+                rows.append(measure(layout, path, wanted[kind]))
+    show(rows, as_json=args.json)
 
 
 if __name__ == "__main__":

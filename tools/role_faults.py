@@ -120,18 +120,21 @@ class Job:
 
 
 def role_pids(process: RunningCommand) -> dict[str, int]:
-    """Process ids of the roles of a run by name; a role is known by the log that it writes to."""
+    """Process ids of the roles of a run by name; a role is known by the log that it writes to.
+
+    A scorer has none: its command line holds its name, or is the driver's where roles are forks of it.
+    """
     roles: dict[str, int] = {}
     for pid in process.descendants():
         try:
             output = Path(os.readlink(f"/proc/{pid}/fd/1"))
-            command = Path(f"/proc/{pid}/cmdline").read_text()
+            command, driver = (Path(f"/proc/{each}/cmdline").read_text() for each in (pid, process.pid))
         except OSError:
             continue  # gone meanwhile
-        if "_scoring_child" in command:
-            roles["scorer"] = pid
-        elif _ROLE_LOG.fullmatch(output.name):
+        if _ROLE_LOG.fullmatch(output.name):
             roles.setdefault(output.stem, pid)
+        elif "\0scorer-" in command or command == driver:
+            roles.setdefault("scorer", pid)
     return roles
 
 

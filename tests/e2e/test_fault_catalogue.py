@@ -7,8 +7,8 @@ suspected is said, and goes on until the timeout of what is waited in.
 import re
 
 import pytest
-from fault_catalogue import CATALOGUE, CYCLES, Fault, named_axes, named_ranks, ranks_at
 from fault_runs import FaultRun, Observation, Results, is_proof
+from liveness_programs import CATALOGUE, CYCLES, Fault, named_axes, named_ranks, ranks_at
 
 STALL_AFTER_S = 1.5
 # What a verdict may take on a machine that does many other things; docs/liveness.md has what it takes.

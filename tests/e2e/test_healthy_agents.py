@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from healthy_catalogue import MAX_TOLD, PROGRAMS
+from liveness_programs import MAX_TOLD, PROGRAMS
 from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 # Each ended wrongly in about one run of 25.

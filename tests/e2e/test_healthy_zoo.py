@@ -6,7 +6,7 @@ needs. At night all run, on more ranks, and with pauses of minutes (tests/nightl
 
 import pytest
 from fault_runs import FaultRun, Results
-from healthy_catalogue import HEALTHY, Healthy, complaints, report
+from liveness_programs import HEALTHY, Healthy, complaints, report
 
 STALL_AFTER_S = 1.0
 PAUSE_S = 4.0

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from fault_catalogue import CATALOGUE, ranks_at
-from healthy_catalogue import MAX_TOLD, PROGRAMS
+from liveness_programs import CATALOGUE, MAX_TOLD, PROGRAMS, ranks_at
 from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 NUM_RANKS = 2

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from healthy_catalogue import MAX_TOLD
+from liveness_programs import MAX_TOLD
 from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 PAUSE_S = float(os.environ.get("OFFBEAT_HEALTHY_PAUSE_S", "30"))

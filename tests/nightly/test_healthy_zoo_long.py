@@ -6,11 +6,10 @@ run (less than a minute if it is not set).
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 from fault_runs import FaultRun, Results, run_faults
-from healthy_catalogue import HEALTHY, Healthy, complaints, report
+from liveness_programs import HEALTHY, Healthy, complaints, random_run, report
 
 STALL_AFTER_S = 5.0
 PAUSE_S = float(os.environ.get("OFFBEAT_HEALTHY_PAUSE_S", "60"))
@@ -18,10 +17,7 @@ PAUSE_S = float(os.environ.get("OFFBEAT_HEALTHY_PAUSE_S", "60"))
 EVALUATION_S = 5 * PAUSE_S
 HOURS = float(os.environ.get("OFFBEAT_HEALTHY_HOURS", "0.01"))
 NUM_LOADER_WORKERS = 200
-RANDOM_STALL_AFTER_S = 1.5
-NUM_RUNS = 25
 NUM_BATCHES = 8
-RANDOM_PROGRAM = Path(__file__).parents[1] / "e2e" / "healthy_runs.py"
 pytestmark = pytest.mark.timeout(600 + 60 * PAUSE_S + 3600 * HOURS)
 
 
@@ -50,20 +46,12 @@ def test_minutes_of_a_pause_are_let_be(results, healthy):
 def test_hours_of_random_healthy_runs_raise_no_alarm():
     until_s, seed = time.monotonic() + 3600 * HOURS, 1000
     while time.monotonic() < until_s:
-        for run, seen in run_faults([batch(seed + number) for number in range(NUM_BATCHES)], num_ranks_at_once=16):
+        batches = [
+            random_run(number, (2, 4)[number % 2], num_runs=25, stall_after_s=1.5)
+            for number in range(seed, seed + NUM_BATCHES)
+        ]
+        for run, seen in run_faults(batches, num_ranks_at_once=16):
             assert seen.verdict is None, f"{run}: {seen.verdict['text']}"
             assert set(seen.exit_codes.values()) == {0}, f"{run}: {seen.exit_codes}\n{report(seen)}"
             assert "".join(seen.outputs.values()).strip() == "", report(seen)
         seed += NUM_BATCHES
-
-
-def batch(seed: int) -> FaultRun:
-    delay_s = RANDOM_STALL_AFTER_S / 2
-    environment = {"HEALTHY_SEED": seed, "HEALTHY_RUNS": NUM_RUNS, "HEALTHY_MAX_DELAY_S": delay_s}
-    return FaultRun(
-        script=RANDOM_PROGRAM,
-        size=(2, 4)[seed % 2],
-        stall_after_s=RANDOM_STALL_AFTER_S,
-        limit_s=200,
-        environment=tuple((name, str(value)) for name, value in environment.items()),
-    )

@@ -1,9 +1,12 @@
-"""What the benchmarks share: a command line, sides that take turns, and rows as a table or as JSON."""
+"""What the benchmarks share: a command line, sides that take turns, forked ranks, and rows as a table or as JSON."""
 
 import argparse
 import json
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -25,6 +28,59 @@ def take_turns(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[s
         for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
             found[name].append(sides[name]())
     return found
+
+
+def on_ranks(
+    num_ranks: int,
+    work: Callable[[int, Path], Any],
+    *,
+    device_of: Callable[[int], str] = lambda rank: "cpu",
+    deadline_s: float = 120,
+) -> list[Any]:
+    """Do work on forked ranks of a world of their own; what each returned, by rank.
+
+    Args:
+        num_ranks: of the world.
+        work: given its rank and a folder that all share for this call; returns plain data. What this process has
+            imported and made is there.
+        device_of: each rank's device.
+        deadline_s: of what ranks wait for from each other.
+
+    Raises:
+        RuntimeError: a rank failed; its error is on standard error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shared, children = Path(folder), []
+        for rank in range(num_ranks):
+            child = os.fork()
+            if not child:
+                _be_rank(rank, num_ranks, work, shared, device_of(rank), deadline_s)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return [json.loads((shared / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def _be_rank(
+    rank: int, size: int, work: Callable[[int, Path], Any], shared: Path, device: str, deadline_s: float
+) -> None:
+    """A rank's life."""
+    code = 1
+    try:
+        from torch._C._distributed_c10d import FileStore
+
+        from offbeat_mesh import join_world
+
+        store = FileStore(str(shared / "store"), size)
+        with join_world(rank=rank, size=size, store=store, device=device, deadline_s=deadline_s):
+            (shared / f"rank{rank}.json").write_text(json.dumps(work(rank, shared)))
+        code = 0
+    except BaseException as error:  # noqa: BLE001  the boundary of the process
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def show(rows: Sequence[Row], *, as_json: bool = False, title: str = "") -> None:

@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from bench.harness import parser_of, show
+from bench.harness import on_ranks, parser_of, show
 from bench.train_step import policy_gradient, sequence_of
-from megatron_ranks import on_ranks
 
 from offbeat_mesh import Device, Mesh, open_device
 from offbeat_testing import tiny_model

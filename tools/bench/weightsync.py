@@ -98,48 +98,40 @@ def rows_of(size: str, transport: str, times: Times) -> Iterator[Row]:
         }
 
 
-def time_shared_memory(size: str, repeats: int) -> Times:
+def time_shared_memory(weights: Weights, times: Times, repeats: int) -> None:
     """Two processes of one host."""
-    weights = Weights(size)
     weights.others = {name: torch.full_like(tensor, 0.25) for name, tensor in weights.tensors.items()}
-    times = Times(weights.plan.num_bytes)
     with (
         SharedMemorySender(new_socket_path(), weights.plan, deadline_s=DEADLINE_S) as sender,
         between() as shared,
-        Peer(be_shared_memory_engine, sender.socket_path, shared.name, size, repeats) as peer,
+        Peer(be_shared_memory_engine, sender.socket_path, shared.name, weights.size, repeats) as peer,
     ):
         for version in range(repeats):
             times.measure("memcpy", lambda: copy(weights))
             times.measure("tensors", lambda: copy_tensors(weights))
             times.measure("two-copy", lambda: peer.do_with(lambda: copy_in(weights, whole(shared))))
             times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
-    return times
 
 
-def time_tcp(size: str, repeats: int) -> Times:
+def time_tcp(weights: Weights, times: Times, repeats: int) -> None:
     """Two processes, as if of two hosts."""
-    weights = Weights(size)
-    times = Times(weights.plan.num_bytes)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         open_sender(new_address("127.0.0.1"), weights.plan, deadline_s=DEADLINE_S) as sender,
-        Peer(be_tcp_engine, sender.address, listener.getsockname()[1], size, repeats) as peer,
+        Peer(be_tcp_engine, sender.address, listener.getsockname()[1], weights.size, repeats) as peer,
     ):
         plain, _ = listener.accept()
         with plain:
             for version in range(repeats):
                 times.measure("loopback", lambda: peer.do_with(lambda: send_all(plain, weights)))
                 times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
-    return times
 
 
-def time_broadcast(size: str, repeats: int) -> Times:
+def time_broadcast(weights: Weights, times: Times, repeats: int) -> None:
     """Two ranks over gloo."""
-    weights = Weights(size)
-    times = Times(weights.plan.num_bytes)
     with socket.create_server(("127.0.0.1", 0)) as listener, free_port() as port:
         address = f"127.0.0.1:{port}"
-        with Peer(be_broadcast_engine, address, listener.getsockname()[1], size, repeats) as peer:
+        with Peer(be_broadcast_engine, address, listener.getsockname()[1], weights.size, repeats) as peer:
             plain, _ = listener.accept()
             with plain, join_world(rank=0, size=2, address=address, device="cpu", deadline_s=DEADLINE_S):
                 group = Mesh(dp=2).group("dp", channel="weights")
@@ -148,13 +140,10 @@ def time_broadcast(size: str, repeats: int) -> Times:
                     times.measure("gloo", lambda: peer.do_with(lambda: broadcast_all(weights)))
                     send = partial(broadcast_weights, group, weights.plan, deadline_s=DEADLINE_S)
                     times.measure("sync", partial(send, weights.tensors.items(), version))
-    return times
 
 
-def time_disk_write(size: str, repeats: int) -> Times:
+def time_disk_write(weights: Weights, times: Times, repeats: int) -> None:
     """From the trainer to a folder."""
-    weights = Weights(size)
-    times = Times(weights.plan.num_bytes)
 
     def write(version: int) -> None:
         write_weights(folder / "weights", weights.plan, weights.tensors.items(), version, keep=1)
@@ -164,13 +153,10 @@ def time_disk_write(size: str, repeats: int) -> Times:
             times.measure("write", lambda: write_plain(folder / "plain", weights))
             (folder / "plain").unlink()
             times.measure("sync", partial(write, version))
-    return times
 
 
-def time_disk_read(size: str, repeats: int) -> Times:
+def time_disk_read(weights: Weights, times: Times, repeats: int) -> None:
     """From a folder to the engine."""
-    weights = Weights(size)
-    times = Times(weights.plan.num_bytes)
 
     def read() -> None:
         with read_weights(folder / "weights", 0, deadline_s=DEADLINE_S) as stream:
@@ -183,16 +169,23 @@ def time_disk_read(size: str, repeats: int) -> Times:
             drop_from_cache([folder / "plain", *final.glob("*.safetensors")])
             times.measure("read", lambda: read_plain(folder / "plain", weights))
             times.measure("sync", read)
-    return times
 
 
-TRANSPORTS: dict[str, Callable[[str, int], Times]] = {
+TRANSPORTS: dict[str, Callable[[Weights, Times, int], None]] = {
     "shared-memory": time_shared_memory,
     "tcp": time_tcp,
     "broadcast": time_broadcast,
     "disk-write": time_disk_write,
     "disk-read": time_disk_read,
 }
+
+
+def measure(size: str, transport: str, repeats: int) -> list[Row]:
+    """The rows of one transport; its tensors are gone before those of the next are made."""
+    weights = Weights(size)
+    times = Times(weights.plan.num_bytes)
+    TRANSPORTS[transport](weights, times, repeats)
+    return list(rows_of(size, transport, times))
 
 
 def main() -> None:
@@ -205,7 +198,7 @@ def main() -> None:
     rows: list[Row] = []
     for size in sizes:
         for transport in arguments.transport:
-            rows += rows_of(size, transport, TRANSPORTS[transport](size, arguments.repeats))
+            rows += measure(size, transport, arguments.repeats)
     show(rows, as_json=arguments.json, title=f"{arguments.repeats} repeats")
 
 

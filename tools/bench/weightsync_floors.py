@@ -62,6 +62,7 @@ class Weights:
 
     def __init__(self, size: str) -> None:
         torch.set_num_threads(1)
+        self.size = size
         shapes = llama_shapes(SIZES[size])
         self.tensors = {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes}
         self.others: dict[str, torch.Tensor] = {}

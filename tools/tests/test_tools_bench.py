@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench import harness, placement, quickstart
@@ -15,18 +14,17 @@ from offbeat_testing import tiny_model
 BENCH = Path(harness.__file__).parent
 
 
-def run(name: str, *words: str | Path, cwd: Path) -> list[dict[str, Any]]:
+def run(name, *words, cwd):
     """The rows of a bench in a process of its own, which leaves nothing behind."""
     command = [sys.executable, str(BENCH / name), *map(str, words), "--json"]
     there = sorted(cwd.iterdir())
     ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     assert sorted(cwd.iterdir()) == there
-    rows: list[dict[str, Any]] = json.loads(ended.stdout)
-    return rows
+    return json.loads(ended.stdout)
 
 
-def test_rows_are_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_a_table_or_json(capsys):
     rows = [{"what": "a", "seconds": 0.12345, "num": 3}, {"what": "b", "seconds": 12345.6, "num": 4}]
     harness.show(rows, title="two rows")
     assert capsys.readouterr().out.splitlines()[2:] == [
@@ -36,14 +34,14 @@ def test_rows_are_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == rows
 
 
-def test_sides_take_turns_and_who_begins_changes() -> None:
-    order: list[str] = []
-    found = harness.take_turns({name: lambda name=name: order.append(name) or 1.0 for name in "ab"}, 2)  # type: ignore[misc]
+def test_sides_take_turns_and_who_begins_changes():
+    order = []
+    found = harness.take_turns({name: lambda name=name: order.append(name) or 1.0 for name in "ab"}, 2)
     assert order == ["a", "b", "b", "a"]
     assert found == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
 
 
-def test_placement_times_every_case_and_decides_every_random_one() -> None:
+def test_placement_times_every_case_and_decides_every_random_one():
     rows = [placement.measure(case, 1) for case in placement.cases(16)]
     outcomes = {row["case"]: row["outcome"] for row in rows}
     assert len(outcomes) == 10
@@ -54,13 +52,13 @@ def test_placement_times_every_case_and_decides_every_random_one() -> None:
     assert set(decided) == {"plan", "proven impossible"}
 
 
-def test_the_brief_look_of_a_large_run_comes_to_the_same_verdict_and_reads_a_part() -> None:
+def test_the_brief_look_of_a_large_run_comes_to_the_same_verdict_and_reads_a_part():
     row = measure(128, 30)
     assert row["brief_mb"] < row["full_mb"]
 
 
 @pytest.mark.nightly
-def test_generation_is_compared_at_every_batch(tmp_path: Path) -> None:
+def test_generation_is_compared_at_every_batch(tmp_path):
     words = ("--batch", "2", "3", "--new", "8", "--threads", "1", "--repeats", "1")
     rows = run("vs_generate.py", tiny_model(tmp_path / "model"), *words, cwd=tmp_path)
     assert [row["batch"] for row in rows] == [2, 3]
@@ -68,7 +66,7 @@ def test_generation_is_compared_at_every_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_training_step_is_timed_by_type_and_by_sharing_of_prompts(tmp_path: Path) -> None:
+def test_a_training_step_is_timed_by_type_and_by_sharing_of_prompts(tmp_path):
     words = ("--prompts", "2", "--samples", "2", "--steps", "1", "--threads", "1")
     rows = run("train_step.py", tiny_model(tmp_path / "model"), *words, cwd=tmp_path)
     assert [(row["dtype"], row["prompts"]) for row in rows] == [
@@ -78,7 +76,7 @@ def test_a_training_step_is_timed_by_type_and_by_sharing_of_prompts(tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_a_step_is_timed_by_layout_of_ranks(tmp_path: Path) -> None:
+def test_a_step_is_timed_by_layout_of_ranks(tmp_path):
     words = ("--size", "tiny", "--steps", "1", "--sequences", "4", "--tokens", "32", "--only", "engine-torch")
     rows = run("megatron_step.py", *words, cwd=tmp_path)
     assert [row["layout"] for row in rows] == ["one rank", "dp2", "tp2"]
@@ -87,7 +85,7 @@ def test_a_step_is_timed_by_layout_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", ["monitor", "all_reduce"])
-def test_the_monitor_is_timed_on_two_ranks(part: str) -> None:
+def test_the_monitor_is_timed_on_two_ranks(part):
     from bench import liveness
 
     rows = liveness.measure(part, 2, 1)
@@ -99,7 +97,7 @@ def test_the_monitor_is_timed_on_two_ranks(part: str) -> None:
 
 
 @pytest.mark.nightly
-def test_every_transport_of_weights_is_measured_beside_its_floor(tmp_path: Path) -> None:
+def test_every_transport_of_weights_is_measured_beside_its_floor(tmp_path):
     rows = run("weightsync.py", "--size", "tiny", "--repeats", "2", cwd=tmp_path)
     assert {(row["transport"], row["floor"]) for row in rows} == {
         *(("shared-memory", floor) for floor in ("memcpy", "tensors", "two-copy")),
@@ -110,7 +108,7 @@ def test_every_transport_of_weights_is_measured_beside_its_floor(tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_every_published_row_is_simulated_with_its_totals(tmp_path: Path) -> None:
+def test_every_published_row_is_simulated_with_its_totals(tmp_path):
     rows = run("simulate.py", "published", cwd=tmp_path)
     assert len({row["name"] for row in rows}) == 9
     assert all(row["simulated"] > 0 for row in rows)
@@ -118,7 +116,7 @@ def test_every_published_row_is_simulated_with_its_totals(tmp_path: Path) -> Non
     assert steps == ["step, s", *(f"{number}00 steps, min" for number in range(1, len(steps)))]
 
 
-def update(seconds: float, **values: float) -> dict[str, float]:
+def update(seconds, **values):
     """Of one update."""
     return {**dict.fromkeys(quickstart.MEANS, 1.0), "train/lag_max": 1.0, "perf/update_s": seconds, **values}
 
@@ -132,7 +130,7 @@ VALUES = [
 ]
 
 
-def test_an_update_of_three_seconds_counts_three_times_one_of_one() -> None:
+def test_an_update_of_three_seconds_counts_three_times_one_of_one():
     row = quickstart.summarise(VALUES, 0, 60.0)
     assert row["training_s"] == pytest.approx(4.0)
     assert row["perf/tokens_per_s"] == pytest.approx((100 * 1 + 20 * 3) / 4)
@@ -140,7 +138,7 @@ def test_an_update_of_three_seconds_counts_three_times_one_of_one() -> None:
     assert (row["train/lag_max"], row["before"], row["after"]) == (2, 0.3, 0.95)
 
 
-def test_every_promise_of_the_quickstart_must_hold() -> None:
+def test_every_promise_of_the_quickstart_must_hold():
     kept = quickstart.summarise(VALUES, 7, 300.0)
     assert quickstart.broken(kept) == []
     for wrong in ({"before": 0.51}, {"after": 0.89}, {"after": float("nan")}, {"total_s": 301.0}):
@@ -148,7 +146,7 @@ def test_every_promise_of_the_quickstart_must_hold() -> None:
         assert words.startswith("seed 7: ")
 
 
-def test_a_quickstart_that_is_cut_short_or_fails_is_told() -> None:
+def test_a_quickstart_that_is_cut_short_or_fails_is_told():
     with pytest.raises(SystemExit, match="2 updates and 1 validations"):
         quickstart.summarise(VALUES[:3], 0, 60.0)
     command = [sys.executable, str(BENCH / "quickstart.py"), "--seeds", "-1"]

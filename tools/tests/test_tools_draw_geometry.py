@@ -3,7 +3,6 @@
 import io
 import math
 import random
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +11,7 @@ from math_verify import parse, verify
 from PIL import Image
 
 
-def expected(key: str) -> float:
+def expected(key):
     """The answer by school arithmetic, from a problem's kind and numbers."""
     kind, *numbers = key.split()
     first, second = float(numbers[0]), float(numbers[-1])
@@ -28,7 +27,7 @@ def expected(key: str) -> float:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_an_answer_in_latex_is_the_right_number(kind: str) -> None:
+def test_an_answer_in_latex_is_the_right_number(kind):
     rng = random.Random(1)
     for _ in range(20):
         problem = KINDS[kind](rng)
@@ -38,7 +37,7 @@ def test_an_answer_in_latex_is_the_right_number(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_everything_drawn_lies_inside_the_picture(kind: str) -> None:
+def test_everything_drawn_lies_inside_the_picture(kind):
     rng = random.Random(2)
     for _ in range(20):
         image = Image.open(io.BytesIO(draw(KINDS[kind](rng), 112))).convert("L")
@@ -49,7 +48,7 @@ def test_everything_drawn_lies_inside_the_picture(kind: str) -> None:
         assert max(ink) < 112
 
 
-def test_files_have_the_layout_of_geo3k_and_share_no_problem(tmp_path: Path) -> None:
+def test_files_have_the_layout_of_geo3k_and_share_no_problem(tmp_path):
     main([str(tmp_path), "--train", "60", "--test", "12", "--size-px", "64"])
     train, test = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "test"))
     assert (len(train), len(test)) == (60, 12)
@@ -59,13 +58,13 @@ def test_files_have_the_layout_of_geo3k_and_share_no_problem(tmp_path: Path) -> 
     assert not pictures[0] & pictures[1]
 
 
-def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:
+def test_a_seed_gives_the_same_files(tmp_path):
     for name, seed in {"a": "3", "b": "3", "c": "4"}.items():
         main([str(tmp_path / name), "--train", "12", "--test", "6", "--size-px", "48", "--seed", seed])
     first, same, other = ((tmp_path / name / "train.parquet").read_bytes() for name in "abc")
     assert first == same != other
 
 
-def test_too_many_problems_of_a_small_kind_are_refused(tmp_path: Path) -> None:
+def test_too_many_problems_of_a_small_kind_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="circle_area has too few different problems"):
         main([str(tmp_path), "--test", "50", "--kinds", "circle_area"])

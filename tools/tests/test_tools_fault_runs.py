@@ -1,12 +1,10 @@
-"""The runner of small distributed programs, the catalogue of faults, and the table made of both."""
+"""The runner of small distributed programs."""
 
 import signal
 from pathlib import Path
 
 import pytest
-from fault_catalogue import CATALOGUE, FAULTS
 from fault_runs import Act, FaultRun, Observation, is_proof, run_faults
-from liveness_table import BEGIN, END, plain_words, table, with_table
 
 ENDS = """
 import os, signal, sys, time
@@ -97,48 +95,3 @@ def test_a_suspicion_is_no_proof():
     assert is_proof({"kind": "missing-member", "text": "offbeat liveness: missing-member: rank 0"})
     assert not is_proof({"kind": "missing-member", "text": "offbeat liveness: suspicion: missing-member: rank 0"})
     assert not is_proof({"kind": "straggler", "text": "offbeat liveness: straggler: rank 0"})
-
-
-def test_the_catalogue_and_the_folder_agree():
-    assert sorted(fault.script.name for fault in CATALOGUE) == sorted(path.name for path in FAULTS.glob("*.py"))
-
-
-@pytest.mark.parametrize("fault", CATALOGUE, ids=lambda fault: fault.name)
-def test_each_fault_says_what_it_is_and_where(fault):
-    assert fault.title.endswith(".")
-    assert "\n" not in fault.title
-    assert fault.because.text
-    assert fault.lines("waits")
-    assert not fault.lines("waits") & fault.lines("missing")
-    assert all(fault.guilty(size) for size in fault.sizes)
-
-
-LOG = """[rank1]: Traceback (most recent call last):
-[rank1]: RuntimeError: [/__w/pytorch/gloo/pair.cc:78] Timed out waiting 20000ms for recv operation to complete
-"""
-
-
-@pytest.mark.parametrize(
-    ("codes", "output", "said"),
-    [
-        ({0: None, 1: 1}, LOG, "rank 1: RuntimeError: Timed out waiting 20000ms for recv operation to complete"),
-        ({0: None, 1: -9}, "", "nothing; the launcher sees the exit status"),
-        ({0: None, 1: None}, "", "nothing"),
-        ({0: 0, 1: 0}, "", "nothing: it goes on and ends well"),
-    ],
-)
-def test_what_plain_torch_says_is_told_without_its_noise(codes, output, said):
-    seen = Observation(exit_codes=codes, left_s={0: 20.5, 1: 20.0}, outputs={0: "", 1: output})
-    assert plain_words(seen)[0] == said
-
-
-def test_the_table_goes_between_its_marks_and_can_be_renewed():
-    fault = CATALOGUE[0]
-    watched = Observation(verdict={"kind": "dead-peer"}, verdict_s=1.84)
-    rows = table({fault: watched}, {fault: Observation(exit_codes={0: None}, left_s={0: 26.0}, outputs={0: ""})})
-    page = f"before\n{BEGIN}\n{END}\nafter\n"
-    once = with_table(page, rows)
-    assert once == with_table(once, rows)
-    assert once.startswith("before\n")
-    assert once.endswith("\nafter\n")
-    assert "| `dead-peer` | proof | 1.8 s | nothing | > 26 s |" in once

@@ -15,7 +15,7 @@ WIDTH, HEADS, KV_HEADS, INNER = 64, 4, 2, 96
 
 
 @pytest.fixture(scope="module")
-def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_gguf(tmp_path_factory):
     """One Llama block with the names, types and tokenizer of SmolLM2's file."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -59,12 +59,12 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def _run(*arguments):
     command = [sys.executable, str(TOOL), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_the_folder_holds_the_model_of_the_file(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_the_folder_holds_the_model_of_the_file(tiny_gguf, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,7 +92,7 @@ def test_the_folder_holds_the_model_of_the_file(tiny_gguf: Path, tmp_path: Path)
     assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
 
 
-def test_bfloat16_halves_the_weights(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_bfloat16_halves_the_weights(tiny_gguf, tmp_path):
     import torch
     from safetensors.torch import load_file
 
@@ -102,7 +102,7 @@ def test_bfloat16_halves_the_weights(tiny_gguf: Path, tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors
 
 
-def test_a_folder_in_use_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_and_a_missing_file_are_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     done = _run(tmp_path)
     assert done.returncode == 2
@@ -112,7 +112,7 @@ def test_a_folder_in_use_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     assert "no such file" in done.stderr
 
 
-def test_what_must_be_installed_is_said_before_anything_is_fetched(tmp_path: Path) -> None:
+def test_what_must_be_installed_is_said_before_anything_is_fetched(tmp_path):
     hidden = (
         "import importlib.util, runpy, sys\n"
         "find = importlib.util.find_spec\n"

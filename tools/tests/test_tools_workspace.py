@@ -1,14 +1,13 @@
 """Packages are found by folder, and public names are pinned from them."""
 
 import subprocess
-from pathlib import Path
 
 import public_names
 import pytest
 from workspace import committed_files, dist_name, packages
 
 
-def add_package(root: Path, key: str, names: str = '["a", "b"]') -> None:
+def add_package(root, key, names='["a", "b"]'):
     """A package folder as small as can be."""
     folder = root / "packages" / key
     source = folder / "src" / f"offbeat_{key}"
@@ -21,11 +20,11 @@ def add_package(root: Path, key: str, names: str = '["a", "b"]') -> None:
 
 
 @pytest.mark.parametrize("requirement", ["offbeat-data[math]>=0.1,<0.2", "Offbeat_Data", "offbeat.data ; x == 'y'"])
-def test_a_requirement_names_its_distribution(requirement: str) -> None:
+def test_a_requirement_names_its_distribution(requirement):
     assert dist_name(requirement) == "offbeat-data"
 
 
-def test_a_folder_is_a_package(tmp_path: Path) -> None:
+def test_a_folder_is_a_package(tmp_path):
     add_package(tmp_path, "one")
     (tmp_path / "packages" / "no_metadata").mkdir()
     (found,) = packages(tmp_path)
@@ -35,14 +34,14 @@ def test_a_folder_is_a_package(tmp_path: Path) -> None:
     assert (found.source / "__init__.py").is_file()
 
 
-def test_ignored_files_are_not_committed(tmp_path: Path) -> None:
+def test_ignored_files_are_not_committed(tmp_path):
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     for name, text in {".gitignore": "ignored\n", "ignored": "", "kept": ""}.items():
         (tmp_path / name).write_text(text)
     assert committed_files(tmp_path) == [tmp_path / ".gitignore", tmp_path / "kept"]
 
 
-def test_a_changed_public_name_is_told_until_it_is_pinned(tmp_path: Path) -> None:
+def test_a_changed_public_name_is_told_until_it_is_pinned(tmp_path):
     add_package(tmp_path, "one")
     add_package(tmp_path, "gone")
     public_names.renew(tmp_path)
@@ -56,7 +55,7 @@ def test_a_changed_public_name_is_told_until_it_is_pinned(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "tests/contracts/public_names").iterdir()] == ["offbeat_one.txt"]
 
 
-def test_a_package_without_public_names_is_refused(tmp_path: Path) -> None:
+def test_a_package_without_public_names_is_refused(tmp_path):
     add_package(tmp_path, "one")
     (tmp_path / "packages/one/src/offbeat_one/__init__.py").write_text("")
     with pytest.raises(ValueError, match="offbeat_one needs a plain list `__all__`"):

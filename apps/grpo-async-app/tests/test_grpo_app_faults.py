@@ -12,7 +12,7 @@ import pytest
 from grpo_runs import Main, latest_checkpoint, statistics_of
 from role_faults import accounting_complaints, last_value, listening_addresses, role_pids, signal_role, slowed, updates
 
-from offbeat_actors._actor import RoleActor
+from offbeat_actors._actor import ActorHandle
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_run import read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
@@ -292,7 +292,7 @@ def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_ne
 ) -> None:
     def main() -> None:
         # In the driver alone: what it is told of where roles run is all that makes one machine differ from another.
-        RoleActor.address = property(lambda actor: f"127.0.0.{2 if actor.name == 'rollout-1' else 1}")  # type: ignore[assignment,method-assign]
+        ActorHandle.address = property(lambda actor: f"127.0.0.{2 if actor.name == 'rollout-1' else 1}")  # type: ignore[assignment,method-assign]
         forked_main()
 
     run = tmp_path / "run"

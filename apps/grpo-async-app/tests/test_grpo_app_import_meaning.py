@@ -4,14 +4,23 @@ import pytest
 
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_recipes._imports.options import Program
+from offbeat_recipes import Draft, Program
 
 PREFIX = "actor_rollout_ref."
 ASYNC = Program("verl.experimental.fully_async_policy.fully_async_main", "fully_async_ppo_trainer")
 ONE_STEP_OFF = Program("verl.experimental.one_step_off_policy.main_ppo", "one_step_off_ppo_megatron_trainer")
 MAIN = Program("verl.trainer.main_ppo")
 CORRECTION = "algorithm.rollout_correction."
+ENGINE = f"{PREFIX}rollout.engine_kwargs"
+MEGATRON = {f"{PREFIX}actor.megatron.tensor_model_parallel_size": 4}
 TEACHER = "distillation.teacher_models.teacher_model."
+
+
+def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> None:
+    """Keys of ours have these values, None for one that is not set, and of options this is told."""
+    assert {key: draft.entries[key].value if key in draft.entries else None for key in expected} == expected
+    for name, text in told.items():
+        assert text in {**draft.changed, **draft.missing}[name]
 
 
 @pytest.mark.parametrize(
@@ -53,12 +62,8 @@ TEACHER = "distillation.teacher_models.teacher_model."
             {"trainer.v1.trainer_mode": "separate_async", "data.train_batch_size": 256}
             | {f"{PREFIX}actor.ppo_mini_batch_size": 64, f"{PREFIX}rollout.n_gpus_per_node": 4, "trainer.save_freq": 5},
             {"async.trigger_parameter_sync_step": 4, "async.require_batches": 1, "async.staleness_threshold": 1}
-            | {
-                "async.partial_rollout": True,
-                "cluster.colocate": None,
-                "rollout.num_engines": 2,
-                "checkpoint.every": 20,
-            },
+            | {"async.partial_rollout": True, "cluster.colocate": None, "rollout.num_engines": 2}
+            | {"checkpoint.every": 20},
             {},
             id="main_ppo's own asynchronous trainer",
         ),
@@ -137,22 +142,62 @@ TEACHER = "distillation.teacher_models.teacher_model."
             {f"{PREFIX}actor.use_kl_loss": "not known here", "data.train_files": "link all 2 into one folder"},
             id="what is not known, and a second file",
         ),
+        pytest.param(
+            MAIN,
+            {f"{ENGINE}.vllm.compilation_config.level": 3, f"{ENGINE}.vllm.swap_space": 4},
+            {"rollout.options": {"compilation_config": {"level": 3}, "swap_space": 4}},
+            {},
+            id="arguments of the engine keep their nesting",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}rollout.name": "sglang", f"{ENGINE}.sglang.attention_backend": "fa3"},
+            {"rollout.options": None},
+            {f"{ENGINE}.sglang.attention_backend": "no counterpart"},
+            id="arguments of another engine stay with it",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.optim.betas": "[0.9,0.95]"},
+            {"engine.adam_beta1": 0.9, "engine.adam_beta2": 0.95},
+            {},
+            id="a list that a shell's quotes have made a text",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.optim.betas": [0.9]},
+            {"engine.adam_beta2": 0.999},
+            {f"{PREFIX}actor.optim.betas": "no pair of numbers"},
+            id="a list of another length",
+        ),
+        pytest.param(MAIN, MEGATRON, {"engine.backend": "megatron"}, {}, id="the sizes of megatron name it"),
+        pytest.param(
+            MAIN,
+            {**MEGATRON, f"{PREFIX}actor.strategy": "fsdp2"},
+            {"engine.backend": "torch", "engine.options": None},
+            dict.fromkeys(MEGATRON, "no counterpart"),
+            id="the strategy that is named decides the trainer",
+        ),
     ],
 )
 def test_options_of_verl_keep_their_meaning(
     program: Program, options: dict[str, object], expected: dict[str, object], told: dict[str, str]
 ) -> None:
-    draft = import_verl({f"{PREFIX}model.path": "m", **options}, program)
-    held = {key: draft.entries[key].value if key in draft.entries else None for key in expected}
-    assert held == expected
-    for name, text in told.items():
-        assert text in {**draft.changed, **draft.missing}[name]
+    holds(import_verl({f"{PREFIX}model.path": "m", **options}, program), expected, told)
+
+
+VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_importance_sampling_clip_min": 0.5}
 
 
 @pytest.mark.parametrize(
     ("options", "expected", "told"),
     [
-        ({}, {"rollout.max_tokens": 512, "data.max_prompt_tokens": 1024}, {"max_prompt_length": "no limit there"}),
+        (
+            {},
+            {"rollout.max_tokens": 512, "data.max_prompt_tokens": 1024, "engine.schedule": "linear"}
+            | {"engine.activation_checkpointing": True, "async.mini_batch_size": 1, "algorithm.correction": None},
+            {"max_prompt_length": "no limit there"},
+        ),
         ({"vllm_max_model_length": 2048}, {"data.max_prompt_tokens": 1536, "rollout.max_model_len": 2048}, {}),
         (
             {"use_vllm": True, "num_processes": 8, "vllm_tensor_parallel_size": 2},
@@ -184,12 +229,34 @@ def test_options_of_verl_keep_their_meaning(
             {"algorithm.loss": "gspo", "algorithm.dual_clip": None},
             {"delta": "ratios of sequences"},
         ),
+        (
+            {"reward_funcs": ["a:b", "c:d"], "reward_weights": [2.0]},
+            {"reward.weights": {"a:b": 2.0, "c:d": 1.0}},
+            {"reward_weights": "1 for 2 functions"},
+        ),
+        ({"loss_type": "sapo"}, {"algorithm.aggregation": "sequence_mean"}, {}),
+        ({"loss_type": "cispo"}, {"algorithm.aggregation": "token_mean"}, {}),
+        (
+            {**VLLM, "vllm_importance_sampling_mode": "token_mask"},
+            {"algorithm.correction": "icepop", "algorithm.rs_low": 0.5, "algorithm.rs_high": 5.0},
+            {},
+        ),
+        (
+            {**VLLM, "vllm_importance_sampling_mode": "token_truncate"},
+            {"algorithm.tis_cap": 5.0},
+            {"vllm_importance_sampling_clip_min": "not raised"},
+        ),
+        (
+            {"eval_strategy": "steps", "eval_steps": 20, "save_steps": 30, "max_steps": 100}
+            | {"gradient_accumulation_steps": 2, "steps_per_generation": 8},
+            {"async.require_batches": 4, "engine.max_updates": 25, "eval.every_updates": 5, "checkpoint.every": 8},
+            {},
+        ),
+        ({"warmup_steps": 0.1}, {"engine.warmup_steps": None}, {"warmup_steps": "a share of all steps"}),
+        ({"warmup_steps": 10}, {"engine.warmup_steps": 10}, {}),
     ],
 )
 def test_options_and_defaults_of_trl_keep_their_meaning(
     options: dict[str, object], expected: dict[str, object], told: dict[str, str]
 ) -> None:
-    draft = import_trl(options)
-    assert {key: draft.entries[key].value if key in draft.entries else None for key in expected} == expected
-    for name, text in told.items():
-        assert text in {**draft.changed, **draft.missing}[name]
+    holds(import_trl(options), expected, told)

@@ -87,6 +87,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture
+def imported(command: CommandLine, script: Path, tmp_path: Path) -> tuple[Path, str]:
+    """What the script becomes, and what was said."""
+    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
+    assert ended.code == 0, ended.err
+    return tmp_path / "geo3k.toml", " ".join(ended.out.split())
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -105,11 +113,9 @@ def test_values_are_read_as_hydra_reads_them(text: str, value: object) -> None:
 
 
 def test_a_script_of_verl_becomes_a_configuration_that_plans(
-    command: CommandLine, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: CommandLine, imported: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "geo3k.toml"
-    ended = command("import", "verl", script, "--out", target)
-    assert ended.code == 0, ended.err
+    target, _ = imported
     monkeypatch.setenv("HOME", "/home/somebody")
     config = load_config(target, GrpoConfig)
     assert config.model.path == "/models/Qwen3-VL-8B-Instruct"
@@ -120,11 +126,8 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
     assert (policy.staleness_threshold, policy.trigger_parameter_sync_step, policy.require_batches) == (0.1, 4, 2)
     assert (policy.mini_batch_size, policy.partial_rollout, policy.max_admitted) == (64, True, 563)
     assert (config.engine.num_ranks, config.rollout.num_engines, config.rollout.tensor_parallel) == (4, 2, 2)
-    assert (config.rollout.max_tokens, config.rollout.max_model_len, config.rollout.samples_per_prompt) == (
-        2048,
-        3072,
-        4,
-    )
+    sampling = config.rollout
+    assert (sampling.max_tokens, sampling.max_model_len, sampling.samples_per_prompt) == (2048, 3072, 4)
     assert config.rollout.options == {"disable_mm_preprocessor_cache": True, "gpu_memory_utilization": 0.8}
     assert (config.algorithm.kl_coefficient, config.algorithm.kl_estimator) == (0.01, "k3_capped")
     assert (config.engine.weight_decay, config.engine.adam_beta2) == (0.01, 0.999)
@@ -134,21 +137,17 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
     assert command("plan", target, "--cluster", "1x8").code == 0
 
 
-def test_a_correction_that_would_have_no_effect_is_given_one_and_told(
-    command: CommandLine, script: Path, tmp_path: Path
-) -> None:
-    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
-    algorithm = load_config(tmp_path / "geo3k.toml", GrpoConfig).algorithm
+def test_a_correction_that_would_have_no_effect_is_given_one_and_told(imported: tuple[Path, str]) -> None:
+    target, told = imported
+    algorithm = load_config(target, GrpoConfig).algorithm
     assert (algorithm.correction, algorithm.correction_form) == ("sequence_tis_token_rs", "decoupled")
     assert (algorithm.tis_cap, algorithm.rs_low, algorithm.rs_high) == (2.0, 1 / 1.6, 1 / 0.6), "k1 is -log r"
     assert algorithm.normalise_weights
-    told = " ".join(ended.out.split())
     assert "a weight has no effect or counts it twice" in told
 
 
-def test_what_has_no_counterpart_is_listed_in_both_places(command: CommandLine, script: Path, tmp_path: Path) -> None:
-    ended = command("import", "verl", script, "--out", tmp_path / "geo3k.toml")
-    text, told = (tmp_path / "geo3k.toml").read_text(), " ".join(ended.out.split())
+def test_what_has_no_counterpart_is_listed_in_both_places(imported: tuple[Path, str]) -> None:
+    text, told = imported[0].read_text(), imported[1]
     option = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert option in text
     assert option in told
@@ -258,15 +257,6 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
     assert "with something to put right" not in told
 
 
-def test_trls_defaults_are_written_where_ours_differ() -> None:
-    held = import_trl({"model_name_or_path": "m"}).entries
-    assert held["engine.schedule"].value == "linear"
-    assert held["engine.schedule"].source == "default of lr_scheduler_type"
-    assert held["engine.activation_checkpointing"].value is True
-    assert held["async.mini_batch_size"].value == 1
-    assert "algorithm.correction" not in held
-
-
 def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_path: Path) -> None:
     path, target = tmp_path / "run.sh", tmp_path / "ours.toml"
     path.write_text("python -m verl.main data.train_files=/d trainer.nnodes=$NODES algorithm.adv_estimator=gae\n")
@@ -323,24 +313,6 @@ def test_an_empty_yaml_file_is_refused_as_one_without_options(text: str, tmp_pat
 PREFIX = "actor_rollout_ref."
 
 
-def test_arguments_of_the_engine_keep_their_nesting_and_stay_with_their_engine() -> None:
-    named = f"{PREFIX}rollout.engine_kwargs"
-    draft = import_verl({f"{named}.vllm.compilation_config.level": 3, f"{named}.vllm.swap_space": 4})
-    assert draft.entries["rollout.options"].value == {"compilation_config": {"level": 3}, "swap_space": 4}
-    other = import_verl({f"{PREFIX}rollout.name": "sglang", f"{named}.sglang.attention_backend": "fa3"})
-    assert "rollout.options" not in other.entries
-    assert f"{named}.sglang.attention_backend" in other.missing
-
-
-def test_the_strategy_that_is_named_decides_the_trainer() -> None:
-    megatron = {f"{PREFIX}actor.megatron.tensor_model_parallel_size": 4}
-    assert import_verl(megatron).entries["engine.backend"].value == "megatron"
-    named = import_verl({**megatron, f"{PREFIX}actor.strategy": "fsdp2"})
-    assert named.entries["engine.backend"].value == "torch"
-    assert "engine.options" not in named.entries
-    assert f"{PREFIX}actor.megatron.tensor_model_parallel_size" in named.missing
-
-
 def test_options_that_refer_to_options_that_refer_to_others_are_put_in(tmp_path: Path) -> None:
     path = tmp_path / "verl.yaml"
     path.write_text("data:\n  a: ${data.b}\n  b: ${data.c}\n  c: 512\n  d: ${data.e}\n  e: ${data.d}\n")
@@ -353,12 +325,6 @@ def test_a_value_of_several_lines_leaves_a_file_that_loads() -> None:
     draft = import_verl({"data.max_prompt_length": "$(count\n[data]\npath = 1)", f"{PREFIX}model.path": "m"})
     assert "data.max_prompt_length" in draft.changed
     parse_config(draft.as_toml("head", {}), GrpoConfig, ["--data.path=x"])
-
-
-def test_rewards_and_weights_of_different_number_are_told() -> None:
-    draft = import_trl({"reward_funcs": ["a:b", "c:d"], "reward_weights": [2.0]})
-    assert draft.entries["reward.weights"].value == {"a:b": 2.0, "c:d": 1.0}
-    assert "1 for 2 functions" in draft.changed["reward_weights"]
 
 
 def test_a_format_that_was_not_asked_for_is_not_spoken_of() -> None:
@@ -384,36 +350,3 @@ def test_verl_takes_the_mean_over_sequences_for_losses_of_sequences_whatever_it_
     assert ("algorithm.sapo_tau" in draft.entries) == (loss == "sapo")
     if loss == "sapo":
         assert draft.entries["algorithm.sapo_tau"].value == [1.0, 1.1]
-
-
-def test_sapo_of_trl_takes_the_mean_over_sequences() -> None:
-    assert import_trl({"loss_type": "sapo"}).entries["algorithm.aggregation"].value == "sequence_mean"
-    assert import_trl({"loss_type": "cispo"}).entries["algorithm.aggregation"].value == "token_mean"
-
-
-def test_the_newer_bounds_of_trls_correction_are_read() -> None:
-    newer = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_importance_sampling_clip_min": 0.5}
-    masked = import_trl({**newer, "vllm_importance_sampling_mode": "token_mask"})
-    assert masked.entries["algorithm.correction"].value == "icepop"
-    assert (masked.entries["algorithm.rs_low"].value, masked.entries["algorithm.rs_high"].value) == (0.5, 5.0)
-    cut = import_trl({**newer, "vllm_importance_sampling_mode": "token_truncate"})
-    assert cut.entries["algorithm.tis_cap"].value == 5.0
-    assert "vllm_importance_sampling_clip_min" in cut.missing
-
-
-def test_what_trl_counts_in_steps_is_counted_in_updates() -> None:
-    rhythm = {"eval_strategy": "steps", "eval_steps": 20, "save_steps": 30, "max_steps": 100}
-    draft = import_trl({**rhythm, "gradient_accumulation_steps": 2, "steps_per_generation": 8})
-    assert draft.entries["async.require_batches"].value == 4
-    assert [draft.entries[key].value for key in ("engine.max_updates", "eval.every_updates", "checkpoint.every")] == [
-        25,
-        5,
-        8,
-    ]
-
-
-def test_a_share_of_the_steps_for_warming_up_is_not_lost_without_a_word() -> None:
-    draft = import_trl({"warmup_steps": 0.1})
-    assert "engine.warmup_steps" not in draft.entries
-    assert "warmup_steps" in draft.missing
-    assert import_trl({"warmup_steps": 10}).entries["engine.warmup_steps"].value == 10

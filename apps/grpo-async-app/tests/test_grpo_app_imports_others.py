@@ -68,19 +68,12 @@ def test_a_configuration_of_prime_rl_becomes_ours(command: CommandLine, tmp_path
     held, said = imported(command, "prime-rl", source)
     assert held["data"]["path"] == "verifiers:math-env"
     assert held["data"]["task_options"] == {"dataset_name": "mikasenghaas/Sanity-Test-R1D-1.5B"}
-    assert (held["engine"]["num_ranks"], held["rollout"]["num_engines"], held["rollout"]["tensor_parallel"]) == (
-        16,
-        2,
-        8,
-    )
-    assert held["engine"]["options"] == {"expert_parallel": 8}
+    engine, rollout = held["engine"], held["rollout"]
+    assert (engine["num_ranks"], rollout["num_engines"], rollout["tensor_parallel"]) == (16, 2, 8)
+    assert engine["options"] == {"expert_parallel": 8}
     assert (held["async"]["mini_batch_size"], held["async"]["max_version_lag"]) == (64, 8)
-    assert held["rollout"]["max_model_len"] == 8192
-    assert (held["engine"]["max_updates"], held["eval"]["every_updates"], held["checkpoint"]["every"]) == (
-        5000,
-        50,
-        100,
-    )
+    assert rollout["max_model_len"] == 8192
+    assert (engine["max_updates"], held["eval"]["every_updates"], held["checkpoint"]["every"]) == (5000, 50, 100)
     assert held["algorithm"]["advantage"] == "dr_grpo"
     assert "512 are 64 prompts" in said
     missing = said.partition("has no counterpart:")[2]

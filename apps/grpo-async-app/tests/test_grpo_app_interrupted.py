@@ -41,8 +41,8 @@ def test_ctrl_c_while_a_model_generates(forked_main: Callable[[], object], confi
     with generating(config, run) as process:
         started = process.descendants()
         reapers = [pid for pid in started if "offbeat-reaper" in Path(f"/proc/{pid}/cmdline").read_text()]
-        assert len(reapers) == 2
-        assert len(started) - len(reapers) == 3  # trainer, rollout engine, verifier
+        assert len(reapers) == 3
+        assert len(started) - len(reapers) == 3  # trainer, rollout engine, scorer
         process.press_ctrl_c()
         assert_ended_with_one_line(process, run, started)
 

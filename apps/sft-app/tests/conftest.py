@@ -42,4 +42,5 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs whose processes are forks come first: what computes in this process leaves threads that no fork has."""
-    items.sort(key=lambda item: not item.name.startswith("test_a_recipe_is_rehearsed"))
+    forked = ("test_a_recipe_is_rehearsed", "test_a_rank_that_is_killed_is_started_again")
+    items.sort(key=lambda item: not item.name.startswith(forked))

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+from safetensors.numpy import load_file
+
 from offbeat_run import Checkpoint, RunFolder, read_metrics
+
+# Adam's first steps turn a rounding difference into a multiple of the learning rate: the smaller, the closer.
+WORDS = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
+RANKS = ["--engine.num_ranks=2", "--engine.max_tokens_per_microbatch=128"]  # both have something to do
 
 
 def values_of(run: Path, metric: str) -> dict[int, float]:
@@ -18,3 +25,17 @@ def latest_checkpoint(run: Path) -> Checkpoint:
     found = RunFolder.open(run, write=False).checkpoints.latest()
     assert found is not None
     return found
+
+
+def assert_same(run: Path, undisturbed: Path) -> None:
+    """Every update once, to the same losses and weights."""
+    for name in ("train/loss", "eval/loss"):
+        expected = values_of(undisturbed, name)
+        assert len(expected) > 1
+        assert values_of(run, name) == pytest.approx(expected, abs=1e-5)
+    one, other = latest_checkpoint(run), latest_checkpoint(undisturbed)
+    assert one.step == other.step
+    got, wanted = load_file(one.path / "model.safetensors"), load_file(other.path / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert abs(got[name] - array).max() <= 1e-5, name

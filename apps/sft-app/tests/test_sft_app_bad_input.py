@@ -18,17 +18,17 @@ class TestBadInput(CommandConformance):
         "every row too long": (["--data.max_sequence_tokens", "4"], "data.max_sequence_tokens"),
         "no such engine option": (["--engine.options", "{sharing = true}"], "sharing"),
         "option of another command": (["--serve", "8000"], "takes no --serve"),
-        "a warm-up that outlasts the run": (
-            ["--engine.schedule", "linear", "--engine.warmup_steps", "9"],
-            "warmup_steps",
-        ),
         "ranks that do not divide": (
             ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 2}"],
             "engine.num_ranks = 2 or a multiple of it",
         ),
         "no ranks": (["--engine.num_ranks", "0"], "engine.num_ranks"),
         "one device for two ranks": (["--engine.num_ranks", "2", "--engine.device", "cpu:0"], "engine.device = cpu:0"),
-        "ranks elsewhere": (["--cluster.launcher", "ray"], "cluster.launcher"),
+        "no such launcher": (["--cluster.launcher", "slurm"], "'slurm' is not installed (installed: local, ray)"),
+        "several nodes without Ray": (
+            ["--cluster.num_nodes", "2", "--cluster.accelerators_per_node", "8"],
+            "launcher 'local' starts everything on 1",
+        ),
         "no patience": (["--liveness.stall_after_s", "0"], "liveness.stall_after_s"),
         "profile backwards": (["--profile.steps", "6:3"], "FIRST:LAST"),
         "profile without numbers": (["--profile.steps", "some"], "FIRST:LAST"),

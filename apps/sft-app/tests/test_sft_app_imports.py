@@ -56,6 +56,11 @@ def test_a_script_of_verl_becomes_a_configuration(command: CommandLine, tmp_path
     assert "optim.lr_warmup_steps_ratio: 0.1 of all steps" in missing
 
 
+def test_several_nodes_of_verl_are_those_of_a_ray_cluster(command: CommandLine, tmp_path: Path) -> None:
+    held, _ = imported(command, "verl", "run.sh", VERL.replace("epochs=2", "epochs=2 trainer.nnodes=2"), tmp_path)
+    assert (held["engine"]["num_ranks"], held["cluster"]["launcher"]) == (16, "ray")
+
+
 def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Path) -> None:
     held, said = imported(command, "trl", "sft.yaml", TRL, tmp_path)
     assert (held["engine"]["batch_size"], held["engine"]["max_updates"], held["data"]["epochs"]) == (32, 500, 0)

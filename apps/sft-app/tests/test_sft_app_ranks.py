@@ -1,38 +1,14 @@
-"""Ranks that train together: the same run as with one process, interrupted, killed and resumed."""
+"""Ranks that train together: the same run as with one process, interrupted, killed, started again and resumed."""
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
-from sft_runs import latest_checkpoint, values_of
+from role_faults import signal_role
+from sft_runs import RANKS, WORDS, assert_same, latest_checkpoint, values_of
 
-from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
+from offbeat_testing import CommandLine, RunningCommand, forked_main, wait_until_gone
 from sft_app import _cli
-
-# Adam's first steps turn a rounding difference into a multiple of the learning rate: the smaller, the closer.
-WORDS = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
-RANKS = ["--engine.num_ranks=2", "--engine.max_tokens_per_microbatch=128"]  # both have something to do
-
-
-def assert_same(run: Path, undisturbed: Path) -> None:
-    """Every update once, to the same losses and weights."""
-    for name in ("train/loss", "eval/loss"):
-        expected = values_of(undisturbed, name)
-        assert len(expected) > 1
-        assert values_of(run, name) == pytest.approx(expected, abs=1e-5)
-    one, other = latest_checkpoint(run), latest_checkpoint(undisturbed)
-    assert one.step == other.step
-    got, wanted = load_file(one.path / "model.safetensors"), load_file(other.path / "model.safetensors")
-    assert got.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert abs(got[name] - array).max() <= 1e-5, name
-
-
-def rank_1(process: RunningCommand) -> int:
-    (found,) = [pid for pid in process.descendants() if b"trainer-1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return found
 
 
 @pytest.mark.nightly
@@ -53,14 +29,43 @@ def test_two_ranks_train_as_one_and_end_on_ctrl_c(command: CommandLine, config: 
     assert_same(run, undisturbed)
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_one_rank_goes_on(
+def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(config: Path, tmp_path: Path) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    main, words = forked_main("sft_app", "offbeat_engine_torch"), [*WORDS, "--data.epochs=15", "--checkpoint.every=3"]
+    with RunningCommand(main, "train", config, "--out", run, *words, *RANKS) as process:
+        process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
+        signal_role(process, "trainer-1", signal.SIGKILL)
+        assert process.wait() == 0, process.output
+        assert "trainer: trainer-1 failed: its process was killed by SIGKILL" in process.output
+        assert "the run goes on from update" in process.output
+    assert set(values_of(run, "trainer/restarts").values()) == {1}
+    with RunningCommand(main, "train", config, "--out", undisturbed, *words) as process:
+        assert process.wait() == 0, process.output
+    assert_same(run, undisturbed)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_says_nothing_is_named_and_started_again(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*WORDS, *RANKS, "--data.epochs=15", "--checkpoint.every=3", "--cluster.silent_after_s=5"]
+    with RunningCommand(_cli.main, "train", config, "--out", run, *words) as process:
+        process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
+        signal_role(process, "trainer-1", signal.SIGSTOP)
+        assert process.wait() == 0, process.output
+        assert "trainer-1 failed: it answered nothing for 5 s (cluster.silent_after_s)" in process.output
+    assert list(values_of(run, "train/loss")) == list(range(1, 39))
+
+
+@pytest.mark.nightly
+def test_a_rank_that_may_not_be_started_again_ends_the_run_and_one_rank_goes_on(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     words = [*WORDS, "--data.epochs=3000", "--checkpoint.every=3"]  # longer than it may live
-    with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS) as process:
+    once = "--cluster.max_restarts=0"
+    with RunningCommand(_cli.main, "train", config, "--out", run, *words, *RANKS, once) as process:
         process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
-        os.kill(rank_1(process), signal.SIGKILL)
+        signal_role(process, "trainer-1", signal.SIGKILL)
         assert process.wait(30) == 3, process.output
         assert "trainer-1 failed: its process was killed by SIGKILL" in process.output
         assert f"resume {run}" in process.output

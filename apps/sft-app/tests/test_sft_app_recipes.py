@@ -14,12 +14,14 @@ from sft_app._config import SftConfig
 from sft_app._preflight import sharing_ranks
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-_CLUSTER = re.compile(r"^#     sft-app plan \S+ --cluster 1x(\d+)", re.MULTILINE)
+_CLUSTER = re.compile(r"^#     sft-app plan \S+ --cluster (\d+)x(\d+)", re.MULTILINE)
 _BATCH = re.compile(r"^# batch: (\d+) sequences over (\d+) data parallel ranks, (\d+) each", re.MULTILINE)
 LARGE = [path for path in RECIPES if _CLUSTER.search(path.read_text())]
+OF_ONE_MACHINE = [path for path in LARGE if "--cluster 1x" in path.read_text()]
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 every_large_recipe = pytest.mark.parametrize("recipe", LARGE, ids=lambda path: path.stem)
+every_recipe_of_one_machine = pytest.mark.parametrize("recipe", OF_ONE_MACHINE, ids=lambda path: path.stem)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,11 @@ def _folders(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def width(recipe: Path) -> int:
-    """Accelerators of the machine that the recipe says it is for."""
+def stated_cluster(recipe: Path) -> tuple[int, int]:
+    """(nodes, accelerators of each) that the recipe says it is for."""
     found = _CLUSTER.search(recipe.read_text())
     assert found
-    return int(found[1])
+    return int(found[1]), int(found[2])
 
 
 def accelerator(recipe: Path) -> str:
@@ -49,11 +51,11 @@ def accelerator(recipe: Path) -> str:
 
 def test_the_large_recipes_are_twins_of_those_that_come_after_them() -> None:
     others = {path.stem for path in (Path(__file__).parents[2] / "grpo-async-app" / "recipes").glob("*.toml")}
-    stems = {path.stem for path in LARGE}
+    stems = {path.stem for path in OF_ONE_MACHINE}
     assert {"math_qwen3_8b_fsdp", "math_qwen3_8b_megatron", "moe_30b_megatron"} <= stems
     assert len([stem for stem in stems if stem.startswith("geo3k_qwen3vl_8b_")]) == 2
     assert stems <= others
-    assert {path.stem for path in RECIPES} - stems == {"smollm2_chat"}
+    assert {path.stem for path in RECIPES} - stems == {"smollm2_chat", "math_qwen3_32b_fsdp"}
 
 
 @every_recipe
@@ -75,12 +77,15 @@ def test_a_recipe_parses_and_takes_its_paths_from_the_environment(
 
 
 @every_large_recipe
-def test_a_recipe_fits_the_machine_it_states_and_fills_it(command: CommandLine, recipe: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_the_cluster_it_states_and_fills_it(command: CommandLine, recipe: Path, tmp_path: Path) -> None:
+    nodes, width = stated_cluster(recipe)
     cluster = tmp_path / "nodes.toml"
-    cluster.write_text(f'[[nodes]]\nname = "node"\naccelerators = {width(recipe)}\naccelerator_memory_gib = 80\n')
+    cluster.write_text(
+        f'[[nodes]]\nname = "node"\ncount = {nodes}\naccelerators = {width}\naccelerator_memory_gib = 80\n'
+    )
     ended = command("plan", recipe, "--cluster", cluster)
     assert ended.code == 0, ended.err
-    assert f"{width(recipe)} of {width(recipe)} free {accelerator(recipe)}" in ended.out
+    assert f"{nodes * width} of {nodes * width} free {accelerator(recipe)}" in ended.out
     assert "notice" not in ended.out, ended.out
     assert "parameters" in ended.out, "the memory could not be estimated"
 
@@ -91,7 +96,7 @@ def test_the_batch_adds_up_to_what_the_recipe_says(command: CommandLine, recipe:
     assert found, "a recipe says what its batches are made of"
     sequences, shares, each = map(int, found.groups())
     assert sequences == shares * each
-    ended = command("plan", recipe, "--cluster", f"1x{width(recipe)}", "--json")
+    ended = command("plan", recipe, "--cluster", "{}x{}".format(*stated_cluster(recipe)), "--json")
     assert json.loads(ended.out)["batch"] == {"sequences_per_step": sequences, "data_parallel": shares}
 
 
@@ -110,11 +115,12 @@ def test_the_ranks_can_share_the_model_as_the_recipe_says(recipe: Path) -> None:
     assert sizes == {axis: getattr(layout, axis) for axis in sizes}
 
 
-@every_large_recipe
+@every_recipe_of_one_machine
 def test_a_recipe_is_refused_on_half_of_its_machine_and_made_to_fit(
     command: CommandLine, recipe: Path, tmp_path: Path
 ) -> None:
-    whole, half, fitted = width(recipe), width(recipe) // 2, tmp_path / "fitted.toml"
+    _, whole = stated_cluster(recipe)
+    half, fitted = whole // 2, tmp_path / "fitted.toml"
     ended = command("plan", recipe, "--cluster", f"2x{half}")
     assert ended.code == 2
     assert f"1 × trainer of {whole} {accelerator(recipe)} on one node" in ended.err
@@ -130,7 +136,7 @@ def test_a_recipe_is_refused_on_half_of_its_machine_and_made_to_fit(
 
 
 def test_what_is_made_to_fit_can_still_share_the_model(command: CommandLine) -> None:
-    recipe = next(path for path in LARGE if path.stem == "math_qwen3_8b_megatron")
+    recipe = RECIPES[0].with_stem("math_qwen3_8b_megatron")
     ended = command("plan", recipe, "--cluster", "4x3")
     assert ended.code == 2
     assert "what fits" not in ended.err, "four ranks share each matrix, and no machine has four"
@@ -139,13 +145,32 @@ def test_what_is_made_to_fit_can_still_share_the_model(command: CommandLine) -> 
     assert "engine.num_ranks = 6 must be a multiple of tensor_parallel 4" in ended.err
 
 
+def test_a_recipe_for_several_nodes_is_refused_by_name_where_it_does_not_fit(
+    command: CommandLine, tmp_path: Path
+) -> None:
+    recipe, fitted = RECIPES[0].with_stem("math_qwen3_32b_fsdp"), tmp_path / "fitted.toml"
+    on_one_node = "1 × trainer of 16 GPU on one node"
+    for words, *said in [
+        ("2x8 --cluster.launcher=local", on_one_node, 'cluster.launcher = "ray", which trains on several nodes'),
+        ("2x8 --engine.options={tensor_parallel=16}", on_one_node),
+        ("2x8 --engine.device=cuda:0", "engine.device = cuda:0 is one device", "name the kind alone (cuda)"),
+        ("4x4", "2 nodes × 8 GPU asked for", "cluster.num_nodes = 4, cluster.accelerators_per_node = 4"),
+    ]:
+        ended = command("plan", recipe, "--cluster", *words.split())
+        assert ended.code == 2
+        assert [text for text in said if text not in ended.err] == [], ended.err
+    assert command("plan", recipe, "--cluster", "4x4", "--fit", fitted).code == 0
+    ended = command("plan", fitted, "--cluster", "4x4")
+    assert "node-3  T12 T13 T14 T15" in ended.out, ended.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cluster", "live"], "sft-app trains on one machine; name it: --cluster 1x8"),
-        (["--fit", "new.toml"], "--cluster is missing"),
+        (["--fit", "new.toml"], "fits as it is"),
         (["--cluster", "1x8", "--fit", "new.toml"], "fits as it is"),
         (["--cluster", "0x8"], "at least one node"),
+        (["--cluster", "1x8", "--engine.max_updates=5"], "engine.warmup_steps = 10: the run makes 5 (engine.max_up"),
         (["--cluster", "1x8", "--shrink"], "leave --cluster and --fit out"),
         (["--format", "yaml"], "--format takes text or json"),
         (["--cluster", "1x8", "--engine.options", '{tensor_parallel = "2"}'], "must be whole numbers of ranks"),

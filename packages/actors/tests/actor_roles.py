@@ -100,11 +100,15 @@ class Patient:
 
     def __init__(self, trace: Path | None = None) -> None:
         self.trace, self.cancelled = trace, False
+        self.made_in = threading.current_thread()
         self.released = threading.Event()
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_waiting = asyncio.Event()
+
+    def in_main_thread(self) -> list[bool]:
+        return [thread is threading.main_thread() for thread in (self.made_in, threading.current_thread())]
 
     async def started(self) -> bool:
         return self.loop is asyncio.get_running_loop()

@@ -104,9 +104,11 @@ def test_sync_methods_run_one_at_a_time_in_order(start_role: Any) -> None:
     assert asyncio.run(scenario()) == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
 
 
-def test_health_answers_while_a_long_method_computes(start_role: Any) -> None:
+@pytest.mark.parametrize("main_thread", [False, True])
+def test_health_answers_while_a_long_method_computes(start_role: Any, main_thread: bool) -> None:
     async def scenario() -> None:
-        async with start_role("Patient") as role:
+        async with start_role("Patient", main_thread=main_thread) as role:
+            assert await role.call("in_main_thread", returns=list[bool]) == [main_thread] * 2
             computing = asyncio.create_task(role.call("wait_released", returns=str))
             for _ in range(20):
                 assert await role.call("started", returns=bool)

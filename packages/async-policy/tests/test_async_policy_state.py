@@ -43,13 +43,18 @@ def test_a_restored_policy_syncs_then_issues_again_what_was_in_flight_then_goes_
     assert policy.statistics.submitted == 10
 
 
-def test_an_update_that_runs_at_the_checkpoint_has_not_begun_in_the_state():
-    policy = AsyncPolicy(CONFIG, 20)
+def policy_in_an_update(config=CONFIG, num_finished=4):
+    """All that was started has finished, and an update runs."""
+    policy = AsyncPolicy(config, 20)
     policy.actions()
-    for group in range(4):
+    for group in range(num_finished):
         policy.group_finished(group, 0)
     assert isinstance(policy.actions()[0], Update)
-    state = policy.state()
+    return policy
+
+
+def test_an_update_that_runs_at_the_checkpoint_has_not_begun_in_the_state():
+    state = policy_in_an_update().state()
     assert state["version"] == 0
     assert state["finished"] == [[0, 0], [1, 0], [2, 0], [3, 0]]
     assert state["statistics"]["trained"] == 0
@@ -160,11 +165,7 @@ def test_ending_the_data_early_trains_what_was_started_and_finishes():
 
 
 def test_a_sync_on_request_waits_for_the_trainer_and_comes_before_the_next_update():
-    policy = AsyncPolicy(CONFIG, 20)
-    policy.actions()
-    for group in range(4):
-        policy.group_finished(group, 0)
-    assert isinstance(policy.actions()[0], Update)
+    policy = policy_in_an_update()
     policy.request_sync()
     assert policy.actions() == []
     policy.update_finished()
@@ -172,11 +173,8 @@ def test_a_sync_on_request_waits_for_the_trainer_and_comes_before_the_next_updat
 
 
 def test_an_engine_that_came_up_between_two_syncs_may_sample_under_the_trainers_newest_version():
-    policy = AsyncPolicy(AsyncConfig(staleness_threshold=0.0, mini_batch_size=2, trigger_parameter_sync_step=2), 20)
-    policy.actions()
-    for group in range(2):
-        policy.group_finished(group, 0)
-    assert isinstance(policy.actions()[0], Update)
+    config = AsyncConfig(staleness_threshold=0.0, mini_batch_size=2, trigger_parameter_sync_step=2)
+    policy = policy_in_an_update(config, num_finished=2)
     policy.update_finished()
     assert (policy.version, policy.engine_version) == (1, 0)
     policy.group_lost(2)  # its engine died; the new one got what the trainer held: version 1

@@ -1,15 +1,14 @@
 """Tokenizer folders made on the spot: byte-level BPE with real merges, ChatML and Llama 3 style."""
 
 import json
+import shutil
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from offbeat_data import Tokenizer, load_tokenizer
+from offbeat_data import load_tokenizer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,7 +104,7 @@ TEMPLATES = {
 }
 
 
-def _write_tokenizer(folder: Path, template: str | None) -> Path:
+def _write_tokenizer(folder, template):
     llama = template is not None and "llama3" in template
     special = ["<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     special = special if llama else ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -136,11 +135,11 @@ def _write_tokenizer(folder: Path, template: str | None) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+def tokenizer_folder(tmp_path_factory):
     """Folder of a tokenizer with the named chat template, or with none."""
-    made: dict[str | None, Path] = {}
+    made = {}
 
-    def folder(template: str | None) -> Path:
+    def folder(template):
         if template not in made:
             made[template] = _write_tokenizer(tmp_path_factory.mktemp("tokenizers") / str(template), template)
         return made[template]
@@ -148,14 +147,28 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str 
     return folder
 
 
+@pytest.fixture
+def copied_folder(tokenizer_folder, tmp_path):
+    """A copy of `tokenizer_folder`, with files of its own: bytes, texts or JSON by name."""
+
+    def copy(template, files):
+        folder = shutil.copytree(tokenizer_folder(template), tmp_path / "m")
+        for name, content in files.items():
+            text = content if isinstance(content, str | bytes) else json.dumps(content)
+            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return folder
+
+    return copy
+
+
 @pytest.fixture(scope="session")
-def make_tokenizer(tokenizer_folder: Callable[[str | None], Path]) -> Callable[[str | None], Tokenizer]:
+def make_tokenizer(tokenizer_folder):
     """The tokenizer of `tokenizer_folder`, loaded."""
     return lambda template: load_tokenizer(tokenizer_folder(template))
 
 
 @pytest.fixture(scope="session")
-def vision_folder(tokenizer_folder: Callable[[str | None], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vision_folder(tokenizer_folder, tmp_path_factory):
     """Tokenizer and image settings of a model that sees 8 x 8 pixels as a token, and images as 4 to 64 of them."""
     folder = tmp_path_factory.mktemp("vision")
     backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder("chatml") / "tokenizer.json"))
@@ -171,10 +184,10 @@ def vision_folder(tokenizer_folder: Callable[[str | None], Path], tmp_path_facto
 
 
 @pytest.fixture
-def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+def write_jsonl(tmp_path):
     """Write rows as JSON lines and return the path."""
 
-    def write(rows: list[dict[str, object]], name: str = "rows.jsonl") -> str:
+    def write(rows, name="rows.jsonl"):
         path = tmp_path / name
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         return str(path)

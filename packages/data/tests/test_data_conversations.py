@@ -1,16 +1,12 @@
 """Loss masks, token by token, against segments encoded one by one."""
 
 import json
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from offbeat_data import ConversationConfig, Tokenizer, load_conversations
-from offbeat_types import ConfigError, DataError, ModelError, TrainSequence
-
-MakeTokenizer = Callable[..., Tokenizer]
-Write = Callable[..., str]
+from offbeat_data import ConversationConfig, load_conversations
+from offbeat_types import ConfigError, DataError, ModelError
 
 TURNS = [
     {"role": "user", "content": "What is the sum?"},
@@ -19,10 +15,9 @@ TURNS = [
     {"role": "assistant", "content": "It is  thirteen."},
 ]
 SYSTEM = {"role": "system", "content": "You are terse."}
-Segments = list[tuple[str, bool]]
 
 
-def _expected(tokenizer: Tokenizer, segments: Segments) -> tuple[list[int], list[bool]]:
+def _expected(tokenizer, segments):
     """The slow reference: every segment encoded on its own, with what it means for the loss."""
     ids, mask = [], []
     for text, learn in segments:
@@ -32,17 +27,17 @@ def _expected(tokenizer: Tokenizer, segments: Segments) -> tuple[list[int], list
     return ids, mask
 
 
-def _chatml(turns: list[dict[str, str]]) -> Segments:
+def _chatml(turns):
     turns = turns if turns[0]["role"] == "system" else [{"role": "system", "content": "Be brief"}, *turns]
-    segments: Segments = []
+    segments = []
     for turn in turns:
         learn = turn["role"] == "assistant"
         segments += [(f"<|im_start|>{turn['role']}\n", False), (turn["content"] + "<|im_end|>", learn), ("\n", False)]
     return segments
 
 
-def _llama3(turns: list[dict[str, str]]) -> Segments:
-    segments: Segments = [("<|bos|>", False)]
+def _llama3(turns):
+    segments = [("<|bos|>", False)]
     for turn in turns:
         learn = turn["role"] == "assistant"
         segments += [(f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n", False)]
@@ -50,7 +45,7 @@ def _llama3(turns: list[dict[str, str]]) -> Segments:
     return segments
 
 
-def _load(tokenizer: Tokenizer, path: str, **settings: object) -> tuple[TrainSequence, ...]:
+def _load(tokenizer, path, **settings):
     return load_conversations(ConversationConfig(path=path, **settings), tokenizer).train
 
 
@@ -60,12 +55,8 @@ def _load(tokenizer: Tokenizer, path: str, **settings: object) -> tuple[TrainSeq
     [("chatml", _chatml), ("chatml_tagged", _chatml), ("llama3", _llama3), ("llama3_tagged", _llama3)],
 )
 def test_only_assistant_turns_and_their_end_token_enter_the_loss(
-    template: str,
-    segments: Callable[[list[dict[str, str]]], Segments],
-    turns: list[dict[str, str]],
-    make_tokenizer: MakeTokenizer,
-    write_jsonl: Write,
-) -> None:
+    template, segments, turns, make_tokenizer, write_jsonl
+):
     tokenizer = make_tokenizer(template)
     [sequence] = _load(tokenizer, write_jsonl([{"messages": turns}]))
     ids, mask = _expected(tokenizer, segments(turns))
@@ -75,9 +66,7 @@ def test_only_assistant_turns_and_their_end_token_enter_the_loss(
     assert any(mask)
 
 
-def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(
-    make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("llama3")
     turns = [TURNS[0], {"role": "assistant", "content": "a" + " " * 7 + "b"}]
     [sequence] = _load(tokenizer, write_jsonl([{"messages": turns}]))
@@ -85,9 +74,7 @@ def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(
     assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == (ids, mask)
 
 
-def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(
-    make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("forgetful")
     loaded = load_conversations(ConversationConfig(path=write_jsonl([{"messages": TURNS}])), tokenizer)
     user, answer, again, last = (turn["content"] for turn in TURNS)
@@ -101,7 +88,7 @@ def test_a_template_that_forgets_thoughts_gives_one_sequence_per_turn(
     assert (loaded.train_counts.read, loaded.train_counts.kept) == (1, 2)
 
 
-def test_template_options_reach_the_template(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_template_options_reach_the_template(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("forgetful")
     [sequence] = _load(tokenizer, write_jsonl([{"messages": TURNS[:2]}]), template_options={"enable_thinking": False})
     learned = tokenizer.decode(sequence.ids[sequence.loss_mask], skip_special_tokens=False)
@@ -109,18 +96,14 @@ def test_template_options_reach_the_template(make_tokenizer: MakeTokenizer, writ
 
 
 @pytest.mark.parametrize("template", ["chatml", "chatml_tagged", "llama3"])
-def test_prompt_and_completion_messages_learn_the_completion_only(
-    template: str, make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_prompt_and_completion_messages_learn_the_completion_only(template, make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer(template)
     [sequence] = _load(tokenizer, write_jsonl([{"prompt": TURNS[:3], "completion": TURNS[3:]}]))
     learned = tokenizer.decode(sequence.ids[sequence.loss_mask])
     assert learned == "It is  thirteen."
 
 
-def test_prompt_and_completion_texts_use_the_template_as_prompts_for_rollouts_do(
-    make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_prompt_and_completion_texts_use_the_template_as_prompts_for_rollouts_do(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("chatml")
     path = write_jsonl([{"prompt": "What is the sum?", "completion": 12}])
     [sequence] = _load(tokenizer, path, system_prompt="You are terse.")
@@ -129,9 +112,7 @@ def test_prompt_and_completion_texts_use_the_template_as_prompts_for_rollouts_do
 
 
 @pytest.mark.parametrize("template", [None, "chatml", "llama3"])
-def test_without_a_template_prompt_and_completion_are_joined_and_ended(
-    template: str | None, make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_without_a_template_prompt_and_completion_are_joined_and_ended(template, make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer(template)
     [sequence] = _load(tokenizer, write_jsonl([{"prompt": "2+2=", "completion": "4"}]), chat_template="off")
     bos = [("<|bos|>", False)] if template == "llama3" else []
@@ -140,7 +121,7 @@ def test_without_a_template_prompt_and_completion_are_joined_and_ended(
     assert (sequence.ids.tolist(), sequence.loss_mask.tolist()) == expected
 
 
-def test_plain_text_is_learned_from_its_second_token_on(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_plain_text_is_learned_from_its_second_token_on(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("chatml")
     [sequence] = _load(tokenizer, write_jsonl([{"text": "The answer is twelve."}]))
     ids, _ = _expected(tokenizer, [("The answer is twelve.<|im_end|>", True)])
@@ -148,9 +129,7 @@ def test_plain_text_is_learned_from_its_second_token_on(make_tokenizer: MakeToke
     assert sequence.loss_mask.tolist() == [False] + [True] * (len(ids) - 1)
 
 
-def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(
-    make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("chatml")
     long = [{"role": "user", "content": "the sum " * 50}, TURNS[1]]
     answer = [TURNS[0], {"role": "assistant", "content": "twelve " * 200}]
@@ -167,7 +146,7 @@ def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(
     assert cut.train[1].loss_mask.any()
 
 
-def test_held_out_conversations_are_not_trained_on(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_held_out_conversations_are_not_trained_on(make_tokenizer, write_jsonl):
     path = write_jsonl([{"text": f"The answer is {number}."} for number in range(10)])
     tokenizer = make_tokenizer("chatml")
     loaded = load_conversations(ConversationConfig(path=path, eval_size=3), tokenizer)
@@ -176,16 +155,14 @@ def test_held_out_conversations_are_not_trained_on(make_tokenizer: MakeTokenizer
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_tools_reach_the_template_and_a_call_needs_no_content(
-    as_json: bool, make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_tools_reach_the_template_and_a_call_needs_no_content(as_json, make_tokenizer, write_jsonl):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [TURNS[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "12"}, TURNS[1]]
     tokenizer = make_tokenizer("tools")
     path = write_jsonl([{"messages": messages, "tools": json.dumps(tools) if as_json else tools}])
     [sequence] = _load(tokenizer, path)
-    segments: Segments = [(f"<|im_start|>system\n{json.dumps(tools)}<|im_end|>\n", False)]
+    segments = [(f"<|im_start|>system\n{json.dumps(tools)}<|im_end|>\n", False)]
     for turn, text in zip(messages, (TURNS[0]["content"], json.dumps(call), "12", TURNS[1]["content"]), strict=True):
         segments += [(f"<|im_start|>{turn['role']}\n", False), (f"{text}<|im_end|>", turn["role"] == "assistant")]
         segments += [("\n", False)]
@@ -194,7 +171,7 @@ def test_tools_reach_the_template_and_a_call_needs_no_content(
     assert sequence.loss_mask.tolist() == mask
 
 
-def test_turns_that_cannot_be_found_say_what_to_do(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_turns_that_cannot_be_found_say_what_to_do(make_tokenizer, write_jsonl):
     # SmolLM2's template puts its own system turn first, so an opening assistant turn has no place to begin.
     path = write_jsonl([{"messages": [TURNS[1], *TURNS[2:]]}])
     tokenizer = make_tokenizer("forgetful")
@@ -205,22 +182,20 @@ def test_turns_that_cannot_be_found_say_what_to_do(make_tokenizer: MakeTokenizer
         _load(tokenizer, path)
 
 
-def test_held_out_questions_are_not_trained_on_whatever_was_answered(
-    make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
-    def asked(question: str, answer: str) -> list[dict[str, str]]:
+def test_held_out_questions_are_not_trained_on_whatever_was_answered(make_tokenizer, write_jsonl):
+    def asked(question, answer):
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
-    def kept(name: str, train: list[dict[str, object]], held_out: list[dict[str, object]]) -> int:
+    def kept(name, train, held_out):
         paths = {"path": write_jsonl(train, f"{name}.jsonl"), "eval_path": write_jsonl(held_out, f"{name}-test.jsonl")}
         loaded = load_conversations(ConversationConfig(**paths), make_tokenizer("chatml"))
         assert loaded.train_counts.held_out == 1
         assert loaded.train_counts.read == len(train)
         return len(loaded.train)
 
-    chats: list[dict[str, object]] = [{"messages": asked(*each)} for each in (("Sum?", "12"), ("Product?", "35"))]
+    chats = [{"messages": asked(*each)} for each in (("Sum?", "12"), ("Product?", "35"))]
     assert kept("chats", chats, [{"messages": asked("Sum?", "Twelve.")}]) == 1
-    pairs: list[dict[str, object]] = [
+    pairs = [
         {"prompt": "Sum?", "completion": "12"},
         {"prompt": "Product?", "completion": "35"},
     ]
@@ -258,14 +233,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("template", "rows", "settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_learned_from_is_named(
-    template: str | None,
-    rows: list[dict[str, object]],
-    settings: dict[str, object],
-    message: str,
-    make_tokenizer: MakeTokenizer,
-    write_jsonl: Write,
-) -> None:
+def test_what_cannot_be_learned_from_is_named(template, rows, settings, message, make_tokenizer, write_jsonl):
     error = DataError if template else ConfigError if settings else ModelError
     with pytest.raises(error, match=message):
         _load(make_tokenizer(template), write_jsonl(rows), **settings)

@@ -1,38 +1,30 @@
 """Which environment a configuration names, and that one that breaks ends its own episode and no other."""
 
 import asyncio
+import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from offbeat_data import (
     DataConfig,
-    Environment,
     EnvironmentConfig,
     EnvironmentFailedError,
     EpisodeHost,
-    Message,
     Prompt,
     RewardScore,
-    Tokenizer,
     ToolEnvironment,
     build_environment,
     load_prompts,
+    load_tokenizer,
 )
 from offbeat_types import ConfigError
-
-MakeTokenizer = Callable[..., Tokenizer]
-Write = Callable[..., str]
 
 OWN = """
 class Own:
@@ -49,18 +41,18 @@ value = 7
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own(tmp_path, monkeypatch):
     (tmp_path / "own_environment.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_environment", raising=False)
     return "own_environment"
 
 
-def test_every_episode_gets_an_environment_of_its_own(own: str) -> None:
+def test_every_episode_gets_an_environment_of_its_own(own):
     make = build_environment(EnvironmentConfig(name=f"{own}:Own", options={"size": 3}))
     first, second = make(), make()
     assert first is not second
-    assert first.size == 3  # type: ignore[attr-defined]
+    assert first.size == 3
     assert isinstance(build_environment(EnvironmentConfig(name="calculator"))(), ToolEnvironment)
 
 
@@ -75,9 +67,7 @@ def test_every_episode_gets_an_environment_of_its_own(own: str) -> None:
         ("reasoning_gym", {"attempts": 0}, "attempts must be at least 1"),
     ],
 )
-def test_what_cannot_be_built_is_refused_before_anything_starts(
-    name: str, options: dict[str, Any], text: str, own: str
-) -> None:
+def test_what_cannot_be_built_is_refused_before_anything_starts(name, options, text, own):
     with pytest.raises(ConfigError, match=text):
         build_environment(EnvironmentConfig(name=name, options=options))
 
@@ -91,9 +81,7 @@ def test_what_cannot_be_built_is_refused_before_anything_starts(
         ({"name": "reasoning_gym"}, True, "judges by itself"),
     ],
 )
-def test_settings_that_do_nothing_or_lack_something_are_refused(
-    settings: dict[str, Any], has_reward: bool, text: str
-) -> None:
+def test_settings_that_do_nothing_or_lack_something_are_refused(settings, has_reward, text):
     with pytest.raises(ConfigError, match=text):
         EnvironmentConfig(**settings).check(has_reward=has_reward)
 
@@ -101,16 +89,16 @@ def test_settings_that_do_nothing_or_lack_something_are_refused(
 @pytest.mark.parametrize(
     ("name", "has_reward"), [("", True), ("calculator", True), ("verifiers", False), ("a:b", True), ("a:b", False)]
 )
-def test_settings_that_fit_pass(name: str, has_reward: bool) -> None:
+def test_settings_that_fit_pass(name, has_reward):
     EnvironmentConfig(name=name).check(has_reward=has_reward)
 
 
-def _problem(make_tokenizer: MakeTokenizer) -> Prompt:
+def _problem(make_tokenizer):
     config = DataConfig(path="reasoning-gym:chain_sum", num_items=1, max_prompt_tokens=9000)
     return load_prompts(config, make_tokenizer("chatml")).train[0]
 
 
-async def _play(environment: Environment, prompt: Prompt, *texts: str) -> tuple[list[Any], RewardScore | None]:
+async def _play(environment, prompt, *texts):
     await environment.reset(prompt)
     answers = [await environment.step(text) for text in texts]
     score = await environment.reward()
@@ -118,7 +106,7 @@ async def _play(environment: Environment, prompt: Prompt, *texts: str) -> tuple[
     return answers, score
 
 
-def test_a_task_of_reasoning_gym_may_be_tried_again(make_tokenizer: MakeTokenizer) -> None:
+def test_a_task_of_reasoning_gym_may_be_tried_again(make_tokenizer):
     prompt = _problem(make_tokenizer)
     make = build_environment(EnvironmentConfig(name="reasoning_gym", options={"attempts": 3, "tag": "answer"}))
     right = f"so <answer>{prompt.answer}</answer>"
@@ -139,7 +127,7 @@ def test_a_task_of_reasoning_gym_may_be_tried_again(make_tokenizer: MakeTokenize
     assert score.value < 1.0
 
 
-def test_once_asked_it_scores_as_the_reward_of_that_name_does(make_tokenizer: MakeTokenizer) -> None:
+def test_once_asked_it_scores_as_the_reward_of_that_name_does(make_tokenizer):
     from offbeat_data import RewardConfig, build_reward
 
     prompt = _problem(make_tokenizer)
@@ -149,35 +137,13 @@ def test_once_asked_it_scores_as_the_reward_of_that_name_does(make_tokenizer: Ma
         assert asyncio.run(_play(environment, prompt, text)) == ([None], reward.score(prompt, text))
 
 
-def test_tools_of_a_row_reach_the_template(make_tokenizer: MakeTokenizer, write_jsonl: Write, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    from offbeat_data import load_tokenizer
-
-    folder = shutil.copytree(Path(make_tokenizer("chatml").source), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ tools | tojson }}{{ messages[0]['content'] }}")
+def test_tools_of_a_row_reach_the_template(copied_folder, write_jsonl):
+    folder = copied_folder("chatml", {"chat_template.jinja": "{{ tools | tojson }}{{ messages[0]['content'] }}"})
     tools = [{"type": "function", "function": {"name": "add"}}]
     path = write_jsonl([{"prompt": "2+2", "answer": "4", "tools": tools}, {"prompt": "1+1", "answer": "2"}])
     with_tools, without = load_prompts(DataConfig(path=path), load_tokenizer(folder)).train
     assert with_tools.text == json.dumps(tools) + "2+2"
     assert without.text == "null1+1"
-
-
-@pytest.mark.parametrize("there", [False, True], ids=["absent", "of a later kind"])
-def test_verifiers_names_its_install_line(there: bool, tmp_path: Path) -> None:
-    if there:  # from 0.4 on the package has no environments with turns
-        (tmp_path / "verifiers.py").write_text("__version__ = '0.4.0'")
-    script = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        + ("" if there else "sys.modules['verifiers'] = None\n")
-        + "from offbeat_data import *\nfrom offbeat_types import BackendError\n"
-        "for work in (lambda: build_environment(EnvironmentConfig(name='verifiers')),\n"
-        "             lambda: load_prompts(DataConfig(path='verifiers:x'), None)):\n"
-        "    try: work()\n    except BackendError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.count('pip install "verifiers>=0.3,<0.3.2"') == 2, done.stderr
 
 
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?", answer="12")
@@ -188,53 +154,53 @@ PATIENCE_S = 30.0
 class Echo:
     """Says back what it hears, or does what a test has put in for a text; ends on "end"."""
 
-    def __init__(self, deeds: dict[str, Callable[[], Any]]) -> None:
+    def __init__(self, deeds):
         self._deeds = deeds
         self.is_closed = False
         self.answer: str | None = None
 
-    async def reset(self, prompt: Prompt) -> None:
+    async def reset(self, prompt):
         self.answer = prompt.answer
         await self._do("reset")
 
-    async def step(self, text: str) -> Sequence[Message] | None:
+    async def step(self, text):
         await self._do(text)
         return None if text == "end" else [{"role": "user", "content": text, "note": {"tuple": (1, 2)}}]
 
-    async def reward(self) -> RewardScore | None:
+    async def reward(self):
         await self._do("reward")
         return RewardScore(value=1.0, parts={"kept": float(self.answer == "12")})
 
-    async def close(self) -> None:
+    async def close(self):
         self.is_closed = True
         await self._do("close")
 
-    async def _do(self, name: str) -> None:
+    async def _do(self, name):
         outcome = self._deeds.get(name, lambda: None)()
         if asyncio.iscoroutine(outcome):
             await outcome
 
 
-def forever() -> None:
+def forever():
     while True:
         pass
 
 
-def sleeping() -> None:
+def sleeping():
     time.sleep(600)
 
 
-def reading() -> None:
+def reading():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.recv(1)
 
 
-def searching() -> None:
+def searching():
     re.search(r"(a+)+$", "a" * 60 + "b")
 
 
-def stubborn() -> None:
+def stubborn():
     """Catches what it can, and goes on."""
     num_caught = 0
     while True:
@@ -244,8 +210,8 @@ def stubborn() -> None:
             num_caught += 1
 
 
-def play(host: EpisodeHost, *texts: str) -> RewardScore | None:
-    async def episode() -> RewardScore | None:
+def play(host, *texts):
+    async def episode():
         await host.reset(1, PROMPT)
         for text in texts:
             await host.step(1, text)
@@ -254,14 +220,14 @@ def play(host: EpisodeHost, *texts: str) -> RewardScore | None:
     return asyncio.run(asyncio.wait_for(episode(), PATIENCE_S))
 
 
-def test_a_reward_that_is_no_finite_number_fails_its_episode() -> None:
+def test_a_reward_that_is_no_finite_number_fails_its_episode():
     class Unsure(Echo):
-        async def reward(self) -> RewardScore | None:
+        async def reward(self):
             return RewardScore(value=float("nan"), parts={})
 
-    made: list[Unsure] = []
+    made = []
 
-    def make() -> Unsure:
+    def make():
         made.append(Unsure({}))
         return made[-1]
 
@@ -271,10 +237,10 @@ def test_a_reward_that_is_no_finite_number_fails_its_episode() -> None:
     assert made[0].is_closed
 
 
-def failing(deeds: dict[str, Callable[[], Any]], *texts: str) -> tuple[EnvironmentFailedError, Echo]:
-    made: list[Echo] = []
+def failing(deeds, *texts):
+    made = []
 
-    def make() -> Echo:
+    def make():
         made.append(Echo(deeds))
         return made[-1]
 
@@ -283,8 +249,8 @@ def failing(deeds: dict[str, Callable[[], Any]], *texts: str) -> tuple[Environme
     return caught.value, made[0]
 
 
-def test_an_episode_is_passed_through_as_plain_data() -> None:
-    async def episode() -> None:
+def test_an_episode_is_passed_through_as_plain_data():
+    async def episode():
         host = EpisodeHost(lambda: Echo({}), STEP_TIMEOUT_S)
         await host.reset(1, PROMPT)
         assert await host.step(1, "hello") == [{"role": "user", "content": "hello", "note": {"tuple": [1, 2]}}]
@@ -297,8 +263,8 @@ def test_an_episode_is_passed_through_as_plain_data() -> None:
 
 
 @pytest.mark.parametrize("where", ["reset", "hello", "reward"])
-def test_what_raises_is_named_and_closed(where: str) -> None:
-    def deed() -> None:
+def test_what_raises_is_named_and_closed(where):
+    def deed():
         raise ValueError("no bread")
 
     failure, environment = failing({where: deed}, "hello")
@@ -307,7 +273,7 @@ def test_what_raises_is_named_and_closed(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["reset", "hello", "reward"])
-def test_what_waits_for_ever_is_ended(where: str) -> None:
+def test_what_waits_for_ever_is_ended(where):
     failure, environment = failing({where: lambda: asyncio.sleep(600)}, "hello")
     assert failure.reason == "timed_out"
     assert "environment.step_timeout_s = 0.3" in failure.detail
@@ -315,17 +281,17 @@ def test_what_waits_for_ever_is_ended(where: str) -> None:
 
 
 @pytest.mark.parametrize("deed", [forever, sleeping, reading, searching, stubborn], ids=lambda deed: deed.__name__)
-def test_what_never_lets_go_of_the_thread_is_ended(deed: Callable[[], None]) -> None:
+def test_what_never_lets_go_of_the_thread_is_ended(deed):
     failure, environment = failing({"hello": deed}, "hello")
     assert (failure.reason, failure.detail) == ("timed_out", "it blocked the thread for 0.3 s")
     assert environment.is_closed
 
 
-def test_the_others_go_on_when_one_blocks() -> None:
-    async def episodes() -> list[Any]:
+def test_the_others_go_on_when_one_blocks():
+    async def episodes():
         host = EpisodeHost(lambda: Echo({"bad": forever, "good": lambda: asyncio.sleep(0.01)}), STEP_TIMEOUT_S)
 
-        async def one(number: int, text: str) -> Any:
+        async def one(number, text):
             await host.reset(number, PROMPT)
             for _ in range(3):
                 await host.step(number, text)
@@ -339,11 +305,11 @@ def test_the_others_go_on_when_one_blocks() -> None:
     assert outcomes[2].reason == "timed_out"
 
 
-def test_a_close_that_raises_or_hangs_changes_nothing() -> None:
-    def deed() -> None:
+def test_a_close_that_raises_or_hangs_changes_nothing():
+    def deed():
         raise ValueError("stuck door")
 
-    async def episode() -> RewardScore | None:
+    async def episode():
         host = EpisodeHost(lambda: Echo({"close": deed}), STEP_TIMEOUT_S)
         await host.reset(1, PROMPT)
         score = await host.reward(1)
@@ -353,25 +319,25 @@ def test_a_close_that_raises_or_hangs_changes_nothing() -> None:
     assert asyncio.run(episode()) == RewardScore(value=1.0, parts={"kept": 1.0})
 
 
-def test_an_answer_of_another_form_is_a_failure() -> None:
+def test_an_answer_of_another_form_is_a_failure():
     class Odd(Echo):
-        async def step(self, text: str) -> Any:
+        async def step(self, text):
             return [{"content": text}]
 
     with pytest.raises(EnvironmentFailedError, match=r"\(raised\): TypeError: an answer must be chat messages"):
         play(EpisodeHost(lambda: Odd({}), STEP_TIMEOUT_S), "hello")
 
 
-def test_an_episode_that_nobody_began_is_lost() -> None:
-    async def episode() -> None:
+def test_an_episode_that_nobody_began_is_lost():
+    async def episode():
         await EpisodeHost(lambda: Echo({}), STEP_TIMEOUT_S).step(7, "hello")
 
     with pytest.raises(EnvironmentFailedError, match=r"\(lost\): there is no episode 7"):
         asyncio.run(episode())
 
 
-def test_a_cancelled_call_is_cancelled() -> None:
-    async def episode() -> None:
+def test_a_cancelled_call_is_cancelled():
+    async def episode():
         host = EpisodeHost(lambda: Echo({"hello": lambda: asyncio.sleep(600)}), PATIENCE_S)
         await host.reset(1, PROMPT)
         call = asyncio.create_task(host.step(1, "hello"))
@@ -383,10 +349,10 @@ def test_a_cancelled_call_is_cancelled() -> None:
     asyncio.run(asyncio.wait_for(episode(), PATIENCE_S))
 
 
-def test_outside_the_main_thread_waiting_is_bounded_all_the_same() -> None:
-    reasons: list[str] = []
+def test_outside_the_main_thread_waiting_is_bounded_all_the_same():
+    reasons = []
 
-    def work() -> None:
+    def work():
         try:
             play(EpisodeHost(lambda: Echo({"hello": lambda: asyncio.sleep(600)}), STEP_TIMEOUT_S), "hello")
         except EnvironmentFailedError as error:
@@ -398,8 +364,8 @@ def test_outside_the_main_thread_waiting_is_bounded_all_the_same() -> None:
     assert reasons == ["timed_out"]
 
 
-def test_a_timer_that_was_there_before_is_put_back() -> None:
-    struck: list[int] = []
+def test_a_timer_that_was_there_before_is_put_back():
+    struck = []
     handler = signal.signal(signal.SIGALRM, lambda number, frame: struck.append(number))
     left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
     try:

@@ -1,39 +1,36 @@
 """Real files of every form, and one clear error for each that is broken."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from offbeat_data import DataConfig, PromptSet, build_character_tokenizer, load_prompts
+from offbeat_data import DataConfig, build_character_tokenizer, load_prompts
 from offbeat_types import ConfigError, DataError
 
-Load = Callable[..., PromptSet]
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[..., PromptSet]:
+def load(tmp_path):
     tokenizer = build_character_tokenizer(tmp_path / "tokenizer")
     return lambda path, **settings: load_prompts(DataConfig(path=str(path), **settings), tokenizer)
 
 
-def _write(path: Path, rows: list[dict[str, str]]) -> Path:
+def _write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def _answers(prompts: PromptSet) -> list[str | None]:
+def _answers(prompts):
     return [prompt.answer for prompt in prompts.train]
 
 
 EXPECTED = [row["answer"] for row in ROWS]
 
 
-def test_a_file_of_either_form_is_read(load: Load, tmp_path: Path) -> None:
+def test_a_file_of_either_form_is_read(load, tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row) + "\n" for row in ROWS))  # with blank lines between
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet", row_group_size=5)
     for path in (tmp_path / "d.jsonl", tmp_path / "d.parquet"):
@@ -42,7 +39,7 @@ def test_a_file_of_either_form_is_read(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["{}.jsonl", "part-{}.parquet", "part-0000{}-of-00002.parquet"])
-def test_a_folder_of_files_is_read(name: str, load: Load, tmp_path: Path) -> None:
+def test_a_folder_of_files_is_read(name, load, tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     for number, part in enumerate((ROWS[:12], ROWS[12:])):
@@ -52,7 +49,7 @@ def test_a_folder_of_files_is_read(name: str, load: Load, tmp_path: Path) -> Non
     assert _answers(load(folder, num_items=13)) == EXPECTED[:13]
 
 
-def test_folders_of_the_library_datasets_are_read_without_it(load: Load, tmp_path: Path) -> None:
+def test_folders_of_the_library_datasets_are_read_without_it(load, tmp_path):
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(str(tmp_path / "one"), num_shards=3)
@@ -69,10 +66,10 @@ def test_folders_of_the_library_datasets_are_read_without_it(load: Load, tmp_pat
         load(tmp_path / "both", split="dev")
 
 
-def test_the_held_out_items_depend_on_their_seed_alone(load: Load, tmp_path: Path) -> None:
+def test_the_held_out_items_depend_on_their_seed_alone(load, tmp_path):
     path = _write(tmp_path / "d.jsonl", ROWS)
 
-    def held(**settings: int) -> list[str]:
+    def held(**settings):
         prompts = load(path, eval_size=6, **settings)
         chosen = [prompt.text for prompt in prompts.eval]
         assert sorted(chosen + [prompt.text for prompt in prompts.train]) == sorted(row["prompt"] for row in ROWS)
@@ -85,7 +82,7 @@ def test_the_held_out_items_depend_on_their_seed_alone(load: Load, tmp_path: Pat
         load(path, eval_size=30)
 
 
-def test_a_path_of_its_own_holds_the_held_out_items(load: Load, tmp_path: Path) -> None:
+def test_a_path_of_its_own_holds_the_held_out_items(load, tmp_path):
     for name, part in (("train", ROWS[:20]), ("test", ROWS[20:])):
         _write(tmp_path / f"{name}.jsonl", part)
     prompts = load(tmp_path / "train.jsonl", eval_path=str(tmp_path / "test.jsonl"), eval_size=4)
@@ -105,13 +102,13 @@ def test_a_path_of_its_own_holds_the_held_out_items(load: Load, tmp_path: Path) 
         (b"\xff\xfe\x00", r"d.jsonl, line 1: not valid JSON"),
     ],
 )
-def test_broken_jsonl_is_named_with_its_line(content: str | bytes, message: str, load: Load, tmp_path: Path) -> None:
+def test_broken_jsonl_is_named_with_its_line(content, message, load, tmp_path):
     (tmp_path / "d.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         load(tmp_path / "d.jsonl")
 
 
-def test_a_missing_path_and_an_unknown_form_say_what_is_accepted(load: Load, tmp_path: Path) -> None:
+def test_a_missing_path_and_an_unknown_form_say_what_is_accepted(load, tmp_path):
     with pytest.raises(DataError, match=r"nowhere.jsonl does not exist: give a .jsonl or .parquet"):
         load(tmp_path / "nowhere.jsonl")
     (tmp_path / "d.csv").write_text("prompt,answer\n")
@@ -125,7 +122,7 @@ def test_a_missing_path_and_an_unknown_form_say_what_is_accepted(load: Load, tmp
         load("")
 
 
-def test_corrupt_columnar_files_are_named(load: Load, tmp_path: Path) -> None:
+def test_corrupt_columnar_files_are_named(load, tmp_path):
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(DataError, match=r"d.parquet cannot be read as Parquet"):
         load(tmp_path / "d.parquet")
@@ -141,9 +138,7 @@ def test_corrupt_columnar_files_are_named(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["{}.jsonl", "{}-0000{}-of-00002.parquet"])
-def test_a_folder_whose_files_are_named_after_splits_is_read_one_split_at_a_time(
-    form: str, load: Load, tmp_path: Path
-) -> None:
+def test_a_folder_whose_files_are_named_after_splits_is_read_one_split_at_a_time(form, load, tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()
     for split, part in (("train", ROWS[:18]), ("test", ROWS[18:])):
@@ -161,7 +156,7 @@ def test_a_folder_whose_files_are_named_after_splits_is_read_one_split_at_a_time
         load(folder, eval_split="dev")
 
 
-def test_splits_of_a_name_of_their_own_are_not_mixed(load: Load, tmp_path: Path) -> None:
+def test_splits_of_a_name_of_their_own_are_not_mixed(load, tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()
     for split, part in (("train_sft", ROWS[:18]), ("test_sft", ROWS[18:])):
@@ -175,7 +170,7 @@ def test_splits_of_a_name_of_their_own_are_not_mixed(load: Load, tmp_path: Path)
 
 @pytest.mark.parametrize("settings", [{"eval_split": "test"}, {"split": "nonsense"}])
 @pytest.mark.parametrize("kind", ["file", "folder", "saved", "arithmetic:2", "reasoning-gym:chain_sum"])
-def test_a_split_of_what_has_none_is_refused(kind: str, settings: dict[str, str], load: Load, tmp_path: Path) -> None:
+def test_a_split_of_what_has_none_is_refused(kind, settings, load, tmp_path):
     path = kind
     if kind == "file":
         path = str(_write(tmp_path / "d.jsonl", ROWS))
@@ -188,7 +183,7 @@ def test_a_split_of_what_has_none_is_refused(kind: str, settings: dict[str, str]
         load(path, eval_size=5, num_items=10, **settings)
 
 
-def test_held_out_prompts_that_come_twice_are_not_trained_on(load: Load, tmp_path: Path) -> None:
+def test_held_out_prompts_that_come_twice_are_not_trained_on(load, tmp_path):
     prompts = load(_write(tmp_path / "d.jsonl", ROWS * 2), eval_size=10)
     held_out = {prompt.text for prompt in prompts.eval}
     assert len(prompts.eval) == 10
@@ -198,7 +193,7 @@ def test_held_out_prompts_that_come_twice_are_not_trained_on(load: Load, tmp_pat
     assert (counts.read, counts.kept) == (50, 50 - counts.held_out)
 
 
-def test_held_out_prompts_of_another_file_are_not_trained_on(load: Load, tmp_path: Path) -> None:
+def test_held_out_prompts_of_another_file_are_not_trained_on(load, tmp_path):
     train, test = _write(tmp_path / "train.jsonl", ROWS[:20]), _write(tmp_path / "test.jsonl", ROWS[17:])
     prompts = load(train, eval_path=str(test))
     assert _answers(prompts) == EXPECTED[:17]
@@ -210,27 +205,27 @@ def test_held_out_prompts_of_another_file_are_not_trained_on(load: Load, tmp_pat
 @pytest.mark.parametrize(
     "line", [rb'{"prompt": "1\ud83d", "answer": "2"}', b'{"prompt": "1", "answer": "\xed\xa0\xbd"}']
 )
-def test_half_a_character_is_named_with_its_line(line: bytes, load: Load, tmp_path: Path) -> None:
+def test_half_a_character_is_named_with_its_line(line, load, tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "1", "answer": "2"}\n' + line + b"\n")
     with pytest.raises(DataError, match=r"d.jsonl, line 2: .*surrogate"):
         load(tmp_path / "d.jsonl")
 
 
 @pytest.mark.parametrize("depth", [400, 100_000])
-def test_a_line_nested_too_deeply_is_named(depth: int, load: Load, tmp_path: Path) -> None:
+def test_a_line_nested_too_deeply_is_named(depth, load, tmp_path):
     nested = "[" * depth + "]" * depth
     (tmp_path / "d.jsonl").write_text('\n{"prompt": "1", "answer": "2", "tree": ' + nested + "}\n")
     with pytest.raises(DataError, match=r"d.jsonl, line 2: .*nested"):
         load(tmp_path / "d.jsonl")
 
 
-def test_what_the_system_refuses_to_read_is_named(load: Load, tmp_path: Path) -> None:
+def test_what_the_system_refuses_to_read_is_named(load, tmp_path):
     (tmp_path / "parts" / "0.jsonl").mkdir(parents=True)
     with pytest.raises(DataError, match=r"parts cannot be read: .*Is a directory.*0.jsonl"):
         load(tmp_path / "parts")
 
 
-def test_a_column_that_is_no_text_is_named(load: Load, tmp_path: Path) -> None:
+def test_a_column_that_is_no_text_is_named(load, tmp_path):
     column = pa.array([b"\xff\xfe"]).view(pa.string())
     pq.write_table(pa.table({"prompt": column, "answer": column}), tmp_path / "d.parquet")
     with pytest.raises(DataError, match=r"d.parquet cannot be read as Parquet"):

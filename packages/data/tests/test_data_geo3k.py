@@ -5,9 +5,6 @@ Source: hiyouga/geometry3k, README.md (features, splits, data/train-*); volcengi
 
 import io
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +15,7 @@ from PIL import Image
 from offbeat_data import (
     ConversationConfig,
     DataConfig,
-    Prompt,
-    PromptSet,
     RewardConfig,
-    Tokenizer,
     build_reward,
     load_conversations,
     load_prompts,
@@ -29,7 +23,6 @@ from offbeat_data import (
 )
 from offbeat_types import DataError
 
-Load = Callable[..., PromptSet]
 CARD = """---
 dataset_info:
   features:
@@ -67,13 +60,13 @@ SCHEMA = pa.schema(
 )
 
 
-def figure(seed: int) -> bytes:
+def figure(seed):
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     Image.fromarray(pixels).save(buffer := io.BytesIO(), format="PNG")
     return buffer.getvalue()
 
 
-def row(split: str, number: int) -> dict[str, Any]:
+def row(split, number):
     path = "img_diagram.png" if number % 2 else None  # the name that an image had before its bytes were taken in
     return {
         "images": [{"bytes": figure(1000 * len(split) + number), "path": path}],
@@ -86,7 +79,7 @@ def row(split: str, number: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Path:
+def hub(tmp_path):
     """What `hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k` leaves."""
     folder = tmp_path / "geometry3k"
     (folder / "data").mkdir(parents=True)
@@ -100,18 +93,18 @@ def hub(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def load(vision_folder: Path) -> Callable[..., PromptSet]:
-    tokenizer: Tokenizer = load_tokenizer(vision_folder)
+def load(vision_folder):
+    tokenizer = load_tokenizer(vision_folder)
     return lambda path, **settings: load_prompts(DataConfig(path=str(path), **settings), tokenizer)
 
 
-def ids(prompts: tuple[Prompt, ...]) -> list[tuple[str, int]]:
+def ids(prompts):
     """Split and number of each."""
     found = [prompt.text.partition("$x$, ")[2].partition(".")[0].split() for prompt in prompts]
     return [(split, int(number)) for split, number in found]
 
 
-def test_the_folder_that_the_hub_gives_is_read_as_it_is(load: Load, hub: Path) -> None:
+def test_the_folder_that_the_hub_gives_is_read_as_it_is(load, hub):
     prompts = load(hub, prompt_column="problem", eval_split="test")
     assert ids(prompts.train) == [("train", number) for number in range(6)]
     assert ids(prompts.eval) == [("test", number) for number in range(4)]
@@ -124,7 +117,7 @@ def test_the_folder_that_the_hub_gives_is_read_as_it_is(load: Load, hub: Path) -
     assert [reward.score(first, text).value for text in (r"\boxed{2\sqrt{221}}", r"\boxed{3}")] == [1.0, 0.0]
 
 
-def test_splits_of_the_hub_are_named_as_its_files(load: Load, hub: Path) -> None:
+def test_splits_of_the_hub_are_named_as_its_files(load, hub):
     whole = load(hub, prompt_column="problem", split="validation", eval_path=str(hub / "data"), eval_split="test")
     assert (ids(whole.train)[0], len(whole.train), len(whole.eval)) == (("validation", 0), 3, 4)
     assert len(load(hub, prompt_column="problem", num_items=2).train) == 2
@@ -132,12 +125,12 @@ def test_splits_of_the_hub_are_named_as_its_files(load: Load, hub: Path) -> None
         load(hub, prompt_column="problem", eval_split="dev")
 
 
-def test_files_of_the_folder_itself_come_before_those_in_data(load: Load, hub: Path) -> None:
+def test_files_of_the_folder_itself_come_before_those_in_data(load, hub):
     (hub / "train.jsonl").write_text('{"prompt": "Mine.", "answer": "1"}\n')
     assert "Mine." in load(hub).train[0].text
 
 
-def test_an_empty_folder_of_data_is_named_with_what_is_beside_it(load: Load, hub: Path) -> None:
+def test_an_empty_folder_of_data_is_named_with_what_is_beside_it(load, hub):
     for path in (hub / "data").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"geometry3k holds no data set but .*README\.md, data"):
@@ -145,7 +138,7 @@ def test_an_empty_folder_of_data_is_named_with_what_is_beside_it(load: Load, hub
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Path:
+def prepared(tmp_path):
     """What verl's examples/data_preprocess/geo3k.py writes: train.parquet and test.parquet."""
     for split, count in NUM_ROWS.items():
         rows = [row(split, number) for number in range(count)]
@@ -166,7 +159,7 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_verl_prepared_is_read_as_it_is(load: Load, prepared: Path) -> None:
+def test_what_verl_prepared_is_read_as_it_is(load, prepared):
     files = {"eval_path": str(prepared / "test.parquet"), "answer_column": "reward_model.ground_truth"}
     prompts = load(prepared / "train.parquet", **files)
     assert ids(prompts.train) == [("train", number) for number in range(6)]
@@ -175,7 +168,7 @@ def test_what_verl_prepared_is_read_as_it_is(load: Load, prepared: Path) -> None
     assert "user\n<|vision_start|><|image_pad|><|vision_end|>Find $x$, train 0." in prompts.train[0].text
 
 
-def test_what_verl_prepared_is_learned_from_as_well(vision_folder: Path, prepared: Path) -> None:
+def test_what_verl_prepared_is_learned_from_as_well(vision_folder, prepared):
     config = ConversationConfig(path=str(prepared / "train.parquet"), completion_column="reward_model.ground_truth")
     tokenizer = load_tokenizer(vision_folder)
     found = load_conversations(config, tokenizer).train
@@ -191,19 +184,17 @@ def test_what_verl_prepared_is_learned_from_as_well(vision_folder: Path, prepare
         ("ability.name", r"no column 'ability\.name'"),
     ],
 )
-def test_a_part_that_is_not_there_is_named_with_those_that_are(
-    column: str, message: str, load: Load, prepared: Path
-) -> None:
+def test_a_part_that_is_not_there_is_named_with_those_that_are(column, message, load, prepared):
     with pytest.raises(DataError, match=message):
         load(prepared / "train.parquet", answer_column=column)
 
 
-def test_a_part_that_is_null_is_named(load: Load, tmp_path: Path) -> None:
+def test_a_part_that_is_null_is_named(load, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "reward_model": {"ground_truth": null}}\n')
     with pytest.raises(DataError, match=r"column 'reward_model\.ground_truth' \(data\.answer_column\) is null"):
         load(tmp_path / "rows.jsonl", answer_column="reward_model.ground_truth")
 
 
-def test_a_column_with_a_dot_in_its_name_comes_first(load: Load, tmp_path: Path) -> None:
+def test_a_column_with_a_dot_in_its_name_comes_first(load, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "a.b": "whole", "a": {"b": "part"}}\n')
     assert load(tmp_path / "rows.jsonl", answer_column="a.b").train[0].answer == "whole"

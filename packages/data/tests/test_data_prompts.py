@@ -1,28 +1,22 @@
 import json
-import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat_data import DataConfig, PromptSet, RowCounts, Tokenizer, load_prompts, load_tokenizer
+from offbeat_data import DataConfig, RowCounts, load_prompts, load_tokenizer
 from offbeat_types import ConfigError, DataError, ModelError
-
-MakeTokenizer = Callable[..., Tokenizer]
 
 ROWS: list[dict[str, object]] = [
     {"prompt": "What is the sum?", "answer": "12", "level": 1},
     {"prompt": "And the product, then?", "answer": 35, "level": 2},
 ]
-Write = Callable[..., str]
 
 
-def _load(tokenizer: Tokenizer, path: str, **settings: object) -> PromptSet:
+def _load(tokenizer, path, **settings):
     return load_prompts(DataConfig(path=path, **settings), tokenizer)
 
 
-def test_a_text_becomes_a_chat_when_there_is_a_template(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_a_text_becomes_a_chat_when_there_is_a_template(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("chatml")
     prompts = _load(tokenizer, write_jsonl(ROWS), system_prompt="You are terse.")
     first = prompts.train[0]
@@ -38,7 +32,7 @@ def test_a_text_becomes_a_chat_when_there_is_a_template(make_tokenizer: MakeToke
     assert prompts.eval == ()
 
 
-def test_bos_comes_once_whoever_writes_it(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_bos_comes_once_whoever_writes_it(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("llama3")
     for template in ("on", "off"):
         ids = _load(tokenizer, write_jsonl(ROWS), chat_template=template).train[0].ids
@@ -47,14 +41,12 @@ def test_bos_comes_once_whoever_writes_it(make_tokenizer: MakeTokenizer, write_j
 
 
 @pytest.mark.parametrize(("template", "setting"), [(None, "auto"), ("chatml", "off")])
-def test_without_a_template_the_text_stays_as_it_is(
-    template: str | None, setting: str, make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_without_a_template_the_text_stays_as_it_is(template, setting, make_tokenizer, write_jsonl):
     prompts = _load(make_tokenizer(template), write_jsonl(ROWS), chat_template=setting)
     assert prompts.train[0].text == "What is the sum?"
 
 
-def test_a_prompt_may_be_chat_messages_beside_plain_ones(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_a_prompt_may_be_chat_messages_beside_plain_ones(make_tokenizer, write_jsonl):
     chat = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello", "name": None}]
     rows = [ROWS[0], {"prompt": chat, "answer": "x"}]
     prompts = _load(make_tokenizer("chatml"), write_jsonl(rows), system_prompt="You are terse.")
@@ -64,14 +56,14 @@ def test_a_prompt_may_be_chat_messages_beside_plain_ones(make_tokenizer: MakeTok
         _load(make_tokenizer("chatml"), write_jsonl(rows), chat_template="off")
 
 
-def test_template_options_reach_the_template(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_template_options_reach_the_template(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("forgetful")
     plain = _load(tokenizer, write_jsonl(ROWS)).train[0].text
     quiet = _load(tokenizer, write_jsonl(ROWS), template_options={"enable_thinking": False}).train[0].text
     assert quiet == plain + "<think>\n\n</think>\n\n"
 
 
-def test_long_prompts_are_left_out_and_counted(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_long_prompts_are_left_out_and_counted(make_tokenizer, write_jsonl):
     rows = [ROWS[0], {"prompt": "the sum " * 90, "answer": "1"}, ROWS[1]]
     prompts = _load(make_tokenizer(None), write_jsonl(rows), max_prompt_tokens=30)
     assert [prompt.answer for prompt in prompts.train] == ["12", "35"]
@@ -82,9 +74,7 @@ def test_long_prompts_are_left_out_and_counted(make_tokenizer: MakeTokenizer, wr
     assert prompts.eval_counts == RowCounts()
 
 
-def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(
-    make_tokenizer: MakeTokenizer, write_jsonl: Write
-) -> None:
+def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(make_tokenizer, write_jsonl):
     tokenizer, path = make_tokenizer(None), write_jsonl(ROWS)
     lengths = [len(prompt.ids) for prompt in _load(tokenizer, path).train]
     message = f"they have {min(lengths)} to {max(lengths)} tokens and data.max_prompt_tokens is 2"
@@ -92,7 +82,7 @@ def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(
         _load(tokenizer, path, max_prompt_tokens=2)
 
 
-def test_a_missing_column_names_the_nearest(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_a_missing_column_names_the_nearest(make_tokenizer, write_jsonl):
     path = write_jsonl([{"promt": "x", "level": 2, "solution": "y"}])
     with pytest.raises(DataError, match=r"row 1: no column 'prompt', it has promt.*data.prompt_column.*perhaps promt"):
         _load(make_tokenizer(None), path)
@@ -102,12 +92,12 @@ def test_a_missing_column_names_the_nearest(make_tokenizer: MakeTokenizer, write
     assert mapped.train[0].answer == "y"
 
 
-def test_answers_may_be_missing_when_no_reward_needs_them(make_tokenizer: MakeTokenizer, write_jsonl: Write) -> None:
+def test_answers_may_be_missing_when_no_reward_needs_them(make_tokenizer, write_jsonl):
     config = DataConfig(path=write_jsonl([{"prompt": "x"}]))
     assert load_prompts(config, make_tokenizer(None), needs_answer=False).train[0].answer is None
 
 
-def test_fields_are_plain_json(make_tokenizer: MakeTokenizer, tmp_path: object) -> None:
+def test_fields_are_plain_json(make_tokenizer, tmp_path):
     import datetime
 
     import pyarrow as pa
@@ -126,9 +116,7 @@ def test_fields_are_plain_json(make_tokenizer: MakeTokenizer, tmp_path: object) 
 
 
 @pytest.mark.parametrize(("given", "answer"), [("[1, 2]", "[1, 2]"), ("18", "18"), ('{"a": NaN}', '{"a": NaN}')])
-def test_an_answer_that_is_no_text_is_its_json(
-    given: str, answer: str, make_tokenizer: MakeTokenizer, tmp_path: Path
-) -> None:
+def test_an_answer_that_is_no_text_is_its_json(given, answer, make_tokenizer, tmp_path):
     (tmp_path / "d.jsonl").write_text(f'{{"prompt": "x", "answer": {given}}}\n')
     [prompt] = _load(make_tokenizer(None), str(tmp_path / "d.jsonl")).train
     assert prompt.answer == answer
@@ -145,11 +133,9 @@ def test_an_answer_that_is_no_text_is_its_json(
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_conversation_the_template_refuses_is_named_by_row(
-    template: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path, write_jsonl: Write
-) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(f"{{% if 'product' in messages[0].content %}}{template}{{% endif %}}x")
+def test_a_conversation_the_template_refuses_is_named_by_row(template, copied_folder, write_jsonl):
+    refuses = f"{{% if 'product' in messages[0].content %}}{template}{{% endif %}}x"
+    folder = copied_folder(None, {"chat_template.jinja": refuses})
     with pytest.raises(DataError, match=r"rows.jsonl, row 2: the chat template refuses a conversation"):
         _load(load_tokenizer(folder), write_jsonl(ROWS))
 
@@ -173,13 +159,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("template", "rows", "settings", "error", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_prompt_or_has_no_effect_is_named(
-    template: str | None,
-    rows: list[dict[str, object]],
-    settings: dict[str, object],
-    error: type[Exception],
-    message: str,
-    make_tokenizer: MakeTokenizer,
-    write_jsonl: Write,
-) -> None:
+    template, rows, settings, error, message, make_tokenizer, write_jsonl
+):
     with pytest.raises(error, match=message):
         _load(make_tokenizer(template), write_jsonl(rows), **settings)

@@ -1,7 +1,5 @@
 """Problems drawn on the spot, and the order in which items are served."""
 
-from pathlib import Path
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -27,9 +25,7 @@ from offbeat_types import ConfigError, DataError
     sign=st.sampled_from("+*"),
 )
 @settings(max_examples=30, deadline=None)
-def test_problems_are_right_distinct_and_never_in_both_sets(
-    num_train: int, num_held_out: int, seed: int, digits: int, sign: str
-) -> None:
+def test_problems_are_right_distinct_and_never_in_both_sets(num_train, num_held_out, seed, digits, sign):
     train, held_out = draw_problems(sign, num_train, num_held_out, seed=seed, digits=digits)
     assert len(held_out) == num_held_out
     assert len(train) == num_train or digits == 1 or num_train == 0
@@ -42,20 +38,20 @@ def test_problems_are_right_distinct_and_never_in_both_sets(
         assert len(first) == len(second) == digits
 
 
-def test_equal_seeds_draw_equal_problems_and_all_are_drawn_when_none_is_counted() -> None:
+def test_equal_seeds_draw_equal_problems_and_all_are_drawn_when_none_is_counted():
     assert draw_problems("+", 50, 20, seed=3) == draw_problems("+", 50, 20, seed=3)
     assert draw_problems("+", 50, 20, seed=3) != draw_problems("+", 50, 20, seed=4)
     assert list(map(len, draw_problems("+", 0, 0))) == [8100, 0]
 
 
 @pytest.mark.parametrize(("digits", "held_out"), [(0, 1), (4, 1), (1, 55)])
-def test_what_cannot_be_drawn_is_refused(digits: int, held_out: int) -> None:
+def test_what_cannot_be_drawn_is_refused(digits, held_out):
     with pytest.raises(DataError, match="digit"):
         draw_problems("+", 10, held_out, digits=digits)
 
 
 @pytest.mark.nightly
-def test_the_character_tokenizer_loads_in_transformers_too(tmp_path: Path) -> None:
+def test_the_character_tokenizer_loads_in_transformers_too(tmp_path):
     from transformers import AutoTokenizer
 
     ours = build_character_tokenizer(tmp_path)
@@ -72,14 +68,14 @@ def test_the_character_tokenizer_loads_in_transformers_too(tmp_path: Path) -> No
     assert rendered["assistant_masks"] == [0, 0, 0, 0, 1, 1]
 
 
-def test_any_alphabet_survives_the_round_trip(tmp_path: Path) -> None:
+def test_any_alphabet_survives_the_round_trip(tmp_path):
     tokenizer = build_character_tokenizer(tmp_path, "ab \n<é日🙂")
     ids = tokenizer.encode(["é b\n日a<🙂"], add_special_tokens=True)[0]
     assert tokenizer.decode(ids) == "é b\n日a<🙂"
     assert tokenizer.encode(["z"], add_special_tokens=True)[0].tolist() == [2]
 
 
-def test_the_quickstart_data_needs_no_file(tmp_path: Path) -> None:
+def test_the_quickstart_data_needs_no_file(tmp_path):
     tokenizer = build_character_tokenizer(tmp_path)
     config = ConversationConfig(path="arithmetic:2", num_items=100, eval_size=20, completion_column="answer")
     prompts = load_prompts(DataConfig(path="arithmetic:2", num_items=100, eval_size=20), tokenizer)
@@ -94,7 +90,7 @@ def test_the_quickstart_data_needs_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "extra"), [("arithmetic", ""), ("products", "*")])
-def test_problems_are_a_source_of_prompts_by_their_number_of_digits(scheme: str, extra: str, tmp_path: Path) -> None:
+def test_problems_are_a_source_of_prompts_by_their_number_of_digits(scheme, extra, tmp_path):
     tokenizer = build_character_tokenizer(tmp_path, ARITHMETIC_ALPHABET + extra)
     prompts = load_prompts(DataConfig(path=f"{scheme}:1", num_items=20, eval_size=5), tokenizer)
     assert (len(prompts.train), len(prompts.eval)) == (20, 5)
@@ -106,7 +102,7 @@ SIZES, SEEDS = st.integers(1, 60), st.integers(0, 2**40)
 
 
 @given(size=SIZES, seed=SEEDS, epoch=st.integers(0, 5), shuffle=st.booleans())
-def test_every_epoch_serves_every_item_once(size: int, seed: int, epoch: int, shuffle: bool) -> None:
+def test_every_epoch_serves_every_item_once(size, seed, epoch, shuffle):
     order = EpochOrder(size, seed, shuffle)
     served = [order(position) for position in range(epoch * size, (epoch + 1) * size)]
     assert {place for place, _ in served} == {epoch}
@@ -115,34 +111,34 @@ def test_every_epoch_serves_every_item_once(size: int, seed: int, epoch: int, sh
 
 @given(size=SIZES, seed=SEEDS, positions=st.lists(st.integers(0, 500), max_size=20))
 @settings(deadline=None)
-def test_a_position_alone_says_what_is_served(size: int, seed: int, positions: list[int]) -> None:
+def test_a_position_alone_says_what_is_served(size, seed, positions):
     walked = EpochOrder(size, seed)
     straight = [walked(position) for position in range(max(positions, default=0) + 1)]
     assert [EpochOrder(size, seed)(position) for position in positions] == [straight[at] for at in positions]
 
 
 @given(seed=SEEDS)
-def test_epochs_and_seeds_have_orders_of_their_own(seed: int) -> None:
-    def epoch(seed: int, number: int) -> list[int]:
+def test_epochs_and_seeds_have_orders_of_their_own(seed):
+    def epoch(seed, number):
         return [EpochOrder(30, seed)(number * 30 + at)[1] for at in range(30)]
 
     assert epoch(seed, 0) != epoch(seed, 1)
     assert epoch(seed, 0) != epoch(seed + 1, 0)
 
 
-def test_without_shuffling_items_come_in_their_own_order() -> None:
+def test_without_shuffling_items_come_in_their_own_order():
     order = EpochOrder(3, shuffle=False)
     assert [order(position) for position in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     assert order.num_positions(4) == 12
 
 
-def test_the_order_never_changes_between_releases() -> None:
+def test_the_order_never_changes_between_releases():
     pinned = [0, 4, 7, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 7, 4, 5]
     # A run resumed by a later release must go on with the same items. numpy promises this stream (NEP 19).
     assert [EpochOrder(8, seed=3)(position)[1] for position in range(16)] == pinned
 
 
-def test_empty_data_and_negative_positions_are_refused() -> None:
+def test_empty_data_and_negative_positions_are_refused():
     with pytest.raises(DataError, match="at least one item: got 0"):
         EpochOrder(0)
     with pytest.raises(IndexError, match="got -1"):

@@ -1,18 +1,11 @@
 import json
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat_data import Tokenizer, load_tokenizer
+from offbeat_data import load_tokenizer
 from offbeat_data._tokenizer import _BLOCK
-from offbeat_types import BackendError, DataError, ModelError
-
-MakeTokenizer = Callable[..., Tokenizer]
+from offbeat_types import DataError, ModelError
 
 MESSAGES = [
     {"role": "system", "content": "You are terse <&>."},
@@ -23,9 +16,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("template", ["chatml", "chatml_tagged", "llama3", "llama3_tagged", "forgetful"])
-def test_ids_and_chats_equal_those_of_transformers(
-    template: str, tokenizer_folder: Callable[[str | None], Path]
-) -> None:
+def test_ids_and_chats_equal_those_of_transformers(template, tokenizer_folder):
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder(template)
@@ -46,7 +37,7 @@ def test_ids_and_chats_equal_those_of_transformers(
     assert ours.vocab_size == len(theirs)
 
 
-def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokenizer: MakeTokenizer) -> None:
+def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
     ids = tokenizer.encode(["Grüße 日本語 🙂<|im_end|>"], add_special_tokens=False)[0]
     assert ids.dtype == np.int32
@@ -55,21 +46,16 @@ def test_decode_is_the_inverse_of_encode_and_can_hide_control_tokens(make_tokeni
     assert tokenizer.pad_id is None
 
 
-def test_truncation_and_padding_kept_in_a_tokenizer_file_are_off(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
-    content = json.loads((folder / "tokenizer.json").read_text())
+def test_truncation_and_padding_kept_in_a_tokenizer_file_are_off(tokenizer_folder, copied_folder):
+    content = json.loads((tokenizer_folder("chatml") / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    folder = copied_folder("chatml", {"tokenizer.json": content})
     text = "What is the sum of two numbers? " * 4
     assert len(load_tokenizer(folder).encode([text], add_special_tokens=True)[0]) > 4
 
 
-def test_a_template_is_found_wherever_a_folder_keeps_it(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
+def test_a_template_is_found_wherever_a_folder_keeps_it(copied_folder):
+    folder = copied_folder(None, {})
     assert load_tokenizer(folder).chat_template is None
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json file"}))
     assert load_tokenizer(folder).require_template().source == "json file"
@@ -83,9 +69,7 @@ def test_a_template_is_found_wherever_a_folder_keeps_it(
     assert load_tokenizer(folder).require_template().source == "own file"
 
 
-def test_older_formats_are_converted_by_transformers(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
+def test_older_formats_are_converted_by_transformers(tokenizer_folder, tmp_path):
     model = json.loads((tokenizer_folder("chatml") / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
@@ -98,51 +82,31 @@ def test_older_formats_are_converted_by_transformers(
     )
 
 
-def test_without_transformers_an_older_format_names_the_install_line(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text("{}")
-    script = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from offbeat_data import load_tokenizer\nfrom offbeat_types import BackendError\n"
-        f"try: load_tokenizer({str(tmp_path)!r})\nexcept BackendError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert 'pip install "offbeat-data[transformers]"' in done.stdout, done.stderr
-    assert BackendError.exit_code == 2
-
-
-def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer: MakeTokenizer) -> None:
+def test_a_missing_template_is_named_where_it_is_needed(make_tokenizer):
     with pytest.raises(ModelError, match=r"has no chat template.*chat_template to off"):
         make_tokenizer(None).require_template()
 
 
-def test_every_id_is_below_the_size_of_the_vocabulary(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder("chatml"), tmp_path / "m")
-    content = json.loads((folder / "tokenizer.json").read_text())
+def test_every_id_is_below_the_size_of_the_vocabulary(tokenizer_folder, copied_folder):
+    content = json.loads((tokenizer_folder("chatml") / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["zz"] = max(vocabulary.values()) + 100
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert load_tokenizer(folder).vocab_size == vocabulary["zz"] + 1
+    assert load_tokenizer(copied_folder("chatml", {"tokenizer.json": content})).vocab_size == vocabulary["zz"] + 1
 
 
-def test_two_tokenizers_are_told_apart_by_a_text_that_they_number_differently(
-    tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
+def test_two_tokenizers_are_told_apart_by_a_text_that_they_number_differently(tokenizer_folder, copied_folder):
     folder = tokenizer_folder("chatml")
     tokenizer = load_tokenizer(folder)
     assert tokenizer.first_difference(load_tokenizer(folder)) == ""
     held = json.loads((folder / "tokenizer.json").read_text())
     last = "".join(held["model"]["merges"].pop())
     number = held["model"]["vocab"].pop(last)
-    shutil.copytree(folder, tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(held))
-    other = load_tokenizer(tmp_path / "other")
+    other = load_tokenizer(copied_folder("chatml", {"tokenizer.json": held}))
     assert tokenizer.first_difference(other) == f"{last!r} has id {number} here and no id there"
     assert other.first_difference(tokenizer) == f"{last!r} has no id here and id {number} there"
 
 
-def test_many_texts_are_encoded_as_each_alone(tokenizer_folder: Callable[[str | None], Path]) -> None:
+def test_many_texts_are_encoded_as_each_alone(tokenizer_folder):
     """They are encoded in blocks, for an encoding takes a hundred times the memory of its ids."""
     tokenizer, texts = (
         load_tokenizer(tokenizer_folder("chatml")),
@@ -153,7 +117,7 @@ def test_many_texts_are_encoded_as_each_alone(tokenizer_folder: Callable[[str | 
     assert [ids.tolist() for ids in together] == [ids.tolist() for ids in alone]
 
 
-def test_a_folder_without_a_tokenizer_is_named_with_what_it_holds(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_named_with_what_it_holds(tmp_path):
     with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
@@ -168,25 +132,21 @@ NO_TEXT = "m: chat_template must be a text, or a list of objects with name and t
 BROKEN = [
     ("tokenizer.json", b"{", "tokenizer.json is corrupt"),
     ("tokenizer.json", b"{}", "tokenizer.json is corrupt"),
-    ("tokenizer_config.json", b"[1]", "tokenizer_config.json is corrupt"),
+    ("tokenizer_config.json", b"[1]", "tokenizer_config.json must hold a JSON object, got list"),
     ("chat_template.jinja", b"{% for message in %}", "not valid Jinja"),
     ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "chat template is not valid Jinja"),
     ("chat_template.jinja", b"\xff{{ messages }}", "chat_template.jinja cannot be read"),
     *(
-        ("chat_template.json", json.dumps({"chat_template": found}).encode(), NO_TEXT)
+        ("chat_template.json", {"chat_template": found}, NO_TEXT)
         for found in (5, {"default": "x"}, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"])
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BROKEN, ids=range(len(BROKEN)))
-def test_a_file_that_is_broken_is_named(
-    name: str, content: bytes, message: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / name).write_bytes(content)
+def test_a_file_that_is_broken_is_named(name, content, message, copied_folder):
     with pytest.raises(ModelError, match=message):
-        load_tokenizer(folder)
+        load_tokenizer(copied_folder(None, {name: content}))
 
 
 @pytest.mark.parametrize(
@@ -196,10 +156,7 @@ def test_a_file_that_is_broken_is_named(
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ],
 )
-def test_a_template_can_refuse_messages_and_cannot_reach_python(
-    template: str, message: str, tokenizer_folder: Callable[[str | None], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder(None), tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(template)
+def test_a_template_can_refuse_messages_and_cannot_reach_python(template, message, copied_folder):
+    made = load_tokenizer(copied_folder(None, {"chat_template.jinja": template})).require_template()
     with pytest.raises(DataError, match=message):
-        load_tokenizer(folder).require_template().render(MESSAGES[:1], add_generation_prompt=True, options={})
+        made.render(MESSAGES[:1], add_generation_prompt=True, options={})

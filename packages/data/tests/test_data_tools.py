@@ -15,8 +15,8 @@ from offbeat_types import ConfigError, DataError
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?")
 
 
-def say(environment: ToolEnvironment, text: str) -> list[str] | None:
-    async def episode() -> list[str] | None:
+def say(environment, text):
+    async def episode():
         await environment.reset(PROMPT)
         answers = await environment.step(text)
         assert await environment.reward() is None  # the reward section judges the last turn
@@ -26,7 +26,7 @@ def say(environment: ToolEnvironment, text: str) -> list[str] | None:
     return asyncio.run(episode())
 
 
-def call(name: str, arguments: str) -> str:
+def call(name, arguments):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -44,7 +44,7 @@ def call(name: str, arguments: str) -> str:
         ("6/3", "2"),
     ],
 )
-def test_the_calculator_computes(expression: str, value: str) -> None:
+def test_the_calculator_computes(expression, value):
     assert calculate(expression) == value
 
 
@@ -53,7 +53,7 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
     b=st.integers(-(10**9), 10**9),
     sign=st.sampled_from(["+", "-", "*", "//", "%", "/"]),
 )
-def test_the_calculator_agrees_with_python(a: int, b: int, sign: str) -> None:
+def test_the_calculator_agrees_with_python(a, b, sign):
     if not b and sign in ("//", "%", "/"):
         with pytest.raises(DataError, match="division by zero"):
             calculate(f"({a}){sign}({b})")
@@ -81,21 +81,21 @@ def test_the_calculator_agrees_with_python(a: int, b: int, sign: str) -> None:
         ("1" * 201, "200 characters"),
     ],
 )
-def test_the_calculator_refuses_the_rest_at_once(expression: str, complaint: str) -> None:
+def test_the_calculator_refuses_the_rest_at_once(expression, complaint):
     begun_s = time.monotonic()
     with pytest.raises(DataError, match=complaint):
         calculate(expression)
     assert time.monotonic() - begun_s < 5  # 9**9**9 would take days
 
 
-def test_calls_are_read_as_chat_models_write_them() -> None:
+def test_calls_are_read_as_chat_models_write_them():
     text = "Let me see.\n" + call("add", '{"a": 1}') + " and " + call("stop", "{}")
     assert read_tool_calls(text) == [ToolCall(name="add", arguments={"a": 1}), ToolCall(name="stop")]
     assert read_tool_calls("no call <tool_call> here") == []
 
 
-def test_tools_are_called_and_answer_one_by_one() -> None:
-    async def slow(word: str) -> dict[str, str]:
+def test_tools_are_called_and_answer_one_by_one():
+    async def slow(word):
         await asyncio.sleep(0)
         return {"heard": word}
 
@@ -117,17 +117,17 @@ def test_tools_are_called_and_answer_one_by_one() -> None:
         (call("add", '{"a": 1, "b": "x"}'), "error: unsupported operand"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_told_to_the_model(text: str, answer: str) -> None:
+def test_what_is_wrong_with_a_call_is_told_to_the_model(text, answer):
     answers = say(ToolEnvironment({"add": lambda a, b: a + b}), text)
     assert answers is not None
     assert answers[0].startswith(answer)
 
 
-def test_a_turn_without_a_call_is_the_answer() -> None:
+def test_a_turn_without_a_call_is_the_answer():
     assert say(calculator(), "It is 12.") is None
 
 
-def test_the_calculator_is_called_in_either_form() -> None:
+def test_the_calculator_is_called_in_either_form():
     assert say(calculator(), call("calculator", '{"expression": "4*3"}')) == ["12"]
     assert say(calculator(r"\[(.*?)\]"), "[4*3] or [5*5]") == ["12", "25"]
     assert say(calculator(r"\[(.*?)\]"), "[4*]") == [
@@ -136,6 +136,6 @@ def test_the_calculator_is_called_in_either_form() -> None:
 
 
 @pytest.mark.parametrize(("pattern", "text"), [("(", "not a regular expression"), ("a", "needs a group")])
-def test_a_pattern_that_finds_no_expression_is_refused(pattern: str, text: str) -> None:
+def test_a_pattern_that_finds_no_expression_is_refused(pattern, text):
     with pytest.raises(ConfigError, match=text):
         calculator(pattern)

@@ -7,13 +7,11 @@ It brings some eighty packages, and needs an mcp that vLLM refuses, so it is in 
 import asyncio
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from offbeat_data import EnvironmentConfig, EnvironmentFailedError, EpisodeHost, Prompt, RewardScore, build_environment
+from offbeat_data import EnvironmentConfig, EnvironmentFailedError, EpisodeHost, Prompt, build_environment
 from offbeat_data._task_libraries import draw_rows
 from offbeat_types import ConfigError, DataError
 
@@ -78,18 +76,18 @@ def load_environment(kind="guess"):
 
 
 @pytest.fixture(autouse=True)
-def _own_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_environments(tmp_path, monkeypatch):
     (tmp_path / "own_env.py").write_text(ENVIRONMENTS)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def prompt(kind: str) -> Prompt:
+def prompt(kind):
     row = draw_rows("own-env", split="train", options={"kind": kind})[2]
     return Prompt(index=2, ids=np.array([1], np.int32), text="2+2", answer=row["answer"], fields=row)
 
 
-def play(kind: str, *texts: str, step_timeout_s: float = 20.0) -> tuple[list[Any], RewardScore | None]:
-    async def episode() -> tuple[list[Any], RewardScore | None]:
+def play(kind, *texts, step_timeout_s=20.0):
+    async def episode():
         host = EpisodeHost(build_environment(EnvironmentConfig(name="verifiers")), step_timeout_s)
         await host.reset(1, prompt(kind))
         answers = [await host.step(1, text) for text in texts]
@@ -100,7 +98,7 @@ def play(kind: str, *texts: str, step_timeout_s: float = 20.0) -> tuple[list[Any
     return asyncio.run(asyncio.wait_for(episode(), 60))
 
 
-def test_rows_hold_prompts_answers_and_tools() -> None:
+def test_rows_hold_prompts_answers_and_tools():
     [row, *_] = draw_rows("own-env", split="train", options={"kind": "tools"})
     assert row["prompt"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "0+0"}]
     assert row["answer"] == "0"
@@ -109,21 +107,21 @@ def test_rows_hold_prompts_answers_and_tools() -> None:
     assert held_out["answer"] == "2"
 
 
-def test_one_turn_is_one_turn() -> None:
+def test_one_turn_is_one_turn():
     answers, score = play("single", "it is 4")
     assert answers == [None]
     assert score is not None
     assert (score.value, score.parts["right"]) == (1.0, 1.0)
 
 
-def test_turns_go_to_and_fro_until_the_environment_ends_them() -> None:
+def test_turns_go_to_and_fro_until_the_environment_ends_them():
     answers, score = play("guess", "3", "4")
     assert answers == [[{"role": "user", "content": "wrong"}], None]
     assert score is not None
     assert (score.value, score.parts["num_turns"]) == (1.0, 2.0)
 
 
-def test_tools_are_called_by_its_own_code() -> None:
+def test_tools_are_called_by_its_own_code():
     call = '<tool_call>{"name": "double", "arguments": {"number": "2"}}</tool_call>'
     answers, score = play("tools", f"Let me see. {call}", "It is 4.")
     assert [each["content"] for each in answers[0]] == ["4"]
@@ -132,7 +130,7 @@ def test_tools_are_called_by_its_own_code() -> None:
     assert (score.value, score.parts["double_calls"]) == (1.0, 1.0)
 
 
-def test_an_episode_cut_short_is_cleaned_up_and_scored() -> None:
+def test_an_episode_cut_short_is_cleaned_up_and_scored():
     prompt("guess")  # imports the module
     before = list(sys.modules["own_env"].cleaned)
     answers, score = play("guess", "3")
@@ -150,19 +148,19 @@ def test_an_episode_cut_short_is_cleaned_up_and_scored() -> None:
         ("forgetful", "3", "raised", "does not go on from the messages before"),
     ],
 )
-def test_what_breaks_is_named(kind: str, text: str, reason: str, detail: str) -> None:
+def test_what_breaks_is_named(kind, text, reason, detail):
     with pytest.raises(EnvironmentFailedError, match=detail) as caught:
         play(kind, text, step_timeout_s=1.0)
     assert caught.value.reason == reason
 
 
-def test_signals_stay_with_the_process() -> None:
+def test_signals_stay_with_the_process():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     play("single", "4")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="scores groups"):
         draw_rows("own-env", split="train", options={"kind": "group"})
     with pytest.raises(ConfigError, match="has the splits train and eval"):
@@ -173,7 +171,7 @@ def test_what_cannot_be_is_refused() -> None:
         draw_rows("own-env", split="train", options={"colour": 3})
     strange = Prompt(index=0, ids=np.array([1], np.int32), text="?")
 
-    async def reset() -> None:
+    async def reset():
         await build_environment(EnvironmentConfig(name="verifiers"))().reset(strange)
 
     with pytest.raises(DataError, match=r"set data\.path to verifiers:NAME"):

@@ -1,4 +1,4 @@
-"""Packs, zigzag cuts and shares: every loss token is computed once, by its predictor, wherever that lies."""
+"""Packs and zigzag cuts: every loss token is computed once, by its predictor, wherever that lies."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,11 @@ from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._packing import (
     cut,
     gather_values,
-    lay_out,
     lay_out_all,
-    plan_shares,
     token_logprobs,
     zigzag,
 )
+from offbeat_training import Family
 from offbeat_types import TrainSequence
 
 
@@ -24,6 +23,14 @@ def sequences_of(lengths, seed=0):
     return [
         TrainSequence(ids=rng.integers(1, 1000, n).astype(np.int32), loss_mask=np.arange(n) >= rng.integers(1, n + 1))
         for n in lengths
+    ]
+
+
+def alone(sequences, *members):
+    """Each of these sequences as a family of its own."""
+    return [
+        Family(members=(each,), prefix=0, num_tokens=int(np.flatnonzero(sequences[each].loss_mask)[-1]))
+        for each in members
     ]
 
 
@@ -37,7 +44,7 @@ PARALLEL = st.builds(
 def test_the_ranks_answers_laid_end_to_end_are_those_of_the_pack(lengths, parallel, seed):
     sequences = sequences_of(lengths, seed)
     members = [number for number, sequence in enumerate(sequences) if sequence.loss_mask.any()]
-    pack = lay_out(sequences, members, parallel)
+    [pack] = lay_out_all(sequences, [alone(sequences, *members)], parallel)
     assert sum(pack.lengths) == len(pack.ids_T)
     assert len(pack.ids_T) % parallel.pack_multiple == 0
     wanted = [(s.ids[t - 1], s.ids[t]) for s in (sequences[m] for m in members) for t in np.flatnonzero(s.loss_mask)]
@@ -58,21 +65,10 @@ def test_the_zigzag_gives_each_rank_the_chunks_that_mirror_each_other():
     assert zigzag((8, 4), 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
 
 
-@given(LENGTHS, st.integers(1, 5), st.integers(16, 64), st.sampled_from([1, 2, 4]))
-def test_every_sequence_is_computed_once_and_all_shares_meet_as_often(lengths, num_shares, budget, round_up_to):
-    sequences = sequences_of(lengths)
-    shares = plan_shares(sequences, budget=budget, num_shares=num_shares, round_up_to=round_up_to)
-    assert len(shares) == num_shares
-    assert len({len(share) for share in shares}) == 1
-    assert len(shares[0]) % round_up_to == 0
-    found = sorted(member for share in shares for members in share for member in members)
-    assert found == [number for number, sequence in enumerate(sequences) if sequence.loss_mask.any()]
-    for members in (members for share in shares for members in share if len(members) > 1):
-        assert sum(int(np.flatnonzero(sequences[member].loss_mask)[-1]) for member in members) <= budget
-
-
 def test_interleaved_stages_get_packs_of_one_length():
-    packs = lay_out_all(sequences_of([30, 5, 9, 17]), [[0], [1, 2], [3], []], Parallel(pp=2, vpp=2, cp=2))
+    sequences = sequences_of([30, 5, 9, 17])
+    share = [alone(sequences, *members) for members in ([0], [1, 2], [3], [])]
+    packs = lay_out_all(sequences, share, Parallel(pp=2, vpp=2, cp=2))
     assert len({len(pack.ids_T) for pack in packs}) == 1
 
 
@@ -104,7 +100,8 @@ def test_ranks_that_share_the_vocabulary_find_what_one_would(mesh, chunk_bytes, 
 def test_context_parallel_ranks_gather_what_each_has_found(mesh):
     """Every rank has all values in the order of the pack, and gets back the gradient of its own."""
     group = mesh.group("cp")
-    pack = lay_out(sequences_of([9, 14, 6], 3), [0, 1, 2], Parallel(cp=group.size))
+    sequences = sequences_of([9, 14, 6], 3)
+    [pack] = lay_out_all(sequences, [alone(sequences, 0, 1, 2)], Parallel(cp=group.size))
     local = cut(pack, group.rank, group.size)
     own = local.target_n.double().requires_grad_()
     found = gather_values(own, local.place_N, local.width, group)

@@ -8,7 +8,7 @@ import pytest
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
 from offbeat_engine_megatron._layout import Parallel, choose_parallel, plan_engine
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import list_adapter_slots, list_slots
+from offbeat_engine_megatron._weights import list_adapted, list_adapter_slots, list_slots
 from offbeat_testing import tiny_model
 from offbeat_types import BackendError, ConfigError, ModelError, TrainEngineConfig, installed_backends
 
@@ -134,9 +134,7 @@ REFUSED = {
     "layers of parts": (2, {"pipeline_parallel": 2, "virtual_pipeline": 4}, {}, "num_hidden_layers = 4: got 8"),
     "experts": (4, {"expert_parallel": 4}, MOE | EXPERTS, "num_experts = 6: got 4"),
     "experts of a dense model": (2, {"expert_parallel": 2}, {}, "has no experts"),
-    "world": (6, {"tensor_parallel": 4}, {}, "must divide the ranks: got 6"),
     "fewer ranks than asked for": (1, {"context_parallel": 2}, {}, "must divide the ranks: got 1"),
-    "an option that is none": (1, {"tensor_paralel": 2}, {}, "did you mean tensor_parallel"),
 }
 
 
@@ -181,12 +179,11 @@ def test_adapters_lie_beside_the_weights_that_they_change():
     """The side that meets the dimension which ranks share is cut with it; experts and head have none."""
     parallel = Parallel(tp=2, pp=2, sp=True)
     weights = list_slots(shape(), parallel)
-    found = {each.slot.name: each for each in list_adapter_slots(weights, 3)}
+    found = {side.name: side for weight in list_adapted(weights) for side in list_adapter_slots(weight, 3)}
     assert len(found) == 4 * 7 * 2
     layer = "model.layers.2.self_attn"
     up, down = found[f"{layer}.k_proj.lora_B"], found[f"{layer}.o_proj.lora_A"]
-    assert (up.slot.shape, up.slot.tp_dim, up.slot.place.stage) == ((32, 3), 0, 1)
-    assert (down.slot.shape, down.slot.tp_dim) == ((3, 64), 1)
-    assert found[f"{layer}.k_proj.lora_A"].slot.tp_dim is found[f"{layer}.o_proj.lora_B"].slot.tp_dim is None
-    assert up.layer.path == "decoder.layers.0.self_attention.linear_qkv"
-    assert up.slot.place.path == f"{up.layer.path}.adapter.k_B"
+    assert (up.shape, up.tp_dim, up.place.stage) == ((32, 3), 0, 1)
+    assert (down.shape, down.tp_dim) == ((3, 64), 1)
+    assert found[f"{layer}.k_proj.lora_A"].tp_dim is found[f"{layer}.o_proj.lora_B"].tp_dim is None
+    assert up.place.path == "decoder.layers.0.self_attention.linear_qkv.adapter.k_B"

@@ -6,10 +6,11 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from offbeat_engine_megatron._layout import Parallel, plan_engine
-from offbeat_engine_megatron._packing import cut, lay_out
+from offbeat_engine_megatron._packing import cut, lay_out_all
 from offbeat_engine_megatron._shape import angles_of, read_model, rotary_axes
-from offbeat_engine_megatron._slots import list_slots
+from offbeat_engine_megatron._weights import list_slots
 from offbeat_testing import tiny_vision_model
+from offbeat_training import Family
 from offbeat_types import ConfigError, ModelError, TrainEngineConfig, TrainSequence
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -63,7 +64,8 @@ def test_each_placeholder_lies_on_one_rank(cp):
         )
         for each, count in zip(ids, images, strict=True)
     ]
-    pack = lay_out(sequences, [2, 1, 0], Parallel(cp=cp), images=Marked())
+    families = [Family(members=(each,), prefix=0, num_tokens=len(ids[each]) - 1) for each in (2, 1, 0)]
+    [pack] = lay_out_all(sequences, [families], Parallel(cp=cp), Marked())
     assert (pack.ids_T[pack.place_M] == 7).all()
     assert (len(pack.place_M), len(pack.images)) == (5, 2)
     assert (np.diff(pack.positions_T, axis=0) == 100)[:, pack.place_M].all()

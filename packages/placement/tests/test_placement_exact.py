@@ -1,7 +1,6 @@
 """The planner against all ways of placing: a plan exactly when there is one, and every plan keeps every promise."""
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -31,8 +30,8 @@ MANY = settings(max_examples=250, deadline=None)
 
 
 @st.composite
-def clusters(draw: st.DrawFn, most_nodes: int = 4, most_free: int = 6) -> list[Node]:
-    def node(number: int) -> Node:
+def clusters(draw, most_nodes=4, most_free=6):
+    def node(number):
         total = draw(st.integers(1, most_free))
         free = draw(st.sets(st.integers(0, total - 1)))
         return Node(
@@ -46,8 +45,8 @@ def clusters(draw: st.DrawFn, most_nodes: int = 4, most_free: int = 6) -> list[N
 
 
 @st.composite
-def wanted(draw: st.DrawFn) -> list[RankGroup]:
-    groups: list[RankGroup] = []
+def wanted(draw):
+    groups = []
     for number in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["GPU", "GPU", "GPU", ""]))
         others = [group.role for group in groups if group.accelerator == kind == "GPU"]
@@ -65,7 +64,7 @@ def wanted(draw: st.DrawFn) -> list[RankGroup]:
     return groups
 
 
-def can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
+def can_be_placed(nodes, groups):
     """Try every node for every stage of every group."""
     stages = [place for place, group in enumerate(groups) for _ in range(group.num_replicas * group.pipeline_parallel)]
     pools = list(range(len(groups)))
@@ -75,7 +74,7 @@ def can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
             pools = [other if pool == pools[place] else pool for pool in pools]
     held = [[0] * len(groups) for _ in nodes]
 
-    def fits(node: Node, counts: Sequence[int]) -> bool:
+    def fits(node, counts):
         ranks = [count * group.tensor_parallel for count, group in zip(counts, groups, strict=True)]
         devices = sum(
             max(ranks[i] for i in range(len(groups)) if pools[i] == pool and groups[i].accelerator)
@@ -85,7 +84,7 @@ def can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
         memory = sum(each * group.memory_bytes_per_rank for each, group in zip(ranks, groups, strict=True))
         return devices <= node.num_free("GPU") and cpus <= node.num_cpus and memory <= node.memory_bytes
 
-    def place(index: int, first: int) -> bool:
+    def place(index, first):
         if index == len(stages):
             return True
         group = stages[index]
@@ -103,7 +102,7 @@ def can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
 
 @MANY
 @given(clusters(), wanted())
-def test_a_plan_is_found_whenever_there_is_one(nodes: list[Node], groups: list[RankGroup]) -> None:
+def test_a_plan_is_found_whenever_there_is_one(nodes, groups):
     outcome = find_plan(nodes, groups)
     assert (outcome.plan is not None) == can_be_placed(nodes, groups)
     assert outcome.proven
@@ -111,12 +110,12 @@ def test_a_plan_is_found_whenever_there_is_one(nodes: list[Node], groups: list[R
         check_plan(outcome.plan, nodes, groups)
 
 
-def wide_can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
+def wide_can_be_placed(nodes, groups):
     """Try every node for every stage, and every set of whole nodes of one size for those wider than such a node."""
     stages = [group for group in groups for _ in range(group.num_replicas)]
     stages.sort(key=lambda group: -group.tensor_parallel)
 
-    def choices(group: RankGroup, free: Sequence[int]) -> Iterator[dict[int, int]]:
+    def choices(group, free):
         width = group.tensor_parallel
         yield from ({place: left - width} for place, left in enumerate(free) if left >= width)
         if group.spans_nodes:
@@ -126,7 +125,7 @@ def wide_can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bo
                 for chosen in combinations(whole, width // size):
                     yield dict.fromkeys(chosen, 0)
 
-    def place(index: int, free: Sequence[int]) -> bool:
+    def place(index, free):
         return index == len(stages) or any(
             place(index + 1, [left.get(n, each) for n, each in enumerate(free)])
             for left in choices(stages[index], free)
@@ -141,9 +140,7 @@ def wide_can_be_placed(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bo
     st.tuples(st.integers(1, 2), st.sampled_from([4, 6, 8, 12]), st.booleans()),
     st.tuples(st.integers(1, 3), st.integers(1, 4)),
 )
-def test_groups_over_whole_nodes_are_placed_whenever_they_can_be(
-    sizes: list[tuple[int, int]], wide: tuple[int, int, bool], narrow: tuple[int, int]
-) -> None:
+def test_groups_over_whole_nodes_are_placed_whenever_they_can_be(sizes, wide, narrow):
     nodes = [
         Node(name=f"n{n}", free={"GPU": tuple(range(max(0, size - taken)))}, total={"GPU": size})
         for n, (size, taken) in enumerate(sizes)
@@ -159,7 +156,7 @@ def test_groups_over_whole_nodes_are_placed_whenever_they_can_be(
         check_plan(outcome.plan, nodes, groups)
 
 
-def test_a_large_node_that_is_taken_does_not_forbid_two_free_ones_of_half_its_size() -> None:
+def test_a_large_node_that_is_taken_does_not_forbid_two_free_ones_of_half_its_size():
     nodes = [Node(name="large", total={"GPU": 16}), *grid_nodes(2, 8)]
     wide = RankGroup(role="wide", tensor_parallel=16, spans_nodes=True)
     plan = plan_placement(nodes, [wide])
@@ -170,7 +167,7 @@ def test_a_large_node_that_is_taken_does_not_forbid_two_free_ones_of_half_its_si
 
 
 @st.composite
-def clusters_with_lacks(draw: st.DrawFn) -> list[Node]:
+def clusters_with_lacks(draw):
     """Nodes of which some lack CPUs or memory, or both."""
     return [
         Node(
@@ -186,9 +183,7 @@ def clusters_with_lacks(draw: st.DrawFn) -> list[Node]:
 
 @MANY
 @given(clusters_with_lacks(), st.integers(1, 2), st.integers(1, 3), wanted(), st.integers(0, 1))
-def test_a_part_of_the_cluster_is_found_whenever_there_is_one(
-    nodes: list[Node], num_nodes: int, per_node: int, groups: list[RankGroup], memory: int
-) -> None:
+def test_a_part_of_the_cluster_is_found_whenever_there_is_one(nodes, num_nodes, per_node, groups, memory):
     groups = [replace(group, memory_bytes_per_rank=memory) for group in groups]
     cut = [
         replace(node, free={"GPU": node.free["GPU"][:per_node]}, total={"GPU": per_node})
@@ -206,14 +201,14 @@ def test_a_part_of_the_cluster_is_found_whenever_there_is_one(
         assert "one may exist" not in str(caught.value)
 
 
-def test_a_node_without_cpus_does_not_block_the_part_of_others() -> None:
+def test_a_node_without_cpus_does_not_block_the_part_of_others():
     nodes = [replace(node, num_cpus=0 if node.name == "node-0" else 8) for node in grid_nodes(3, 8)]
     groups = [RankGroup(role="trainer", num_replicas=16, cpus_per_rank=1)]
     plan = plan_placement(nodes, groups, Allocation(num_nodes=2, accelerators_per_node=8))
     assert {rank.node for rank in plan.ranks} == {"node-1", "node-2"}
 
 
-def test_nodes_of_which_each_differs_a_little_are_chosen_among_at_once() -> None:
+def test_nodes_of_which_each_differs_a_little_are_chosen_among_at_once():
     nodes = [
         replace(node, num_cpus=7 + n % 97 / 10, memory_bytes=2**30 + n * 4096)
         for n, node in enumerate(grid_nodes(512, 8))
@@ -225,7 +220,7 @@ def test_nodes_of_which_each_differs_a_little_are_chosen_among_at_once() -> None
 
 @MANY
 @given(clusters(), wanted())
-def test_the_search_alone_decides_as_well(nodes: list[Node], groups: list[RankGroup]) -> None:
+def test_the_search_alone_decides_as_well(nodes, groups):
     # The simple orders of filling find nearly every plan; without them the fractional packing and the search must.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_packing, "_filling_orders", lambda types, rooms: [])
@@ -237,7 +232,7 @@ def test_the_search_alone_decides_as_well(nodes: list[Node], groups: list[RankGr
 
 @MANY
 @given(clusters(), wanted(), st.randoms(use_true_random=False))
-def test_the_order_of_nodes_changes_nothing(nodes: list[Node], groups: list[RankGroup], shuffle: random.Random) -> None:
+def test_the_order_of_nodes_changes_nothing(nodes, groups, shuffle):
     plan = find_plan(nodes, groups).plan
     shuffled = list(nodes)
     shuffle.shuffle(shuffled)
@@ -246,7 +241,7 @@ def test_the_order_of_nodes_changes_nothing(nodes: list[Node], groups: list[Rank
 
 @settings(max_examples=60, deadline=None)
 @given(clusters(), wanted())
-def test_a_misfit_names_changes_that_fit(nodes: list[Node], groups: list[RankGroup]) -> None:
+def test_a_misfit_names_changes_that_fit(nodes, groups):
     if find_plan(nodes, groups).plan is not None:
         return
     for changes in suggest_changes(nodes, groups):
@@ -263,7 +258,7 @@ def test_a_misfit_names_changes_that_fit(nodes: list[Node], groups: list[RankGro
     st.lists(st.sampled_from([1, 2, 3, 5, 6, 7, 8]), min_size=2, max_size=3, unique=True),
     st.integers(0, 1000),
 )
-def test_nodes_that_were_cut_into_pieces_can_be_cut_so_again(num_nodes: int, widths: list[int], seed: int) -> None:
+def test_nodes_that_were_cut_into_pieces_can_be_cut_so_again(num_nodes, widths, seed):
     # Perfect packings are the hardest that exist: nothing is left over, and mixed widths such as 3 + 5 must pair up.
     rng = random.Random(seed)
     counts = dict.fromkeys(widths, 0)
@@ -287,14 +282,14 @@ def test_nodes_that_were_cut_into_pieces_can_be_cut_so_again(num_nodes: int, wid
     assert find_plan(nodes, groups).plan is not None
 
 
-def hand_made_misfits() -> Iterator[tuple[list[UnitType], list[Room], bool]]:
-    def types(*widths_and_counts: tuple[int, int]) -> list[UnitType]:
+def hand_made_misfits():
+    def types(*widths_and_counts):
         return [
             UnitType(group=i, pool=str(i), kind=0, width=width, count=count)
             for i, (width, count) in enumerate(widths_and_counts)
         ]
 
-    def rooms(*free: int) -> list[Room]:
+    def rooms(*free):
         return [Room((each,), (each,), float("inf"), float("inf")) for each in free]
 
     yield types((5, 100), (3, 100)), rooms(*[8] * 100), True
@@ -310,14 +305,14 @@ def hand_made_misfits() -> Iterator[tuple[list[UnitType], list[Room], bool]]:
     yield types((5, 1), (4, 1)), rooms(8), False
 
 
-def test_mixed_widths_are_decided_at_hand_made_edges() -> None:
+def test_mixed_widths_are_decided_at_hand_made_edges():
     for types, rooms, expected in hand_made_misfits():
         packing = pack(types, rooms)
         assert (packing.counts is not None) == expected, (types, rooms)
         assert packing.proven
 
 
-def test_a_checker_sees_what_a_planner_could_do_wrong() -> None:
+def test_a_checker_sees_what_a_planner_could_do_wrong():
     nodes = grid_nodes(2, 4)
     groups = [
         RankGroup(role="rollout", num_replicas=2, tensor_parallel=2, cpus_per_rank=1),
@@ -325,7 +320,7 @@ def test_a_checker_sees_what_a_planner_could_do_wrong() -> None:
     ]
     good = plan_placement(nodes, groups)
 
-    def moved(role: str, rank: int, node: str, device: int) -> Plan:
+    def moved(role, rank, node, device):
         ranks = [
             PlacedRank(role=each.role, replica=each.replica, rank=each.rank, node=node, device=device)
             if (each.role, each.rank) == (role, rank)
@@ -334,7 +329,7 @@ def test_a_checker_sees_what_a_planner_could_do_wrong() -> None:
         ]
         return Plan(ranks=tuple(ranks), drivers=good.drivers)
 
-    def complaint(plan: Plan, nodes: Sequence[Node] = nodes) -> str:
+    def complaint(plan, nodes=nodes):
         try:
             check_plan(plan, nodes, groups)
         except PlacementError as error:

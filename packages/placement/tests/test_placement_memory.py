@@ -1,8 +1,6 @@
 """Parameter counts and activations, against the models that transformers builds."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +40,7 @@ QWEN3_VISION = {
 }
 
 
-def with_vision(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+def with_vision(text, vision):
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     top = {"tie_word_embeddings": text["tie_word_embeddings"]}
     return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **top}
@@ -67,7 +65,7 @@ MODELS = {
 }
 
 
-def build(name: str, folder: Path, device: str = "meta") -> tuple[dict[str, Any], Any]:
+def build(name, folder, device="meta"):
     """The model, and its config.json as transformers writes it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -83,7 +81,7 @@ def build(name: str, folder: Path, device: str = "meta") -> tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_those_of_the_real_model(name: str, tmp_path: Path) -> None:
+def test_parameters_are_those_of_the_real_model(name, tmp_path):
     config, model = build(name, tmp_path)
     shape = ModelShape.from_config(config)
     assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
@@ -95,7 +93,7 @@ def test_parameters_are_those_of_the_real_model(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_activations_are_those_that_torch_keeps(name: str, tmp_path: Path) -> None:
+def test_activations_are_those_that_torch_keeps(name, tmp_path):
     import torch
 
     config, model = build(name, tmp_path, "cpu")
@@ -103,10 +101,10 @@ def test_activations_are_those_that_torch_keeps(name: str, tmp_path: Path) -> No
     weights = {weight.data_ptr() for weight in model.parameters()}
     ids = torch.arange(64).view(2, 32)
 
-    def kept(num_layers: int) -> int:
-        held: dict[int, int] = {}
+    def kept(num_layers):
+        held = {}
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
+        def keep(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 held[storage.data_ptr()] = storage.nbytes()
@@ -193,17 +191,17 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_of_published_checkpoints(name: str) -> None:
+def test_parameters_are_those_of_published_checkpoints(name):
     # Source: the totals that the checkpoints' own safetensors files add up to.
     num_parameters, config = PUBLISHED[name]
     assert ModelShape.from_config(config).num_parameters == num_parameters
 
 
-def shape_of(name: str, tmp_path: Path) -> ModelShape:
+def shape_of(name, tmp_path):
     return ModelShape.from_config({"model_type": name.partition(",")[0], **MODELS[name]})
 
 
-def test_sharding_divides_what_its_stage_says(tmp_path: Path) -> None:
+def test_sharding_divides_what_its_stage_says(tmp_path):
     shape = shape_of("llama", tmp_path)
     alone = TrainMemory(tokens=1).estimate(shape).parts
     n = shape.num_parameters
@@ -222,7 +220,7 @@ def test_sharding_divides_what_its_stage_says(tmp_path: Path) -> None:
         assert states / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
-def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(tmp_path: Path) -> None:
+def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(tmp_path):
     shape = shape_of("qwen3", tmp_path)
     whole = TrainMemory(tokens=100).estimate(shape).parts["activations"]
     cut = TrainMemory(tokens=100, recomputes=True).estimate(shape).parts["activations"]
@@ -230,7 +228,7 @@ def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(tmp_path: Pa
     assert cut == 100 * 4 * (3 * shape.hidden + block_activations(shape))
 
 
-def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path: Path) -> None:
+def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path):
     shape = shape_of("qwen3", tmp_path)  # 2 heads of keys and values, of width 16, in 3 layers
     sizes = [RolloutMemory(tensor_parallel=tp).kv_bytes_per_token(shape) for tp in (1, 2, 4)]
     assert sizes == [2 * 2 * 16 * 3 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2]
@@ -238,14 +236,14 @@ def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path: Path) 
     assert parts["KV cache"] == 5 * 7 * sizes[0]
 
 
-def test_a_family_that_is_not_known_is_refused_by_name() -> None:
+def test_a_family_that_is_not_known_is_refused_by_name():
     with pytest.raises(ModelError, match="'gpt2' is not known: known families are llama"):
         ModelShape.from_config({"model_type": "gpt2"})
     with pytest.raises(ModelError, match="lacks 'intermediate_size'"):
         ModelShape.from_config({"model_type": "llama", **{k: v for k, v in TEXT.items() if k != "intermediate_size"}})
 
 
-def test_experts_are_held_by_those_that_share_them() -> None:
+def test_experts_are_held_by_those_that_share_them():
     shape = ModelShape.from_config({**MOE, "model_type": "qwen3_moe"})
     sparse, dense = shape.expert_parameters, shape.num_parameters - shape.expert_parameters
     assert sparse == 2 * 5 * 3 * 48 * 24, "two of the three blocks have five experts of three matrices"

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from offbeat_placement import (
     ClusterView,
     Node,
     PlacedRank,
-    Plan,
     RankGroup,
     ResourceRequest,
     draw_plan,
@@ -28,28 +26,28 @@ from offbeat_placement import (
 from offbeat_types import ConfigError, PlacementError
 
 
-def trainer(num_ranks: int, **more: object) -> RankGroup:
-    return RankGroup(role="trainer", num_replicas=num_ranks, **more)  # type: ignore[arg-type]
+def trainer(num_ranks, **more):
+    return RankGroup(role="trainer", num_replicas=num_ranks, **more)
 
 
-def rollout(num_engines: int, tp: int, **more: object) -> RankGroup:
+def rollout(num_engines, tp, **more):
     return RankGroup(
         role="rollout",
         num_replicas=num_engines,
         tensor_parallel=tp,
         process_per_replica=True,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
-def partly_free(*free: int, total: int = 8) -> list[Node]:
+def partly_free(*free, total=8):
     return [
         Node(name=f"node-{number}", free={"GPU": tuple(range(total - each, total))}, total={"GPU": total})
         for number, each in enumerate(free)
     ]
 
 
-def nodes_of(plan: Plan, role: str) -> list[set[str]]:
+def nodes_of(plan, role):
     """Nodes of each replica."""
     num_replicas = 1 + max(rank.replica for rank in plan.ranks if rank.role == role)
     return [{rank.node for rank in plan.replica(role, replica)} for replica in range(num_replicas)]
@@ -58,7 +56,7 @@ def nodes_of(plan: Plan, role: str) -> list[set[str]]:
 @pytest.mark.parametrize("num_nodes", [2, 3, 4])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("colocated", [False, True], ids=["split", "colocated"])
-def test_no_engine_straddles_nodes(num_nodes: int, tp: int, colocated: bool) -> None:
+def test_no_engine_straddles_nodes(num_nodes, tp, colocated):
     nodes = grid_nodes(num_nodes, 8)
     num_ranks = 8 * num_nodes if colocated else 8
     num_engines = 8 * (num_nodes - (0 if colocated else 1)) // tp
@@ -74,7 +72,7 @@ def test_no_engine_straddles_nodes(num_nodes: int, tp: int, colocated: bool) -> 
 
 
 @pytest.mark.parametrize("num_bundles", [17, 24, 32, 64])
-def test_no_engine_straddles_nodes_that_others_use_too(num_bundles: int) -> None:
+def test_no_engine_straddles_nodes_that_others_use_too(num_bundles):
     # The numbers of bundles at which a cluster's own order scrambles, on nodes that are taken in part at random.
     rng = random.Random(num_bundles)
     for _ in range(20):
@@ -88,7 +86,7 @@ def test_no_engine_straddles_nodes_that_others_use_too(num_bundles: int) -> None
                 plan_placement(nodes, [rollout(fitting + 1, tp)])
 
 
-def test_six_and_two_free_hold_no_group_of_eight() -> None:
+def test_six_and_two_free_hold_no_group_of_eight():
     with pytest.raises(PlacementError) as caught:
         plan_placement(partly_free(6, 2), [rollout(1, 8)])
     text = str(caught.value)
@@ -99,7 +97,7 @@ def test_six_and_two_free_hold_no_group_of_eight() -> None:
     assert "1 more node with 8 GPU free" in text
 
 
-def test_a_group_wider_than_a_node_takes_whole_nodes_and_only_when_asked_to() -> None:
+def test_a_group_wider_than_a_node_takes_whole_nodes_and_only_when_asked_to():
     nodes = [
         *grid_nodes(3, 8),
         *partly_free(7)[0:0],
@@ -115,7 +113,7 @@ def test_a_group_wider_than_a_node_takes_whole_nodes_and_only_when_asked_to() ->
         plan_placement(nodes, [trainer(8), rollout(1, 24, spans_nodes=True)])
 
 
-def test_wide_groups_take_nodes_of_one_size() -> None:
+def test_wide_groups_take_nodes_of_one_size():
     nodes = [Node(name=f"n{n}", free={"GPU": tuple(range(4 if n % 2 else 8))}) for n in range(6)]
     plan = plan_placement(nodes, [rollout(1, 16, spans_nodes=True), RankGroup(role="other", tensor_parallel=8)])
     assert nodes_of(plan, "rollout") == [{"n0", "n2"}]
@@ -124,7 +122,7 @@ def test_wide_groups_take_nodes_of_one_size() -> None:
     assert nodes_of(plan, "rollout") == [{"n0", "n2"}]
 
 
-def test_stages_of_a_pipeline_share_a_node_where_they_can_and_never_straddle() -> None:
+def test_stages_of_a_pipeline_share_a_node_where_they_can_and_never_straddle():
     together = plan_placement(grid_nodes(2, 8), [rollout(2, 4, pipeline_parallel=2)])
     assert nodes_of(together, "rollout") == [{"node-0"}, {"node-1"}]
     apart = plan_placement(partly_free(4, 4, 4, 4), [rollout(2, 4, pipeline_parallel=2)])
@@ -133,7 +131,7 @@ def test_stages_of_a_pipeline_share_a_node_where_they_can_and_never_straddle() -
         assert [driver.node for driver in apart.drivers][replica] == apart.replica("rollout", replica)[0].node
 
 
-def test_cpus_and_memory_are_kept_to() -> None:
+def test_cpus_and_memory_are_kept_to():
     nodes = [Node(name=f"n{n}", free={"GPU": tuple(range(8))}, num_cpus=16, memory_bytes=2**30) for n in range(2)]
     fitting = [rollout(2, 4, cpus_per_rank=4)]
     assert nodes_of(plan_placement(nodes, fitting), "rollout") == [{"n0"}, {"n1"}]
@@ -146,7 +144,7 @@ def test_cpus_and_memory_are_kept_to() -> None:
         plan_placement(nodes, [scorer])
 
 
-def test_sixteen_accelerators_on_nodes_of_eight_are_refused_with_the_shape_that_fits() -> None:
+def test_sixteen_accelerators_on_nodes_of_eight_are_refused_with_the_shape_that_fits():
     groups = [trainer(16)]
     with pytest.raises(PlacementError, match=r"nodes have 8: ask for 2 nodes × 8 \(num_nodes = 2") as caught:
         plan_placement(grid_nodes(4, 8), groups, Allocation(num_nodes=1, accelerators_per_node=16))
@@ -158,7 +156,7 @@ def test_sixteen_accelerators_on_nodes_of_eight_are_refused_with_the_shape_that_
     assert [(change.field, change.after) for change in changes] == [("num_nodes", 4), ("accelerators_per_node", 8)]
 
 
-def test_an_allocation_leaves_the_rest_of_the_cluster_alone() -> None:
+def test_an_allocation_leaves_the_rest_of_the_cluster_alone():
     plan = plan_placement(grid_nodes(4, 8), [trainer(4)], Allocation(num_nodes=2, accelerators_per_node=2))
     assert [(rank.node, rank.device) for rank in plan.ranks] == [
         ("node-0", 0),
@@ -168,7 +166,7 @@ def test_an_allocation_leaves_the_rest_of_the_cluster_alone() -> None:
     ]
 
 
-def test_what_a_cluster_really_did_is_checked() -> None:
+def test_what_a_cluster_really_did_is_checked():
     nodes, groups = grid_nodes(2, 4), [rollout(2, 4)]
     plan = plan_placement(nodes, groups)
     verify_placed(plan.ranks, plan.drivers, nodes, groups)
@@ -182,7 +180,7 @@ def test_what_a_cluster_really_did_is_checked() -> None:
         verify_placed(scrambled, plan.drivers, nodes, groups)
 
 
-def test_blocks_are_what_must_be_reserved_together() -> None:
+def test_blocks_are_what_must_be_reserved_together():
     split = [trainer(12), rollout(2, 2), RankGroup(role="environment", accelerator="", cpus_per_rank=1)]
     blocks = plan_blocks(plan_placement(grid_nodes(2, 8), split), split)
     assert [(block.name, block.node, block.num_devices) for block in blocks] == [
@@ -206,7 +204,7 @@ def test_blocks_are_what_must_be_reserved_together() -> None:
     ]
 
 
-def test_a_picture_shows_every_rank_in_its_place() -> None:
+def test_a_picture_shows_every_rank_in_its_place():
     groups = [trainer(4), rollout(1, 2), RankGroup(role="environment", accelerator="")]
     nodes = [*grid_nodes(1, 4), Node(name="node-1", free={"GPU": (1, 2, 3)}, total={"GPU": 4}), Node(name="node-2")]
     assert draw_plan(plan_placement(nodes, groups), nodes, groups).splitlines() == [
@@ -222,7 +220,7 @@ def test_a_picture_shows_every_rank_in_its_place() -> None:
     ]
 
 
-def test_a_picture_of_many_nodes_stays_narrow_and_short() -> None:
+def test_a_picture_of_many_nodes_stays_narrow_and_short():
     groups = [trainer(256), rollout(64, 4, shares_devices_with="trainer")]
     nodes = [Node(name=f"cluster-machine-{n}", free={"GPU": tuple(range(16))}) for n in range(64)]
     drawn = draw_plan(plan_placement(nodes, groups), nodes, groups)
@@ -234,7 +232,7 @@ def test_a_picture_of_many_nodes_stays_narrow_and_short() -> None:
         assert last in drawn
 
 
-def test_nodes_come_from_words_and_files(tmp_path: Path) -> None:
+def test_nodes_come_from_words_and_files(tmp_path):
     assert [node.num_free("GPU") for node in read_nodes("3x4")] == [4, 4, 4]
     toml = tmp_path / "nodes.toml"
     toml.write_text("""
@@ -273,14 +271,14 @@ kind = "XPU"
         ("=", "cannot be read"),
     ],
 )
-def test_a_wrong_file_of_nodes_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_of_nodes_is_one_clear_error(tmp_path, text, said):
     path = tmp_path / "nodes.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_nodes(str(path))
 
 
-def test_groups_that_contradict_themselves_are_refused() -> None:
+def test_groups_that_contradict_themselves_are_refused():
     nodes = grid_nodes(1, 8)
     with pytest.raises(ConfigError, match="every group needs a role of its own"):
         plan_placement(nodes, [trainer(1), trainer(2)])
@@ -292,7 +290,7 @@ def test_groups_that_contradict_themselves_are_refused() -> None:
         rollout(0, 1)
 
 
-def test_five_hundred_and_twelve_nodes_are_planned_whole() -> None:
+def test_five_hundred_and_twelve_nodes_are_planned_whole():
     nodes = grid_nodes(512, 8)
     groups = [trainer(512, tensor_parallel=5), rollout(512, 3)]
     plan = plan_placement(nodes, groups)
@@ -303,17 +301,17 @@ def test_five_hundred_and_twelve_nodes_are_planned_whole() -> None:
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", "GPU"), ("xpu:3", "XPU"), ("auto", "GPU"), ("cpu", "GPU")])
-def test_the_recipe_tells_the_kind_of_accelerator_where_nobody_says_it(device: str, kind: str) -> None:
+def test_the_recipe_tells_the_kind_of_accelerator_where_nobody_says_it(device, kind):
     view = ClusterView.named("2x4", [device])
     assert [dict(node.free) for node in view.nodes] == [{kind: (0, 1, 2, 3)}] * 2
     assert view.kind(device) == ("" if device == "cpu" else kind)
 
 
-def test_nothing_is_given_out_where_nothing_is_reserved() -> None:
+def test_nothing_is_given_out_where_nothing_is_reserved():
     assert ClusterView(nodes=ClusterView.named("1x8", []).nodes, reserves=False).kind("cuda") == ""
 
 
-def test_what_no_setting_can_change_is_refused_with_the_reason() -> None:
+def test_what_no_setting_can_change_is_refused_with_the_reason():
     group = RankGroup(role="trainer", tensor_parallel=8, width_multiple=8, keys={"tensor_parallel": "engine.num_ranks"})
     with pytest.raises(PlacementError, match="8 GPU on one node"):
         fit_settings(ClusterView.named("4x4", ["cuda"]), lambda _: ResourceRequest(groups=(group,)))

@@ -1,7 +1,5 @@
 """What a run wants meets the nodes that words name."""
 
-from pathlib import Path
-
 from offbeat_placement import (
     ClusterView,
     MemoryEstimate,
@@ -15,7 +13,7 @@ from offbeat_testing import large_model_configs
 from offbeat_types import TrainEngineConfig, TrainEngineSettings, TrainLayout
 
 
-def test_memory_is_told_with_what_the_device_has(tmp_path: Path) -> None:
+def test_memory_is_told_with_what_the_device_has(tmp_path):
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[[nodes]]\nname = "small"\naccelerators = 8\naccelerator_memory_gib = 16\n')
     request = ResourceRequest(groups=(RankGroup(role="trainer", num_replicas=8),))
@@ -28,7 +26,7 @@ def test_memory_is_told_with_what_the_device_has(tmp_path: Path) -> None:
     assert notice.startswith("a trainer rank needs about 125 GiB and its device has 16 GiB: take more ranks")
 
 
-def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is(tmp_path: Path) -> None:
+def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is(tmp_path):
     shape = read_shape(str(large_model_configs(tmp_path) / "Qwen3-8B"))
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[[nodes]]\nname = "n"\naccelerators = 8\naccelerator_memory_gib = 80\n')
@@ -48,7 +46,7 @@ def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is(tmp_path: Path)
     assert notice == "a rollout rank needs about 88 GiB and its device has 80 GiB: less"
 
 
-def test_a_layout_needs_no_weights(tmp_path: Path) -> None:
+def test_a_layout_needs_no_weights(tmp_path):
     whole = large_model_configs(tmp_path) / "Qwen3-8B"
     (whole / "model.safetensors").unlink()
     found = layout_elsewhere(TrainEngineConfig(model_path=str(whole)), "torch", 8)
@@ -56,7 +54,7 @@ def test_a_layout_needs_no_weights(tmp_path: Path) -> None:
     assert found.dp == 8
 
 
-def test_a_backend_that_is_not_here_is_not_asked() -> None:
+def test_a_backend_that_is_not_here_is_not_asked():
     config = TrainEngineConfig(model_path="nowhere")
     assert layout_elsewhere(config, "no-such-engine", 8) is None
     assert layout_elsewhere(config, "torch", 8) is None, "nor one whose model is not here"

@@ -23,7 +23,7 @@ class Config:
     engine: Engine = field(default_factory=Engine)
 
 
-def test_a_changed_setting_says_what_it_was_and_the_rest_stays() -> None:
+def test_a_changed_setting_says_what_it_was_and_the_rest_stays():
     text = "# why\n\n[engine]   # of eight\n# before\nnum_ranks = 8  # one machine\n# after\n"
     changed = change_recipe(text, {"engine.num_ranks": 4, "engine.wide": True}, Config)
     assert changed.splitlines() == [
@@ -37,10 +37,10 @@ def test_a_changed_setting_says_what_it_was_and_the_rest_stays() -> None:
     ]
 
 
-def test_a_section_that_is_missing_is_added() -> None:
+def test_a_section_that_is_missing_is_added():
     assert change_recipe("# nothing\n", {"engine.num_ranks": 4}, Config) == "# nothing\n\n[engine]\nnum_ranks = 4\n"
 
 
-def test_what_cannot_be_rewritten_line_by_line_is_refused() -> None:
+def test_what_cannot_be_rewritten_line_by_line_is_refused():
     with pytest.raises(ConfigError, match=r"set by hand engine\.num_ranks = 4"):
         change_recipe("engine = {num_ranks = 8}\n", {"engine.num_ranks": 4}, Config)

@@ -1,7 +1,5 @@
 """Tiny models: of the recipe's family, made in a moment, and small."""
 
-from pathlib import Path
-
 import pytest
 
 from offbeat_recipes import tiny_family
@@ -19,13 +17,11 @@ from offbeat_recipes import tiny_family
         ("some-model", False, "qwen3", True),
     ],
 )
-def test_the_family_is_told_by_the_folder(
-    tmp_path: Path, name: str, has_experts: bool, family: str, says: bool
-) -> None:
+def test_the_family_is_told_by_the_folder(tmp_path, name, has_experts, family, says):
     made, notice = tiny_family(str(tmp_path / name), has_experts=has_experts, can_see=True)
     assert (made, bool(notice)) == (family, says)
 
 
-def test_the_family_is_told_by_the_config_first(tmp_path: Path) -> None:
+def test_the_family_is_told_by_the_config_first(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     assert tiny_family(str(tmp_path), has_experts=False, can_see=True)[0] == "qwen2_5_vl"

@@ -24,28 +24,12 @@ from offbeat_types import (
     WeightSyncError,
 )
 
+pytestmark = pytest.mark.asyncio
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("m"))
-
-
-def config_of(folder, *, options=None, **settings):
-    return RolloutEngineConfig(
-        model_path=str(folder), device="cpu", **{"max_model_len": 512, **settings}, options=options or {}
-    )
-
-
-def run(folder, check, **settings):
-    async def main():
-        async with asyncio.timeout(60):
-            engine = await TorchRolloutEngine.create(config_of(folder, **settings))
-            try:
-                return await check(engine)
-            finally:
-                await engine.close()
-
-    return asyncio.run(main())
 
 
 def request(name="r", prompt=12, num_samples=1, **params):
@@ -65,16 +49,14 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 12, 70])
-def test_a_shared_prompt_gives_what_separate_prompts_give(folder, prompt):
-    async def check(engine):
+async def test_a_shared_prompt_gives_what_separate_prompts_give(folder, prompt, open_engine):
+    async with open_engine(folder) as engine:
         shared = await engine.generate(request(num_samples=6, prompt=prompt))
         separate = [(await engine.generate(request(f"{i}", prompt=prompt, seed=1 + i)))[0] for i in range(6)]
         assert_same(shared, separate)
 
-    run(folder, check)
 
-
-def test_who_is_beside_a_sample_changes_nothing(folder):
+async def test_who_is_beside_a_sample_changes_nothing(folder, run):
     requests = [
         request(str(i), prompt=3 + 11 * i, seed=i, max_tokens=20 + 13 * i, num_samples=1 + i % 3) for i in range(8)
     ]
@@ -85,11 +67,11 @@ def test_who_is_beside_a_sample_changes_nothing(folder):
     async def crowd(engine):
         return await together(engine, requests)
 
-    assert_same(run(folder, crowd), run(folder, alone))
-    assert_same(run(folder, crowd, max_running=3), run(folder, alone))
+    assert_same(await run(folder, crowd), await run(folder, alone))
+    assert_same(await run(folder, crowd, max_running=3), await run(folder, alone))
 
 
-def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder):
+async def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder, run):
     """Room for two rows of 256 only, while six samples grow from 64 to 256."""
     requests = [request(str(i), seed=i, max_tokens=200) for i in range(6)]
 
@@ -98,13 +80,13 @@ def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder):
         assert (await engine.health()).num_running == 0
         return completions
 
-    roomy = run(folder, check)
-    tight = run(folder, check, options={"kv_cache_tokens": 512})
+    roomy = await run(folder, check)
+    tight = await run(folder, check, options={"kv_cache_tokens": 512})
     assert_same(tight, roomy)
     assert all(len(one.ids) == 200 for one in tight)
 
 
-def test_allocated_keys_and_values_stay_within_the_budget_and_one_block(folder, monkeypatch):
+async def test_allocated_keys_and_values_stay_within_the_budget_and_one_block(folder, monkeypatch, run):
     """Rows grow, leave one behind in each band, move on, and a request is scored beside them."""
     held, most = [0], [0]
     new_zeros = torch.Tensor.new_zeros
@@ -135,39 +117,39 @@ def test_allocated_keys_and_values_stay_within_the_budget_and_one_block(folder, 
         assert not sampling.done()
         return await sampling
 
-    tight = run(folder, check, options={"kv_cache_tokens": 4096})
+    tight = await run(folder, check, options={"kv_cache_tokens": 4096})
     architecture = read_architecture(folder)
     token_bytes = 2 * 4 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
     assert 2048 * token_bytes < most[0] <= (4096 + 512) * token_bytes
-    assert_same(tight, run(folder, check))
+    assert_same(tight, await run(folder, check))
 
 
-def test_long_prompts_are_prefilled_in_chunks(folder):
+async def test_long_prompts_are_prefilled_in_chunks(folder, run):
     async def check(engine):
         return await together(engine, [request("long", prompt=300), request("short", prompt=20, num_samples=2)])
 
-    assert_same(run(folder, check, options={"max_prefill_tokens": 64}), run(folder, check))
+    assert_same(await run(folder, check, options={"max_prefill_tokens": 64}), await run(folder, check))
 
 
-def test_packed_and_plain_weights_sample_alike(tmp_path):
+async def test_packed_and_plain_weights_sample_alike(tmp_path, run):
     wide = tiny_model(tmp_path / "m", hidden_size=192)
 
     async def check(engine):
         return await engine.generate(request(num_samples=4))
 
-    assert_same(run(wide, check), run(wide, check, options={"pack_weights": False}))
+    assert_same(await run(wide, check), await run(wide, check, options={"pack_weights": False}))
 
 
-def test_a_group_larger_than_the_batch_is_finished_in_turns(folder):
+async def test_a_group_larger_than_the_batch_is_finished_in_turns(folder, run):
     async def check(engine):
         group = await engine.generate(request(num_samples=9, max_tokens=10))
         assert [len(one.ids) for one in group] == [10] * 9
         return group
 
-    assert_same(run(folder, check, max_running=2), run(folder, check))
+    assert_same(await run(folder, check, max_running=2), await run(folder, check))
 
 
-def test_updates_between_every_few_tokens_keep_every_segment_exact(folder):
+async def test_updates_between_every_few_tokens_keep_every_segment_exact(folder, run):
     """Three versions over a group and a tight cache; each segment's log-probabilities are its own policy's."""
 
     async def check(engine):
@@ -195,14 +177,14 @@ def test_updates_between_every_few_tokens_keep_every_segment_exact(folder):
                 assert end == 400
         return [one for task in tasks for one in task.result()]
 
-    completions = run(folder, check, options={"kv_cache_tokens": 1536})
+    completions = await run(folder, check, options={"kv_cache_tokens": 1536})
     assert any(len(one.segments) == 3 for one in completions)
 
 
-def test_eos_ends_a_sample_unless_ignored(folder):
+async def test_eos_ends_a_sample_unless_ignored(folder, open_engine):
     """The tiny tokenizer's end of sequence is token 2; a peaked draw over few tokens reaches it soon."""
 
-    async def check(engine):
+    async with open_engine(folder) as engine:
         ended = await together(
             engine, [request(str(i), seed=i, temperature=3.0, ignore_eos=False, max_tokens=480) for i in range(8)]
         )
@@ -213,28 +195,22 @@ def test_eos_ends_a_sample_unless_ignored(folder):
             assert 2 not in one.ids[:-1].tolist()
             assert "<|im_end|>" not in one.text
 
-    run(folder, check)
 
-
-def test_max_model_len_ends_a_sample(folder):
-    async def check(engine):
+async def test_max_model_len_ends_a_sample(folder, open_engine):
+    async with open_engine(folder, max_model_len=128) as engine:
         (one,) = await engine.generate(request(prompt=100, max_tokens=1000))
         assert (one.stop_reason, len(one.ids)) == ("length", 28)
 
-    run(folder, check, max_model_len=128)
 
-
-def test_special_tokens_can_be_stop_strings(folder):
-    async def check(engine):
+async def test_special_tokens_can_be_stop_strings(folder, open_engine):
+    async with open_engine(folder) as engine:
         (one,) = await engine.generate(request(temperature=3.0, stop=("<|im_end|>",), max_tokens=480, seed=3))
         assert one.stop_reason == "stop"
         assert one.ids[-1] == 2
 
-    run(folder, check)
 
-
-def test_a_cancelled_caller_frees_its_place(folder):
-    async def check(engine):
+async def test_a_cancelled_caller_frees_its_place(folder, open_engine):
+    async with open_engine(folder) as engine:
         task = asyncio.create_task(engine.generate(request("slow", max_tokens=490)))
         while not (await engine.health()).num_running:
             await asyncio.sleep(0.001)
@@ -244,25 +220,21 @@ def test_a_cancelled_caller_frees_its_place(folder):
         await engine.abort("nobody")  # goes through the same queue, after the abort
         assert (await engine.health()).num_running == 0
 
-    run(folder, check)
 
-
-def test_a_step_that_raises_says_that_the_engine_is_lost(folder, monkeypatch):
+async def test_a_step_that_raises_says_that_the_engine_is_lost(folder, monkeypatch, open_engine):
     """Such as torch's error for a device without memory: only a new process mends that."""
 
     def step(runner):
         raise MemoryError("cannot allocate 1 GiB")
 
-    async def check(engine):
+    async with open_engine(folder) as engine:
         monkeypatch.setattr(_worker.ModelRunner, "step", step)
         with pytest.raises(PeerFailedError, match="raised MemoryError: cannot allocate 1 GiB"):
             await engine.generate(request())
 
-    run(folder, check)
 
-
-def test_weights_that_are_not_finite_are_named(folder):
-    async def check(engine):
+async def test_weights_that_are_not_finite_are_named(folder, open_engine):
+    async with open_engine(folder) as engine:
         good = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
         bad = [(name, tensor * float("nan")) for name, tensor in good]
         await engine.update_weights(FakeWeightStream(bad, 3), 3)
@@ -271,18 +243,14 @@ def test_weights_that_are_not_finite_are_named(folder):
         await engine.update_weights(FakeWeightStream(good, 4), 4)
         assert len((await engine.generate(request()))[0].ids) == 30
 
-    run(folder, check)
 
-
-def test_tied_alias_in_a_stream_must_agree(folder):
-    async def check(engine):
+async def test_tied_alias_in_a_stream_must_agree(folder, open_engine):
+    async with open_engine(folder) as engine:
         weights = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
         embedding = dict(weights)["model.embed_tokens.weight"]
         await engine.update_weights(FakeWeightStream([*weights, ("lm_head.weight", embedding)], 1), 1)
         with pytest.raises(WeightSyncError, match="tied"):
             await engine.update_weights(FakeWeightStream([*weights, ("lm_head.weight", embedding + 1)], 2), 2)
-
-    run(folder, check)
 
 
 @pytest.mark.parametrize(
@@ -293,22 +261,20 @@ def test_tied_alias_in_a_stream_must_agree(folder):
         ({"max_tokens": 0}, ConfigError, "max_tokens"),
     ],
 )
-def test_a_request_that_cannot_be_is_refused(folder, kwargs, error, text):
-    async def check(engine):
+async def test_a_request_that_cannot_be_is_refused(folder, kwargs, error, text, open_engine):
+    async with open_engine(folder, options={"kv_cache_tokens": 128}) as engine:
         with pytest.raises(error, match=text):
             await engine.generate(request(**kwargs))
 
-    run(folder, check, options={"kv_cache_tokens": 128})
 
-
-def test_more_than_one_device_is_refused(folder):
+async def test_more_than_one_device_is_refused(folder):
     config = RolloutEngineConfig(model_path=str(folder), device="cpu", tensor_parallel=2)
     with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel is 2; set it to 1"):
-        asyncio.run(TorchRolloutEngine.create(config))
+        await TorchRolloutEngine.create(config)
 
 
-def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder):
-    async def check(engine):
+async def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder, open_engine):
+    async with open_engine(folder) as engine:
         for ids in ([], [5, 320], [-1], [[1, 2]]):
             with pytest.raises(DataError):
                 await engine.generate(GenerateRequest(request_id="x", prompt_ids=np.asarray(ids, np.int32)))
@@ -318,5 +284,3 @@ def test_prompts_of_another_vocabulary_and_double_ids_are_refused(folder):
             await engine.generate(request("same"))
         await engine.abort("same")
         await task
-
-    run(folder, check)

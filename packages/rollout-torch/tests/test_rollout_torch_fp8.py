@@ -1,20 +1,18 @@
 """With FP8 weights the engine computes what transformers computes from the dequantised ones, and proves the blocks."""
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
 
-from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, WeightSyncError
+from offbeat_types import GenerateRequest, SamplingParams, WeightSyncError
 from offbeat_weightsync import (
     DequantizedStream,
     InProcessStream,
     quantize_tensors,
 )
 
+pytestmark = pytest.mark.asyncio
 REQUEST = GenerateRequest(
     request_id="r",
     prompt_ids=np.arange(5, 25, dtype=np.int32),
@@ -39,30 +37,15 @@ def check(model, named, completions):
     assert worst > 3e-3, "nothing was rounded"
 
 
-def run(folder, use):
-    async def bounded():
-        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=128, weight_format="fp8")
-        engine = await TorchRolloutEngine.create(config)
-        try:
-            async with asyncio.timeout(60):
-                return await use(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(bounded())
-
-
-def test_logprobs_are_those_of_the_dequantised_weights(folder):
+async def test_logprobs_are_those_of_the_dequantised_weights(folder, open_engine):
     first, second = reference_model(folder), changed_weights(reference_model(folder))
     second = [(name, torch.as_tensor(tensor)) for name, tensor in second]
 
-    async def use(engine):
+    async with open_engine(folder, max_model_len=128, weight_format="fp8") as engine:
         loaded = await engine.generate(REQUEST)
         stream = InProcessStream(quantize_tensors(second), 4)
         proof = await engine.update_weights(stream, 4)
-        return loaded, await engine.generate(REQUEST), proof, len(stream.plan.specs)
-
-    loaded, updated, proof, num_tensors = run(folder, use)
+        updated, num_tensors = await engine.generate(REQUEST), len(stream.plan.specs)
     named = list(first.named_parameters())
     check(reference_model(folder), named, loaded)
     check(reference_model(folder), second, updated)
@@ -71,16 +54,14 @@ def test_logprobs_are_those_of_the_dequantised_weights(folder):
     assert updated[0].oldest_version == 4
 
 
-def test_an_update_without_scales_leaves_nothing_served(folder):
+async def test_an_update_without_scales_leaves_nothing_served(folder, open_engine):
     weights = list(quantize_tensors(reference_model(folder).named_parameters()))
     broken = [pair for pair in weights if not pair[0].endswith("down_proj.weight_scale_inv")]
 
-    async def use(engine):
+    async with open_engine(folder, max_model_len=128, weight_format="fp8") as engine:
         with pytest.raises(WeightSyncError, match="must be followed by"):
             await engine.update_weights(InProcessStream(broken, 1), 1)
         with pytest.raises(WeightSyncError, match="no usable weights"):
             await engine.generate(REQUEST)
         await engine.update_weights(InProcessStream(weights, 2), 2)
         assert (await engine.generate(REQUEST))[0].oldest_version == 2
-
-    run(folder, use)

@@ -7,18 +7,17 @@ import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_vision_model
 from offbeat_types import (
     Completion,
     DataError,
     GenerateRequest,
-    RolloutEngineConfig,
     SamplingParams,
     ScoreRequest,
     VersionSegment,
 )
 
+pytestmark = pytest.mark.asyncio
 FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
 SIZES = ((40, 56), (33, 70), (24, 24))
 
@@ -67,20 +66,6 @@ def ask(yardstick, num_images, request_id="r", *, num_samples=1, max_tokens=12, 
     return GenerateRequest(request_id=request_id, prompt_ids=ids, images=images, num_samples=num_samples, params=params)
 
 
-def run(folder, use, **options):
-    """Run `use(engine)` on a fresh engine."""
-
-    async def body():
-        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=256, options=options)
-        engine = await TorchRolloutEngine.create(config)
-        try:
-            return await use(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(body(), 90))
-
-
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda param: f"{param[0]}-{'tied' if param[1] else 'untied'}")
 def folder(request, tmp_path_factory):
     family, tied = request.param
@@ -93,25 +78,24 @@ def qwen3(tmp_path_factory):
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [16, 2048])
-def test_prompts_of_0_1_and_3_images_decode_together(folder, max_prefill_tokens):
+async def test_prompts_of_0_1_and_3_images_decode_together(folder, max_prefill_tokens, open_engine):
     """Whole prompts in one step, or cut within images; three samples share what the tower saw."""
     yardstick = Yardstick(folder)
     requests = [ask(yardstick, count, f"r{count}", num_samples=3, seed=count) for count in (0, 1, 3)]
 
-    async def use(engine):
+    async with open_engine(folder, max_model_len=256, options={"max_prefill_tokens": max_prefill_tokens}) as engine:
         assert engine.capabilities.multimodal
-        return await asyncio.gather(*(engine.generate(each) for each in requests))
-
-    for each, completions in zip(requests, run(folder, use, max_prefill_tokens=max_prefill_tokens), strict=True):
+        found = await asyncio.gather(*map(engine.generate, requests))
+    for each, completions in zip(requests, found, strict=True):
         assert max(yardstick.error(each, completion) for completion in completions) < 1e-4
 
 
-def test_new_weights_look_again(qwen3):
+async def test_new_weights_look_again(qwen3, open_engine):
     """Of a sample that is held, the tokens after an update are those of the new tower."""
     yardstick = Yardstick(qwen3)
     request = ask(yardstick, 1, max_tokens=200)
 
-    async def use(engine):
+    async with open_engine(qwen3, max_model_len=256) as engine:
         task = asyncio.create_task(engine.generate(request))
         while (await engine.health()).num_tokens < 8:
             await asyncio.sleep(0.005)
@@ -121,9 +105,6 @@ def test_new_weights_look_again(qwen3):
         await engine.resume()
         [held] = await task
         [fresh] = await engine.generate(ask(yardstick, 3, "fresh"))
-        return held, fresh
-
-    held, fresh = run(qwen3, use)
     assert [segment.version for segment in held.segments] == [0, 1]
     assert yardstick.error(ask(yardstick, 3, "fresh"), fresh) < 1e-4
     special = np.isin(held.ids, [yardstick.image_id, yardstick.video_id])
@@ -131,40 +112,36 @@ def test_new_weights_look_again(qwen3):
         assert yardstick.error(request, held, held.segments[0].num_tokens) < 1e-4
 
 
-def test_sleep_gives_the_tower_back_and_an_update_brings_it(qwen3):
+async def test_sleep_gives_the_tower_back_and_an_update_brings_it(qwen3, open_engine):
     yardstick = Yardstick(qwen3)
 
-    async def use(engine):
+    async with open_engine(qwen3, max_model_len=256) as engine:
         await engine.sleep(2)
         await engine.wake()
         await engine.update_weights(FakeWeightStream(changed_weights(yardstick.model), 1), 1)
-        return await engine.generate(ask(yardstick, 1))
-
-    [completion] = run(qwen3, use)
+        [completion] = await engine.generate(ask(yardstick, 1))
     assert yardstick.error(ask(yardstick, 1), completion) < 1e-4
 
 
-def test_placeholders_that_do_not_fit_the_images_are_refused(qwen3):
+async def test_placeholders_that_do_not_fit_the_images_are_refused(qwen3, open_engine):
     yardstick = Yardstick(qwen3)
     ids, images = yardstick.prompt(1)
     wrong = [(ids, ()), (ids, images * 2), (ids[:-6], images), (ids, (np.zeros((64, 64, 3), np.uint8),))]
 
-    async def use(engine):
+    async with open_engine(qwen3, max_model_len=256) as engine:
         for prompt_ids, given in wrong:
             with pytest.raises(DataError, match="placeholder tokens"):
                 await engine.generate(GenerateRequest(request_id="r", prompt_ids=prompt_ids, images=given))
-        return await engine.generate(ask(yardstick, 1))
-
-    assert len(run(qwen3, use)) == 1
+        assert len(await engine.generate(ask(yardstick, 1))) == 1
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [1024, 17])
-def test_tokens_after_images_are_scored(folder, max_prefill_tokens):
+async def test_tokens_after_images_are_scored(folder, max_prefill_tokens, open_engine):
     """Of several continuations, which share what the tower saw; whole prompts in one pass, or cut within images."""
     yardstick, draw = Yardstick(folder), np.random.default_rng(9)
     continuations = tuple(draw.integers(3, 250, length).astype(np.int32) for length in (11, 1, 30))
 
-    async def use(engine):
+    async with open_engine(folder, max_model_len=256, options={"max_prefill_tokens": max_prefill_tokens}) as engine:
         assert engine.capabilities.scores_images
         for num_images in (0, 1, 3):
             ids, images = yardstick.prompt(num_images)
@@ -175,5 +152,3 @@ def test_tokens_after_images_are_scored(folder, max_prefill_tokens):
                 assert yardstick.error(request, scored) < 1e-4
         with pytest.raises(DataError, match="placeholder tokens"):
             await engine.score(ScoreRequest(request_id="s", prompt_ids=ids, continuations=continuations))
-
-    run(folder, use, max_prefill_tokens=max_prefill_tokens)

@@ -1,14 +1,12 @@
 """Memory that sleep gives back, measured as the resident memory of this process."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, OffbeatError, RolloutEngineConfig, SamplingParams
+from offbeat_types import GenerateRequest, OffbeatError, SamplingParams
 
 NUM_SAMPLES, PROMPT_TOKENS = 8, 480
 STATUS = Path("/proc/self/status")
@@ -46,12 +44,13 @@ def assert_logprobs(model, completion):
     assert logprob_errors(model, request().prompt_ids, completion).max() < 1e-4
 
 
-def test_both_levels_give_memory_back_at_every_turn(folder):
+@pytest.mark.asyncio
+async def test_both_levels_give_memory_back_at_every_turn(folder, open_engine):
     """A colocated run sleeps after each batch: the third time gives as much as the first."""
     model = reference_model(folder)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
-    async def check(engine):
+    async with open_engine(folder, max_running=NUM_SAMPLES) as engine:
         cached = cache_bytes(engine._architecture)
         for version in (1, 2, 3):
             await sample(engine)
@@ -73,14 +72,3 @@ def test_both_levels_give_memory_back_at_every_turn(folder):
             (completion, *_) = await sample(engine)
             assert completion.oldest_version == version
             assert_logprobs(model, completion)
-
-    async def bounded():
-        config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, max_running=NUM_SAMPLES)
-        async with asyncio.timeout(120):
-            engine = await TorchRolloutEngine.create(config)
-            try:
-                await check(engine)
-            finally:
-                await engine.close()
-
-    asyncio.run(bounded())

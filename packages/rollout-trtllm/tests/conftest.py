@@ -10,7 +10,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the processes of trtllm_pe
 
 from trtllm_peers import EngineProcess
 
+from offbeat_testing import tiny_model
+
 StartEngine = Callable[..., EngineProcess]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("trtllm") / "qwen3", "qwen3")
 
 
 @pytest.fixture

@@ -35,6 +35,23 @@ def build(mesh, address, folder, *, has_vision=True, plan=PLAN, call_s=10.0, dea
     return ReplicaWeights(mesh, plan, control, handles, has_vision=has_vision, deadline_s=deadline_s)
 
 
+def set_own_faults(mesh, address, **faults):
+    """Of this rank's replica, before anybody goes on."""
+    if mesh.group_except("dp").rank == 0:
+        set_faults(address, **faults)
+    mesh.group_except("dp").barrier()
+
+
+def send(sync, words=""):
+    """Send a version, which fails with these words if any."""
+    if not words:
+        assert sync.send(weights(), version=1).version == 1
+        return None
+    with pytest.raises(PeerFailedError, match=words) as raised:
+        sync.send(weights(), version=1)
+    return raised.value
+
+
 every_replica = pytest.mark.parametrize(
     "mesh",
     [
@@ -52,9 +69,7 @@ def test_every_replica_takes_every_tensor_once(mesh, replicas, tmp_path):
     address = replicas[replica_of(mesh)]
     leader = mesh.group_except("dp").rank == 0
     for version, (partial, has_vision) in enumerate([(True, True), (False, True), (True, False)], start=1):
-        if leader:
-            set_faults(address, partial=partial)
-        mesh.group_except("dp").barrier()
+        set_own_faults(mesh, address, partial=partial)
         sync = build(mesh, address, tmp_path, has_vision=has_vision)
         for repeat in range(2):
             proof = sync.send(weights(version + repeat), version=10 * version + repeat)
@@ -82,70 +97,45 @@ def test_replicas_along_other_axes_and_in_other_numbers(mesh, replicas, tmp_path
 @pytest.mark.mesh(dp=2, tp=2, compare=False)
 @pytest.mark.mesh(dp=4, tp=2, compare=False)
 def test_a_question_that_fails_takes_the_whole_replica_along_and_no_other(mesh, replicas, tmp_path):
-    replica = mesh.group_except("dp")
-    if replica_of(mesh) == 1 and replica.rank == 0:
-        set_faults(replicas[1], partial=None)
-    replica.barrier()
-    sync = build(mesh, replicas[replica_of(mesh)], tmp_path)
-    if replica_of(mesh) == 1:
-        with pytest.raises(PeerFailedError, match="does not answer"):
-            sync.send(weights(), version=1)
-    else:
-        assert sync.send(weights(), version=1).version == 1
+    address, fails = replicas[replica_of(mesh)], replica_of(mesh) == 1
+    set_own_faults(mesh, address, partial=None if fails else True)
+    send(build(mesh, address, tmp_path), "does not answer" if fails else "")
 
 
 @pytest.mark.mesh(dp=2, tp=2, compare=False)
 @pytest.mark.mesh(dp=1, tp=4, compare=False)
 def test_a_refused_flush_is_an_error_on_every_rank_and_a_whole_update_heals_it(mesh, replicas, tmp_path):
-    replica, address = mesh.group_except("dp"), replicas[replica_of(mesh)]
+    address = replicas[replica_of(mesh)]
     fails = replica_of(mesh) == 0
-    if replica.rank == 0:
-        set_faults(address, refuse_flush=1 if fails else None)
-    replica.barrier()
+    set_own_faults(mesh, address, refuse_flush=1 if fails else None)
     sync = build(mesh, address, tmp_path)
     if not fails:
-        assert sync.send(weights(), version=1).version == 1
+        send(sync)
         return
     taken = []
     with pytest.raises(PeerFailedError, match="flush 1 does not fit"):
         sync.send((taken.append(name) or (name, tensor) for name, tensor in weights()), version=1)
     # Whoever gathers the trainer's tensors with these ranks is not left alone.
     assert taken == list(SIZES)
-    if replica.rank == 0:
-        set_faults(address)
-    replica.barrier()
+    set_own_faults(mesh, address)
     assert sync.send(weights(), version=2).version == 2
 
 
 @pytest.mark.mesh(dp=2, tp=2, compare=False)
 def test_an_engine_that_dies_is_named_on_every_rank_of_its_replica(mesh, replicas, tmp_path):
-    replica, address = mesh.group_except("dp"), replicas[replica_of(mesh)]
-    if replica_of(mesh) == 1 and replica.rank == 0:
-        set_faults(address, die_at_flush=1)
-    replica.barrier()
-    sync = build(mesh, address, tmp_path)
-    if replica_of(mesh) == 1:
-        with pytest.raises(PeerFailedError, match=address):
-            sync.send(weights(), version=1)
-    else:
-        assert sync.send(weights(), version=1).version == 1
+    address, fails = replicas[replica_of(mesh)], replica_of(mesh) == 1
+    set_own_faults(mesh, address, die_at_flush=1 if fails else None)
+    send(build(mesh, address, tmp_path), address if fails else "")
 
 
 @pytest.mark.mesh(dp=2, tp=2, compare=False)
 def test_an_engine_that_does_not_answer_ends_at_the_deadline(mesh, replicas, tmp_path):
-    replica, address = mesh.group_except("dp"), replicas[replica_of(mesh)]
-    slow = replica_of(mesh) == 0
-    if replica.rank == 0:
-        set_faults(address, delay_s=30.0 if slow else 0.2)
-    replica.barrier()
-    sync = build(mesh, address, tmp_path, call_s=1.0 if slow else 10.0)
-    if slow:
-        with pytest.raises(PeerFailedError, match="waited 1 s for the TensorRT-LLM server") as raised:
-            sync.send(weights(), version=1)
-        if replica.rank == 0:
-            assert isinstance(raised.value.__cause__, DeadlineError)
-    else:
-        assert sync.send(weights(), version=1).version == 1
+    address, fails = replicas[replica_of(mesh)], replica_of(mesh) == 0
+    set_own_faults(mesh, address, delay_s=30.0 if fails else 0.2)
+    words = "waited 1 s for the TensorRT-LLM server" if fails else ""
+    error = send(build(mesh, address, tmp_path, call_s=1.0 if fails else 10.0), words)
+    if fails and mesh.group_except("dp").rank == 0:
+        assert isinstance(error.__cause__, DeadlineError)
 
 
 @pytest.mark.mesh(dp=1, tp=2, compare=False)
@@ -161,9 +151,7 @@ def test_a_rank_with_other_tensors_is_named_on_all(mesh, replicas, tmp_path):
 
 @pytest.mark.mesh(dp=1, tp=2, compare=False)
 def test_bytes_that_changed_on_their_way_are_an_error_and_are_not_served(mesh, replicas, tmp_path):
-    if mesh.rank == 0:
-        set_faults(replicas[0], spoil_flush=1)
-    mesh.group("tp").barrier()
+    set_own_faults(mesh, replicas[0], spoil_flush=1)
     with pytest.raises(WeightSyncError, match=r"rank 1: .* wrong: \[1\]"):
         build(mesh, replicas[0], tmp_path).send(weights(), version=1)
 

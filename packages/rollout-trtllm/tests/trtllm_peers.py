@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ class EngineProcess:
 
 
 def ask(address: str, method: str, path: str, body: Any = None) -> Any:
-    return asyncio.run(HttpEngine(address, deadline_s=20).call(method, path, body))
+    """Speak to an engine, whether or not this thread has an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, HttpEngine(address, deadline_s=20).call(method, path, body)).result()
 
 
 def set_faults(address: str, **faults: Any) -> None:

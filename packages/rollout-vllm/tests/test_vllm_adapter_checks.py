@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout_vllm._adapters import AdapterReadback, check_adapter_shapes, read_peft_adapter
-from offbeat_rollout_vllm._control import ServedVersions
+from offbeat_rollout_vllm._requests import ServedVersions
 from offbeat_rollout_vllm._vllm_objects import _embedded, check_request
 from offbeat_testing import tiny_model
 from offbeat_types import Completion, DataError, GenerateRequest, ModelError, ModelFolder, WeightSyncError

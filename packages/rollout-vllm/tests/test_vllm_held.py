@@ -1,13 +1,16 @@
-"""Where the trainer's tensors lie within those of tensor-parallel ranks, for layers of each of vLLM's kinds."""
+"""Where the trainer's tensors lie within those of ranks, for each kind of layer; how stacks of experts travel."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from offbeat_rollout_vllm._updates import Part, Readback  # noqa: E402
+from offbeat_rollout_vllm._updates import Part, Readback, UnstackedStream  # noqa: E402
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
+from offbeat_testing import FakeWeightStream  # noqa: E402
+from offbeat_types import ModelFolder  # noqa: E402
 
 HIDDEN, HEAD_SIZE = 8, 2
 
@@ -79,7 +82,6 @@ def vocabulary(rank, num_ranks, whole):
     return Layer(torch.cat([weight, torch.zeros(3, HIDDEN)]), shard_indices=indices, embedding_dim=HIDDEN)
 
 
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 KINDS = {
     "attn.qkv": lambda rank, ranks, whole: qkv(rank, ranks, 8, 8, whole),
     "self_attn.qkv_proj": lambda rank, ranks, whole: qkv(rank, ranks, 8, 2, whole),
@@ -91,6 +93,7 @@ KINDS = {
 
 
 def model_of(rank, num_ranks, wholes):
+    """One rank's, as its worker reads it."""
     model = torch.nn.Module()
     model.packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -135,3 +138,150 @@ def test_every_tensor_is_put_together_as_the_trainer_has_it(num_ranks):
     }
     for name, whole in trainer.items():
         assert torch.equal(joined(ranks, name, tuple(whole.shape)), whole), name
+
+
+NUM_EXPERTS, WIDTH = 4, 16
+SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+
+
+class Experts(torch.nn.Module):
+    """One rank's RoutedExperts, with the attributes that vLLM's has, and a kernel that takes stacks as they came.
+
+    Args:
+        wholes: (expert, matrix) -> whole.
+        rank: of this part.
+        num_ranks: which share the experts.
+        by_expert: whole experts on each rank; otherwise slices of every expert.
+    """
+
+    def __init__(self, wholes, rank=0, num_ranks=1, *, by_expert=False):
+        super().__init__()
+        slices, groups = (1, num_ranks) if by_expert else (num_ranks, 1)
+        mine = range(NUM_EXPERTS)[rank % groups :: groups] if by_expert else range(NUM_EXPERTS)
+        index = 0 if by_expert else rank
+        cut = lambda expert, matrix: wholes[expert, matrix].chunk(slices, int(matrix == "down_proj"))[index]  # noqa: E731
+        w13 = [torch.cat([cut(expert, "gate_proj"), cut(expert, "up_proj")]) for expert in mine]
+        self.w13_weight = torch.nn.Parameter(torch.stack(w13), requires_grad=False)
+        self.w2_weight = torch.nn.Parameter(
+            torch.stack([cut(expert, "down_proj") for expert in mine]), requires_grad=False
+        )
+        local = {expert: place for place, expert in enumerate(mine)}
+        self.expert_map_manager = SimpleNamespace(map_global_to_local=lambda expert: local.get(expert, -1))
+        self.moe_config = SimpleNamespace(
+            tp_rank=index,
+            hidden_dim_unpadded=HIDDEN,
+            intermediate_size_per_partition_unpadded=WIDTH // slices,
+            moe_parallel_config=SimpleNamespace(enable_eplb=False),
+        )
+        self.global_num_experts = NUM_EXPERTS
+        self.ckpt_gate_proj_name, self.ckpt_up_proj_name, self.ckpt_down_proj_name = SHAPES
+        self.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="TRITON"))
+
+
+class Runner(torch.nn.Module):
+    """One rank's MoERunner."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.routed_experts, self.shared_expert_gate = layer, None
+
+
+def held_experts(layer):
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    model.mlp.experts = Runner(layer)
+    return HeldWeights(model, torch.float32)
+
+
+@pytest.fixture
+def wholes():
+    draw = torch.Generator().manual_seed(0)
+    return {
+        (expert, matrix): torch.randn(shape, generator=draw)
+        for expert in range(NUM_EXPERTS)
+        for matrix, shape in SHAPES.items()
+    }
+
+
+@pytest.mark.parametrize("by_expert", [False, True], ids=["slices", "whole experts"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_expert_is_put_together_as_the_trainer_has_it(wholes, num_ranks, by_expert):
+    ranks = [held_experts(Experts(wholes, rank, num_ranks, by_expert=by_expert)) for rank in range(num_ranks)]
+    for (expert, matrix), whole in wholes.items():
+        name = f"mlp.experts.{expert}.{matrix}.weight"
+        assert torch.equal(joined(ranks, name, tuple(whole.shape)), whole), name
+        assert sum(bool(rank.find(name).pieces) for rank in ranks) == (1 if by_expert else num_ranks)
+
+
+def pad(layer):
+    layer.w13_weight = torch.nn.Parameter(torch.nn.functional.pad(layer.w13_weight, (0, 0, 0, 4)))
+
+
+SPOILERS = {
+    "a kernel that lays stacks out anew": (
+        lambda layer: setattr(layer.quant_method.unquantized_backend, "name", "FLASHINFER_TRTLLM"),
+        r'FLASHINFER_TRTLLM does not serve stacks of experts as they came.*options\.moe_backend = "triton"',
+    ),
+    "quantised experts": (
+        lambda layer: setattr(layer, "quant_method", SimpleNamespace()),
+        "SimpleNamespace does not serve stacks of experts as they came",
+    ),
+    "padded stacks": (pad, "TRITON does not serve stacks of experts as they came"),
+    "experts that move between ranks": (
+        lambda layer: setattr(layer.moe_config.moe_parallel_config, "enable_eplb", True),
+        r"leave rollout\.options\.enable_eplb out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILERS)
+def test_what_is_not_known_to_be_what_serves_is_refused(wholes, case):
+    spoil, text = SPOILERS[case]
+    layer = Experts(wholes)
+    weights = held_experts(layer)
+    weights.find("mlp.experts.0.up_proj.weight")
+    spoil(layer)
+    with pytest.raises(KeyError, match=text):
+        weights.find("mlp.experts.0.up_proj.weight")
+
+
+def test_a_router_that_serves_from_a_copy_is_refused(wholes):
+    weights = held_experts(Experts(wholes))
+    weights._model.mlp.experts.shared_expert_gate = torch.nn.Linear(1, 1)
+    with pytest.raises(KeyError, match="copy of the router that no update reaches"):
+        weights.find("mlp.experts.0.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.experts.4.up_proj.weight", "mlp.experts.0.up_proj.bias", "mlp.experts.0.w1.weight"]
+)
+def test_a_tensor_that_no_expert_has_is_refused(wholes, name):
+    with pytest.raises(KeyError, match="no such tensor"):
+        held_experts(Experts(wholes)).find(name)
+
+
+def test_stacks_travel_matrix_by_matrix_and_are_proved_as_stacks(wholes):
+    stack = lambda matrix: torch.stack([wholes[expert, matrix] for expert in range(NUM_EXPERTS)])  # noqa: E731
+    gate_up = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+    named = [("mlp.experts.gate_up_proj", gate_up), ("mlp.experts.down_proj", stack("down_proj")), ("norm", gate_up[0])]
+    stream = FakeWeightStream(named, 3)
+    unstacked = UnstackedStream(stream, folder_of({}))
+    came = dict(unstacked)
+    assert came.keys() == {f"mlp.experts.{expert}.{matrix}.weight" for expert, matrix in wholes} | {"norm"}
+    for (expert, matrix), whole in wholes.items():
+        assert torch.equal(came[f"mlp.experts.{expert}.{matrix}.weight"], whole)
+    assert unstacked.prove(came.__getitem__) == stream.expected()
+    came["mlp.experts.2.up_proj.weight"] = torch.zeros(WIDTH, HIDDEN)
+    assert unstacked.prove(came.__getitem__) != stream.expected()
+
+
+def test_a_stack_that_the_folder_has_too_stays_one():
+    stream = FakeWeightStream([("mlp.experts.down_proj", torch.zeros(2, 3, 4))], 3)
+    unstacked = UnstackedStream(stream, folder_of({"mlp.experts.down_proj": (2, 3, 4)}))
+    assert [name for name, _ in unstacked] == ["mlp.experts.down_proj"]
+
+
+def folder_of(shapes):
+    folder = ModelFolder.__new__(ModelFolder)
+    folder.path, folder.shapes, folder.optional = Path("m"), shapes, {}
+    return folder

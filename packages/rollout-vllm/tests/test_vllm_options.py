@@ -28,23 +28,9 @@ def test_options_are_sorted_into_ours_and_vllms():
     assert not notices
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"form": "ray"}, "one of in_process, async"),
-        ({"form": 3}, "must be str, got 3"),
-        ({"kv_cache_gb": 0}, "a number >= 1"),
-        ({"kv_cache_gb": True}, "must be int, got True"),
-        ({"start_deadline_s": -1.0}, "a number > 0"),
-    ],
-)
-def test_a_wrong_value_is_refused(given, text):
-    with pytest.raises(ConfigError, match=text):
-        VllmRolloutOptions.parse(given)
-
-
-def test_a_deadline_may_be_a_whole_number():
-    assert VllmRolloutOptions.parse({"start_deadline_s": 5})[0].start_deadline_s == 5
+def test_a_wrong_value_is_refused():
+    with pytest.raises(ConfigError, match="one of in_process, async"):
+        VllmRolloutOptions.parse({"form": "ray"})
 
 
 @pytest.mark.parametrize("name", sorted(GIVEN_BY))

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from offbeat_run import Checkpoints, atomic_folder, atomic_write
 from offbeat_types import RunFolderError
 
 
-def checkpoints(tmp_path: Path, *steps: int, **scores: float) -> Checkpoints:
+def checkpoints(tmp_path, *steps, **scores):
     held = Checkpoints(tmp_path)
     for step in steps:
         with held.write(step, score=scores.get(f"s{step}")) as folder:
@@ -23,7 +22,7 @@ def checkpoints(tmp_path: Path, *steps: int, **scores: float) -> Checkpoints:
     return held
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     with atomic_write(path) as file:
         file.write("old")
@@ -33,7 +32,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_appears_whole_or_not_at_all_and_replaces_an_older_one(tmp_path: Path) -> None:
+def test_a_folder_appears_whole_or_not_at_all_and_replaces_an_older_one(tmp_path):
     path = tmp_path / "folder"
     for text in ("old", "new"):
         with atomic_folder(path) as folder:
@@ -44,23 +43,23 @@ def test_a_folder_appears_whole_or_not_at_all_and_replaces_an_older_one(tmp_path
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(RunFolderError, match="no space left"), atomic_folder(tmp_path / "folder"):
         fill_the_disk()
     assert list(tmp_path.iterdir()) == []
 
 
-def fail_after(num_written: int) -> None:
+def fail_after(num_written):
     assert num_written == 4
     raise KeyError
 
 
-def fill_the_disk() -> None:
+def fill_the_disk():
     with open("/dev/full", "w") as full:  # the system's own device without room: every write fails with ENOSPC
         full.write("x")
 
 
-def test_the_latest_and_the_best_are_found(tmp_path: Path) -> None:
+def test_the_latest_and_the_best_are_found(tmp_path):
     held = checkpoints(tmp_path, 10, 2, 30, s10=0.5, s2=0.9)
     held.set_score(30, 0.9)
     assert [each.step for each in held.all()] == [2, 10, 30]
@@ -71,7 +70,7 @@ def test_the_latest_and_the_best_are_found(tmp_path: Path) -> None:
     assert (latest.path / "model" / "weights").read_text() == "weights 30"
 
 
-def test_without_any_there_is_no_latest_and_no_best(tmp_path: Path) -> None:
+def test_without_any_there_is_no_latest_and_no_best(tmp_path):
     assert Checkpoints(tmp_path).latest() is None
     assert Checkpoints(tmp_path / "none").best() is None
 
@@ -81,9 +80,7 @@ def test_without_any_there_is_no_latest_and_no_best(tmp_path: Path) -> None:
     ["model.safetensors", "trainer/optimizer.pt", "loop/state.json", "loop/buffer.safetensors", "checkpoint.json"],
 )
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_resume_says_which_checkpoint_it_takes_and_why_not_a_newer_one(
-    tmp_path: Path, name: str, damage: str
-) -> None:
+def test_a_resume_says_which_checkpoint_it_takes_and_why_not_a_newer_one(tmp_path, name, damage):
     held = Checkpoints(tmp_path)
     assert held.describe_resume() == ["no whole checkpoint: begins anew"]
     for step in (2, 4):
@@ -99,7 +96,7 @@ def test_a_resume_says_which_checkpoint_it_takes_and_why_not_a_newer_one(
     assert second == f"resumes from update 2 ({tmp_path / 'step-000002'})"
 
 
-def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path):
     checkpoints(tmp_path, 1)
     code = (
         "import sys, time; from pathlib import Path; from offbeat_run import Checkpoints\n"
@@ -117,7 +114,7 @@ def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: P
     assert latest.step == 1
 
 
-def test_what_a_kill_has_left_of_a_removal_is_removed_the_next_time(tmp_path: Path) -> None:
+def test_what_a_kill_has_left_of_a_removal_is_removed_the_next_time(tmp_path):
     held = checkpoints(tmp_path, 1, 2)
     (tmp_path / "step-000001" / "checkpoint.json").unlink()  # the first that is removed
     held.prune(keep=5)
@@ -131,9 +128,7 @@ def test_what_a_kill_has_left_of_a_removal_is_removed_the_next_time(tmp_path: Pa
     keep=st.integers(0, 4),
     data=st.data(),
 )
-def test_pruning_keeps_the_last_and_the_best_and_never_removes_the_only_one(
-    tmp_path_factory: pytest.TempPathFactory, steps: set[int], keep: int, data: st.DataObject
-) -> None:
+def test_pruning_keeps_the_last_and_the_best_and_never_removes_the_only_one(tmp_path_factory, steps, keep, data):
     scores = {f"s{step}": data.draw(st.floats(0, 1)) for step in steps}
     held = checkpoints(tmp_path_factory.mktemp("run"), *steps, **scores)
     best, latest = held.best(), held.latest()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from offbeat_run import (
 from offbeat_types import ConfigError, setting
 
 
-def run(body: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(body, *words, **env):
     code = "import sys\nfrom offbeat_run import *\nfrom offbeat_types import *\ndef main():\n"
     code += "".join(f"    {line}\n" for line in body.splitlines()) + "run_command(main, program='app')\n"
     return subprocess.run(
@@ -43,7 +42,7 @@ def run(body: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         ("raise DeadlineError('what is wrong', 'x', 1.0)", 4),
     ],
 )
-def test_the_exit_code_says_what_happened(body: str, code: int) -> None:
+def test_the_exit_code_says_what_happened(body, code):
     done = run(body)
     assert done.returncode == code
     if code not in (0, 7):
@@ -52,7 +51,7 @@ def test_the_exit_code_says_what_happened(body: str, code: int) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_an_unexpected_error_shows_its_traceback_and_leaves_with_1() -> None:
+def test_an_unexpected_error_shows_its_traceback_and_leaves_with_1():
     done = run("raise KeyError('lost')")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -60,7 +59,7 @@ def test_an_unexpected_error_shows_its_traceback_and_leaves_with_1() -> None:
     assert "this is a bug" in done.stderr
 
 
-def test_a_typed_error_shows_its_traceback_on_request() -> None:
+def test_a_typed_error_shows_its_traceback_on_request():
     done = run("raise ConfigError('x')", OFFBEAT_TRACEBACK="1")
     assert done.returncode == 2
     assert "Traceback" in done.stderr
@@ -74,7 +73,7 @@ def test_a_typed_error_shows_its_traceback_on_request() -> None:
         ("raise ConfigError('what is wrong')", 2, ""),
     ],
 )
-def test_a_run_that_ends_early_says_how_to_resume(tmp_path: Path, fault: str, code: int, said: str) -> None:
+def test_a_run_that_ends_early_says_how_to_resume(tmp_path, fault, code, said):
     folder = tmp_path / "r"
     done = run(f"import os, time\nwith RunFolder.create({str(folder)!r}) as run:\n    run.keep()\n    {fault}")
     assert done.returncode == code
@@ -88,9 +87,7 @@ def test_a_run_that_ends_early_says_how_to_resume(tmp_path: Path, fault: str, co
     ("fault", "code"), [(f"os.kill(os.getpid(), {int(signal.SIGINT)}); time.sleep(30)", 130), ("raise ConfigError", 2)]
 )
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_run_that_is_refused_or_interrupted_before_it_begins_leaves_no_folder(
-    tmp_path: Path, fault: str, code: int, is_there: bool
-) -> None:
+def test_a_run_that_is_refused_or_interrupted_before_it_begins_leaves_no_folder(tmp_path, fault, code, is_there):
     folder = tmp_path / "r"
     if is_there:
         folder.mkdir()
@@ -101,7 +98,7 @@ def test_a_run_that_is_refused_or_interrupted_before_it_begins_leaves_no_folder(
     assert list(tmp_path.rglob("*")) == ([folder] if is_there else [])
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_reader_that_leaves_early_is_no_error():
     code = "from offbeat_run import *\ndef main():\n    for _ in range(10**5): print('x' * 80)\nrun_command(main)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -113,7 +110,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     process.stderr.close()
 
 
-def test_words_are_sorted_into_command_overrides_and_options() -> None:
+def test_words_are_sorted_into_command_overrides_and_options():
     words = split_arguments(
         ["train", "my.toml", "--log.every", "5", "--log.keep=-1", "--out", "runs/a", "--fast", "-h"],
         options=("out",),
@@ -138,13 +135,13 @@ def test_words_are_sorted_into_command_overrides_and_options() -> None:
         (["--fast=1"], "unknown option"),
     ],
 )
-def test_a_wrong_option_is_refused(words: list[str], said: str) -> None:
+def test_a_wrong_option_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         split_arguments(words, options=("out",), switches=("fast",))
 
 
 @pytest.mark.parametrize(("made", "stays"), [("", False), ("compiled", True)])
-def test_a_run_that_compiles_nothing_leaves_no_folder_of_the_compiler(tmp_path: Path, made: str, stays: bool) -> None:
+def test_a_run_that_compiles_nothing_leaves_no_folder_of_the_compiler(tmp_path, made, stays):
     body = "import os, pathlib\n"
     body += f"folder = pathlib.Path({str(tmp_path / 'torchinductor_me')!r})\n"
     body += "folder.mkdir()\n"  # as importing torch's compiler does
@@ -165,11 +162,11 @@ class Root:
     car: Section = field(default_factory=Section)
 
 
-def call(*words: str) -> list[tuple[str, ...]]:
+def call(*words):
     """Dispatch words to two commands; what was called."""
-    called: list[tuple[str, ...]] = []
+    called = []
 
-    def record(name: str) -> Callable[..., int]:
+    def record(name):
         return lambda sorted_words, *arguments: called.append((name, *arguments)) or 0
 
     commands = {
@@ -182,7 +179,7 @@ def call(*words: str) -> list[tuple[str, ...]]:
     return called
 
 
-def test_a_command_gets_its_argument() -> None:
+def test_a_command_gets_its_argument():
     assert call("go", "a.toml", "--out", "x", "--car.speed=2") == [("go", "a.toml")]
     assert call("show", "runs/a", "--serve", "8000") == [("show", "runs/a")]
     assert call("stop") == [("stop",)]
@@ -191,7 +188,7 @@ def test_a_command_gets_its_argument() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("walk",), ("go",), ("go", "a", "b"), ("stop", "now"), ("tow", "red")])
-def test_a_command_that_cannot_be_is_named(words: tuple[str, ...]) -> None:
+def test_a_command_that_cannot_be_is_named(words):
     with pytest.raises(ConfigError, match=r"no such command|takes"):
         call(*words)
 
@@ -207,39 +204,39 @@ def test_a_command_that_cannot_be_is_named(words: tuple[str, ...]) -> None:
         (("go", "a.toml", "--serve=9"), "go takes no --serve; it takes --out, --seed, --section.key"),
     ],
 )
-def test_an_option_that_a_command_would_ignore_is_refused(words: tuple[str, ...], complaint: str) -> None:
+def test_an_option_that_a_command_would_ignore_is_refused(words, complaint):
     with pytest.raises(ConfigError) as refusal:
         call(*words)
     assert str(refusal.value) == complaint
 
 
-def test_explain_answers_instead_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_answers_instead_of_a_command(capsys):
     assert call("--explain", "car.speed") == []
     assert "How fast." in capsys.readouterr().out
 
 
-def test_a_new_run_has_a_folder_named_after_its_file() -> None:
+def test_a_new_run_has_a_folder_named_after_its_file():
     assert new_run_folder(CommandWords(), "sums").parent == Path("runs")
     assert new_run_folder(CommandWords(), "sums").name.startswith("sums-")
     assert new_run_folder(CommandWords(options={"out": "here"}), "sums") == Path("here")
 
 
-def test_whole_numbers_are_checked() -> None:
+def test_whole_numbers_are_checked():
     assert whole_number(CommandWords(options={"seed": "7"}), "seed") == 7
     with pytest.raises(ConfigError, match="--seed"):
         whole_number(CommandWords(options={"seed": "-1"}), "seed")
 
 
 @pytest.mark.parametrize(("number", "text"), [(7, "7"), (789_888, "790 k"), (134_515_008, "135 M"), (8 * 10**9, "8 B")])
-def test_counts_are_written_for_people(number: int, text: str) -> None:
+def test_counts_are_written_for_people(number, text):
     assert count_text(number) == text
 
 
 @pytest.mark.parametrize(("size", "text"), [(10, "10 bytes"), (2048, "2 KiB"), (3 * 2**30, "3 GiB"), (2**40, "1 TiB")])
-def test_sizes_are_written_for_people(size: float, text: str) -> None:
+def test_sizes_are_written_for_people(size, text):
     assert size_text(size) == text
 
 
-def test_brackets_in_a_table_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_a_table_are_text(capsys):
     print_table([("install", 'pip install "x[engine]"')])
     assert "[engine]" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """A configuration loads typed, and everything wrong with it is said at once, with its place."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -36,7 +35,7 @@ class Async:
     staleness_threshold: float = setting(0.0, "Share of stale groups.", ge=0)
     trigger: int = setting(1, "Updates between syncs.", ge=1)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.trigger > 10 and self.staleness_threshold == 0:
             raise ConfigError("trigger above 10 needs a staleness_threshold above 0")
 
@@ -48,11 +47,11 @@ class Config:
     extra: Async | None = None
 
 
-def load(text: str, *overrides: str) -> Config:
+def load(text, *overrides):
     return parse_config(text, Config, overrides, name="my.toml")
 
 
-def refused(text: str, *overrides: str) -> str:
+def refused(text, *overrides):
     with pytest.raises(ConfigError) as caught:
         load(text, *overrides)
     return str(caught.value)
@@ -61,7 +60,7 @@ def refused(text: str, *overrides: str) -> str:
 WELL = "[rollout]\nmodel_path = 'm'\n"
 
 
-def test_a_file_sets_what_it_names_and_the_rest_keeps_its_default(tmp_path: Path) -> None:
+def test_a_file_sets_what_it_names_and_the_rest_keeps_its_default(tmp_path):
     path = tmp_path / "my.toml"
     path.write_text(WELL + "stop = ['a', 'b']\nseed = 3\n[async]\nstaleness_threshold = 1\n")
     config = load_config(path, Config)
@@ -71,16 +70,16 @@ def test_a_file_sets_what_it_names_and_the_rest_keeps_its_default(tmp_path: Path
     assert config.extra is None
 
 
-def test_a_section_named_like_a_python_keyword_drops_its_underscore() -> None:
+def test_a_section_named_like_a_python_keyword_drops_its_underscore():
     assert load(WELL, "--async.trigger=2").async_.trigger == 2
 
 
-def test_an_optional_section_is_built_once_something_names_it() -> None:
+def test_an_optional_section_is_built_once_something_names_it():
     assert load(WELL + "[extra]\n").extra == Async()
     assert load(WELL, "--extra.trigger", "2").extra == Async(trigger=2)
 
 
-def test_without_a_file_defaults_and_overrides_are_the_configuration() -> None:
+def test_without_a_file_defaults_and_overrides_are_the_configuration():
     assert load_config(None, Config, ["--rollout.model_path", "m"]).rollout.model_path == "m"
 
 
@@ -110,11 +109,11 @@ def test_without_a_file_defaults_and_overrides_are_the_configuration() -> None:
         (["--rollout.weights.exact", "1"], "weights", {"exact": 1.0}),
     ],
 )
-def test_an_override_is_read_as_the_type_of_its_key(words: list[str], key: str, value: object) -> None:
+def test_an_override_is_read_as_the_type_of_its_key(words, key, value):
     assert getattr(load(WELL, *words).rollout, key) == value
 
 
-def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> None:
+def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file():
     config = load(WELL + "options = {a = 1, text = '$${x}'}", "--rollout.options.b=2")
     assert config.rollout.options == {"a": 1, "text": "${x}", "b": 2}
 
@@ -143,18 +142,18 @@ def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file() -> Non
         ("seed = 'x'", 'must be an integer or "none", got the string "x"'),
     ],
 )
-def test_a_wrong_value_is_refused_with_key_requirement_and_line(line: str, said: str) -> None:
+def test_a_wrong_value_is_refused_with_key_requirement_and_line(line, said):
     message = refused(WELL + line)
     assert message.startswith(f"my.toml:3: rollout.{line.split(' ')[0]}: ")
     assert said in message
 
 
 @pytest.mark.parametrize("text", ["inf", "-inf", "1e999", "1" + 400 * "0"])
-def test_a_setting_without_an_upper_bound_is_still_finite(text: str) -> None:
+def test_a_setting_without_an_upper_bound_is_still_finite(text):
     assert "not finite" in refused(WELL, f"--async.staleness_threshold={text}")
 
 
-def test_a_wrong_override_is_named_as_the_place() -> None:
+def test_a_wrong_override_is_named_as_the_place():
     assert refused(WELL, "--rollout.max_running", "many").startswith("--rollout.max_running: must be an integer >= 1")
 
 
@@ -170,7 +169,7 @@ def test_a_wrong_override_is_named_as_the_place() -> None:
         ("rollout = 1", "must be a table, [rollout], got a single value"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_known_one(text: str, said: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(text, said):
     assert said in refused(text)
 
 
@@ -184,35 +183,35 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(text: str, said: 
         ("rollout.seed=1", "an override is --section.key value"),
     ],
 )
-def test_a_wrong_override_key_is_refused(word: str, said: str) -> None:
+def test_a_wrong_override_key_is_refused(word, said):
     assert said in refused(WELL, word)
 
 
-def test_a_value_may_be_negative_but_not_another_option() -> None:
+def test_a_value_may_be_negative_but_not_another_option():
     assert split_overrides(["--a.b", "-1", "--a.c", "-x"]) == [("a.b", "-1"), ("a.c", "-x")]
     with pytest.raises(ConfigError, match=r"--a\.b: needs a value"):
         split_overrides(["--a.b", "--a.c", "1"])
 
 
-def test_a_required_key_that_is_missing_is_named_with_how_to_give_it() -> None:
+def test_a_required_key_that_is_missing_is_named_with_how_to_give_it():
     message = refused("[rollout]\n")
     assert "rollout.model_path: required and not given (a string)" in message
     assert "--rollout.model_path VALUE" in message
     assert "rollout.model_path" in refused("")
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once():
     message = refused("[rollout]\ntemperature = 9\nfoo = 1\n[async]\ntrigger = 0\n", "--rollout.seed=x")
     assert message.startswith("5 problems in the configuration\n")
     for place in ("my.toml:2:", "my.toml:3:", "my.toml:5:", "--rollout.seed:", "rollout.model_path: required"):
         assert place in message
 
 
-def test_what_a_section_checks_itself_is_reported_with_its_place() -> None:
+def test_what_a_section_checks_itself_is_reported_with_its_place():
     assert refused(WELL + "[async]\ntrigger = 11").startswith("my.toml:3: [async]: trigger above 10 needs")
 
 
-def test_lines_are_right_after_values_of_several_lines() -> None:
+def test_lines_are_right_after_values_of_several_lines():
     text = WELL + 'stop = [\n  "a",\n]\noptions.a = """\n[async]\ntrigger = 0\n"""\n\nseed = "x"\n'
     assert refused(text).startswith("my.toml:11: rollout.seed")
 
@@ -226,14 +225,14 @@ def test_lines_are_right_after_values_of_several_lines() -> None:
         ("a = 1\na = 2", "my.toml:2", "    a = 2"),
     ],
 )
-def test_broken_toml_is_shown_with_line_column_and_caret(text: str, place: str, shown: str) -> None:
+def test_broken_toml_is_shown_with_line_column_and_caret(text, place, shown):
     message = refused(text)
     assert message.startswith(place)
     assert "broken TOML" in message
     assert shown in message
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.toml", Config)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -243,7 +242,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.toml", Config)
 
 
-def test_variables_and_the_home_folder_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_and_the_home_folder_are_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("SET", "value")
     monkeypatch.delenv("UNSET", raising=False)
@@ -265,24 +264,24 @@ def test_variables_and_the_home_folder_are_expanded(monkeypatch: pytest.MonkeyPa
     assert load(WELL + 'options = {a = ["${SET}"]}').rollout.options == {"a": ["value"]}
 
 
-def test_what_a_variable_holds_is_not_expanded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_variable_holds_is_not_expanded_again(monkeypatch):
     monkeypatch.setenv("SET", "${OTHER}")
     assert load('[rollout]\nmodel_path = "${SET}"').rollout.model_path == "${OTHER}"
 
 
-def test_a_missing_variable_and_a_broken_reference_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_variable_and_a_broken_reference_are_refused(monkeypatch):
     monkeypatch.delenv("UNSET", raising=False)
     message = refused('[rollout]\nmodel_path = "${UNSET}/x"')
     assert "my.toml:2: rollout.model_path: environment variable UNSET is not set" in message
     assert "${ must name a variable" in refused('[rollout]\nmodel_path = "${no name}"')
 
 
-def test_what_is_overridden_needs_no_variable() -> None:
+def test_what_is_overridden_needs_no_variable():
     text = '[rollout]\nmodel_path = "${UNSET_FOR_SURE}/model"\n'
     assert parse_config(text, Config, ["--rollout.model_path=here"]).rollout.model_path == "here"
 
 
-def test_a_default_may_name_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_may_name_a_variable(monkeypatch):
     @dataclass(frozen=True, kw_only=True)
     class Data:
         """Data."""

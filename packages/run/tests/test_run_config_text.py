@@ -58,11 +58,11 @@ DATA = st.builds(
 
 @settings(deadline=None)
 @given(st.builds(Config, data=DATA, checkpoint=st.none() | st.just(CheckpointConfig(every=7))))
-def test_a_written_configuration_loads_back_equal(config: Config) -> None:
+def test_a_written_configuration_loads_back_equal(config):
     assert parse_config(dump_config(config), Config) == config
 
 
-def test_a_written_configuration_explains_each_key() -> None:
+def test_a_written_configuration_explains_each_key():
     text = dump_config(Config())
     assert "# What to learn from.\n[data]" in text
     assert "# Share kept. (s, >= 0 and < 1)\nrate = 0.5" in text
@@ -71,12 +71,12 @@ def test_a_written_configuration_explains_each_key() -> None:
     assert "[checkpoint]" not in text
 
 
-def test_a_value_toml_lacks_is_not_written_as_something_else() -> None:
+def test_a_value_toml_lacks_is_not_written_as_something_else():
     with pytest.raises(TypeError, match="TOML cannot hold"):
         dump_config(Config(data=Data(options={"a": object()})))
 
 
-def test_a_key_is_explained_with_type_unit_range_default_and_example() -> None:
+def test_a_key_is_explained_with_type_unit_range_default_and_example():
     text = explain(Config, "data.rate")
     for line in ("data.rate", "Share kept.", "a number", "s", ">= 0 and < 1", "default: 0.5", "--data.rate 0.5"):
         assert line in text
@@ -84,14 +84,14 @@ def test_a_key_is_explained_with_type_unit_range_default_and_example() -> None:
 
 
 @pytest.mark.parametrize("name", ["path", "rate", "limit", "names", "shuffle", "options"])
-def test_an_example_is_accepted_by_the_loader(name: str) -> None:
+def test_an_example_is_accepted_by_the_loader(name):
     key = f"data.{name}"
     line = next(line for line in explain(Config, key).splitlines() if "example:" in line)
     word, value = line.split("example:")[1].strip().split(" ", 1)
     parse_config("", Config, [word, value.strip("'") if value != "VALUE" else "1"])
 
 
-def test_a_section_lists_its_keys() -> None:
+def test_a_section_lists_its_keys():
     text = explain(Config, "data")
     assert text.startswith("[data] What to learn from.")
     assert all(name in text for name in ("path", "rate", "limit", "shuffle"))
@@ -100,12 +100,12 @@ def test_a_section_lists_its_keys() -> None:
 @pytest.mark.parametrize(
     ("key", "near"), [("data.rat", "data.rate"), ("dta", "data"), ("asink.every", "async"), ("qqqq", "sections: data")]
 )
-def test_an_unknown_key_to_explain_gets_the_nearest_one(key: str, near: str) -> None:
+def test_an_unknown_key_to_explain_gets_the_nearest_one(key, near):
     with pytest.raises(ConfigError, match=near):
         explain(Config, key)
 
 
-def test_the_limits_of_a_configuration_are_held() -> None:
+def test_the_limits_of_a_configuration_are_held():
     check_limits(Config)
     wide = make_dataclass("Wide", [(f"k{i}", int, setting(0, "x")) for i in range(26)], frozen=True)
     with pytest.raises(ConfigError, match=r"\[wide\] has 26 keys: at most 25"):
@@ -117,6 +117,6 @@ def test_the_limits_of_a_configuration_are_held() -> None:
         check_limits(make_dataclass("Root", [("s", make_dataclass("Bare", [("k", int, 0)]))]))
 
 
-def test_a_root_that_is_not_made_of_sections_is_our_own_bug() -> None:
+def test_a_root_that_is_not_made_of_sections_is_our_own_bug():
     with pytest.raises(TypeError, match="must be one section class"):
         check_limits(make_dataclass("Root", [("seed", int, 0)]))

@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from offbeat_types import INSTALL_LINES, BackendError, ModelError
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     save_file({"a": np.zeros((3, 4), np.float32)}, tmp_path / "one.safetensors")
     save_file({"b": np.zeros(5, np.float32)}, tmp_path / "two.safetensors")
     config = {"model_type": "qwen3", "vocab_size": 11, "max_position_embeddings": 64}
@@ -28,15 +26,15 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_folder_is_read_from_its_headers(model: Path) -> None:
+def test_a_model_folder_is_read_from_its_headers(model):
     found = inspect_model(str(model))
     assert (found.family, found.num_parameters, found.vocabulary, found.max_positions) == ("qwen3", 17, 11, 64)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "garbage", "no weights", "no config", "broken config"])
-def test_a_damaged_model_folder_is_named(model: Path, damage: str) -> None:
+def test_a_damaged_model_folder_is_named(model, damage):
     weights = model / "one.safetensors"
-    actions: dict[str, Callable[[], object]] = {
+    actions = {
         "cut short": lambda: weights.write_bytes(weights.read_bytes()[:-1]),
         "garbage": lambda: weights.write_bytes(b"\xff" * 64),
         "no weights": lambda: [path.unlink() for path in model.glob("*.safetensors")],
@@ -49,21 +47,21 @@ def test_a_damaged_model_folder_is_named(model: Path, damage: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_doctor_names_python_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_python_and_what_is_missing(monkeypatch):
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "pip install offbeat-engine-abacus")
     found = dict(examine())
     assert "python" in found
     assert "pip install offbeat-engine-abacus" in found["engine abacus"]
 
 
-def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch):
     class Adapter:
         @classmethod
-        def check_installed(cls) -> None:
+        def check_installed(cls):
             raise BackendError("no abacus here")
 
         @classmethod
-        def count(cls) -> int:  # as a device
+        def count(cls):  # as a device
             return 0
 
     monkeypatch.setattr(_examine, "load_backend", lambda kind, name: Adapter)
@@ -71,14 +69,14 @@ def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch: p
     assert dict(examine())["engine abacus"] == "no abacus here"
 
 
-def test_importing_loads_no_library_before_it_is_needed() -> None:
+def test_importing_loads_no_library_before_it_is_needed():
     code = "import sys, offbeat_run\nprint(*sorted({name.partition('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"torch", "plotly", "tensorboardX", "jinja2", "wandb", "trackio", "mlflow", "ray", "vllm", "transformers"}
     assert not heavy & set(done.stdout.split())
 
 
-def test_every_metric_of_the_report_is_written_down_with_its_meaning() -> None:
+def test_every_metric_of_the_report_is_written_down_with_its_meaning():
     assert {
         "train/reward",
         "async/lag_histogram",

@@ -2,23 +2,23 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from offbeat_run import LogConfig, RunFolder, parse_config
+from offbeat_run import LogConfig, RunFolder, check_shared, parse_config
 from offbeat_types import RunFolderError
 
 
-def make(path: Path) -> RunFolder:
+def make(path):
     run = RunFolder.create(path)
     run.write_text(run.config, "")
     return run
 
 
-def test_a_new_folder_has_a_name_for_everything(tmp_path: Path) -> None:
+def test_a_new_folder_has_a_name_for_everything(tmp_path):
     with RunFolder.create(tmp_path / "deep" / "run") as run:
         inside = {
             str(path.relative_to(run.path))
@@ -30,15 +30,21 @@ def test_a_new_folder_has_a_name_for_everything(tmp_path: Path) -> None:
         assert all(folder.is_dir() for folder in (run.tensorboard, run.generations, run.logs, run.checkpoints.path))
 
 
-def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path: Path) -> None:
+def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path):
     (tmp_path / "kept.txt").write_text("precious")
     with pytest.raises(RunFolderError, match=r"not empty; resume it with .*, choose another folder, or remove it"):
         RunFolder.create(tmp_path)
     assert (tmp_path / "kept.txt").read_text() == "precious"
 
 
+def test_a_machine_that_does_not_have_the_folder_is_named(tmp_path):
+    check_shared(tmp_path)
+    with pytest.raises(RunFolderError, match=rf"elsewhere is not on {socket.gethostname()}.*under one path.*--out"):
+        check_shared(tmp_path / "elsewhere")
+
+
 @pytest.mark.parametrize("kind", ["file", "loop"])
-def test_checkpoints_that_are_no_folder_are_named(tmp_path: Path, kind: str) -> None:
+def test_checkpoints_that_are_no_folder_are_named(tmp_path, kind):
     with make(tmp_path / "run") as run:
         run.checkpoints.path.rmdir()
         if kind == "file":
@@ -49,7 +55,7 @@ def test_checkpoints_that_are_no_folder_are_named(tmp_path: Path, kind: str) -> 
         RunFolder.open(run.path)
 
 
-def test_a_place_that_cannot_hold_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_cannot_hold_a_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
         RunFolder.create(tmp_path / "file")
@@ -59,14 +65,14 @@ def test_a_place_that_cannot_hold_a_folder_is_refused(tmp_path: Path) -> None:
         RunFolder.create("/proc/offbeat-run")
 
 
-def test_too_little_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_space_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(RunFolderError, match=r"no space left: this run needs 1\.02e\+03 PiB"):
         RunFolder.create(tmp_path / "run", required_bytes=2**60)
     with RunFolder.create(tmp_path / "run"):  # and the refusal has left nothing in the way
         pass
 
 
-def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_told_who_is_there(tmp_path):
     make(tmp_path / "run").close()
     code = (
         "import sys, time; from offbeat_run import RunFolder\n"
@@ -87,20 +93,20 @@ def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> No
     RunFolder.open(tmp_path / "run").close()  # a killed process holds nothing
 
 
-def test_what_is_not_a_run_folder_is_not_opened(tmp_path: Path) -> None:
+def test_what_is_not_a_run_folder_is_not_opened(tmp_path):
     with pytest.raises(RunFolderError, match="no such run folder"):
         RunFolder.open(tmp_path / "none")
     with pytest.raises(RunFolderError, match=r"not a run folder: it holds no config\.toml"):
         RunFolder.open(tmp_path)
 
 
-def test_a_reader_writes_nothing_into_the_folder(tmp_path: Path) -> None:
+def test_a_reader_writes_nothing_into_the_folder(tmp_path):
     (tmp_path / "config.toml").write_text("")
     RunFolder.open(tmp_path, write=False)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
-def test_opening_clears_what_a_kill_left_half_written(tmp_path: Path) -> None:
+def test_opening_clears_what_a_kill_left_half_written(tmp_path):
     with make(tmp_path / "run") as run:
         (run.path / ".tmp-1234-config.toml").write_text("half")
         torn = run.checkpoints.path / ".tmp-1234-step-000001"
@@ -115,7 +121,7 @@ def test_opening_clears_what_a_kill_left_half_written(tmp_path: Path) -> None:
         assert (run.checkpoints.path / "step-000002" / "whole").read_text() == "kept"
 
 
-def test_the_resolved_configuration_is_kept(tmp_path: Path) -> None:
+def test_the_resolved_configuration_is_kept(tmp_path):
     from dataclasses import field, make_dataclass
 
     root = make_dataclass("Root", [("log", LogConfig, field(default_factory=LogConfig))], frozen=True)

@@ -2,8 +2,6 @@
 
 import importlib.util
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,17 +27,17 @@ from offbeat_types import BackendError, Metric, RunFolderError
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return RunFolder.create(tmp_path / "run")
 
 
-def scalars(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
+def scalars(run):
     """What TensorBoard files hold, read by their format's own reader."""
     from tensorboardX.event_file_writer import directory_check
     from tensorboardX.proto.event_pb2 import Event
 
     directory_check(str(run.tensorboard))
-    found: dict[str, list[tuple[int, float]]] = {}
+    found = {}
     for path in sorted(run.tensorboard.glob("events*")):
         data = path.read_bytes()
         while data:
@@ -52,7 +50,7 @@ def scalars(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_metrics_come_back_as_written(run: RunFolder) -> None:
+def test_metrics_come_back_as_written(run):
     with MetricsLog(run) as log:
         log.write(1, {"a": 0.1, "b": Metric(value=2.0, weight=7.0), "c": np.float32(0.5), "n": 3}, time_s=100.5)
         log.write(2, {"h": [1, 2, 3], "i": np.array([4.0, 5.0]), "nan": math.nan, "inf": -math.inf})
@@ -68,7 +66,7 @@ def test_metrics_come_back_as_written(run: RunFolder) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.dictionaries(st.text("abc/", min_size=1), st.floats() | st.lists(st.floats(), max_size=3), max_size=4))
-def test_any_number_comes_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+def test_any_number_comes_back(tmp_path_factory, values):
     with RunFolder.create(tmp_path_factory.mktemp("run")) as run, MetricsLog(run, tensorboard=False) as log:
         log.write(3, values)
         (line,) = read_metrics(run.metrics)
@@ -77,7 +75,7 @@ def test_any_number_comes_back(tmp_path_factory: pytest.TempPathFactory, values:
         np.testing.assert_array_equal(line.values[name], value)  # takes NaN for equal to NaN
 
 
-def test_each_line_is_on_the_disk_before_the_next(run: RunFolder) -> None:
+def test_each_line_is_on_the_disk_before_the_next(run):
     log = MetricsLog(run, tensorboard=False)
     log.write(1, {"a": 1.0})
     assert len(read_metrics(run.metrics)) == 1
@@ -85,7 +83,7 @@ def test_each_line_is_on_the_disk_before_the_next(run: RunFolder) -> None:
     log.close()
 
 
-def test_a_line_torn_by_a_kill_is_left_out_and_then_mended(run: RunFolder) -> None:
+def test_a_line_torn_by_a_kill_is_left_out_and_then_mended(run):
     run.metrics.write_text('{"step":1,"time_s":1,"a":1}\n{"step":2,"ti')
     assert [line.step for line in read_metrics(run.metrics)] == [1]
     with MetricsLog(run, tensorboard=False) as log:
@@ -93,13 +91,13 @@ def test_a_line_torn_by_a_kill_is_left_out_and_then_mended(run: RunFolder) -> No
     assert [line.step for line in read_metrics(run.metrics)] == [1, 2]
 
 
-def test_a_damaged_line_is_named(run: RunFolder) -> None:
+def test_a_damaged_line_is_named(run):
     run.metrics.write_text('{"step":1,"time_s":1}\nnonsense\n')
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl:2: not a line of JSON"):
         read_metrics(run.metrics)
 
 
-def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run: RunFolder) -> None:
+def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run):
     killed = MetricsLog(run)
     for step in range(1, 6):
         killed.write(step, {"a": float(step), "h": [step]})
@@ -114,21 +112,21 @@ def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run: RunFo
     assert scalars(run) == {}
 
 
-def test_tensorboard_gets_scalars_and_histograms_but_nothing_infinite(run: RunFolder) -> None:
+def test_tensorboard_gets_scalars_and_histograms_but_nothing_infinite(run):
     with MetricsLog(run) as log:
         log.write(7, {"a": 0.5, "h": [1, 2, 3], "nan": math.nan, "empty": []})
     assert scalars(run) == {"a": [(7, 0.5)], "h": [(7, 6.0)]}
 
 
-def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_metrics(tmp_path):
     assert read_metrics(tmp_path / "none") == []
 
 
-def generation(step: int, kind: str = "train", text: str = "4") -> Generation:
-    return Generation(step=step, kind=kind, version=step - 1, prompt="2+2?", completion=text, reward=1.0)  # type: ignore[arg-type]
+def generation(step, kind="train", text="4"):
+    return Generation(step=step, kind=kind, version=step - 1, prompt="2+2?", completion=text, reward=1.0)
 
 
-def test_half_a_character_in_a_completion_does_not_end_the_run(run: RunFolder) -> None:
+def test_half_a_character_in_a_completion_does_not_end_the_run(run):
     odd = Generation(step=1, kind="train", version=0, prompt="2+2?", completion="a\ud800b", reward=math.nan)
     with GenerationsLog(run) as log:
         log.write([odd, generation(2, "train")])
@@ -137,7 +135,7 @@ def test_half_a_character_in_a_completion_does_not_end_the_run(run: RunFolder) -
     assert len(lines) == 2
 
 
-def test_generations_come_back_by_kind_and_are_cut_on_resume(run: RunFolder) -> None:
+def test_generations_come_back_by_kind_and_are_cut_on_resume(run):
     with GenerationsLog(run) as log:
         log.write([generation(1), generation(2, "validation", "a\nb\u2028</script>"), generation(2)])
     assert read_generations(run, "train") == [generation(1), generation(2)]
@@ -148,7 +146,7 @@ def test_generations_come_back_by_kind_and_are_cut_on_resume(run: RunFolder) -> 
     assert read_generations(run, "validation") == []
 
 
-def test_everything_is_written_and_cut_where_the_run_resumes(run: RunFolder) -> None:
+def test_everything_is_written_and_cut_where_the_run_resumes(run):
     with RunLog(run, LogConfig(), 3, None) as log:
         log.message("hello")
         for step in (1, 2):
@@ -169,14 +167,14 @@ def test_everything_is_written_and_cut_where_the_run_resumes(run: RunFolder) -> 
     assert len(list(run.tensorboard.iterdir())) >= 1
 
 
-def test_what_is_turned_off_is_not_written(run: RunFolder) -> None:
+def test_what_is_turned_off_is_not_written(run):
     with RunLog(run, LogConfig(tensorboard=False, timeline=False), 1, None) as log, log.measure("trainer-0", "update"):
         log.write(1, {"train/loss": 1.0})
     assert not run.timeline.exists()
     assert list(run.tensorboard.iterdir()) == []
 
 
-def test_the_end_of_a_run_is_compared_with_its_beginning(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_run_is_compared_with_its_beginning(run, capsys):
     run.write_text(run.config, "")
     with RunLog(run, LogConfig(), 2, None) as log:
         for step, loss in ((0, 4.0), (1, 1.5), (2, 2.0)):
@@ -194,7 +192,7 @@ def test_the_end_of_a_run_is_compared_with_its_beginning(run: RunFolder, capsys:
     assert run.report.is_file()
 
 
-def test_the_checkpoint_of_a_run_is_the_best_or_else_the_latest(run: RunFolder) -> None:
+def test_the_checkpoint_of_a_run_is_the_best_or_else_the_latest(run):
     with pytest.raises(RunFolderError, match="holds no whole checkpoint"):
         run.checkpoints.chosen()
     for step in (1, 2):
@@ -205,7 +203,7 @@ def test_the_checkpoint_of_a_run_is_the_best_or_else_the_latest(run: RunFolder) 
     assert run.checkpoints.chosen().step == 1
 
 
-def test_room_is_asked_for_all_checkpoints_at_once() -> None:
+def test_room_is_asked_for_all_checkpoints_at_once():
     full, plain = CheckpointConfig(keep=2), CheckpointConfig(keep=2, save_optimizer=False)
     assert full.room_bytes(1000, is_lora=False) == 4 * 12_000 + 2**26
     assert full.room_bytes(1000, is_lora=True) == plain.room_bytes(1000, is_lora=False) == 4 * 4_000 + 2**26
@@ -215,9 +213,7 @@ TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_that_is_not_installed_names_its_install_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_names_its_install_line(name, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, name, None)  # what Python itself does to forbid an import
     with (
         RunFolder.create(tmp_path / "run") as run,
@@ -228,7 +224,7 @@ def test_a_tracker_that_is_not_installed_names_its_install_line(
         check_trackers(LogConfig(trackers=(name,)))
 
 
-def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no key')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
@@ -242,9 +238,7 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra: offbeat-run[mlflow]")
-def test_mlflow_gets_the_finite_numbers_and_goes_on_with_the_same_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_gets_the_finite_numbers_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
     import mlflow
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")

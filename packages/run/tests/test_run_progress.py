@@ -13,11 +13,11 @@ from offbeat_types import Metric
 class Clock:
     now_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def test_without_a_terminal_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
+def test_without_a_terminal_plain_lines_come_every_few_seconds_and_at_the_end():
     out, clock = io.StringIO(), Clock()
     with Progress(10, console=Console(file=out, width=40), every_s=5, clock=clock) as progress:
         for step in range(1, 11):
@@ -34,7 +34,7 @@ def test_without_a_terminal_plain_lines_come_every_few_seconds_and_at_the_end() 
     assert "\x1b" not in out.getvalue()
 
 
-def test_in_a_terminal_a_panel_shows_bar_numbers_and_time_left() -> None:
+def test_in_a_terminal_a_panel_shows_bar_numbers_and_time_left():
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     numbers = {
@@ -51,7 +51,7 @@ def test_in_a_terminal_a_panel_shows_bar_numbers_and_time_left() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 130])
-def test_a_narrow_terminal_shows_what_matters_and_cuts_nothing(width: int) -> None:
+def test_a_narrow_terminal_shows_what_matters_and_cuts_nothing(width):
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=True, width=width, color_system=None)
     with Progress(200, console=console, clock=clock) as progress:
@@ -63,7 +63,7 @@ def test_a_narrow_terminal_shows_what_matters_and_cuts_nothing(width: int) -> No
     assert all(fact in facts for fact in ("reward 0.250", "held-out accuracy 0.250", "left 4 min 30 s"))
 
 
-def test_the_time_left_follows_the_pace_of_the_last_updates_and_of_this_session_only() -> None:
+def test_the_time_left_follows_the_pace_of_the_last_updates_and_of_this_session_only():
     clock = Clock()
     progress = Progress(1000, start=500, console=Console(file=io.StringIO()), clock=clock)
     assert progress.left_s() is None
@@ -76,11 +76,11 @@ def test_the_time_left_follows_the_pace_of_the_last_updates_and_of_this_session_
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
 )
-def test_durations_read_well(seconds: float, text: str) -> None:
+def test_durations_read_well(seconds, text):
     assert duration_text(seconds) == text
 
 
-def test_a_table_of_before_and_after_shows_the_change() -> None:
+def test_a_table_of_before_and_after_shows_the_change():
     out = io.StringIO()
     rows = [("accuracy", 0.45, 0.93), ("tokens/s", 1200.0, 3400.0), ("[red]", 1.0, 2.0)]
     print_before_after(rows, title="quickstart", console=Console(file=out, width=80))

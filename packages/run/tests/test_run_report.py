@@ -7,8 +7,6 @@ import threading
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 import pytest
@@ -38,32 +36,32 @@ GRPO = {
 class Page(HTMLParser):
     """Tags with their attributes, and the text of scripts apart from the rest."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text, self.scripts = "", []
         self.feed(html)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         if tag == "script":
             self.scripts.append("")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.cdata_elem == "script":
             self.scripts[-1] += data
         else:
             self.text += data
 
     @property
-    def figures(self) -> list[dict[str, Any]]:
+    def figures(self):
         return list(json.loads(self.scripts[1]))
 
-    def titles(self) -> list[str]:
+    def titles(self):
         return [str(attrs["aria-label"]) for tag, attrs in self.tags if attrs.get("class") == "plot"]
 
 
-def grpo_run(path: Path, *, steps: int = 40, evil: str = EVIL) -> RunFolder:
+def grpo_run(path, *, steps=40, evil=EVIL):
     run = RunFolder.create(path)
     run.write_text(run.config, f"# {evil}\n[rollout]\ntemperature = 1.0\n")
     with MetricsLog(run, tensorboard=False) as log, Timeline(run.timeline) as timeline, GenerationsLog(run) as samples:
@@ -78,15 +76,25 @@ def grpo_run(path: Path, *, steps: int = 40, evil: str = EVIL) -> RunFolder:
     return run
 
 
-def sample(step: int, kind: Any, text: str) -> Generation:
+def sample(step, kind, text):
     return Generation(step=step, kind=kind, version=step, prompt=text, completion=text, reward=0.5, answer=text)
 
 
-def page_of(run: RunFolder) -> Page:
+def page_of(run):
     return Page(write_report(run).read_text())
 
 
-def test_a_grpo_run_shows_every_figure_of_the_design(tmp_path: Path) -> None:
+def page_of_metrics(path, *lines):
+    """The report of a run that has measured these, one line an update."""
+    with RunFolder.create(path) as run:
+        run.write_text(run.config, "")
+        with MetricsLog(run, tensorboard=False) as log:
+            for step, values in enumerate(lines, 1):
+                log.write(step, values)
+        return page_of(run)
+
+
+def test_a_grpo_run_shows_every_figure_of_the_design(tmp_path):
     page = page_of(grpo_run(tmp_path / "run"))
     assert {
         "Reward", "Loss", "Response length", "Lag", "Overlap and idle time", "Tokens per second", "Timeline", "Entropy",
@@ -97,7 +105,7 @@ def test_a_grpo_run_shows_every_figure_of_the_design(tmp_path: Path) -> None:
     assert "100.0%" in page.text  # and after
 
 
-def test_every_figure_is_one_that_plotly_knows(tmp_path: Path) -> None:
+def test_every_figure_is_one_that_plotly_knows(tmp_path):
     page = page_of(grpo_run(tmp_path / "run"))
     assert len(page.figures) == len(page.titles())
     for figure in page.figures:
@@ -105,7 +113,7 @@ def test_every_figure_is_one_that_plotly_knows(tmp_path: Path) -> None:
         assert figure["data"]
 
 
-def test_the_plotting_library_is_embedded_once_and_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
+def test_the_plotting_library_is_embedded_once_and_nothing_comes_from_elsewhere(tmp_path):
     page = page_of(grpo_run(tmp_path / "run", evil="plain"))
     assert sum("plotly.js v" in script for script in page.scripts) == 1
     ours = page.text + page.scripts[1] + page.scripts[2]
@@ -115,7 +123,7 @@ def test_the_plotting_library_is_embedded_once_and_nothing_comes_from_elsewhere(
     assert policy.startswith("default-src 'none'; script-src 'nonce-")
 
 
-def test_what_a_completion_holds_stays_text(tmp_path: Path) -> None:
+def test_what_a_completion_holds_stays_text(tmp_path):
     page = page_of(grpo_run(tmp_path / "run"))
     assert EVIL in page.text  # shown as it is
     assert len(page.scripts) == 3
@@ -125,31 +133,27 @@ def test_what_a_completion_holds_stays_text(tmp_path: Path) -> None:
     assert page_of(RunFolder(tmp_path / "run", None)).tags != page.tags  # the nonce is new each time
 
 
-def test_no_text_in_the_figures_can_end_their_script() -> None:
+def test_no_text_in_the_figures_can_end_their_script():
     held = _script_json({"name": EVIL})
     assert "<" not in held
     assert json.loads(held) == {"name": EVIL}
 
 
-def test_a_fine_tuning_run_shows_its_losses_and_no_empty_figure(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            for step in range(1, 5):
-                log.write(step, {"train/loss": 3.0 / step, "eval/loss": 4.0 / step, "perf/tokens_per_s": 9000.0})
-        page = page_of(run)
+def test_a_fine_tuning_run_shows_its_losses_and_no_empty_figure(tmp_path):
+    losses = [{"train/loss": 3.0 / step, "eval/loss": 4.0 / step, "perf/tokens_per_s": 9000.0} for step in range(1, 5)]
+    page = page_of_metrics(tmp_path / "run", *losses)
     assert page.titles() == ["Loss", "Tokens per second"]
     assert "4.000 → 1.000" in page.text
 
 
-def test_a_run_without_any_metric_still_has_a_report(tmp_path: Path) -> None:
+def test_a_run_without_any_metric_still_has_a_report(tmp_path):
     (tmp_path / "config.toml").write_text("[a]\n")
     page = Page(write_report(tmp_path).read_text())
     assert "No metrics yet" in page.text
     assert page.figures == []
 
 
-def test_damaged_lines_are_counted_and_the_others_shown(tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_and_the_others_shown(tmp_path):
     run = grpo_run(tmp_path / "run", evil="plain")
     for path in (run.metrics, run.generations / "train.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -160,44 +164,28 @@ def test_damaged_lines_are_counted_and_the_others_shown(tmp_path: Path) -> None:
     assert page.titles() == page_of(grpo_run(tmp_path / "whole", evil="plain")).titles()
 
 
-def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"train/loss": float("nan"), "train/reward": float("inf"), "async/lag_histogram": [0, 0]})
-            log.write(2, {"train/loss": 1.0})
-        page = page_of(run)
+def test_numbers_that_are_not_finite_are_left_out(tmp_path):
+    infinite = {"train/loss": float("nan"), "train/reward": float("inf"), "async/lag_histogram": [0, 0]}
+    page = page_of_metrics(tmp_path / "run", infinite, {"train/loss": 1.0})
     assert page.titles() == ["Loss"]
     assert page.figures[0]["data"][0]["y"] == [1.0]
 
 
-def test_metrics_nobody_told_the_report_about_are_drawn_too(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"mine/<b>": 1.0, "alone": 2.0, **{f"many/{i}": 1.0 for i in range(8)}})
-        page = page_of(run)
+def test_metrics_nobody_told_the_report_about_are_drawn_too(tmp_path):
+    page = page_of_metrics(tmp_path / "run", {"mine/<b>": 1.0, "alone": 2.0, **{f"many/{i}": 1.0 for i in range(8)}})
     assert page.titles() == ["Other", "Other: many", "Other: many", "Other: mine"]
     assert page.figures[3]["data"][0]["name"] == "&lt;b&gt;"
 
 
-def test_lag_is_drawn_from_its_histogram_or_else_from_its_mean(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "a") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"async/lag_histogram": [3, 1]})
-            log.write(2, {"async/lag_histogram": [1, 1, 2]})
-        (figure,) = page_of(run).figures
+def test_lag_is_drawn_from_its_histogram_or_else_from_its_mean(tmp_path):
+    histograms = [{"async/lag_histogram": [3, 1]}, {"async/lag_histogram": [1, 1, 2]}]
+    (figure,) = page_of_metrics(tmp_path / "a", *histograms).figures
     assert figure["data"][0]["z"] == [[0.75, 0.25], [0.25, 0.25], [0, 0.5]]
-    with RunFolder.create(tmp_path / "b") as run:
-        run.write_text(run.config, "")
-        with MetricsLog(run, tensorboard=False) as log:
-            log.write(1, {"train/lag_mean": 1.5})
-        (figure,) = page_of(run).figures
+    (figure,) = page_of_metrics(tmp_path / "b", {"train/lag_mean": 1.5}).figures
     assert figure["data"][0]["y"] == [1.5]
 
 
-def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
+def test_a_long_run_stays_a_small_page(tmp_path):
     with RunFolder.create(tmp_path / "run") as run:
         run.write_text(run.config, "")
         lines = "".join(f'{{"step":{i},"time_s":{i},"train/reward":0.5}}\n' for i in range(20000))
@@ -213,12 +201,12 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert len(strip["data"][0]["x"]) <= 3000
 
 
-def test_a_folder_without_a_run_has_no_report(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_has_no_report(tmp_path):
     with pytest.raises(RunFolderError, match="not a run folder"):
         write_report(tmp_path)
 
 
-def test_images_of_a_prompt_stand_beside_it_and_nothing_else_is_loaded(tmp_path: Path) -> None:
+def test_images_of_a_prompt_stand_beside_it_and_nothing_else_is_loaded(tmp_path):
     image = "data:image/png;base64,iVBORw0KGgo="
     addresses = (
         image,
@@ -235,7 +223,7 @@ def test_images_of_a_prompt_stand_beside_it_and_nothing_else_is_loaded(tmp_path:
     assert [attrs["src"] for tag, attrs in page.tags if tag == "img"] == [image]
 
 
-def test_the_report_is_served_on_loopback_alone(tmp_path: Path) -> None:
+def test_the_report_is_served_on_loopback_alone(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -253,7 +241,7 @@ def test_the_report_is_served_on_loopback_alone(tmp_path: Path) -> None:
             urllib.request.urlopen(request, timeout=10)
 
 
-def fetch(url: str) -> bytes:
+def fetch(url):
     """Read a page that may take a moment to be there."""
     for _ in range(200):
         try:
@@ -265,6 +253,6 @@ def fetch(url: str) -> bytes:
 
 
 @pytest.mark.parametrize("port", [0, 70000])
-def test_a_port_that_cannot_be_is_refused(tmp_path: Path, port: int) -> None:
+def test_a_port_that_cannot_be_is_refused(tmp_path, port):
     with pytest.raises(ConfigError, match="port"):
         serve_report(RunFolder(tmp_path, None), port)

@@ -22,7 +22,7 @@ FLAGS = (
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine: apt-get install chromium")
 
 
-def test_a_report_is_drawn_offline_and_runs_nothing_of_a_completion(tmp_path: Path) -> None:
+def test_a_report_is_drawn_offline_and_runs_nothing_of_a_completion(tmp_path):
     report = write_a_report(tmp_path / "run")
     dom, messages = opened(report, tmp_path / "profile")
     assert messages == []
@@ -35,7 +35,7 @@ def test_a_report_is_drawn_offline_and_runs_nothing_of_a_completion(tmp_path: Pa
     assert "<img" not in dom
 
 
-def write_a_report(path: Path) -> Path:
+def write_a_report(path):
     """The run of the tests beside this one, loaded by its path: tests are no package."""
     beside = Path(__file__).with_name("test_run_report.py")
     spec = importlib.util.spec_from_file_location("run_report_example", beside)
@@ -49,7 +49,7 @@ def write_a_report(path: Path) -> Path:
     return Path(module.write_report(run))
 
 
-def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
+def opened(page, profile):
     """The page's DOM once its scripts have run, and what it said on the console. No name resolves."""
     blocked = "--host-resolver-rules=MAP * ~NOTFOUND"
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", blocked, "--dump-dom", page.as_uri()]

@@ -3,7 +3,6 @@
 import os
 import stat
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +24,12 @@ class Config:
 
 
 @pytest.fixture
-def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+def secret(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "ab~/cd$ef-0123456789")
     return "ab~/cd$ef-0123456789"
 
 
-def test_others_can_neither_write_nor_read_a_run_folder(tmp_path: Path) -> None:
+def test_others_can_neither_write_nor_read_a_run_folder(tmp_path):
     before = os.umask(0)
     try:
         with RunFolder.create(tmp_path / "run") as run:
@@ -41,7 +40,7 @@ def test_others_can_neither_write_nor_read_a_run_folder(tmp_path: Path) -> None:
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
 
 
-def test_a_folder_that_all_may_write_to_is_closed(tmp_path: Path) -> None:
+def test_a_folder_that_all_may_write_to_is_closed(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -56,7 +55,7 @@ def test_a_folder_that_all_may_write_to_is_closed(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o775
 
 
-def test_the_resolved_configuration_names_a_secret_and_does_not_hold_it(secret: str) -> None:
+def test_the_resolved_configuration_names_a_secret_and_does_not_hold_it(secret):
     text = '[data]\npath = "~/x?${WANDB_API_KEY}&${WANDB_API_KEY}$${x}"\noptions = {api_key = "${WANDB_API_KEY}"}'
     config = parse_config(text, Config)
     assert secret in config.data.path
@@ -66,16 +65,14 @@ def test_the_resolved_configuration_names_a_secret_and_does_not_hold_it(secret: 
     assert parse_config(dumped, Config) == config
 
 
-def test_a_secret_written_into_the_configuration_itself_is_refused() -> None:
+def test_a_secret_written_into_the_configuration_itself_is_refused():
     with pytest.raises(ConfigError, match=r"data\.options\.server\.api_key looks like a secret.*\$\{API_KEY\}"):
         dump_config(Config(data=Data(options={"server": {"api_key": "sk-0123456789"}})))
     dump_config(Config(data=Data(options={"max_tokens": 12345678, "key": "a long name", "token": "short"})))
 
 
-def test_an_error_and_the_plan_name_a_secret_and_do_not_hold_it(
-    secret: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def main() -> int:
+def test_an_error_and_the_plan_name_a_secret_and_do_not_hold_it(secret, tmp_path, capsys):
+    def main():
         raise ConfigError(f"cannot reach https://user:{secret}@host")
 
     with pytest.raises(SystemExit):

@@ -4,23 +4,21 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from threading import Thread
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import Timeline, clock_s, read_timeline
 
 
-def spans(path: Path) -> list[tuple[str, str, float, float]]:
+def spans(path):
     events = read_timeline(path)
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     return [(names[e["tid"]], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
 
 
-def test_a_closed_timeline_is_plain_json_with_named_tracks(tmp_path: Path) -> None:
+def test_a_closed_timeline_is_plain_json_with_named_tracks(tmp_path):
     path = tmp_path / "t.json"
     with Timeline(path) as timeline:
         timeline.span("trainer-0", "update", 10.0, 12.5, {"version": 3})
@@ -31,13 +29,13 @@ def test_a_closed_timeline_is_plain_json_with_named_tracks(tmp_path: Path) -> No
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"trainer-0", "rollout-0"}
 
 
-def test_an_empty_timeline_is_plain_json_too(tmp_path: Path) -> None:
+def test_an_empty_timeline_is_plain_json_too(tmp_path):
     Timeline(tmp_path / "t.json").close()
     assert json.loads((tmp_path / "t.json").read_text()) == []
     assert read_timeline(tmp_path / "none.json") == []
 
 
-def test_a_killed_process_leaves_a_timeline_that_loads_and_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_timeline_that_loads_and_goes_on(tmp_path):
     path = tmp_path / "t.json"
     code = (
         "import os, signal, sys; from offbeat_run import Timeline\n"
@@ -57,7 +55,7 @@ def test_a_killed_process_leaves_a_timeline_that_loads_and_goes_on(tmp_path: Pat
 
 @settings(deadline=None, max_examples=50)
 @given(cut=st.integers(0, 400))
-def test_a_file_cut_anywhere_still_loads(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_file_cut_anywhere_still_loads(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "t.json"
     with Timeline(path) as timeline:
         for i in range(3):
@@ -69,7 +67,7 @@ def test_a_file_cut_anywhere_still_loads(tmp_path_factory: pytest.TempPathFactor
     assert spans(path)[-1] == ("a", "last", 9.0, 1.0)
 
 
-def test_threads_may_write_at_once(tmp_path: Path) -> None:
+def test_threads_may_write_at_once(tmp_path):
     path = tmp_path / "t.json"
     with Timeline(path) as timeline:
         threads = [
@@ -85,7 +83,7 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
     assert len(spans(path)) == 200
 
 
-def test_the_clock_of_every_process_is_the_wall_clock(tmp_path: Path) -> None:
+def test_the_clock_of_every_process_is_the_wall_clock(tmp_path):
     code = "from offbeat_run import clock_s; print(clock_s())"
     before = time.time()
     other = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

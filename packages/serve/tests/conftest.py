@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from offbeat_data import load_tokenizer
 from offbeat_rollout_torch import TorchRolloutEngine
@@ -28,6 +29,13 @@ class Served:
     engine: RolloutEngine
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
+
+    async def complete(self, **ask: Any) -> Any:
+        """By OpenAI's client."""
+        return await self.openai.completions.create(**{"model": "tiny", **ask})
+
+    async def chat(self, **ask: Any) -> Any:
+        return await self.openai.chat.completions.create(**{"model": "tiny", **ask})
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(path, json=body)
@@ -88,3 +96,10 @@ def serving(model: Path) -> Serving:
             await own.close()
 
     return serve
+
+
+@pytest_asyncio.fixture
+async def served(serving: Serving) -> AsyncIterator[Served]:
+    """The tiny model, served by the embedded engine."""
+    async with serving() as served:
+        yield served

@@ -62,14 +62,13 @@ class SayingEngine:
 
 
 @pytest.mark.asyncio
-async def test_messages_go_through_the_model_s_template(serving, model):
+async def test_messages_go_through_the_model_s_template(served, model):
     expected = "<|im_start|>user\nwhat is one and one?<|im_end|>\n<|im_start|>assistant\n"
     [prompt_ids] = load_tokenizer(model).encode([expected], add_special_tokens=False)
     parts = [{"role": "user", "content": [{"type": "text", "text": "what is one and one?"}]}]
-    async with serving() as served:
-        ask = {"model": "tiny", "max_tokens": 5, "seed": 1, "logprobs": True, "extra_body": EXTRA}
-        answer = await served.openai.chat.completions.create(messages=QUESTION, **ask)
-        of_parts = await served.openai.chat.completions.create(messages=parts, **ask)
+    ask = {"max_tokens": 5, "seed": 1, "logprobs": True, "extra_body": EXTRA}
+    answer = await served.chat(messages=QUESTION, **ask)
+    of_parts = await served.chat(messages=parts, **ask)
     assert answer.prompt_token_ids == of_parts.prompt_token_ids == prompt_ids.tolist()
     [choice] = answer.choices
     assert choice.message.role == "assistant"
@@ -80,21 +79,20 @@ async def test_messages_go_through_the_model_s_template(serving, model):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.asyncio
-async def test_a_turn_sent_back_is_never_tokenised_again(serving, model, seed):
+async def test_a_turn_sent_back_is_never_tokenised_again(served, model, seed):
     """Random bytes are what no tokenizer would choose: encoding their text anew gives other tokens."""
     tokenizer = load_tokenizer(model)
     messages = [{"role": "system", "content": "be brief"}, *QUESTION]
-    async with serving() as served:
-        ask = {"model": "tiny", "max_tokens": 12, "seed": seed, "extra_body": EXTRA}
-        known: list[int] = []
-        for turn in range(3):
-            answer = await served.openai.chat.completions.create(messages=messages, **ask)
-            message = answer.choices[0].message
-            assert answer.prompt_token_ids[: len(known)] == known, f"turn {turn} rewrites what was said"
-            known = answer.prompt_token_ids + message.token_ids
-            # As any agent does, with OpenAI's client or without:
-            messages += [message.model_dump(), {"role": "user", "content": f"and {turn}?"}]
-        answer = await served.openai.chat.completions.create(messages=messages, **ask)
+    ask = {"max_tokens": 12, "seed": seed, "extra_body": EXTRA}
+    known: list[int] = []
+    for turn in range(3):
+        answer = await served.chat(messages=messages, **ask)
+        message = answer.choices[0].message
+        assert answer.prompt_token_ids[: len(known)] == known, f"turn {turn} rewrites what was said"
+        known = answer.prompt_token_ids + message.token_ids
+        # As any agent does, with OpenAI's client or without:
+        messages += [message.model_dump(), {"role": "user", "content": f"and {turn}?"}]
+    answer = await served.chat(messages=messages, **ask)
     between = answer.prompt_token_ids[len(known) :]
     ended = "" if known[-1] == tokenizer.eos_id else "<|im_end|>"
     [expected] = tokenizer.encode(
@@ -104,26 +102,22 @@ async def test_a_turn_sent_back_is_never_tokenised_again(serving, model, seed):
 
 
 @pytest.mark.asyncio
-async def test_an_unfinished_turn_sent_back_alone_is_gone_on_with(serving):
-    async with serving() as served:
-        create = served.openai.chat.completions.create
-        ask = {"model": "tiny", "temperature": 0, "extra_body": {**EXTRA, "ignore_eos": True}}
-        whole = await create(messages=QUESTION, max_tokens=8, **ask)
-        begun = await create(messages=QUESTION, max_tokens=3, **ask)
-        rest = await create(messages=[*QUESTION, begun.choices[0].message.model_dump()], max_tokens=5, **ask)
+async def test_an_unfinished_turn_sent_back_alone_is_gone_on_with(served):
+    ask = {"temperature": 0, "extra_body": {**EXTRA, "ignore_eos": True}}
+    whole = await served.chat(messages=QUESTION, max_tokens=8, **ask)
+    begun = await served.chat(messages=QUESTION, max_tokens=3, **ask)
+    rest = await served.chat(messages=[*QUESTION, begun.choices[0].message.model_dump()], max_tokens=5, **ask)
     assert begun.choices[0].token_ids + rest.choices[0].token_ids == whole.choices[0].token_ids
 
 
 @pytest.mark.asyncio
-async def test_either_every_turn_brings_its_tokens_or_none(serving):
+async def test_either_every_turn_brings_its_tokens_or_none(served):
     said = {"role": "assistant", "content": "two", "token_ids": [5, 6]}
     plain = {"role": "assistant", "content": "two"}
-    async with serving() as served:
-        create = served.openai.chat.completions.create
-        with pytest.raises(openai.BadRequestError, match=r"messages\[3\] is the assistant's and has no token_ids"):
-            await create(model="tiny", messages=[*QUESTION, said, *QUESTION, plain, *QUESTION])
-        # Turns that were written by hand, before those that were sampled, are a part of the prompt.
-        await create(model="tiny", max_tokens=1, messages=[*QUESTION, plain, *QUESTION, said, *QUESTION])
+    with pytest.raises(openai.BadRequestError, match=r"messages\[3\] is the assistant's and has no token_ids"):
+        await served.chat(messages=[*QUESTION, said, *QUESTION, plain, *QUESTION])
+    # Turns that were written by hand, before those that were sampled, are a part of the prompt.
+    await served.chat(max_tokens=1, messages=[*QUESTION, plain, *QUESTION, said, *QUESTION])
 
 
 @pytest.mark.asyncio
@@ -131,14 +125,13 @@ async def test_tools_reach_the_template_and_calls_come_apart(serving, tool_folde
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
     engine = SayingEngine(tool_folder, f"let me see {call}", "two", "two")
     async with serving(tool_folder, engine=engine) as served:
-        create = served.openai.chat.completions.create
-        first = await create(model="tiny", messages=QUESTION, tools=[TOOL], extra_body=EXTRA)
+        first = await served.chat(messages=QUESTION, tools=[TOOL], extra_body=EXTRA)
         [choice] = first.choices
         [called] = choice.message.tool_calls
         told = {"role": "tool", "tool_call_id": called.id, "content": "2"}
-        await create(model="tiny", messages=[*QUESTION, choice.message.model_dump(), told], tools=[TOOL])
+        await served.chat(messages=[*QUESTION, choice.message.model_dump(), told], tools=[TOOL])
         written = {key: value for key, value in choice.message.model_dump().items() if key != "token_ids"}
-        await create(model="tiny", messages=[*QUESTION, written, told], tools=[TOOL])
+        await served.chat(messages=[*QUESTION, written, told], tools=[TOOL])
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "let me see")
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 1, "b": 1})
     assert (first.policy_version, choice.version_segments[0]["version"]) == (3, 3)
@@ -154,9 +147,8 @@ async def test_tools_reach_the_template_and_calls_come_apart(serving, tool_folde
 async def test_what_is_no_call_stays_text(serving, tool_folder, says):
     engine = SayingEngine(tool_folder, says, says)
     async with serving(tool_folder, engine=engine) as served:
-        create = served.openai.chat.completions.create
-        answer = await create(model="tiny", messages=QUESTION, tools=[TOOL])
-        not_asked = await create(model="tiny", messages=QUESTION, tools=[TOOL], tool_choice="none")
+        answer = await served.chat(messages=QUESTION, tools=[TOOL])
+        not_asked = await served.chat(messages=QUESTION, tools=[TOOL], tool_choice="none")
     for choice in (*answer.choices, *not_asked.choices):
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (says, None, "stop")
     assert '"add"' not in engine.prompts[1]
@@ -167,16 +159,15 @@ async def test_the_template_s_variables_are_the_client_s(serving, tool_folder):
     engine = SayingEngine(tool_folder, "two")
     async with serving(tool_folder, engine=engine) as served:
         body = {"chat_template_kwargs": {"opening": "<think>"}}
-        await served.openai.chat.completions.create(model="tiny", messages=QUESTION, extra_body=body)
+        await served.chat(messages=QUESTION, extra_body=body)
     assert engine.prompts[0].endswith("assistant\n<think>")
 
 
 @pytest.mark.asyncio
-async def test_a_stream_is_the_answer_in_chunks(serving):
-    ask = {"model": "tiny", "messages": QUESTION, "n": 2, "max_tokens": 6, "seed": 2, "extra_body": EXTRA}
-    async with serving() as served:
-        whole = await served.openai.chat.completions.create(**ask)
-        chunks = [chunk async for chunk in await served.openai.chat.completions.create(**ask, stream=True)]
+async def test_a_stream_is_the_answer_in_chunks(served):
+    ask = {"messages": QUESTION, "n": 2, "max_tokens": 6, "seed": 2, "extra_body": EXTRA}
+    whole = await served.chat(**ask)
+    chunks = [chunk async for chunk in await served.chat(**ask, stream=True)]
     for choice in whole.choices:
         told = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
         assert "".join(one.delta.content or "" for one in told) == choice.message.content
@@ -187,14 +178,13 @@ async def test_a_stream_is_the_answer_in_chunks(serving):
 
 
 @pytest.mark.asyncio
-async def test_fields_that_change_nothing_are_taken(serving):
+async def test_fields_that_change_nothing_are_taken(served):
     neutral = {"parallel_tool_calls": True, "store": False, "metadata": {"run": "1"}, "logit_bias": {}}
-    async with serving() as served:
-        for more in ({}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
-            ask = {"model": "tiny", "messages": QUESTION, "max_tokens": 2, "extra_body": EXTRA, **more}
-            plain = await served.openai.chat.completions.create(**ask, seed=1)
-            fuller = await served.openai.chat.completions.create(**ask, seed=1, **neutral)
-            assert fuller.choices == plain.choices
+    for more in ({}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
+        ask = {"messages": QUESTION, "max_tokens": 2, "extra_body": EXTRA, **more}
+        plain = await served.chat(**ask, seed=1)
+        fuller = await served.chat(**ask, seed=1, **neutral)
+        assert fuller.choices == plain.choices
 
 
 @pytest.mark.parametrize(
@@ -214,10 +204,9 @@ async def test_fields_that_change_nothing_are_taken(serving):
     ids=str,
 )
 @pytest.mark.asyncio
-async def test_what_is_not_served_is_refused_by_name(serving, wrong, param):
-    async with serving() as served:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await served.openai.chat.completions.create(**{"model": "tiny", "messages": QUESTION, **wrong})
+async def test_what_is_not_served_is_refused_by_name(served, wrong, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await served.chat(**{"messages": QUESTION, **wrong})
     assert refused.value.param == param
 
 
@@ -231,7 +220,7 @@ async def test_a_model_without_a_template_says_so(serving, model, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     async with serving(folder) as served:
         with pytest.raises(openai.BadRequestError, match="has no chat template"):
-            await served.openai.chat.completions.create(model="tiny", messages=QUESTION)
+            await served.chat(messages=QUESTION)
 
 
 def test_message_types_cover_what_clients_send_back() -> None:

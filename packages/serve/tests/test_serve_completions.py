@@ -20,16 +20,13 @@ PROMPT = [67, 68, 69, 70]
 EXTRA = {"return_token_ids": True}
 
 
-async def test_what_a_client_is_answered_is_what_the_engine_sampled(serving):
-    async with serving() as served:
-        answer = await served.openai.completions.create(
-            model="tiny", prompt=PROMPT, n=3, max_tokens=12, temperature=0.7, seed=5, logprobs=1, extra_body=EXTRA
-        )
-        params = SamplingParams(max_tokens=12, temperature=0.7, seed=5)
-        request = GenerateRequest(
-            request_id="direct", prompt_ids=np.array(PROMPT, np.int32), num_samples=3, params=params
-        )
-        direct = await served.engine.generate(request)
+async def test_what_a_client_is_answered_is_what_the_engine_sampled(served):
+    answer = await served.complete(
+        prompt=PROMPT, n=3, max_tokens=12, temperature=0.7, seed=5, logprobs=1, extra_body=EXTRA
+    )
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=5)
+    request = GenerateRequest(request_id="direct", prompt_ids=np.array(PROMPT, np.int32), num_samples=3, params=params)
+    direct = await served.engine.generate(request)
     assert answer.policy_version == 0
     for index, (choice, completion) in enumerate(zip(answer.choices, direct, strict=True)):
         assert choice.index == index
@@ -41,55 +38,44 @@ async def test_what_a_client_is_answered_is_what_the_engine_sampled(serving):
     assert answer.usage.completion_tokens == sum(len(completion.ids) for completion in direct)
 
 
-async def test_texts_are_encoded_and_several_prompts_answered_in_order(serving, model):
+async def test_texts_are_encoded_and_several_prompts_answered_in_order(served, model):
     texts = ["one and one", "the sum"]
     encoded = [ids.tolist() for ids in load_tokenizer(model).encode(texts, add_special_tokens=True)]
-    async with serving() as served:
-        answer = await served.openai.completions.create(
-            model="tiny", prompt=texts, n=2, max_tokens=4, seed=1, extra_body=EXTRA
-        )
-        by_ids = await served.openai.completions.create(
-            model="tiny", prompt=encoded, n=2, max_tokens=4, seed=1, extra_body=EXTRA
-        )
+    answer = await served.complete(prompt=texts, n=2, max_tokens=4, seed=1, extra_body=EXTRA)
+    by_ids = await served.complete(prompt=encoded, n=2, max_tokens=4, seed=1, extra_body=EXTRA)
     assert [choice.prompt_token_ids for choice in answer.choices] == [encoded[0]] * 2 + [encoded[1]] * 2
     assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in by_ids.choices]
     assert answer.usage.prompt_tokens == sum(map(len, encoded))
 
 
-async def test_sampling_parameters_reach_the_engine(serving):
-    async with serving() as served:
-        create = served.openai.completions.create
-        greedy = await create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, n=2, extra_body=EXTRA)
-        top_1 = await create(model="tiny", prompt=PROMPT, max_tokens=6, extra_body={**EXTRA, "top_k": 1})
-        nucleus = await create(model="tiny", prompt=PROMPT, max_tokens=6, top_p=1e-6, extra_body=EXTRA)
-        likely = await create(model="tiny", prompt=PROMPT, max_tokens=6, extra_body={**EXTRA, "min_p": 1})
-        stopped_by = greedy.choices[0].token_ids[2]
-        body = {**EXTRA, "stop_token_ids": [stopped_by], "ignore_eos": True}
-        stopped = await create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, extra_body=body)
+async def test_sampling_parameters_reach_the_engine(served):
+    greedy = await served.complete(prompt=PROMPT, temperature=0, max_tokens=6, n=2, extra_body=EXTRA)
+    top_1 = await served.complete(prompt=PROMPT, max_tokens=6, extra_body={**EXTRA, "top_k": 1})
+    nucleus = await served.complete(prompt=PROMPT, max_tokens=6, top_p=1e-6, extra_body=EXTRA)
+    likely = await served.complete(prompt=PROMPT, max_tokens=6, extra_body={**EXTRA, "min_p": 1})
+    stopped_by = greedy.choices[0].token_ids[2]
+    body = {**EXTRA, "stop_token_ids": [stopped_by], "ignore_eos": True}
+    stopped = await served.complete(prompt=PROMPT, temperature=0, max_tokens=6, extra_body=body)
     expected = greedy.choices[0].token_ids
     assert [choice.token_ids for one in (greedy, top_1, nucleus, likely) for choice in one.choices] == [expected] * 5
     assert stopped.choices[0].token_ids == expected[: expected.index(stopped_by) + 1]
     assert (stopped.choices[0].finish_reason, stopped.choices[0].ended_by) == ("stop", "stop")
 
 
-async def test_without_a_limit_openai_s_own_holds_and_never_more_than_fits(serving):
-    async with serving() as served:
-        free = {"ignore_eos": True, **EXTRA}
-        default = await served.openai.completions.create(model="tiny", prompt=PROMPT, extra_body=free)
-        too_many = await served.openai.completions.create(
-            model="tiny", prompt=[67] * 500, max_tokens=10**9, extra_body=free
-        )
+async def test_without_a_limit_openai_s_own_holds_and_never_more_than_fits(served):
+    free = {"ignore_eos": True, **EXTRA}
+    default = await served.complete(prompt=PROMPT, extra_body=free)
+    too_many = await served.complete(prompt=[67] * 500, max_tokens=10**9, extra_body=free)
     assert len(default.choices[0].token_ids) == 16
     assert len(too_many.choices[0].token_ids) == 12
     assert too_many.choices[0].finish_reason == "length"
 
 
-async def test_a_stream_tells_what_the_whole_answer_says(serving):
-    ask = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "seed": 3, "logprobs": 0, "extra_body": EXTRA}
-    async with serving() as served:
-        whole = await served.openai.completions.create(**ask)
-        stream = await served.openai.completions.create(**ask, stream=True, stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
+async def test_a_stream_tells_what_the_whole_answer_says(served):
+    ask = {"prompt": PROMPT, "n": 2, "max_tokens": 8, "seed": 3, "logprobs": 0, "extra_body": EXTRA}
+    whole = await served.complete(**ask)
+    stream = await served.complete(**ask, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
     assert len(chunks) > 3, "no token was told of before the end"
     for choice in whole.choices:
         told = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
@@ -104,29 +90,27 @@ async def test_a_stream_tells_what_the_whole_answer_says(serving):
 
 
 @pytest.mark.parametrize("stop", [["e"], ["a", "th"], []])
-async def test_a_stream_never_tells_what_a_stop_text_takes_back(serving, stop):
-    ask = {"model": "tiny", "prompt": PROMPT, "n": 4, "max_tokens": 80, "seed": 5, "stop": stop}
-    async with serving() as served:
-        whole = await served.openai.completions.create(**ask)
-        texts = [""] * 4
-        async for chunk in await served.openai.completions.create(**ask, stream=True):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
+async def test_a_stream_never_tells_what_a_stop_text_takes_back(served, stop):
+    ask = {"prompt": PROMPT, "n": 4, "max_tokens": 80, "seed": 5, "stop": stop}
+    whole = await served.complete(**ask)
+    texts = [""] * 4
+    async for chunk in await served.complete(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices]
 
 
-async def test_a_stream_begins_at_once_and_whoever_leaves_it_ends_its_samples(serving, monkeypatch):
+async def test_a_stream_begins_at_once_and_whoever_leaves_it_ends_its_samples(served, monkeypatch):
     monkeypatch.setattr(_endpoint, "KEEP_ALIVE_S", 0.05)
-    async with serving() as served:
-        await served.engine.pause("keep")
-        async with served.http.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}) as answer:
-            assert (answer.status_code, answer.headers["X-Policy-Version"]) == (200, "0")
-            lines = answer.aiter_lines()
-            assert [await anext(lines) for _ in range(3)] == [": sampling", "", ": sampling"]
-        async with asyncio.timeout(60):
-            while (await served.engine.health()).num_waiting:
-                await asyncio.sleep(0.005)
-        too_long = await served.post("/v1/completions", prompt="a b c " * 300, stream=True)
+    await served.engine.pause("keep")
+    async with served.http.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}) as answer:
+        assert (answer.status_code, answer.headers["X-Policy-Version"]) == (200, "0")
+        lines = answer.aiter_lines()
+        assert [await anext(lines) for _ in range(3)] == [": sampling", "", ": sampling"]
+    async with asyncio.timeout(60):
+        while (await served.engine.health()).num_waiting:
+            await asyncio.sleep(0.005)
+    too_long = await served.post("/v1/completions", prompt="a b c " * 300, stream=True)
     assert too_long.status_code == 400
 
 
@@ -146,7 +130,7 @@ class HeldEngine(FakeRolloutEngine):
 async def test_a_stream_tells_of_a_token_when_it_comes_and_of_what_fails_later(serving):
     engine = HeldEngine()
     async with serving(engine=engine) as served:
-        stream = aiter(await served.openai.completions.create(model="tiny", prompt=PROMPT, stream=True))
+        stream = aiter(await served.complete(prompt=PROMPT, stream=True))
         async with asyncio.timeout(60):
             first = await anext(stream)
         assert len(first.choices[0].text) == 1
@@ -202,39 +186,34 @@ def model_answerer(model):
 async def test_what_cannot_be_is_refused_by_name(serving, wrong, param):
     async with serving(engine=FakeRolloutEngine(lambda *_: [1])) as served:
         with pytest.raises(openai.BadRequestError) as refused:
-            await served.openai.completions.create(**{"model": "tiny", "prompt": "a", "max_tokens": 1, **wrong})
+            await served.complete(**{"prompt": "a", "max_tokens": 1, **wrong})
     assert refused.value.param.startswith(param)
     assert refused.value.type == "invalid_request_error"
     assert len(refused.value.message.splitlines()) == 1
 
 
-async def test_an_engine_s_refusal_is_told_in_one_sentence(serving):
-    async with serving() as served:
-        too_long = "a b c " * 300
-        with pytest.raises(openai.BadRequestError, match="max_model_len is 512"):
-            await served.openai.completions.create(model="tiny", prompt=too_long)
-        with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
-            await served.openai.completions.create(model="gpt-9", prompt="a")
+async def test_an_engine_s_refusal_is_told_in_one_sentence(served):
+    too_long = "a b c " * 300
+    with pytest.raises(openai.BadRequestError, match="max_model_len is 512"):
+        await served.complete(prompt=too_long)
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        await served.complete(model="gpt-9", prompt="a")
 
 
-async def test_many_clients_at_once_get_their_own_answers(serving):
-    async with serving() as served:
+async def test_many_clients_at_once_get_their_own_answers(served):
 
-        async def ask(seed: int) -> list[int]:
-            answer = await served.openai.completions.create(
-                model="tiny", prompt=PROMPT, max_tokens=9, seed=seed, extra_body=EXTRA
-            )
-            return answer.choices[0].token_ids
+    async def ask(seed: int) -> list[int]:
+        answer = await served.complete(prompt=PROMPT, max_tokens=9, seed=seed, extra_body=EXTRA)
+        return answer.choices[0].token_ids
 
-        together = await asyncio.gather(*(ask(seed) for seed in range(24)))
-        alone = [await ask(seed) for seed in range(24)]
+    together = await asyncio.gather(*(ask(seed) for seed in range(24)))
+    alone = [await ask(seed) for seed in range(24)]
     assert together == alone
 
 
-async def test_models_and_health_name_the_policy(serving):
-    async with serving() as served:
-        [card] = (await served.openai.models.list()).data
-        health = await served.http.get("/health")
+async def test_models_and_health_name_the_policy(served):
+    [card] = (await served.openai.models.list()).data
+    health = await served.http.get("/health")
     assert (card.id, card.policy_version, card.max_model_len) == ("tiny", 0, 512)
     assert health.headers["X-Policy-Version"] == "0"
     assert health.json()["status"] == "ok"

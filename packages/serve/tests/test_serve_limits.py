@@ -34,17 +34,16 @@ def raw_request(served, body: bytes, length: int | None = None) -> bytes:
     return f"{head}Content-Type: application/json\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body
 
 
-async def test_a_client_that_leaves_ends_its_samples(serving):
-    async with serving() as served:
-        await served.engine.pause("keep")
-        _, writer = await open_raw(served)
-        writer.write(raw_request(served, json.dumps({**ASK, "prompt": [[67], [68]], "n": 3}).encode()))
-        await writer.drain()
-        await until_running(served, 6)
-        writer.close()
-        await until_running(served, 0)
-        await served.engine.resume()
-        after = await served.post("/v1/completions", **{**ASK, "max_tokens": 1})
+async def test_a_client_that_leaves_ends_its_samples(served):
+    await served.engine.pause("keep")
+    _, writer = await open_raw(served)
+    writer.write(raw_request(served, json.dumps({**ASK, "prompt": [[67], [68]], "n": 3}).encode()))
+    await writer.drain()
+    await until_running(served, 6)
+    writer.close()
+    await until_running(served, 0)
+    await served.engine.resume()
+    after = await served.post("/v1/completions", **{**ASK, "max_tokens": 1})
     assert after.status_code == 200
 
 
@@ -118,17 +117,16 @@ async def test_paths_and_methods_that_are_not_there_are_told_in_openai_s_form(se
     assert "/openapi.json says what there is" in put.json()["error"]["message"]
 
 
-async def test_closing_answers_who_is_waiting_and_lets_nobody_in(serving):
-    async with serving() as served:
-        await served.engine.pause("keep")
-        asked = asyncio.create_task(served.post("/v1/completions", **ASK))
-        await until_running(served, 1)
-        async with asyncio.timeout(DEADLINE_S):
-            await served.server.close()
-            answer = await asked
+async def test_closing_answers_who_is_waiting_and_lets_nobody_in(served):
+    await served.engine.pause("keep")
+    asked = asyncio.create_task(served.post("/v1/completions", **ASK))
+    await until_running(served, 1)
+    async with asyncio.timeout(DEADLINE_S):
         await served.server.close()
-        with pytest.raises(OSError):
-            await open_raw(served)
+        answer = await asked
+    await served.server.close()
+    with pytest.raises(OSError):
+        await open_raw(served)
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +12,12 @@ from safetensors.torch import save_file
 from offbeat_mesh import open_device
 from offbeat_training import (
     MOMENTS,
+    CutTensor,
     TensorFolder,
     TrainerState,
     describe_part,
+    num_elements,
+    overlap,
     plan_files,
     publish,
     random_state,
@@ -90,7 +94,7 @@ def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
     with pytest.raises(ModelError, match=r"model-00001-of-00003\.safetensors is missing"):
         TensorFolder(tmp_path)
     index.write_text("{}")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="names no files in weight_map"):
         TensorFolder(tmp_path)
 
 
@@ -108,3 +112,23 @@ def test_folders_are_put_back_and_replaced(tmp_path):
     place.rename(tmp_path / ".old-01234567-step-1")  # killed between two renames
     recover(place)
     assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dp=st.integers(1, 5),
+    tp=st.sampled_from([(1, None), (2, None), (2, 0), (2, 1)]),
+)
+def test_boxes_of_all_places_cover_a_tensor_once(shape, dp, tp):
+    tp_size, tp_dim = tp
+    if tp_dim is not None:
+        tp_dim = min(tp_dim, len(shape) - 1)
+        shape[tp_dim] *= tp_size
+    seen = np.zeros(shape, int)
+    places = [(i, j) for i in range(dp) for j in range(tp_size if tp_dim is not None else 1)]
+    tensor = CutTensor(name="", shape=tuple(shape), tp_dim=tp_dim)
+    boxes = [tensor.box_at(dp=(i, dp), tp=(j, tp_size)) for i, j in places]
+    for box in boxes:
+        seen[slices(box)] += 1
+    assert np.all(seen == 1)
+    assert sum(num_elements(overlap(boxes[0], box)) for box in boxes[1:]) == 0

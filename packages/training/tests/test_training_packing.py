@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_training import lay_out, members_in_order, plan_packs, plan_shares
+from offbeat_training import lay_out, plan_packs, plan_shares
 from offbeat_types import TrainSequence
 
 PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
@@ -85,15 +85,26 @@ def test_a_sequence_above_the_budget_goes_alone():
 
 
 @settings(max_examples=100, deadline=None)
-@given(sequences=sequence_lists(), budget=st.integers(2, 40), share=st.booleans(), num_shares=st.integers(1, 5))
-def test_shares_meet_in_every_micro_batch_and_leave_nothing_out(sequences, budget, share, num_shares):
-    shares = plan_shares(sequences, budget=budget, share_prompts=share, num_shares=num_shares)
-    assert shares == plan_shares(list(sequences), budget=budget, share_prompts=share, num_shares=num_shares)
-    assert len({len(batches) for batches in shares}) == 1
-    for families in (families for batches in shares for families in batches if families):
-        pack = lay_out(sequences, families)
-        assert len(pack.ids_T) <= budget or len(pack.members) == 1
-    members = sorted(member for share in members_in_order(shares) for member in share)
+@given(
+    sequences=sequence_lists(),
+    budget=st.integers(2, 40),
+    share=st.booleans(),
+    num_shares=st.integers(1, 5),
+    even=st.booleans(),
+    round_up_to=st.sampled_from([1, 2, 4]),
+)
+def test_shares_meet_in_every_micro_batch_and_leave_nothing_out(
+    sequences, budget, share, num_shares, even, round_up_to
+):
+    how = {"budget": budget, "share_prompts": share, "even": even, "round_up_to": round_up_to}
+    shares = plan_shares(sequences, **how, num_shares=num_shares)
+    assert shares == plan_shares(list(sequences), **how, num_shares=num_shares)
+    assert len(shares) == num_shares
+    [num_rounds] = {len(batches) for batches in shares}
+    assert num_rounds % round_up_to == 0
+    packs = [lay_out(sequences, families) for batches in shares for families in batches if families]
+    assert all(len(pack.ids_T) <= budget or len(pack.members) == 1 for pack in packs)
+    members = sorted(member for pack in packs for member in pack.members)
     assert members == [i for i, s in enumerate(sequences) if s.loss_mask.any()]
 
 

@@ -2,8 +2,6 @@
 
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,7 @@ KIND = "offbeat.example"
 
 
 @pytest.fixture
-def example_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def example_backend(tmp_path, monkeypatch):
     """A distribution on sys.path that registers two backends, one of them broken."""
     metadata = tmp_path / "offbeat_example-0.1.dist-info"
     metadata.mkdir()
@@ -35,32 +33,32 @@ def example_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.mark.usefixtures("example_backend")
-def test_a_registered_backend_is_loaded_by_name() -> None:
+def test_a_registered_backend_is_loaded_by_name():
     assert installed_backends(KIND) == ("broken", "working")
     assert load_backend(KIND, "working").name == "working"
 
 
 @pytest.mark.usefixtures("example_backend")
-def test_a_broken_backend_keeps_its_own_error() -> None:
+def test_a_broken_backend_keeps_its_own_error():
     with pytest.raises(AttributeError, match="Missing"):
         load_backend(KIND, "broken")
 
 
 @pytest.mark.usefixtures("example_backend")
-def test_an_unknown_name_lists_the_ones_there_are() -> None:
+def test_an_unknown_name_lists_the_ones_there_are():
     message = f"{KIND} backend 'wroking' is not installed (installed: broken, working); check the name"
     with pytest.raises(BackendError, match=re.escape(message)):
         load_backend(KIND, "wroking")
 
 
-def test_a_known_backend_that_is_not_installed_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_backend_that_is_not_installed_comes_with_its_install_line(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     line = 'install it with: pip install "offbeat-rollout-vllm[engine]"'
     with pytest.raises(BackendError, match=re.escape(f"(installed: none); {line}")):
         load_backend("offbeat.rollout", "vllm")
 
 
-def test_nothing_is_installed_under_a_kind_nobody_uses() -> None:
+def test_nothing_is_installed_under_a_kind_nobody_uses():
     assert installed_backends("offbeat.nobody") == ()
 
 
@@ -79,7 +77,7 @@ class Demanding:
 
 
 @pytest.fixture
-def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kinds(tmp_path, monkeypatch):
     metadata = tmp_path / "demanding_device-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: demanding-device\nVersion: 0.1\n")
@@ -93,13 +91,13 @@ def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("kinds")
 @pytest.mark.parametrize("device", ["auto", "plain:1", "nowhere:0"])
-def test_nothing_is_needed_of_a_kind_that_asks_for_nothing(device: str) -> None:
+def test_nothing_is_needed_of_a_kind_that_asks_for_nothing(device):
     assert engine_needs("engine", RolloutEngineSettings(device=device), releases=["1.0"]) == EngineNeeds()
 
 
 @pytest.mark.usefixtures("kinds")
 @pytest.mark.parametrize(("device", "devices"), [("demanding", []), ("demanding:2", [2, 3, 4, 5])])
-def test_a_device_is_told_what_is_going_to_run_on_it(device: str, devices: list[int]) -> None:
+def test_a_device_is_told_what_is_going_to_run_on_it(device, devices):
     settings = RolloutEngineSettings(device=device, tensor_parallel=4, options={"form": "async"})
     needs = engine_needs("engine", settings, releases=["1.0", "1.1"])
     assert needs.notice == f"engine 1.0 1.1 on {devices}"

@@ -1,7 +1,6 @@
 """Files of a model folder: any reader of safetensors reads them, and no tensor is taken from the wrong one."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,11 +24,11 @@ from offbeat_types import (
 ONE, OTHER = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def write_index(folder: Path, **files: str) -> None:
+def write_index(folder, **files):
     (folder / MODEL_INDEX_FILE).write_text(json.dumps({"weight_map": files}))
 
 
-def test_a_header_says_where_each_tensor_lies() -> None:
+def test_a_header_says_where_each_tensor_lies():
     header = tensor_file_header(
         [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (5,)), TensorSpec("c", "uint8", (0,))]
     )
@@ -44,19 +43,19 @@ def test_a_header_says_where_each_tensor_lies() -> None:
     }
 
 
-def test_an_index_says_which_file_holds_what_and_how_much_there_is() -> None:
+def test_an_index_says_which_file_holds_what_and_how_much_there_is():
     told = tensor_file_index({ONE: [TensorSpec("a", "float32", (2,))], OTHER: [TensorSpec("b", "bfloat16", (5,))]})
     assert json.loads(told) == {"metadata": {"total_size": 18}, "weight_map": {"a": ONE, "b": OTHER}}
 
 
-def test_the_library_reads_what_begins_so(tmp_path: Path) -> None:
+def test_the_library_reads_what_begins_so(tmp_path):
     numpy_of = pytest.importorskip("safetensors.numpy")
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     (tmp_path / MODEL_FILE).write_bytes(tensor_file_header([TensorSpec("a", "float32", (2, 3))]) + values.tobytes())
     assert np.array_equal(numpy_of.load_file(tmp_path / MODEL_FILE)["a"], values)
 
 
-def test_the_index_decides_and_is_not_asked_beside_the_single_file(tmp_path: Path) -> None:
+def test_the_index_decides_and_is_not_asked_beside_the_single_file(tmp_path):
     assert find_tensors(tmp_path, {ONE: ["a"], OTHER: ["b"]}) == {"a": ONE, "b": OTHER}
     with pytest.raises(ModelError, match=f"holds a twice, in {ONE} and in {OTHER}"):
         find_tensors(tmp_path, {ONE: ["a"], OTHER: ["a"]})
@@ -66,18 +65,18 @@ def test_the_index_decides_and_is_not_asked_beside_the_single_file(tmp_path: Pat
     with pytest.raises(ModelError, match=f"is not whole: {OTHER} is missing"):
         find_tensors(tmp_path, {ONE: ["a"]})
     (tmp_path / MODEL_INDEX_FILE).write_text("[")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is not valid JSON"):
         find_tensors(tmp_path, {ONE: ["a"]})
 
 
-def test_weights_are_dropped_under_all_their_names_and_nothing_else(tmp_path: Path) -> None:
+def test_weights_are_dropped_under_all_their_names_and_nothing_else(tmp_path):
     for name in (MODEL_FILE, ONE, MODEL_INDEX_FILE, "mtp.safetensors", "config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text("")
     drop_model_files(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_model.safetensors", "config.json"]
 
 
-def test_a_tokenizer_is_copied_with_all_it_needs_and_nothing_else(tmp_path: Path) -> None:
+def test_a_tokenizer_is_copied_with_all_it_needs_and_nothing_else(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir()
     folder.mkdir()
@@ -88,7 +87,7 @@ def test_a_tokenizer_is_copied_with_all_it_needs_and_nothing_else(tmp_path: Path
     assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in wanted}
 
 
-def test_shapes_are_those_of_the_header_of_a_whole_file(tmp_path: Path) -> None:
+def test_shapes_are_those_of_the_header_of_a_whole_file(tmp_path):
     path = tmp_path / MODEL_FILE
     whole = tensor_file_header([TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "uint8", ())]) + bytes(25)
     path.write_bytes(whole)
@@ -102,7 +101,7 @@ def test_shapes_are_those_of_the_header_of_a_whole_file(tmp_path: Path) -> None:
         read_tensor_shapes(path)
 
 
-def test_the_files_of_a_model_are_those_of_its_index(tmp_path: Path) -> None:
+def test_the_files_of_a_model_are_those_of_its_index(tmp_path):
     with pytest.raises(ModelError, match=f"lacks {MODEL_FILE}"):
         list_model_files(tmp_path)
     write_index(tmp_path, a=OTHER, b=ONE, c=ONE)
@@ -115,7 +114,7 @@ def test_the_files_of_a_model_are_those_of_its_index(tmp_path: Path) -> None:
     assert list_model_files(tmp_path) == [tmp_path / MODEL_FILE]
 
 
-def test_the_end_of_a_sequence_is_what_the_first_file_says(tmp_path: Path) -> None:
+def test_the_end_of_a_sequence_is_what_the_first_file_says(tmp_path):
     config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
     with pytest.raises(ModelError, match=r"needs config\.json"):
         read_eos_ids(tmp_path)
@@ -130,7 +129,7 @@ def test_the_end_of_a_sequence_is_what_the_first_file_says(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("text", "words"), [("[1]", "must hold a JSON object, got list"), ("{", "is not valid JSON")])
-def test_settings_that_are_none_are_named(tmp_path: Path, text: str, words: str) -> None:
+def test_settings_that_are_none_are_named(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=words):
         read_model_json(tmp_path / "config.json")

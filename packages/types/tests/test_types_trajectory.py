@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_types import Completion, Reply, ShapeError, StopReason, Trajectory, VersionSegment
+from offbeat_types import Completion, Reply, ShapeError, Trajectory, VersionSegment
 
 
-def turn(sampled: list[int], version: int = 0, stop_reason: StopReason = "eos") -> Completion:
+def turn(sampled, version=0, stop_reason="eos"):
     return Completion(
         ids=np.array(sampled, np.int32),
         logprobs=-np.array(sampled, np.float32),
@@ -18,7 +18,7 @@ def turn(sampled: list[int], version: int = 0, stop_reason: StopReason = "eos") 
     )
 
 
-def reply(read: list[int]) -> Reply:
+def reply(read):
     return Reply(ids=np.array(read, np.int32), text=f"({read})")
 
 
@@ -30,9 +30,7 @@ ids = st.lists(st.integers(1, 99), max_size=5)
     first=ids,
     parts=st.lists(st.tuples(ids, ids), max_size=4),
 )
-def test_the_training_sequence_is_every_token_in_order_with_the_loss_on_the_sampled_ones(
-    prompt: list[int], first: list[int], parts: list[tuple[list[int], list[int]]]
-) -> None:
+def test_the_training_sequence_is_every_token_in_order_with_the_loss_on_the_sampled_ones(prompt, first, parts):
     said = [first, *(sampled for _, sampled in parts)]
     trajectory = Trajectory(
         turns=tuple(turn(sampled) for sampled in said), replies=tuple(reply(read) for read, _ in parts)
@@ -49,7 +47,7 @@ def test_the_training_sequence_is_every_token_in_order_with_the_loss_on_the_samp
     assert trajectory.num_tokens == len(sampled_ids) == sum(each.num_tokens for each in trajectory.segments)
 
 
-def test_every_turn_keeps_its_versions_and_lag_counts_from_the_oldest() -> None:
+def test_every_turn_keeps_its_versions_and_lag_counts_from_the_oldest():
     trajectory = Trajectory(turns=(turn([1, 2], version=7), turn([4], version=9)), replies=(reply([3]),))
     assert trajectory.segments == (
         VersionSegment(version=7, num_tokens=2),
@@ -59,7 +57,7 @@ def test_every_turn_keeps_its_versions_and_lag_counts_from_the_oldest() -> None:
 
 
 @pytest.mark.parametrize(("stop_reason", "ended"), [("eos", "done"), ("stop", "done"), ("length", "cut_off")])
-def test_one_completion_is_a_trajectory(stop_reason: StopReason, ended: str) -> None:
+def test_one_completion_is_a_trajectory(stop_reason, ended):
     completion = turn([1, 2], stop_reason=stop_reason)
     trajectory = Trajectory.of(completion)
     assert (trajectory.ended, trajectory.stop_reason, trajectory.text) == (ended, stop_reason, completion.text)
@@ -67,11 +65,11 @@ def test_one_completion_is_a_trajectory(stop_reason: StopReason, ended: str) -> 
     assert trajectory.loss_mask.all()
 
 
-def test_what_was_said_and_answered_can_be_read() -> None:
+def test_what_was_said_and_answered_can_be_read():
     assert Trajectory(turns=(turn([1]), turn([3])), replies=(reply([2]),)).text == "<[1]>([2])<[3]>"
 
 
 @pytest.mark.parametrize(("num_turns", "num_replies"), [(0, 0), (1, 1), (2, 0)])
-def test_turns_without_replies_between_them_are_refused(num_turns: int, num_replies: int) -> None:
+def test_turns_without_replies_between_them_are_refused(num_turns, num_replies):
     with pytest.raises(ShapeError, match=f"got {num_turns} turns and {num_replies} replies"):
         Trajectory(turns=(turn([1]),) * num_turns, replies=(reply([2]),) * num_replies)

@@ -1,8 +1,5 @@
 """What every training engine does with an update: the same values reach the same tokens, and all ranks hear of all."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +8,6 @@ from hypothesis import strategies as st
 from offbeat_types import (
     LossTokens,
     Metric,
-    Metrics,
     ModelError,
     OffbeatError,
     PeerFailedError,
@@ -24,12 +20,12 @@ from offbeat_types import (
 )
 
 
-def sequence_of(ids: list[int], first: int, **extras: np.ndarray) -> TrainSequence:
+def sequence_of(ids, first, **extras):
     return TrainSequence(ids=np.array(ids, np.int32), loss_mask=np.arange(len(ids)) >= first, extras=extras)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.data())
-def test_values_come_back_to_the_tokens_they_are_of(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_values_come_back_to_the_tokens_they_are_of(lengths, data):
     sequences = [sequence_of(list(range(1, n + 1)), first) for n, first in lengths]
     order = data.draw(st.permutations(range(len(sequences))))
     cut = data.draw(st.integers(0, len(order)))
@@ -39,7 +35,7 @@ def test_values_come_back_to_the_tokens_they_are_of(lengths: list[tuple[int, int
         np.testing.assert_array_equal(found, np.where(sequence.loss_mask, sequence.ids, 0))
 
 
-def test_extras_are_those_of_the_loss_tokens_in_order() -> None:
+def test_extras_are_those_of_the_loss_tokens_in_order():
     found = loss_extras(
         [
             sequence_of([5, 6, 7], 1, b=np.arange(3), a=np.arange(3) + 10),
@@ -50,7 +46,7 @@ def test_extras_are_those_of_the_loss_tokens_in_order() -> None:
     assert list(found) == ["a", "b"]
 
 
-def test_token_ids_lie_in_the_vocabulary() -> None:
+def test_token_ids_lie_in_the_vocabulary():
     check_token_ids([sequence_of([0, 9], 1), sequence_of([], 1)], 10)
     with pytest.raises(ModelError, match=r"must be in \[0, 9\): got 0 to 9"):
         check_token_ids([sequence_of([0, 9], 1)], 9)
@@ -59,13 +55,13 @@ def test_token_ids_lie_in_the_vocabulary() -> None:
 class Scalar:
     """As much of a tensor as is asked of one."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape):
         self.shape = shape
 
-    def numel(self) -> int:
+    def numel(self):
         return int(np.prod(self.shape))
 
-    def reshape(self, shape: tuple[int, ...]) -> "Scalar":
+    def reshape(self, shape):
         return Scalar(*shape)
 
 
@@ -77,7 +73,7 @@ class Scalar:
         ((Scalar(1), {"kl": 0.1}), "got kl = 0.1"),
     ],
 )
-def test_a_loss_must_return_a_scalar_and_metrics(said: Any, text: str) -> None:
+def test_a_loss_must_return_a_scalar_and_metrics(said, text):
     one = Scalar(1)
     tokens = LossTokens(
         logprobs_N=one, entropy_N=one, sequence_N=one, num_sequences=1, extras={}, total_tokens=1, total_sequences=1
@@ -87,15 +83,15 @@ def test_a_loss_must_return_a_scalar_and_metrics(said: Any, text: str) -> None:
         call_loss(lambda _: said, tokens)
 
 
-def ask_all(results: list[list[Metrics]], failures: list[Exception | None], speakers: list[bool]) -> list[Any]:
+def ask_all(results, failures, speakers):
     """What each of four ranks in two shares gets: (metrics, or the error)."""
-    said: list[Any] = []
+    said = []
 
-    def say(value: Any) -> list[Any]:
+    def say(value):
         said.append(value)
         raise InterruptedError
 
-    def call(rank: int, exchange: Callable[[Any], list[Any]]) -> Any:
+    def call(rank, exchange):
         return merge_over_ranks(
             results[rank], failures[rank], share=rank // 2, speaks=speakers[rank], exchange=exchange
         )
@@ -103,7 +99,7 @@ def ask_all(results: list[list[Metrics]], failures: list[Exception | None], spea
     for rank in range(4):
         with pytest.raises(InterruptedError):
             call(rank, say)
-    found: list[Any] = []
+    found = []
     for rank in range(4):
         try:
             found.append(call(rank, lambda _: said))
@@ -112,14 +108,14 @@ def ask_all(results: list[list[Metrics]], failures: list[Exception | None], spea
     return found
 
 
-def test_each_share_is_counted_once_and_all_ranks_get_the_same() -> None:
+def test_each_share_is_counted_once_and_all_ranks_get_the_same():
     results = [[{"n": Metric(value=value, how="sum")}] for value in (1.0, 1.0, 4.0, 4.0)]
     found = ask_all(results, [None] * 4, [False, True, True, False])
     assert found == [{"n": Metric(value=5.0, weight=2.0, how="sum")}] * 4
 
 
-def test_all_ranks_hear_of_the_one_that_failed() -> None:
-    mixed: list[Metrics] = [{"n": Metric(value=1, how="sum")}, {"n": Metric(value=1)}]
+def test_all_ranks_hear_of_the_one_that_failed():
+    mixed = [{"n": Metric(value=1, how="sum")}, {"n": Metric(value=1)}]
     for failure, batches in ((ValueError("no"), [[]] * 4), (None, [[], [], mixed, []])):
         found = ask_all(batches, [None, None, failure, None], [True, False, True, False])
         assert isinstance(found[2], ValueError)

@@ -4,16 +4,28 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from offbeat_weightsync import BucketPlan, WeightSender, describe_tensors, new_address, new_socket_path, open_sender
+from offbeat_mesh import Group
+from offbeat_weightsync import (
+    WeightSender,
+    broadcast_weights,
+    list_versions,
+    new_address,
+    new_socket_path,
+    open_sender,
+    read_weights,
+    receive_broadcast,
+    wait_for_proofs,
+    write_weights,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the processes of weightsync_peers
 
-from weightsync_peers import be_engine
+from weightsync_peers import Sync, Weights, be_engine, give, plan_of, said_by, take
 from weightsync_ranks import RankTeam, RunRanks
 
 # Processes are forked from a fresh one that has imported torch once, and nothing else has happened in.
@@ -26,38 +38,29 @@ class Peer:
 
     def __init__(self, target: Callable[..., None], *args: object) -> None:
         self._texts, theirs = PROCESSES.Pipe(duplex=False)
-        self._process = PROCESSES.Process(target=target, args=(theirs, *args))
-        self._process.start()
+        self.process = PROCESSES.Process(target=target, args=(theirs, *args))
+        self.process.start()
         theirs.close()
+        assert self.next_text() == "ready"
 
     def next_text(self) -> str:
-        """Wait for what it has to say next."""
+        """Wait for what it has to say next; "" if it has died."""
         assert self._texts.poll(30), "the process says nothing"
-        return str(self._texts.recv())
-
-    def wait_dead(self) -> None:
-        """Wait until it is gone."""
-        self._process.join(30)
-        assert self._process.exitcode is not None, "the process lives on"
+        try:
+            return str(self._texts.recv())
+        except EOFError:
+            return ""
 
     def is_stopped(self) -> bool:
         """Whether it stands still, as after SIGSTOP."""
-        return Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-
-    def kill(self) -> None:
-        """End it as `kill -9` does."""
-        self._process.kill()
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
     def end(self) -> None:
         """Kill it, if it is still there."""
-        self._process.kill()
-        self._process.join()
-        self._process.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
         self._texts.close()
-
-
-StartEngine = Callable[..., Peer]
-Listen = Callable[..., WeightSender]
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def address() -> str:
 
 
 @pytest.fixture
-def weights() -> dict[str, Tensor]:
+def weights() -> Weights:
     """Tensors of several shapes and dtypes; `head` is tied to `embed`; `wide` is longer than a bucket of 4096."""
     draw = torch.Generator().manual_seed(0)
     embed = torch.randn(16, 8, generator=draw)
@@ -84,12 +87,8 @@ def weights() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def peers() -> Iterator[list[Peer]]:
-    """Processes to end after the test."""
-    started: list[Peer] = []
-    yield started
-    for peer in started:
-        peer.end()
+def floats(weights: Weights) -> Weights:
+    return {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
 
 
 @pytest.fixture(params=["", "127.0.0.1"], ids=["shared-memory", "tcp"])
@@ -99,38 +98,37 @@ def host(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def listen(host: str) -> Listen:
+def listen(host: str) -> Callable[..., WeightSender]:
     """Make a sender of some weights that listens at an address of its own."""
-
-    def make(weights: dict[str, Tensor], dtype: str | None = None, bucket_bytes: int = 4096) -> WeightSender:
-        plan = BucketPlan.build(describe_tensors(weights.items(), dtype), bucket_bytes)
-        return open_sender(new_address(host), plan, deadline_s=30)
-
-    return make
+    return lambda weights, *how: open_sender(new_address(host), plan_of(weights, *how), deadline_s=30)
 
 
 @pytest.fixture
-def start_engine(peers: list[Peer]) -> StartEngine:
-    """Start an engine that asks for weights at an address; returns when it is about to connect."""
-
-    def start(
-        address: str, fault: str = "", *, name: str = "rollout-0", version: int = 1, deadline_s: float = 30
-    ) -> Peer:
-        peers.append(Peer(be_engine, address, name, version, deadline_s, fault))
-        assert peers[-1].next_text() == "ready"
-        return peers[-1]
-
-    return start
+def sender(listen: Callable[..., WeightSender], weights: Weights) -> Iterator[WeightSender]:
+    with listen(weights) as sender:
+        yield sender
 
 
 @pytest.fixture
-def start_peer(peers: list[Peer]) -> StartEngine:
+def start_peer() -> Iterator[Callable[..., Peer]]:
     """Start a process that runs `target(texts, *args)`; returns when it says "ready"."""
+    started: list[Peer] = []
 
     def start(target: Callable[..., None], *args: object) -> Peer:
-        peers.append(Peer(target, *args))
-        assert peers[-1].next_text() == "ready"
-        return peers[-1]
+        started.append(Peer(target, *args))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        peer.end()
+
+
+@pytest.fixture
+def start_engine(start_peer: Callable[..., Peer]) -> Callable[..., Peer]:
+    """Start an engine that asks for weights at an address; returns when it is about to connect."""
+
+    def start(address: str, fault: str = "", *, name: str = "rollout-0", version: int = 1) -> Peer:
+        return start_peer(be_engine, address, name, version, 30.0, fault)
 
     return start
 
@@ -141,3 +139,67 @@ def run_ranks() -> Iterator[RunRanks]:
     team = RankTeam()
     yield team.run
     team.kill()
+
+
+@pytest.fixture(params=["shared-memory", "tcp", "group", "disk"])
+def sync(request: pytest.FixtureRequest, weights: Weights, tmp_path: Path) -> Sync:
+    if request.param == "group":
+        return Sync(_by_group(weights, request.getfixturevalue("run_ranks")), "rank 0", "rank 1")
+    if request.param == "disk":
+        return Sync(_by_disk(weights, tmp_path), "", "rollout-0")
+    host = "127.0.0.1" if request.param == "tcp" else ""
+    run = _by_connection(weights, host, request.getfixturevalue("start_engine"))
+    return Sync(run, "trainer-0", "rollout-0", "trainer-0 gave up: ")
+
+
+def _by_connection(weights: Weights, host: str, start_engine: Any) -> Callable[[str], list[str]]:
+    def run(fault: str) -> list[str]:
+        with open_sender(new_address(host), plan_of(weights), deadline_s=30) as sender:
+            engines = [start_engine(sender.address, fault), start_engine(sender.address, name="rollout-1")]
+            said = [said_by(lambda: sender.send(give(weights, fault), 1, 2))]
+            said += [engine.next_text() for engine in engines]
+            later = start_engine(sender.address, version=2)
+            sender.send(weights.items(), 2, 1)
+            assert later.next_text().startswith("holds 8 tensors")
+            return said
+
+    return run
+
+
+def _by_group(weights: Weights, run_ranks: RunRanks) -> Callable[[str], list[str]]:
+    def sync_once(group: Group, version: int, fault: str) -> object:
+        if group.rank == 0:
+            return broadcast_weights(group, plan_of(weights), give(weights, fault), version, deadline_s=20)
+        with receive_broadcast(group, version, deadline_s=20) as stream:
+            return take(stream, fault if group.rank == 1 else "")
+
+    def run(fault: str) -> list[str]:
+        def body(group: Group) -> str:
+            said = said_by(lambda: sync_once(group, 1, fault))
+            if "die" not in fault:
+                assert said_by(lambda: sync_once(group, 2, "")) == ("has 8" if group.rank else "has 2")
+            return said
+
+        return run_ranks(3, body)
+
+    return run
+
+
+def _by_disk(weights: Weights, root: Path) -> Callable[[str], list[str]]:
+    def write(version: int, fault: str) -> Path:
+        return write_weights(root, plan_of(weights), give(weights, fault), version, file_bytes=4000)
+
+    def read(version: int, name: str, fault: str = "") -> Weights:
+        with read_weights(root, version, deadline_s=10, name=name) as stream:
+            return take(stream, fault)
+
+    def run(fault: str) -> list[str]:
+        said = [said_by(lambda: [write(1, fault)])]
+        if list_versions(root):
+            engines = [said_by(lambda: read(1, "rollout-0", fault)), said_by(lambda: read(1, "rollout-1"))]
+            said = [said_by(lambda: wait_for_proofs(root, 1, 2, deadline_s=5)), *engines]
+        write(2, "")
+        assert len(read(2, "rollout-0")) == 8
+        return said
+
+    return run

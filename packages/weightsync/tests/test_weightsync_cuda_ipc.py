@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 from torch.multiprocessing import reductions
+from weightsync_peers import Weights, plan_of
 
 from offbeat_types import TensorSpec, WeightSyncError
-from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors
+from offbeat_weightsync import SharedMemorySender
 from offbeat_weightsync._connection import CudaHandle, Message, Offer
 
 SHARED = (
@@ -48,11 +48,11 @@ def test_the_methods_exist_on_the_storages_that_we_use() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_torch_without_cuda_says_so_and_so_do_we(address: str, weights: dict[str, Tensor]) -> None:
+def test_torch_without_cuda_says_so_and_so_do_we(address: str, weights: Weights) -> None:
     new: Any = torch.UntypedStorage._new_shared_cuda
     with pytest.raises(RuntimeError, match="CUDA is not available"):
         new(0, b"", 1, 0, b"", 0, b"", False)
-    plan = BucketPlan.build(describe_tensors(weights.items()))
+    plan = plan_of(weights)
     with pytest.raises(WeightSyncError, match="CUDA IPC needs a CUDA device, and there is none here"):
         SharedMemorySender(address, plan, device="cuda:0")
     SharedMemorySender(address, plan).close()  # the address is free again
@@ -67,9 +67,8 @@ def test_a_handle_survives_the_wire() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_weights_go_through_device_memory(address: str, weights: dict[str, Tensor], start_engine: Any) -> None:
-    plan = BucketPlan.build(describe_tensors(weights.items()), 4096)
-    with SharedMemorySender(address, plan, deadline_s=60, device="cuda:0") as sender:
+def test_weights_go_through_device_memory(address: str, weights: Weights, start_engine: Any) -> None:
+    with SharedMemorySender(address, plan_of(weights), deadline_s=60, device="cuda:0") as sender:
         engine = start_engine(sender.address)
         sender.send(((name, tensor.cuda()) for name, tensor in weights.items()), 1, 1)
         total = sum(float(tensor.double().sum()) for tensor in weights.values())

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from weightsync_peers import in_thread
 from weightsync_ranks import RunRanks
 
 from offbeat_mesh import Group
@@ -96,7 +96,7 @@ class EngineThatLosesAByte:
         return proof
 
 
-async def update(folder: Path, open_stream: OpenStream, whole: Named, *, flip: bool = False) -> str:
+async def update_engine(folder: Path, open_stream: OpenStream, whole: Named, *, flip: bool = False) -> str:
     """Update an engine by a stream with a fault; say what it serves then, and check that a whole update mends it."""
     engine = await TorchRolloutEngine.create(RolloutEngineConfig(model_path=str(folder), device="cpu", num_threads=1))
     try:
@@ -119,25 +119,25 @@ async def update(folder: Path, open_stream: OpenStream, whole: Named, *, flip: b
         await engine.close()
 
 
+Update = Callable[..., str]
+
+
+@pytest.fixture
+def update(folder: Path, new_weights: Named) -> Update:
+    return lambda open_stream, **how: asyncio.run(update_engine(folder, open_stream, new_weights, **how))
+
+
 def test_a_whole_update_by_every_transport_is_served(
-    folder: Path, new_weights: Named, address: str, tmp_path: Path
+    update: Update, new_weights: Named, address: str, tmp_path: Path
 ) -> None:
-    plan = plan_of(new_weights)
-    write_weights(tmp_path, plan, new_weights, 2)
-    with SharedMemorySender(address, plan, deadline_s=30) as sender:
-        thread = threading.Thread(target=sender.send, args=(new_weights, 2, 1))
-        thread.start()
-        for open_stream in (
-            lambda: receive(address, 2, 30),
-            lambda: read_weights(tmp_path, 2, deadline_s=30),
-            lambda: nullcontext(InProcessStream(new_weights, 2)),
-        ):
-            assert asyncio.run(update(folder, open_stream, new_weights)) == "no error"
-        thread.join()
-
-
-def lose_one(tensors: Named) -> Named:
-    return tensors[:-1]
+    write_weights(tmp_path, plan_of(new_weights), new_weights, 2)
+    assert update(lambda: read_weights(tmp_path, 2, deadline_s=30)) == "no error"
+    assert update(lambda: nullcontext(InProcessStream(new_weights, 2))) == "no error"
+    with (
+        SharedMemorySender(address, plan_of(new_weights), deadline_s=30) as sender,
+        in_thread(lambda: sender.send(new_weights, 2, 1)),
+    ):
+        assert update(lambda: receive(address, 2, 30)) == "no error"
 
 
 def widen_one(tensors: Named) -> Named:
@@ -156,7 +156,7 @@ def tie_differently(tensors: Named) -> Named:
 @pytest.mark.parametrize(
     ("spoil", "version", "outcome"),
     [
-        (lose_one, 2, "refuses after WeightSyncError: weight stream of version 2: missing"),
+        (lambda tensors: tensors[:-1], 2, "refuses after WeightSyncError: weight stream of version 2: missing"),
         (widen_one, 2, "refuses after WeightSyncError: weight stream of version 2: .* must have shape"),
         (add_one, 2, "refuses after WeightSyncError: weight stream of version 2: this model has no tensor"),
         (tie_differently, 2, "refuses after WeightSyncError: .* are one tied tensor, but their values differ"),
@@ -164,85 +164,71 @@ def tie_differently(tensors: Named) -> Named:
     ],
 )
 def test_a_stream_that_does_not_fit_never_makes_a_mixture(
-    folder: Path, new_weights: Named, spoil: Callable[[Named], Named], version: int, outcome: str
+    update: Update, new_weights: Named, spoil: Callable[[Named], Named], version: int, outcome: str
 ) -> None:
     stream = InProcessStream(spoil(new_weights), version, bucket_bytes=BUCKET_BYTES)
-    said = asyncio.run(update(folder, lambda: nullcontext(stream), new_weights))
-    assert re.match(outcome, said), said
+    assert re.match(outcome, update(lambda: nullcontext(stream)))
 
 
 def test_an_engine_that_loses_a_byte_after_loading_refuses_and_fails_the_sender(
-    folder: Path, new_weights: Named, address: str
+    update: Update, new_weights: Named, address: str
 ) -> None:
-    errors: list[OffbeatError] = []
+    with (
+        SharedMemorySender(address, plan_of(new_weights), deadline_s=30) as sender,
+        in_thread(lambda: sender.send(new_weights, 2, 1)) as sent,
+    ):
+        said = update(lambda: receive(address, 2, 30), flip=True)
+    assert said.startswith("refuses after WeightSyncError: the engine holds other bytes than were sent, in bucket")
+    assert "rollout-0 gave up: the engine holds other bytes" in str(sent[0])
 
-    def send() -> None:
-        try:
-            sender.send(new_weights, 2, 1)
-        except OffbeatError as error:
-            errors.append(error)
 
-    with SharedMemorySender(address, plan_of(new_weights), deadline_s=30) as sender:
-        thread = threading.Thread(target=send)
-        thread.start()
-        said = asyncio.run(update(folder, lambda: receive(address, 2, 30), new_weights, flip=True))
-        thread.join()
-    assert said.startswith("refuses after WeightSyncError: the engine holds other bytes than were sent, in bucket"), (
-        said
-    )
-    assert "rollout-0 gave up: the engine holds other bytes" in str(errors[0])
+def give(tensors: Named, fault: str) -> Iterator[tuple[str, Tensor]]:
+    yield from tensors[:-3]
+    if fault == "the sender dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault:
+        raise RuntimeError("out of memory")
+    yield from tensors[-3:]
 
 
 def send_and_die(address: str, tensors: Named, listening: Any) -> None:
     torch.set_num_threads(1)
-
-    def give() -> Iterator[tuple[str, Tensor]]:
-        yield from tensors[:-3]
-        os.kill(os.getpid(), signal.SIGKILL)
-
     with SharedMemorySender(address, plan_of(tensors), deadline_s=30) as sender:
         listening.set()
-        sender.send(give(), 2, 1)
+        sender.send(give(tensors, "the sender dies"), 2, 1)
 
 
-def test_a_trainer_that_dies_leaves_an_engine_that_refuses(folder: Path, new_weights: Named, address: str) -> None:
+def test_a_trainer_that_dies_leaves_an_engine_that_refuses(update: Update, new_weights: Named, address: str) -> None:
     listening = FORK.Event()
     trainer = FORK.Process(target=send_and_die, args=(address, new_weights, listening))
     trainer.start()
     try:
         assert listening.wait(20)
-        said = asyncio.run(update(folder, lambda: receive(address, 2, 30), new_weights))
+        said = update(lambda: receive(address, 2, 30))
     finally:
         trainer.join(20)
     assert trainer.exitcode == -signal.SIGKILL
     assert said.startswith("refuses after WeightSyncError: trainer-0 hung up or died while bucket"), said
 
 
-def test_a_damaged_file_leaves_an_engine_that_refuses(folder: Path, new_weights: Named, tmp_path: Path) -> None:
+def test_a_damaged_file_leaves_an_engine_that_refuses(update: Update, new_weights: Named, tmp_path: Path) -> None:
     written = write_weights(tmp_path, plan_of(new_weights), new_weights, 2)
     with next(written.glob("*.safetensors")).open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x55")
-    said = asyncio.run(update(folder, lambda: read_weights(tmp_path, 2, deadline_s=30), new_weights))
+    said = update(lambda: read_weights(tmp_path, 2, deadline_s=30))
     assert said.startswith("refuses after WeightSyncError: the engine holds other bytes than were sent"), said
 
 
 @pytest.mark.parametrize("fault", ["", "the sender dies", "the sender raises"])
 def test_engines_of_a_group_serve_the_new_version_or_refuse(
-    folder: Path, new_weights: Named, run_ranks: RunRanks, fault: str
+    update: Update, new_weights: Named, run_ranks: RunRanks, fault: str
 ) -> None:
-    def give() -> Iterator[tuple[str, Tensor]]:
-        yield from new_weights[:-3]
-        if fault == "the sender dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault:
-            raise RuntimeError("out of memory")
-        yield from new_weights[-3:]
-
     def body(group: Group) -> str:
-        if group.rank == 0:
-            return f"{len(broadcast_weights(group, plan_of(new_weights), give(), 2, deadline_s=30))} proofs"
-        return asyncio.run(update(folder, lambda: receive_broadcast(group, 2, deadline_s=30), new_weights))
+        if group.rank:
+            return update(lambda: receive_broadcast(group, 2, deadline_s=30))
+        proofs = broadcast_weights(group, plan_of(new_weights), give(new_weights, fault), 2, deadline_s=30)
+        return f"{len(proofs)} proofs"
 
     sender, *engines = run_ranks(3, body)
     if not fault:

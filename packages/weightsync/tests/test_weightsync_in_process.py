@@ -2,24 +2,23 @@
 
 import pytest
 import torch
-from torch import Tensor
+from weightsync_peers import Weights, are_equal
 
 from offbeat_types import WeightStream, WeightSyncError
 from offbeat_weightsync import InProcessStream
 
 
-def test_the_engine_gets_every_tensor_and_proves_it(weights: dict[str, Tensor]) -> None:
+def test_the_engine_gets_every_tensor_and_proves_it(weights: Weights) -> None:
     stream: WeightStream = InProcessStream(weights.items(), 3, bucket_bytes=256)
     held = {name: tensor.clone() for name, tensor in stream}
-    assert list(held) == list(weights)
-    assert all(torch.equal(held[name], weights[name]) for name in weights)
+    assert are_equal(held, weights)
     proof = stream.prove(held.__getitem__)
     assert (proof.version, proof.num_tensors) == (3, len(weights))
     assert len(proof.checksums) > 10
     assert all(len(checksum) == 16 for checksum in proof.checksums)
 
 
-def test_the_proof_depends_on_every_byte_and_on_its_bucket_only(weights: dict[str, Tensor]) -> None:
+def test_the_proof_depends_on_every_byte_and_on_its_bucket_only(weights: Weights) -> None:
     def checksums(changed: str) -> tuple[str, ...]:
         tensors = {name: tensor.clone() for name, tensor in weights.items()}
         if changed:
@@ -31,7 +30,7 @@ def test_the_proof_depends_on_every_byte_and_on_its_bucket_only(weights: dict[st
         assert differing == 1, name
 
 
-def test_floats_are_handed_out_in_the_dtype_asked_for(weights: dict[str, Tensor]) -> None:
+def test_floats_are_handed_out_in_the_dtype_asked_for(weights: Weights) -> None:
     stream = InProcessStream(weights.items(), 1, dtype="bfloat16")
     held = {name: tensor.clone() for name, tensor in stream}
     assert held["embed"].dtype == held["scale"].dtype == torch.bfloat16
@@ -49,7 +48,7 @@ def test_floats_are_handed_out_in_the_dtype_asked_for(weights: dict[str, Tensor]
         (lambda held: held["flags"].logical_not_(), "the engine holds other bytes than were sent, in bucket 0 of 1"),
     ],
 )
-def test_an_engine_that_holds_something_else_cannot_prove_it(weights: dict[str, Tensor], spoil, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_engine_that_holds_something_else_cannot_prove_it(weights: Weights, spoil, words: str) -> None:  # type: ignore[no-untyped-def]
     stream = InProcessStream(weights.items(), 1)
     held = {name: tensor.clone() for name, tensor in stream}
     spoil(held)

@@ -1,4 +1,4 @@
-"""The name map knows where each tensor lies in the engine, and reads back what was written there."""
+"""The name map knows where each tensor lies in the engine; a LoRA adapter travels alone, and is merged."""
 
 import pytest
 import torch
@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat_types import WeightSyncError
-from offbeat_weightsync import EXPERTS, GATE_UP, QKV, Fusion, InProcessStream, NameMap, describe_tensors
+from offbeat_weightsync import (
+    EXPERTS,
+    GATE_UP,
+    QKV,
+    Fusion,
+    InProcessStream,
+    NameMap,
+    describe_tensors,
+    merge_adapter,
+    select_adapter,
+)
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -129,3 +139,52 @@ def test_tied_tensors_lie_in_one_place_and_must_be_equal() -> None:
         names.fuse(tensors.items())
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is tied to nothing, which the trainer does not have"):
         NameMap.build(describe_tensors(tensors.items()), tied={"lm_head.weight": "nothing"})
+
+
+PREFIX = "base_model.model.model.layers.0.self_attn"
+
+
+def trainer_tensors() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {
+        "model.embed_tokens.weight": (9, 8),
+        "model.layers.0.self_attn.q_proj.weight": (8, 8),
+        f"{PREFIX}.q_proj.lora_A.weight": (2, 8),
+        f"{PREFIX}.q_proj.lora_B.weight": (8, 2),
+        f"{PREFIX}.k_proj.lora_A.weight": (2, 8),
+        f"{PREFIX}.k_proj.lora_B.weight": (4, 2),
+        "model.layers.0.self_attn.k_proj.weight": (4, 8),
+    }
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def test_the_adapter_alone_travels_and_is_proved() -> None:
+    adapter = select_adapter(trainer_tensors().items())
+    assert len(adapter) == 4
+    stream = InProcessStream(adapter, 1)
+    held = {name: tensor.clone() for name, tensor in stream}
+    assert stream.prove(held.__getitem__).num_tensors == 4
+    assert stream.plan.num_bytes == 4 * (16 + 16 + 16 + 8)
+
+
+def test_merged_weights_are_base_plus_scaled_product() -> None:
+    tensors = trainer_tensors()
+    merged = dict(merge_adapter(tensors.__getitem__, select_adapter(tensors.items()), scale=0.5))
+    assert list(merged) == [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"]
+    for name, weight in merged.items():
+        start = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = tensors[f"{start}.lora_A.weight"].double(), tensors[f"{start}.lora_B.weight"].double()
+        assert torch.allclose(weight.double(), tensors[name].double() + 0.5 * up @ down, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "the trainer has none"),
+        ({"a.lora_A.weight": (2, 8)}, "a.lora_A.weight needs a.lora_B.weight"),
+        ({"a.lora_A.weight": (2, 8), "a.lora_B.weight": (8, 3)}, "rank 2 of lora_A is not rank 3 of lora_B"),
+    ],
+)
+def test_an_adapter_that_is_not_whole_is_refused(change: dict[str, tuple[int, ...]], words: str) -> None:
+    with pytest.raises(WeightSyncError, match=words):
+        select_adapter((name, torch.ones(shape)) for name, shape in change.items())

@@ -1,41 +1,89 @@
-"""What runs in the other process of a test: an engine that receives, with a fault on request, or a trainer."""
+"""What runs at either end of a sync in a test, in a process or a thread of its own, with a fault on request."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offbeat_types import OffbeatError
-from offbeat_weightsync import BucketPlan, PeerStream, describe_tensors, new_address, open_sender, receive
+from offbeat_types import OffbeatError, WeightProof
+from offbeat_weightsync import ArrivingStream, BucketPlan, describe_tensors, new_address, open_sender, receive
+
+Weights = dict[str, Tensor]
+ERRORS = OffbeatError, ValueError, RuntimeError, MemoryError
 
 
-def be_engine(texts: Connection, address: str, name: str, version: int, deadline_s: float, fault: str) -> None:
-    """Receive one version, and say what became of it."""
-    texts.send("ready")
+class Sync(NamedTuple):
+    """A sync of `weights` from a trainer to two engines by one of the transports.
+
+    `run(fault)` gives what trainer, the engine with the fault, and the other one say. After it, the next sync works.
+    """
+
+    run: Callable[[str], list[str]]
+    trainer: str
+    engine: str
+    told: str = ""  # how an error of one engine begins that the other engine hears of
+
+
+def plan_of(weights: Weights, dtype: str | None = None, bucket_bytes: int = 4096) -> BucketPlan:
+    return BucketPlan.build(describe_tensors(weights.items(), dtype), bucket_bytes)
+
+
+def said_by(take_part: Callable[[], object]) -> str:
+    """What comes of taking part in a sync, as text."""
     try:
-        held = take(address, name, version, deadline_s, fault)
-        total = sum(float(tensor.double().sum()) for tensor in held.values())
-        texts.send(f"holds {len(held)} tensors of version {version}, sum {total:.6f}")
-    except (OffbeatError, ValueError) as error:
-        texts.send(f"{type(error).__name__}: {error}")
+        return f"has {len(take_part())}"  # type: ignore[arg-type]
+    except ERRORS as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def take(address: str, name: str, version: int, deadline_s: float, fault: str) -> dict[str, Tensor]:
-    with receive(address, version, deadline_s, name=name) as stream:
-        held = load(stream, fault)
-        spoil(held, fault)
-        if fault != "forget":
-            stream.confirm(stream.prove(held.__getitem__))
+def give(weights: Weights, fault: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The trainer's tensors."""
+    pairs = list(weights.items())
+    given = {
+        "lost": pairs[:-1],
+        "extra": [*pairs, ("extra", torch.ones(1))],
+        "again": [*pairs, ("wide", torch.ones(1))],
+        "twice": [pairs[0], *pairs],
+        "swap": [pairs[1], pairs[0], *pairs[2:]],
+        "shape": [*(weights | {"wide": torch.ones(3, 1000)}).items()],
+    }
+    for index, pair in enumerate(given.get(fault, pairs)):
+        if index == 2 and fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 1 and fault == "raise":
+            raise RuntimeError("the merge of LoRA failed")
+        yield pair
+
+
+def take(stream: ArrivingStream, fault: str = "") -> Weights:
+    """The engine's part: load what is sent, prove it and confirm."""
+    held = load(stream, fault)
+    what, _, name = fault.rpartition(" ")
+    if what == "flip":
+        held[name].view(torch.uint8).view(-1)[-1] ^= 1
+    elif what == "lose":
+        del held[name]
+    elif what == "reshape":
+        held[name] = held[name].reshape(-1)
+    elif what == "widen":
+        held[name] = held[name].double()
+    if fault != "forget":
+        proof = stream.prove(held.__getitem__)
+        if fault == "lie":
+            proof = WeightProof(version=1, num_tensors=8, checksums=("0" * 16, *proof.checksums[1:]))
+        stream.confirm(proof)
     return held
 
 
-def load(stream: PeerStream, fault: str) -> dict[str, Tensor]:
-    held: dict[str, Tensor] = {}
+def load(stream: ArrivingStream, fault: str = "") -> Weights:
+    held: Weights = {}
     for name, tensor in stream:
         if fault == f"die at {name}":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -49,34 +97,41 @@ def load(stream: PeerStream, fault: str) -> dict[str, Tensor]:
     return held
 
 
-def spoil(held: dict[str, Tensor], fault: str) -> None:
-    what, _, name = fault.rpartition(" ")
-    if what == "flip":
-        held[name].view(torch.uint8).view(-1)[-1] ^= 1
-    elif what == "lose":
-        del held[name]
-    elif what == "reshape":
-        held[name] = held[name].reshape(-1)
-    elif what == "widen":
-        held[name] = held[name].double()
+def load_into(stream: ArrivingStream, held: Weights) -> None:
+    """Load into tensors that are there, prove and confirm."""
+    stream.load(held.__getitem__)
+    stream.confirm(stream.prove(held.__getitem__))
+
+
+def receive_all(address: str | Path, version: int = 1, deadline_s: float = 30) -> Weights:
+    with receive(address, version, deadline_s) as stream:
+        return take(stream)
+
+
+def be_engine(texts: Connection, address: str, name: str, version: int, deadline_s: float, fault: str) -> None:
+    """Receive one version, and say what became of it."""
+    texts.send("ready")
+    try:
+        with receive(address, version, deadline_s, name=name) as stream:
+            held = take(stream, fault)
+        total = sum(float(tensor.double().sum()) for tensor in held.values())
+        texts.send(f"holds {len(held)} tensors of version {version}, sum {total:.6f}")
+    except ERRORS as error:
+        texts.send(f"{type(error).__name__}: {error}")
 
 
 def be_trainer_that_dies(texts: Connection, host: str) -> None:
-    """Say where it listens, send one tensor, and die while the second is asked for."""
-    tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}
-    sender = open_sender(new_address(host), BucketPlan.build(describe_tensors(tensors.items()), 4096), deadline_s=30)
+    """Say where it listens, send two tensors, and die while the third is asked for."""
+    tensors = {name: torch.ones(5000) for name in "abc"}
+    sender = open_sender(new_address(host), plan_of(tensors), deadline_s=30)
     texts.send("ready")
     texts.send(sender.address)
-
-    def give() -> Iterator[tuple[str, Tensor]]:
-        yield "a", tensors["a"]
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    sender.send(give(), 1, 1)
+    sender.send(give(tensors, "die"), 1, 1)
 
 
-def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Run in a thread; the list gets the result or the error."""
+@contextmanager
+def in_thread(function: Callable[[], object]) -> Iterator[list[object]]:
+    """Run beside the block, which ends with it; the list gets the result or the error."""
     results: list[object] = []
 
     def run() -> None:
@@ -87,12 +142,20 @@ def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[ob
 
     thread = threading.Thread(target=run)
     thread.start()
-    return thread, results
+    try:
+        yield results
+    finally:
+        thread.join()
 
 
-def receive_all(address: str | Path, version: int = 1, deadline_s: float = 30) -> dict[str, Tensor]:
-    """Take a version, prove it and confirm."""
-    with receive(address, version, deadline_s) as stream:
-        held = {name: tensor.clone() for name, tensor in stream}
-        stream.confirm(stream.prove(held.__getitem__))
-    return held
+@contextmanager
+def receiving(address: str | Path, version: int = 1, deadline_s: float = 30) -> Iterator[list[object]]:
+    """An engine that takes a version beside the block."""
+    with in_thread(lambda: receive_all(address, version, deadline_s)) as results:
+        yield results
+
+
+def are_equal(held: object, weights: Weights) -> bool:
+    """Whether an engine holds these weights, to the bit."""
+    assert isinstance(held, dict), held
+    return list(held) == list(weights) and all(torch.equal(held[name], weights[name]) for name in weights)

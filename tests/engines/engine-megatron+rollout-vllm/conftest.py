@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from importlib import import_module
 from importlib.util import find_spec
 
 both_are_here = find_spec("megatron") is not None and "OFFBEAT_PARTNER_PYTHON" in os.environ
@@ -13,4 +12,3 @@ if both_are_here:
 
     warnings.filterwarnings("ignore", module="megatron")
     load_megatron()  # here, once: ranks are forked from this process
-    import_module("offbeat_engine_megatron._build")

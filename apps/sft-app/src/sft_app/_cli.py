@@ -11,7 +11,7 @@ Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full,
   sft-app train FILE                 train as a TOML file says
           [--shrink]                 … with every size shrunk: a rehearsal on a CPU, on a model made on the spot
   sft-app plan FILE [--json]         what a run would take; starts nothing
-          [--cluster 1x8]            … on a machine with 8 accelerators, or on the machines of a FILE
+          [--cluster 2x8]            … on 2 nodes with 8 accelerators each, the nodes of a FILE, or "live" on Ray
           [--fit NEW_FILE]           … and write the recipe with the changes that make it fit
           [--shrink]                 … of the rehearsal
   sft-app import verl|trl FILE       write what its options say as a TOML file (--out FILE)

@@ -13,14 +13,13 @@ from offbeat_run import (
     load_config,
     new_run_folder,
     print_conclusion,
-    print_table,
     report_command,
     run_named_command,
 )
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
 from sft_app._import import import_command
-from sft_app._plan import SftPlanner
+from sft_app._plan import SftPlanner, describe_run
 from sft_app._preflight import Preflight, check_run
 from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, held_out_loss, progress_of, resume, train
@@ -47,10 +46,10 @@ def _rehearse(words: CommandWords, config: SftConfig, name: str) -> int:
 
 
 def _begin(preflight: Preflight, run: RunFolder) -> int:
-    rows = preflight.plan()
-    print_table(rows, title="plan")
+    plan = describe_run(preflight)
+    plan.show()
     run.write_config(preflight.config)
-    run.write_plan(rows)
+    run.write_plan([*plan.rows, ("placement", f"\n{preflight.placement.picture}")])
     with closing(create_engine(preflight, run)) as engine:
         run.keep()
         print(f"run folder: {run.path}", flush=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from offbeat_actors import ClusterConfig, available_cpus
 from offbeat_data import ConversationConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, setting
+from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, load_backend, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,6 @@ class EngineConfig(TrainEngineSettings):
     update_deadline_s: float = setting(7200.0, "Longest time for one update or checkpoint of several ranks.", "s", gt=0)
     batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
     max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)
-
-    @property
-    def threads_per_rank(self) -> int:
-        return max(1, available_cpus() // self.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +51,28 @@ class SftConfig:
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether processes of their own train; otherwise that of the command line does."""
+        return self.engine.num_ranks > 1 or bool(load_backend("offbeat.launcher", self.cluster.launcher).reserves)
+
+    @property
+    def devices(self) -> dict[str, str]:
+        """What the trainer computes on, by the setting that says so."""
+        return {"engine.device": self.engine.device}
+
+    @property
+    def threads_per_rank(self) -> int:
+        """0: as many as the process of the command line takes by itself."""
+        share = max(1, available_cpus() // self.engine.num_ranks) if self.has_ranks else 0
+        return self.cluster.trainer_threads or share
+
     def train_engine(self, num_updates: int) -> TrainEngineConfig:
         values = {each.name: getattr(self.engine, each.name) for each in fields(TrainEngineSettings)}
-        is_alone = self.engine.num_ranks == 1
         return TrainEngineConfig(
             **values,
             model_path=self.model.path,
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates,
-            num_threads=0 if is_alone else self.engine.threads_per_rank,
+            num_threads=self.threads_per_rank,
         )

@@ -1,43 +1,203 @@
-"""`sft-app import verl|trl FILE`: writes our TOML, and tells what did not come along."""
+"""`sft-app import verl|trl FILE`: writes our TOML, and tells what did not come along.
+
+Source: volcengine/verl b178a3cd (2026-01-29), verl/trainer/config/sft_trainer.yaml (`fsdp_sft_trainer`) and
+sft_trainer_engine.yaml (`sft_trainer`), with optim/fsdp.yaml and model/hf_model.yaml; huggingface/trl f2cd5771
+(2026-07-24), trl/trainer/sft_config.py, with transformers' TrainingArguments; names of its scripts
+(`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from offbeat_recipes import Draft, Framework, Source, import_recipe, read_options
+from offbeat_recipes import (
+    FETCHED,
+    Draft,
+    Framework,
+    Source,
+    finish_training_arguments,
+    import_recipe,
+    read_options,
+    write_betas,
+    write_processes,
+    write_rhythm,
+    write_trackers,
+    write_training_arguments,
+)
 from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
-from sft_app._import_trl import import_trl
-from sft_app._import_verl import import_verl
 
 _OF_RL: Final = ("actor_rollout_ref.", "algorithm.", "reward_funcs", "num_generations")
 _OF_PREFERENCES: Final = ("beta", "desirable_weight", "rpo_alpha", "precompute_ref_log_probs", "reference_free")
 
 
-def _check_kind(options: Mapping[str, Any], file: Path) -> None:
+def _check_kind(source: Source, file: Path) -> Sequence[str]:
     """Refuse what is no supervised fine-tuning."""
-    if found := [name for name in options if name.startswith(_OF_RL)]:
+    if found := [name for name in source.options if name.startswith(_OF_RL)]:
         raise ConfigError(f"{file} is of reinforcement learning ({found[0]}): import it with grpo-async-app")
-    if found := [name for name in options if name in _OF_PREFERENCES]:
+    if found := [name for name in source.options if name in _OF_PREFERENCES]:
         raise ConfigError(
             f"{file} learns from preferences ({found[0]}), as DPO and KTO do: there is no such trainer here"
         )
+    return ()
 
 
-def _from_verl(source: Source, file: Path) -> tuple[Draft, list[str]]:
-    _check_kind(source.options, file)
-    return import_verl(source.options), []
+_VERL_ALWAYS: Final[Mapping[str, str]] = {
+    "use_remove_padding model.use_remove_padding": "sequences are always packed",
+    "data.micro_batch_size* data.use_dynamic_bsz": "micro-batches are always filled by tokens",
+    "data.balance_dp_token": "ranks share out tokens",
+    "data.pad_mode": "nothing is padded",
+    "data.multiturn.enable": "a column of messages is a conversation",
+    "model.strategy engine.strategy engine": "FSDP2",
+    "trainer.resume_mode": "`sft-app resume RUN` goes on from the latest checkpoint",
+    "trainer.device": "engine.device",
+}
+_VERL_MISSING: Final[Mapping[str, str]] = {
+    "data.custom_cls.*": "rows are read as they stand: prepare a file",
+    "data.chat_template": "the tokenizer's",
+    "data.multiturn.enable_thinking_key data.enable_thinking_key": "data.template_options holds for all rows",
+    "data.val_max_samples": "eval.max_sequences",
+    "model.fsdp_config.* engine.*": "weights, gradients and moments are always sharded, and stay on the device",
+    "ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
+    "model.target_modules": "adapters on every linear layer",
+    "trainer.experiment_name trainer.default_*": "name the run folder: --out FOLDER",
+    "trainer.checkpoint.* checkpoint.*": "a checkpoint is a Hugging Face folder, with the optimizer beside it",
+}
+_SCHEDULES: Final = ("constant", "linear", "cosine")
 
 
-def _from_trl(source: Source, file: Path) -> tuple[Draft, list[str]]:
-    _check_kind(source.options, file)
-    return import_trl(source.options), []
+def _import_verl(source: Source) -> Draft:
+    """Translate the options of verl's supervised trainers, by full name."""
+    draft = Draft(source.options)
+    _write_verl_data(draft)
+    _write_verl_trainer(draft)
+    _write_verl_rhythm(draft)
+    draft.finish(_VERL_ALWAYS, _VERL_MISSING)
+    return draft
+
+
+def _write_verl_data(draft: Draft) -> None:
+    draft.copy("model.path", "model.partial_pretrain", "model.path")
+    draft.copy("model.trust_remote_code", "model.trust_remote_code")
+    for key, name in (("data.path", "data.train_files"), ("data.eval_path", "data.val_files")):
+        files = draft.take(name)
+        if files is not None:
+            draft.put(key, files[0] if isinstance(files, list) else files, name)
+            if isinstance(files, list) and len(files) > 1:
+                draft.miss(name, f"one file: the first of {len(files)}")
+    for key, name in (("data.prompt_column", "prompt"), ("data.completion_column", "response")):
+        column, inner = draft.take(f"data.{name}_key"), draft.take(f"data.{name}_dict_keys") or []
+        if column is not None:  # a column of mappings, and the keys of it that are read
+            draft.put(key, ".".join([column, *inner[:1]]), f"data.{name}_key", f"data.{name}_dict_keys")
+        if len(inner) > 1:
+            draft.miss(f"data.{name}_dict_keys", f"one part of a column: the first of {len(inner)}")
+    draft.copy("data.num_items", "data.train_max_samples", convert=lambda number: max(number, 0))
+    draft.copy("data.messages_column", "data.messages_key", "data.multiturn.messages_key")
+    draft.copy("data.max_sequence_tokens", "data.max_length", default=1024)
+    how = draft.take("data.truncation", default="error")
+    draft.put("data.too_long", "truncate" if how == "right" else "filter", "data.truncation")
+    if how not in ("right", "error"):
+        draft.change("data.truncation", f"{how} is not there: longer sequences are left out and counted")
+    draft.copy("data.template_options", "data.apply_chat_template_kwargs")
+
+
+def _write_verl_trainer(draft: Draft) -> None:
+    kind = draft.take("model.fsdp_config.model_dtype", "engine.model_dtype", default="fp32")
+    draft.put("engine.dtype", "bfloat16", "engine.dtype")  # under autocast, whatever the stored weights are
+    if kind != "fp32":
+        draft.change("model.fsdp_config.model_dtype", "the optimizer always holds float32 weights")
+    draft.copy("engine.batch_size", "data.train_batch_size", default=256)
+    draft.copy("engine.max_tokens_per_microbatch", "data.max_token_len_per_gpu")
+    draft.copy("engine.learning_rate", "optim.lr", default=1e-5)
+    write_betas(draft, "optim.betas", (0.9, 0.95))
+    draft.copy("engine.weight_decay", "optim.weight_decay", default=0.01)
+    draft.copy("engine.max_grad_norm", "optim.clip_grad", default=1.0)
+    kind = draft.take("optim.lr_scheduler", "optim.lr_scheduler_type", default="cosine")
+    draft.put("engine.schedule", kind if kind in _SCHEDULES else "constant", "optim.lr_scheduler")
+    if kind not in _SCHEDULES:
+        draft.change("optim.lr_scheduler", f"{kind} is not there: constant takes its place")
+    draft.copy("engine.min_learning_rate_ratio", "optim.min_lr_ratio")
+    steps = draft.number("optim.lr_warmup_steps", default=-1)
+    share = draft.take("optim.lr_warmup_steps_ratio", default=0.1 if draft.has("model.partial_pretrain") else 0.0)
+    if steps >= 0:
+        draft.put("engine.warmup_steps", steps, "optim.lr_warmup_steps")
+    elif share:
+        draft.miss("optim.lr_warmup_steps_ratio", f"{share} of all steps: give engine.warmup_steps as their number")
+    draft.copy("engine.activation_checkpointing", "model.enable_gradient_checkpointing", default=True)
+    if draft.number("model.lora_rank", default=0):
+        draft.copy("engine.lora_rank", "model.lora_rank")
+        draft.copy("engine.lora_alpha", "model.lora_alpha", default=16, convert=float)
+    nodes, per_node = draft.number("trainer.nnodes", default=1), draft.number("trainer.n_gpus_per_node", default=8)
+    draft.put("engine.num_ranks", nodes * per_node, "trainer.n_gpus_per_node", "trainer.nnodes")
+    if nodes > 1:
+        draft.put("cluster.launcher", "ray", "trainer.nnodes")
+    draft.change("trainer.n_gpus_per_node", "torchrun's --nproc_per_node there; engine.num_ranks starts the ranks here")
+    draft.copy(("engine.seed", "data.seed"), "trainer.seed", default=1)
+
+
+def _write_verl_rhythm(draft: Draft) -> None:
+    draft.copy("data.epochs", "trainer.total_epochs", default=4)
+    steps = draft.number("trainer.total_training_steps", default=0)
+    if steps:
+        draft.put("engine.max_updates", steps, "trainer.total_training_steps")
+    for key, name in (("checkpoint.every", "trainer.save_freq"), ("eval.every_updates", "trainer.test_freq")):
+        draft.put(key, max(draft.number(name, default=-1), 0), name)
+    draft.copy("checkpoint.keep", "trainer.max_ckpt_to_keep")
+    write_trackers(draft, "trainer.logger")
+    if "log.trackers" in draft.entries:
+        draft.copy("log.project", "trainer.project_name")
+
+
+_TRL_ALWAYS: Final[Mapping[str, str]] = {
+    "packing* eval_packing": "sequences are always packed, and never see each other",
+    "padding_free pad_to_multiple_of": "nothing is padded",
+    "completion_only_loss": "the loss is on answers where there is a prompt, and on all of a plain text",
+    "remove_unused_columns": "columns that are not named are not read",
+    "dataset_num_proc": "rows are encoded by the process that reads them",
+    "per_device_eval_batch_size": "micro-batches are always filled by tokens",
+}
+_TRL_MISSING: Final[Mapping[str, str]] = {
+    "neftune_noise_alpha": "no noise",
+    "loss_type": "the negative log-likelihood",
+    "router_aux_loss_coef": "no loss for balance",
+    "chat_template_path eos_token": "the tokenizer's",
+    "lora_target_modules": "adapters on every linear layer",
+    "lora_dropout": "nothing is dropped out",
+}
+
+
+def _import_trl(source: Source) -> Draft:
+    """Translate fields of SFTConfig, and of the script that makes one."""
+    draft = Draft(source.options)
+    _write_trl_data(draft)
+    write_training_arguments(draft, learning_rate=2e-5, roles=("engine",))
+    _, samples, _ = write_processes(draft)
+    draft.put("engine.batch_size", samples, "per_device_train_batch_size", "gradient_accumulation_steps")
+    write_rhythm(draft)
+    finish_training_arguments(draft, _TRL_ALWAYS, _TRL_MISSING)
+    return draft
+
+
+def _write_trl_data(draft: Draft) -> None:
+    draft.copy("model.path", "model_name_or_path", told=FETCHED)
+    draft.copy("model.trust_remote_code", "trust_remote_code")
+    draft.copy("data.path", "dataset_name", told=FETCHED)
+    draft.copy("data.split", "dataset_train_split", default="train")
+    draft.copy("data.text_column", "dataset_text_field", default="text")
+    longest = draft.number("max_length", "max_seq_length", default=1024)
+    draft.put("data.max_sequence_tokens", longest, "max_length", "max_seq_length")
+    draft.put("data.too_long", "truncate", "truncation_mode")
+    if draft.take("truncation_mode", default="keep_start") != "keep_start":
+        draft.change("truncation_mode", "the end is cut off, not the beginning")
+    draft.copy("data.shuffle", "shuffle_dataset", default=True)
+    if not draft.take("assistant_only_loss", default=False):
+        draft.change("assistant_only_loss", "of a conversation the loss is on the assistant's turns, as if it were set")
 
 
 _FRAMEWORKS: Final = {
-    "verl": Framework(lambda path, given: read_options(path, is_hydra=True, given=given), _from_verl),
-    "trl": Framework(lambda path, _: read_options(path, is_hydra=False), _from_trl),
+    "verl": Framework(lambda path, given: read_options(path, is_hydra=True, given=given), _check_kind, _import_verl),
+    "trl": Framework(lambda path, _: read_options(path, is_hydra=False), _check_kind, _import_trl),
 }
 
 

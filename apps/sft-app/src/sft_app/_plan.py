@@ -1,30 +1,29 @@
-"""What `sft-app plan` shows, here, on another machine, and of a rehearsal."""
+"""What `sft-app plan` shows, here, on another cluster, and of a rehearsal."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
-from offbeat_placement import ClusterView, RankGroup, ResourceRequest
+from offbeat_actors import find_view
+from offbeat_placement import ClusterView, Placement, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
-from offbeat_types import ConfigError, TrainLayout
+from offbeat_types import PlacementError, TrainLayout
 from sft_app._config import SftConfig
-from sft_app._preflight import Preflight, check_run, estimate_memory, sharing_ranks
+from sft_app._preflight import Preflight, check_run, estimate_memory, request_resources, sharing_ranks
 from sft_app._shrink import shrink_run
-
-_LIVE: Final = "live"
-_KEYS: Final = {"tensor_parallel": "engine.num_ranks"}
 
 
 class SftPlanner(Planner[SftConfig]):
-    """The ranks of the trainer, all on one machine."""
+    """The ranks of the trainer in their places."""
 
     config_type: ClassVar = SftConfig
 
     def plan_here(self, config: SftConfig) -> RunPlan:
-        return _run_plan(check_run(config))
+        return describe_run(check_run(config))
 
     def plan_elsewhere(self, config: SftConfig, view: ClusterView) -> RunPlan:
-        """The machine, how ranks share the model, and memory where the model's config.json is here."""
-        placement = self.request_resources(config, view).place(view)
+        """Places, how ranks share the model, and memory where the model's config.json is here."""
+        placement = _place(config, view)
         engine = config.engine
         layout = layout_elsewhere(config.train_engine(engine.max_updates), engine.backend, engine.num_ranks)
         return plan_unseen(
@@ -35,27 +34,27 @@ class SftPlanner(Planner[SftConfig]):
         )
 
     def plan_rehearsal(self, config: SftConfig, folder: Path) -> RunPlan:
-        return _run_plan(shrink_run(config, folder / "model").prepare())
+        return describe_run(shrink_run(config, folder / "model").prepare())
 
     def find_view(self, config: SftConfig, words: str) -> ClusterView:
-        if words in ("", _LIVE):
-            raise ConfigError(
-                f"--cluster {words or 'is missing'}: sft-app trains on one machine; name it: --cluster 1x8, or a file"
-            )
-        return ClusterView.named(words, [config.engine.device])
+        """Also "live", the Ray cluster, and "", where the launcher would start."""
+        return find_view(config.cluster, config.devices, words)
 
     def request_resources(self, config: SftConfig, view: ClusterView) -> ResourceRequest:
-        """All ranks on one node: they are processes of one machine."""
-        kind = view.kind(config.engine.device)
-        group = RankGroup(
-            role="trainer",
-            tensor_parallel=config.engine.num_ranks,
-            width_multiple=sharing_ranks(config),
-            accelerator=kind,
-            cpus_per_rank=0 if kind else 1,
-            keys=_KEYS,
-        )
-        return ResourceRequest(groups=(group,))
+        return request_resources(config, view)
+
+
+def _place(config: SftConfig, view: ClusterView) -> Placement:
+    """Where one machine is too small and several would do, the error says so."""
+    try:
+        return request_resources(config, view).place(view)
+    except PlacementError as error:
+        try:
+            request_resources(replace(config, cluster=replace(config.cluster, launcher="ray")), view).place(view)
+        except PlacementError:
+            raise error from None
+        changes = (*error.changes, 'cluster.launcher = "ray", which trains on several nodes')
+        raise PlacementError(error.reason, error.shortfall, changes) from None
 
 
 def _batch_text(config: SftConfig, layout: TrainLayout | None) -> str:
@@ -70,5 +69,11 @@ def _facts(config: SftConfig, layout: TrainLayout | None) -> dict[str, dict[str,
     return {"batch": {"sequences_per_step": config.engine.batch_size, "data_parallel": shares}}
 
 
-def _run_plan(preflight: Preflight) -> RunPlan:
-    return RunPlan(rows=preflight.plan(), memory=preflight.memory, facts=_facts(preflight.config, preflight.layout))
+def describe_run(preflight: Preflight) -> RunPlan:
+    """What a checked run would take."""
+    return RunPlan(
+        rows=preflight.plan(),
+        placement=preflight.placement,
+        memory=preflight.memory,
+        facts=_facts(preflight.config, preflight.layout),
+    )

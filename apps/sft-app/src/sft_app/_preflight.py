@@ -1,16 +1,32 @@
-"""Everything that can be wrong with a run, found before anything starts; and the plan in words."""
+"""Everything that can be wrong with a run, found before anything starts; where its ranks go; and the plan in words."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
-from offbeat_actors import check_processes
+from offbeat_actors import check_kinds, check_processes, cluster_request, find_view
 from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
-from offbeat_placement import read_shape, train_advice, train_memory
+from offbeat_placement import (
+    ClusterView,
+    Placement,
+    RankGroup,
+    ResourceRequest,
+    read_shape,
+    train_advice,
+    train_memory,
+)
 from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, count_text, inspect_model, size_text
-from offbeat_types import ConfigError, ModelError, TrainBackend, TrainLayout, TrainSequence, load_backend
-from sft_app._config import EngineConfig, SftConfig
+from offbeat_types import (
+    ConfigError,
+    ModelError,
+    TrainBackend,
+    TrainLayout,
+    TrainSequence,
+    check_schedule,
+    load_backend,
+)
+from sft_app._config import SftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +49,7 @@ class Preflight:
         conversations: sequences to learn and their counts.
         held_out: the held-out sequences a validation uses.
         num_updates: optimizer steps of the whole run.
+        placement: every rank in its place, on the nodes that the launcher would start it on.
         layout: how the ranks of the trainer share the model.
         memory: estimate of one rank; None for a family whose formulas are not known.
         notices: what is not as the recipe says.
@@ -44,6 +61,7 @@ class Preflight:
     conversations: ConversationSet
     held_out: tuple[TrainSequence, ...]
     num_updates: int
+    placement: Placement
     layout: TrainLayout
     memory: RunMemory | None = None
     notices: tuple[str, ...] = ()
@@ -99,10 +117,9 @@ class Preflight:
         ]
 
     def _ranks_text(self) -> str:
-        engine = self.config.engine
-        threads = engine.threads_per_rank
+        threads = self.config.threads_per_rank
         each = f"{threads} CPU thread{'s' * (threads > 1)} each"
-        return f"{engine.num_ranks} that train together as {self.layout}, {each}"
+        return f"{self.config.engine.num_ranks} that train together as {self.layout}, {each}"
 
     def _memory_text(self) -> str:
         """What can be said of a family whose formulas are not known."""
@@ -114,38 +131,41 @@ class Preflight:
 
 
 def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
-    """Check a configuration against the machine, the model folder and the data.
+    """Check a configuration against the machine or the cluster, the model folder and the data.
 
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
     check_trackers(config.log)
-    if config.cluster.launcher != "local":
-        raise ConfigError(
-            f"cluster.launcher = {config.cluster.launcher!r}: the ranks of sft-app are processes of this machine; "
-            'leave it "local"'
-        )
-    check_processes({"engine.num_ranks": config.engine.num_ranks})
+    reserves = load_backend("offbeat.launcher", config.cluster.launcher).reserves
+    if not reserves:
+        check_processes({"engine.num_ranks": config.engine.num_ranks})
     model = inspect_model(config.model.path)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     conversations = load_conversations(config.data, tokenizer)
     _check_sequences(model, (*conversations.train, *conversations.eval))
     # From here on torch is imported, which takes seconds: the mistakes above are told at once.
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
-    _check_device(config.engine)
+    _check_device(config, is_elsewhere=reserves)
     if config.eval.every_updates and not conversations.eval:
         raise ConfigError(
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
         )
     num_updates = _count_updates(config, len(conversations.train), begun)
     config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
-    layout = backend.plan(config.train_engine(num_updates), config.engine.num_ranks)
+    wanted = config.train_engine(num_updates)
+    check_schedule(wanted, length_keys=("engine.max_updates", "data.epochs"))
+    if reserves:
+        wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
+    layout = backend.plan(wanted, config.engine.num_ranks)
+    view = find_view(config.cluster, config.devices)
     return Preflight(
         config=config,
         model=model,
         conversations=conversations,
         held_out=conversations.eval[: config.eval.max_sequences or None],
         num_updates=num_updates,
+        placement=request_resources(config, view).place(view),
         layout=layout,
         memory=_estimate_memory(config, layout),
         notices=conversations.notices,
@@ -175,10 +195,45 @@ def batch_positions(
     return range(first, min(end, num_positions) if num_positions else end)
 
 
-def _check_device(engine: EngineConfig) -> None:
+def _check_device(config: SftConfig, *, is_elsewhere: bool) -> None:
+    if is_elsewhere:
+        check_kinds(config.devices)
+        return
     from offbeat_mesh import rank_device  # imports torch: late, after the cheap mistakes
 
-    rank_device(engine.device, 0, engine.num_ranks, setting="engine.device")
+    rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
+
+
+_ON_ONE_MACHINE: Final = {"tensor_parallel": "engine.num_ranks"}
+_ON_A_CLUSTER: Final = {"num_replicas": "engine.num_ranks", "cpus_per_rank": "cluster.trainer_threads"}
+
+
+def request_resources(config: SftConfig, view: ClusterView) -> ResourceRequest:
+    """Ranks that share matrices lie on one node. All ranks do where the launcher has this machine alone."""
+    engine, kind, sharing = config.engine, view.kind(config.engine.device), sharing_ranks(config)
+    cpus = view.cpus_per_rank(kind, config.cluster.trainer_threads)
+    if load_backend("offbeat.launcher", config.cluster.launcher).reserves:
+        width = engine.options.get("tensor_parallel", 1)
+        group = RankGroup(
+            role="trainer",
+            num_replicas=engine.num_ranks // sharing,
+            tensor_parallel=width,
+            pipeline_parallel=sharing // width,
+            accelerator=kind,
+            cpus_per_rank=cpus,
+            keys=_ON_A_CLUSTER,
+            scales={"num_replicas": sharing},
+        )
+    else:
+        group = RankGroup(
+            role="trainer",
+            tensor_parallel=engine.num_ranks,
+            width_multiple=sharing,
+            accelerator=kind,
+            cpus_per_rank=cpus,
+            keys=_ON_ONE_MACHINE,
+        )
+    return cluster_request(config.cluster, view, config.devices, [group])
 
 
 def _check_sequences(model: ModelFolder, sequences: tuple[TrainSequence, ...]) -> None:

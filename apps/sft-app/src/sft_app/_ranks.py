@@ -1,49 +1,65 @@
-"""The trainer on several ranks: each a process of its own, called as one engine by the process of the command line."""
+"""The trainer in processes of its own: ranks here or on a Ray cluster, called as one engine by the command line."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offbeat_actors import ActorGroup, ClusterConfig, LocalLauncher, RoleSpec, start_all
+from offbeat_actors import ActorGroup, Launcher, RestartBudget, RoleSpec, Tell, start_again, start_ranks
 from offbeat_liveness import current_monitor
-from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device, open_rendezvous, rank_device
+from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device, open_rendezvous
 from offbeat_objectives import sft_loss
+from offbeat_run import ProfileConfig, RunFolder, check_shared
 from offbeat_types import (
     Floats,
     LossFunction,
     Metrics,
-    TracePlan,
+    OffbeatError,
+    PeerFailedError,
     TrainEngine,
     TrainEngineConfig,
     TrainSequence,
     load_backend,
 )
+from sft_app._preflight import Preflight
 
 T = TypeVar("T")
 
 
 class TrainerRank:
-    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order."""
+    """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order.
+
+    Args:
+        config: of the engine. Who starts ranks shows each devices of its own, so all take the same one by name.
+        run: folder that takes checkpoints and traces; "" where there is none.
+        dumps: folder for what the monitor of the ranks finds; "" for none.
+        rendezvous: this process among the ranks; None for the only one.
+    """
 
     def __init__(
         self,
         *,
         config: TrainEngineConfig,
         backend: str,
-        rendezvous: Rendezvous,
+        profile: ProfileConfig,
+        run: str,
         stall_after_s: float,
-        dumps: str | None,
-        trace: TracePlan | None,
+        dumps: str,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
+        if run:
+            check_shared(Path(run))
         create = load_backend("offbeat.engine", backend).create  # the slow import, before anybody waits
-        rank, device = rendezvous.rank, rank_device(config.device, rendezvous.rank, rendezvous.size)
-        mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=stall_after_s, dumps=dumps)
-        self._engine: TrainEngine = create(config, mesh)
-        self._tracer = StepTracer(open_device(device), trace) if trace else None
+        name = f"trainer-{rendezvous.rank if rendezvous else 0}"
+        if rendezvous:
+            mesh = rendezvous.join(config.device, name=name, stall_after_s=stall_after_s, dumps=dumps or None)
+        self._engine: TrainEngine = create(config, mesh) if rendezvous else create(config)
+        trace = profile.plan(name, Path(run) / "profile") if run else None
+        self._tracer = StepTracer(open_device(config.device), trace) if trace else None
 
     def forward_backward(self, sequences: list[TrainSequence]) -> Metrics:
         return self._engine.forward_backward(sequences, sft_loss)
@@ -87,70 +103,57 @@ class TrainerRank:
 class RanksEngine:
     """All ranks as one engine: has what the training loop uses of `offbeat_types.TrainEngine`.
 
-    A rank that fails or dies ends the call with an error that names it; there is no way on after that but `close`.
+    A rank that fails or dies ends the call with an error that names it; there is no way on after that but `restart`,
+    where one has died, or `close`.
 
     Args:
-        num_ranks: >= 2.
-        deadline_s: for each call, and for each wait of one rank for another in it.
-        cluster: where the ranks live.
-        stall_after_s: see `LivenessConfig`.
-        logs: folder for the logs of the ranks and for what their monitors find; None: they print where we do.
-        trace: what each rank traces, by its name.
+        preflight: of the run, with a place for each rank.
+        run: takes logs, traces and what the monitors of the ranks find; None: the ranks print where we do.
 
     Raises:
         UserError: a setting the backend cannot follow, a model it cannot train.
+        PlacementError: the cluster has not what the plan asks for.
         PeerFailedError: a rank did not start.
     """
 
-    def __init__(
-        self,
-        config: TrainEngineConfig,
-        *,
-        backend: str,
-        num_ranks: int,
-        deadline_s: float,
-        cluster: ClusterConfig,
-        stall_after_s: float,
-        logs: Path | None,
-        trace: Callable[[str], TracePlan | None] = lambda _: None,
-    ) -> None:
-        self._deadline_s, self._is_in_call = deadline_s, True
-        self._launcher = LocalLauncher("sft-app", cluster)
-        self._store, places = open_rendezvous(
-            self._launcher.address, num_ranks, start_deadline_s=deadline_s, call_deadline_s=deadline_s
-        )
-        shared = {
-            "config": config,
-            "backend": backend,
-            "stall_after_s": stall_after_s,
-            "dumps": str(logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if logs else None,
-        }
-        traces = [trace(f"trainer-{rank}") for rank in range(num_ranks)]
-        self._is_traced = any(traces)
-        specs = [
-            RoleSpec(
-                f"trainer-{place.rank}",
-                "sft_app._ranks:TrainerRank",
-                {**shared, "rendezvous": place, "trace": traces[place.rank]},
-                num_threads=config.num_threads,
-                log_path=logs / f"trainer-{place.rank}.log" if logs else None,
-            )
-            for place in places
-        ]
+    def __init__(self, preflight: Preflight, run: RunFolder | None) -> None:
+        config, self._placement = preflight.config, preflight.placement
+        self._config, self._is_in_call = config, True
+        cluster = config.cluster
+        self._launcher: Launcher = load_backend("offbeat.launcher", cluster.launcher)("sft-app", cluster)
+        self._budget = RestartBudget(cluster.max_restarts, cluster.restart_window_s)
+        self._spec, self._logs = _first_rank(preflight, run), run.logs if run else None
         self._loop = asyncio.new_event_loop()
         # It must outlive the ranks: on Linux they end with the thread that started them.
         self._thread = threading.Thread(target=self._loop.run_forever, name="ranks", daemon=True)
         self._thread.start()
         self._ranks: ActorGroup | None = None
         try:
-            self._ranks = self._run(self._start(specs, cluster.silent_after_s))
+            self._run(self._place_and_start())
         except BaseException:
             self.close()
             raise
         self._is_in_call = False
 
-    async def _start(self, specs: Sequence[RoleSpec], silent_after_s: float) -> ActorGroup:
-        return ActorGroup(await start_all(self._launcher, specs), silent_after_s)
+    async def _place_and_start(self) -> None:
+        await self._launcher.place(self._placement.plan, self._placement.groups)
+        self._ranks = await self._start()
+
+    async def _start(self) -> ActorGroup:
+        """Start all ranks at once, and wait until all are ready. When one fails, none is left."""
+        cluster, num_ranks = self._config.cluster, self._config.engine.num_ranks
+        dumps = str(self._logs / time.strftime("liveness-%Y%m%d-%H%M%S")) if self._logs else ""
+        spec = replace(self._spec, kwargs={**self._spec.kwargs, "dumps": dumps})
+        places: list[Rendezvous] = []
+        if num_ranks > 1:
+            # The store is kept here, so it outlives any of the ranks.
+            self._store, places = open_rendezvous(
+                self._launcher.address,
+                num_ranks,
+                start_deadline_s=cluster.start_timeout_s,
+                call_deadline_s=self._config.engine.update_deadline_s,
+            )
+        return ActorGroup(await start_ranks(self._launcher, spec, places), cluster.silent_after_s)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
         assert loss is sft_loss
@@ -177,12 +180,43 @@ class RanksEngine:
     @contextmanager
     def traced(self, number: int) -> Iterator[None]:
         """The block in which a step runs, traced on the ranks that shall trace it."""
-        if not self._is_traced:
+        if number not in self._config.profile.range:
             yield
             return
         self._call("begin_trace", number)
         yield
         self._call("end_trace")
+
+    @property
+    def num_restarts(self) -> int:
+        """How often all ranks were started again."""
+        return self._budget.spent["trainer"]
+
+    def death(self, error: OffbeatError) -> PeerFailedError | None:
+        """The death of a rank that a failed call comes of; None where all live."""
+        return self._run(self._living.death(getattr(error, "log_tail", "")))
+
+    def restart(self, death: PeerFailedError, tell: Tell) -> None:
+        """Start all ranks again, with the model that the run began with.
+
+        Args:
+            death: of one of them.
+            tell: takes a line for each attempt.
+
+        Raises:
+            PeerFailedError: `cluster.max_restarts` allows no more; with the death.
+        """
+        self._is_in_call = True
+        self._run(self._start_again(death, tell))
+        self._is_in_call = False
+
+    async def _start_again(self, death: PeerFailedError, tell: Tell) -> None:
+        await self._living.destroy()
+        cause = f"{death.peer} failed: {death.reason}"
+        try:
+            self._ranks = await start_again(self._budget, "trainer", cause, self._start, tell)
+        except PeerFailedError as error:
+            raise PeerFailedError(error.peer, error.reason, error.log_tail or death.log_tail) from death
 
     def close(self) -> None:
         """Free everything and end the ranks: in order, or at once when a call has not come to its end."""
@@ -200,13 +234,36 @@ class RanksEngine:
             self._launcher.kill()
         await self._launcher.close()
 
-    def _call(self, method: str, *args: Any, returns: Any = None) -> Any:
+    @property
+    def _living(self) -> ActorGroup:
         assert self._ranks is not None
+        return self._ranks
+
+    def _call(self, method: str, *args: Any, returns: Any = None) -> Any:
+        deadline_s = self._config.engine.update_deadline_s
         self._is_in_call = True
-        answer = self._run(self._ranks.call(method, *args, returns=returns, deadline_s=self._deadline_s))
+        answer = self._run(self._living.call(method, *args, returns=returns, deadline_s=deadline_s))
         self._is_in_call = False
         return answer
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await something in the thread of the ranks. A signal's handler may raise here meanwhile."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _first_rank(preflight: Preflight, run: RunFolder | None) -> RoleSpec:
+    """What rank 0 is started with; the others differ by their number."""
+    config = preflight.config
+    return RoleSpec(
+        "trainer-0",
+        "sft_app._ranks:TrainerRank",
+        {
+            "config": config.train_engine(preflight.num_updates),
+            "backend": config.engine.backend,
+            "profile": config.profile,
+            "run": str(run.path) if run else "",
+            "stall_after_s": config.liveness.stall_after_s,
+        },
+        num_threads=config.threads_per_rank,
+        log_path=run.log("trainer-0") if run else None,
+    )

@@ -87,10 +87,13 @@ def shrink_run(config: SftConfig, model_folder: Path) -> Rehearsal:
         engine=small_engine,
         eval=replace(config.eval, every_updates=every_updates, max_sequences=0),
         checkpoint=replace(config.checkpoint, every=min(config.checkpoint.every, _NUM_UPDATES)),
+        cluster=replace(config.cluster, launcher="local", num_nodes=0, accelerators_per_node=0, trainer_threads=0),
         log=replace(config.log, trackers=()),
         profile=replace(config.profile, steps=""),
     )
     notices = [family_notice, *stand_ins({"engine.backend": (engine.backend, taken)})]
+    if config.cluster.launcher != small.cluster.launcher:
+        notices.append(f"cluster.launcher: {small.cluster.launcher} instead of {config.cluster.launcher}")
     return Rehearsal(
         config=small,
         family=family,

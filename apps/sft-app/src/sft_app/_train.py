@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import FrameType
 
 from offbeat_mesh import StepTracer, open_device
@@ -17,6 +16,8 @@ from offbeat_types import (
     ConfigError,
     Metric,
     Metrics,
+    OffbeatError,
+    PeerFailedError,
     RunFolderError,
     TrainEngine,
     TrainSequence,
@@ -62,19 +63,11 @@ UpdateTracer = Callable[[int], AbstractContextManager[None]]
 
 def create_engine(preflight: Preflight, run: RunFolder | None = None) -> Engine:
     """Load the model into the trainer, on as many ranks as the configuration says; `run` takes logs and traces."""
-    config, settings = preflight.config, preflight.config.train_engine(preflight.num_updates)
-    if config.engine.num_ranks > 1:
-        return RanksEngine(
-            settings,
-            backend=config.engine.backend,
-            num_ranks=config.engine.num_ranks,
-            deadline_s=config.engine.update_deadline_s,
-            cluster=config.cluster,
-            stall_after_s=config.liveness.stall_after_s,
-            logs=run.logs if run else None,
-            trace=partial(config.profile.plan, folder=run.profile) if run else lambda _: None,
-        )
-    engine: TrainEngine = load_backend("offbeat.engine", config.engine.backend).create(settings)
+    config = preflight.config
+    if config.has_ranks:
+        return RanksEngine(preflight, run)
+    create = load_backend("offbeat.engine", config.engine.backend).create
+    engine: TrainEngine = create(config.train_engine(preflight.num_updates))
     return engine
 
 
@@ -111,8 +104,22 @@ def resume(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
 
 
 def _train(preflight: Preflight, run: RunFolder, engine: Engine, *, start: int, resume_step: int | None) -> None:
-    with RunLog(run, preflight.config.log, preflight.num_updates, resume_step) as log:
-        _Session(preflight, run, engine, log, start).run()
+    """Train to the end. Ranks of which one dies are started again, and go on as a resumed run does."""
+    death: PeerFailedError | None = None
+    while True:
+        with RunLog(run, preflight.config.log, preflight.num_updates, resume_step) as log:
+            if death is not None:
+                assert isinstance(engine, RanksEngine)
+                engine.restart(death, log.message)
+                start = _restore(engine, preflight, run)
+                log.message(f"the run goes on from update {start}: what was trained since is trained again")
+            try:
+                return _Session(preflight, run, engine, log, start).run()
+            except OffbeatError as error:
+                death = engine.death(error) if isinstance(engine, RanksEngine) else None
+                if death is None or not preflight.config.checkpoint.save_optimizer:
+                    raise
+        resume_step = progress_of(run).updates or -1
 
 
 def _restore(engine: Engine, preflight: Preflight, run: RunFolder) -> int:
@@ -191,6 +198,8 @@ class _Session:
             "perf/samples_per_s": Metric(value=len(batch) / seconds),
             "data/epoch": Metric(value=self._preflight.epochs_at(update + 1), how="last"),
         }
+        if isinstance(self._engine, RanksEngine) and (restarts := self._engine.num_restarts):
+            values["trainer/restarts"] = Metric(value=float(restarts), how="last")
         self._log.write(update + 1, values)
 
     def _validate(self, done: int) -> None:

@@ -1,10 +1,22 @@
 """Starts the processes of a run, calls them, watches over them: typed calls, deadlines, restart budgets. No torch."""
 
-from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_all
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_all, start_ranks
+from offbeat_actors._launcher import Launcher
 from offbeat_actors._local import LocalLauncher
 from offbeat_actors._machine import check_processes, split_threads
-from offbeat_actors._spec import ActorHandle, ClusterConfig, Launcher, RoleSpec
-from offbeat_actors._supervision import RestartBudget, Supervised, Tell, least_loaded, start_again, wait_gone
+from offbeat_actors._resources import check_kinds, cluster_request, find_view
+from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_actors._supervision import (
+    RestartBudget,
+    RestartedRole,
+    Supervised,
+    Tell,
+    call_or_kill,
+    least_loaded,
+    start_again,
+    wait_gone,
+)
 from offbeat_placement import available_cpus
 
 __all__ = [
@@ -14,16 +26,22 @@ __all__ = [
     "Launcher",
     "LocalLauncher",
     "RestartBudget",
+    "RestartedRole",
     "RoleSpec",
     "Supervised",
     "Tell",
     "available_cpus",
     "call_all",
+    "call_or_kill",
+    "check_kinds",
     "check_processes",
+    "cluster_request",
+    "find_view",
     "gather_or_cancel",
     "least_loaded",
     "split_threads",
     "start_again",
     "start_all",
+    "start_ranks",
     "wait_gone",
 ]

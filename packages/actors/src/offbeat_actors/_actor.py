@@ -74,8 +74,8 @@ class RoleProcess(Protocol):
         ...
 
 
-class RoleActor:
-    """A started role: the `ActorHandle` of every launcher.
+class ActorHandle:
+    """A started role, of whatever launcher. All methods belong to the event loop that started it.
 
     Args:
         spec: what was started.
@@ -105,7 +105,7 @@ class RoleActor:
 
     @property
     def address(self) -> str:
-        """IP address of the machine where it runs."""
+        """IP address of the machine where it runs, as the other machines see it."""
         return self._process.address
 
     @property
@@ -129,7 +129,24 @@ class RoleActor:
     async def call(
         self, method: str, *args: Any, returns: Any = None, deadline_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call a public method of the role: see `ActorHandle.call`."""
+        """Call a public method of the role.
+
+        Methods that are not `async` run one at a time, in the order they were called; `async` ones run at once,
+        also while another method is busy. Cancelling the call cancels an `async` method and takes a waiting sync one
+        off the queue; a sync method that has begun runs to its end.
+
+        Args:
+            method: its name.
+            args: positional arguments: plain data, dataclasses, numpy arrays, decoded by the method's annotations.
+            returns: type of the result, such as `list[Completion]`; None throws the result away.
+            deadline_s: seconds until DeadlineError; None: the launcher's `call_timeout_s`.
+            kwargs: keyword arguments, likewise.
+
+        Raises:
+            OffbeatError: the method raised it, with the same type and text.
+            PeerFailedError: the method raised another error, or the process died.
+            DeadlineError: no answer in time.
+        """
         deadline_s = self._config.call_timeout_s if deadline_s is None else deadline_s
         call_id = next(self._ids)
         frame = _write_call(call_id, method, args, kwargs)
@@ -178,7 +195,11 @@ class RoleActor:
         return await asyncio.shield(self._end)
 
     async def stop(self, deadline_s: float | None = None) -> None:
-        """Close the role and end its process: see `ActorHandle.stop`."""
+        """Close the role and end its process: politely, then SIGTERM, then SIGKILL, all within the deadline.
+
+        Raises:
+            OffbeatError: the role's `close()` failed. The process is gone all the same.
+        """
         deadline_s = self._config.stop_timeout_s if deadline_s is None else deadline_s
         if self._stopping or not self.alive:
             await self.wait_dead()

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar, overload
 
-from offbeat_actors._spec import ActorHandle, Launcher, RoleSpec
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._launcher import Launcher
+from offbeat_actors._spec import RoleSpec
 from offbeat_actors._supervision import wait_gone
 from offbeat_types import DeadlineError, PeerFailedError
 
@@ -174,6 +177,33 @@ async def start_all(launcher: Launcher, specs: Sequence[RoleSpec]) -> list[Actor
             actor.kill()
         await asyncio.gather(*(actor.wait_dead() for actor in started))
         raise
+
+
+async def start_ranks(launcher: Launcher, spec: RoleSpec, places: Sequence[Any]) -> list[ActorHandle]:
+    """Start all ranks of a role at once, or none, each named after its number; one that is stuck ends itself.
+
+    Args:
+        launcher: starts them.
+        spec: of the first, such as "trainer-0".
+        places: for each rank its `offbeat_mesh.Rendezvous`, which it gets as `rendezvous`; empty for one rank alone.
+
+    Raises:
+        OffbeatError: as `Launcher.start`.
+    """
+    if not places:
+        return [await launcher.start(spec)]
+    role, log_path = spec.name.rpartition("-")[0], spec.log_path
+    specs = [
+        replace(
+            spec,
+            name=f"{role}-{place.rank}",
+            kwargs={**spec.kwargs, "rendezvous": place},
+            liveness_policy="abort",
+            log_path=log_path and log_path.with_name(f"{role}-{place.rank}.log"),
+        )
+        for place in places
+    ]
+    return await start_all(launcher, specs)
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -5,31 +5,37 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from offbeat_actors._actor import RoleActor
+from offbeat_actors._actor import ActorHandle
 from offbeat_actors._spec import ClusterConfig, RoleSpec, Wait
-from offbeat_actors._wire import START_ID, Bytes, FrameWriter, Start
+from offbeat_actors._wire import MAIN_THREAD, START_ID, Bytes, FrameWriter, Start
 from offbeat_liveness import current_monitor
+from offbeat_placement import Node, Plan, RankGroup
 from offbeat_types import ConfigError, DeadlineError, RunFolderError
 
 _log: Final = logging.getLogger(__name__)
 
 
-class ProcessLauncher(ABC):
-    """Starts each role as a process of its own; where, its subclasses say.
+class Launcher(ABC):
+    """Starts each role as a process of its own; where, its subclasses say. Found by entry point `offbeat.launcher`.
 
     Args:
         run_name: told to every role as the environment variable OFFBEAT_RUN.
         config: deadlines; the defaults when None.
+
+    Attributes:
+        reserves: devices and CPUs of a plan belong to the run alone once it is placed.
     """
+
+    reserves: bool
 
     def __init__(self, run_name: str, config: ClusterConfig | None = None) -> None:
         self._run_name = run_name
         self._config = config or ClusterConfig()
-        self._actors: dict[str, RoleActor] = {}
+        self._actors: dict[str, ActorHandle] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -37,7 +43,40 @@ class ProcessLauncher(ABC):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> RoleActor:
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """IP address of the driver's machine, as the machines of its roles see it; known once one has been started."""
+
+    @classmethod
+    @abstractmethod
+    def nodes(cls, config: ClusterConfig) -> list[Node]:
+        """The machines that roles can be started on, and what is free there now.
+
+        Raises:
+            ConfigError: no cluster answers at `address`.
+            DeadlineError: it did not in `connect_timeout_s`.
+        """
+
+    @abstractmethod
+    async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:
+        """Reserve what a plan asks for, and check that it lies as planned. `start` then puts each role in its place.
+
+        A role with devices sees these alone, so to itself its first is number 0. A role that no plan names shares its
+        machine with the driver. A role may be placed again, by another plan, once its process is gone.
+
+        Args:
+            plan: of roles named after their group: "trainer-3" is rank 3 of group "trainer"; where one process drives
+                a replica, "rollout-1" is the process of replica 1.
+            groups: that the plan was made for.
+            deadline_s: for all of it; None: `place_timeout_s`.
+
+        Raises:
+            PlacementError: a node cannot hold its part at all, or does not lie as planned. Nothing stays reserved.
+            DeadlineError: nodes are busy, or do not answer, by name. Nothing stays reserved.
+        """
+
+    async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> ActorHandle:
         """Start a role, and return when its constructor, and its `start()` if it has one, are done.
 
         Raises:
@@ -49,7 +88,7 @@ class ProcessLauncher(ABC):
         deadline_s = self._config.start_timeout_s if deadline_s is None else deadline_s
         self._check(spec)
         first_frame = write_start(spec)
-        actor: RoleActor | None = None
+        actor: ActorHandle | None = None
         try:
             async with asyncio.timeout(deadline_s):
                 actor = self._actors[spec.name] = await self._spawn(spec)
@@ -91,7 +130,7 @@ class ProcessLauncher(ABC):
                 actor.kill()
 
     @abstractmethod
-    async def _spawn(self, spec: RoleSpec) -> RoleActor:
+    async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         """Start the process. When cancelled or failing it leaves none behind."""
 
     def _check(self, spec: RoleSpec) -> None:
@@ -132,6 +171,8 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
     """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
     run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
+    if spec.main_thread:
+        run[MAIN_THREAD] = "1"
     monitor = current_monitor()
     invitation = monitor.invite(driver_address, policy=spec.liveness_policy) if monitor else {}
     return {**run, **invitation, **threads, **spec.env}

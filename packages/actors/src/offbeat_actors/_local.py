@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from offbeat_actors._actor import RoleActor
-from offbeat_actors._launcher import ProcessLauncher, child_command, open_log, own_environment
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._launcher import Launcher, child_command, open_log, own_environment
 from offbeat_actors._reaper import ReaperPipe
 from offbeat_actors._spec import ClusterConfig, RoleSpec
 from offbeat_actors._wire import Channel, SocketStream
@@ -102,7 +102,7 @@ class LocalProcess:
         return describe_process(self.pid)
 
 
-class LocalLauncher(ProcessLauncher):
+class LocalLauncher(Launcher):
     """Starts roles as child processes, and talks to them over socket pairs: no ports, no files, no pickle.
 
     Children die with this process, however it dies, and what they have started with them.
@@ -144,12 +144,12 @@ class LocalLauncher(ProcessLauncher):
             )
         self._shown |= _shown_devices(plan, groups)
 
-    async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> RoleActor:
-        """Start a role, which sees no other devices than those of its place: see `Launcher.start`."""
+    async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> ActorHandle:
+        """Start a role, which sees no other devices than those of its place."""
         placed = replace(spec, env={**self._shown.get(spec.name, {}), **spec.env})
         return await super().start(placed, deadline_s=deadline_s)
 
-    async def _spawn(self, spec: RoleSpec) -> RoleActor:
+    async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         ours, theirs = socket.socketpair()
         reaper = ReaperPipe()
         try:
@@ -176,7 +176,7 @@ class LocalLauncher(ProcessLauncher):
         finally:
             theirs.close()
             reaper.hand_over()
-        return RoleActor(spec, LocalProcess(process, reaper), Channel(SocketStream(ours)), self._config)
+        return ActorHandle(spec, LocalProcess(process, reaper), Channel(SocketStream(ours)), self._config)
 
 
 def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[str, dict[str, str]]:

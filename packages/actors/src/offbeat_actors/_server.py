@@ -1,7 +1,8 @@
 """The process of one role: `python -m offbeat_actors._server FD REAPER_FD NAME`, started by a launcher.
 
 The event loop reads calls and answers them. Methods that are not async, and the constructor, run in one worker
-thread, one at a time; so the loop, and with it every async method, answers while a long method computes.
+thread, one at a time; so the loop, and with it every async method, answers while a long method computes. A role that
+needs the main thread for such methods has it, and the loop another.
 """
 
 import asyncio
@@ -11,12 +12,14 @@ import importlib
 import inspect
 import io
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final, get_type_hints
 
 import msgspec
@@ -24,6 +27,7 @@ import msgspec
 from offbeat_actors._failures import describe_failure
 from offbeat_actors._reaper import PR_SET_PDEATHSIG, Reaper
 from offbeat_actors._wire import (
+    MAIN_THREAD,
     START_ID,
     STOP_ID,
     Bytes,
@@ -45,11 +49,10 @@ EXIT_PARENT_GONE: Final = 70
 
 
 class _Server:
-    """Holds the role object and answers the calls of the parent."""
+    """Holds the role object and answers the calls of the parent; `worker` has one thread."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="role")
+    def __init__(self, channel: Channel, worker: Executor) -> None:
+        self._channel, self._worker = channel, worker
         self._num_in_worker = 0
         self._role: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -174,8 +177,38 @@ def _prepare_process() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-async def _serve(sock: socket.socket) -> None:
-    server = _Server(Channel(SocketStream(sock)))
+class _MainThread(Executor):
+    """Runs in the main thread what another one submits."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def work() -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_result(fn(*args, **kwargs))
+
+        self._work.put(work)
+        return done
+
+    def run_with(self, loop: Coroutine[Any, Any, None]) -> None:
+        """Run it in a thread of its own, and here what it submits, until it has ended."""
+
+        def run() -> None:
+            try:
+                asyncio.run(loop)
+            finally:
+                self._work.put(None)
+
+        threading.Thread(target=run, name="calls", daemon=True).start()
+        while (work := self._work.get()) is not None:
+            work()
+
+
+async def _serve(sock: socket.socket, worker: Executor) -> None:
+    server = _Server(Channel(SocketStream(sock)), worker)
     try:
         await server.run()
     except Exception:  # noqa: BLE001  the boundary of the process: a broken frame; say it in the log and leave
@@ -190,7 +223,11 @@ def main(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     watch_if_invited(os.environ.get("OFFBEAT_ROLE", ""))
-    asyncio.run(_serve(sock))
+    if os.environ.pop(MAIN_THREAD, ""):
+        main_thread = _MainThread()
+        main_thread.run_with(_serve(sock, main_thread))
+    else:
+        asyncio.run(_serve(sock, ThreadPoolExecutor(1, thread_name_prefix="role")))
 
 
 def load_target(target: str) -> type[Any]:

@@ -10,9 +10,11 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from offbeat_actors._spec import ActorHandle
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._launcher import Launcher
+from offbeat_actors._spec import RoleSpec
 from offbeat_types import DeadlineError, PeerFailedError
 
 S = TypeVar("S", bound="Supervised")
@@ -171,6 +173,41 @@ class Supervised:
         if is_alive:
             actor.kill()
         return is_alive
+
+
+class RestartedRole:
+    """A role that is started when it is needed and again after its end, in no budget: its calls have short deadlines.
+
+    Args:
+        launcher: starts it.
+        spec: of it.
+    """
+
+    def __init__(self, launcher: Launcher, spec: RoleSpec) -> None:
+        self._launcher, self._spec = launcher, spec
+        self._handle: ActorHandle | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def handle(self) -> ActorHandle | None:
+        """Its process, where one runs."""
+        return self._handle if self._handle is not None and self._handle.alive else None
+
+    async def start(self) -> ActorHandle:
+        """Start a process unless one runs; raises as `Launcher.start`."""
+        async with self._starting:
+            handle = self._handle = self.handle or await self._launcher.start(self._spec)
+            return handle
+
+
+async def call_or_kill(handle: ActorHandle, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
+    """Call a role, and kill it when it does not answer in time: it is gone when DeadlineError is raised."""
+    try:
+        return await handle.call(method, *args, returns=returns, deadline_s=deadline_s)
+    except DeadlineError:
+        handle.kill()
+        await handle.wait_dead()
+        raise
 
 
 def least_loaded(supervised: Sequence[S]) -> S:

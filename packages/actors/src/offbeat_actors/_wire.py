@@ -81,6 +81,8 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
 Message = Start | Call | Cancel | Stop | Result | Failure
 START_ID: Final = 0
 STOP_ID: Final = -1
+MAIN_THREAD: Final = "OFFBEAT_MAIN_THREAD"
+"""Variable of a process whose main thread runs the methods of its role: known before the first message is read."""
 
 
 class FrameWriter:

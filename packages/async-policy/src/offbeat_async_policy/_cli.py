@@ -3,10 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._simulation.report import advise, chart_page, describe_model, proposal_text, simulation_text
@@ -17,17 +17,17 @@ from offbeat_async_policy._simulation.simulate import SimulationReport
 from offbeat_types import ConfigError, DataError, OffbeatError
 
 Runs = list[tuple[AsyncConfig, SimulationReport]]
-Overrides = list[tuple[str, str | None]]
+Overrides = list[tuple[str, str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    words, overrides = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
-    parsed = parser.parse_args(words)
-    if overrides and parsed.command in ("measure", "keys"):
-        parser.error(f"{parsed.command} takes no keys of a scenario, got {overrides[0][0]}")
     try:
+        words, overrides = _split(list(sys.argv[1:] if argv is None else argv))
+        parsed = parser.parse_args(words)
+        if overrides and parsed.command in ("measure", "keys"):
+            parser.error(f"{parsed.command} takes no keys of a scenario, got {overrides[0][0]}")
         print(_COMMANDS[parsed.command](parsed, overrides))
     except OffbeatError as error:
         print(f"offbeat-async-policy: {error}", file=sys.stderr)
@@ -42,7 +42,6 @@ def _parser() -> argparse.ArgumentParser:
         "simulate",
         help="compare settings on a simulated cluster, and say where the time goes",
         description="Run the real control logic on a simulated cluster, beside colocated training on as many machines.",
-        epilog="Any key of the scenario can be given: --section.key VALUE. See offbeat-async-policy keys.",
     )
     _add_scenario(simulate)
     simulate.add_argument("--sigmas", metavar="SIGMA[,SIGMA]", help="a row for each staleness threshold")
@@ -51,7 +50,6 @@ def _parser() -> argparse.ArgumentParser:
         "propose",
         help="search a better split of the accelerators and better settings",
         description="Simulate other splits, staleness thresholds, R and K, and propose what is fastest.",
-        epilog="Any key of the scenario can be given: --section.key VALUE. See offbeat-async-policy keys.",
     )
     _add_scenario(search)
     search.add_argument(
@@ -68,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_scenario(command: argparse.ArgumentParser) -> None:
+    command.epilog = "Any key of the scenario can be given: --section.key VALUE. See offbeat-async-policy keys."
     command.add_argument("scenario", nargs="?", type=Path, help="TOML or JSON; left out: the defaults")
     command.add_argument("--recipe", type=Path, help="of grpo-async-app; its settings win over the scenario's")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -84,13 +83,13 @@ def _simulate(parsed: argparse.Namespace, rest: Overrides) -> str:
     rows = [
         {
             "staleness_threshold": config.staleness_threshold,
-            **report.to_plain(),
+            **asdict(report),
             "speedup": report.speedup_over(colocated),
             "advice": advise(config, report),
         }
         for config, report in runs
     ]
-    return json.dumps({"runs": rows, "colocated": colocated.to_plain()}, indent=2)
+    return json.dumps({"runs": rows, "colocated": asdict(colocated)}, indent=2)
 
 
 def _propose(parsed: argparse.Namespace, rest: Overrides) -> str:
@@ -113,34 +112,30 @@ def _measure(parsed: argparse.Namespace, _: Overrides) -> str:
     return scenario_text([read_run(folder) for folder in parsed.runs])
 
 
-def _keys(_: argparse.Namespace, rest: Overrides) -> str:
-    return describe_keys()
-
-
-_COMMANDS = {"simulate": _simulate, "propose": _propose, "measure": _measure, "keys": _keys}
+_COMMANDS: Final[dict[str, Callable[[argparse.Namespace, Overrides], str]]] = {
+    "simulate": _simulate,
+    "propose": _propose,
+    "measure": _measure,
+    "keys": lambda *_: describe_keys(),
+}
 
 
 def _model(parsed: argparse.Namespace, rest: Overrides) -> ScenarioModel:
-    return ScenarioModel.of(read_scenario(parsed.scenario, _checked(rest), parsed.recipe))
+    return ScenarioModel.of(read_scenario(parsed.scenario, rest, parsed.recipe))
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], Overrides]:
-    """Take `--section.key value` and `--section.key=value` out of the words; a value that is missing is None."""
+    """Take `--section.key value` and `--section.key=value` out of the words."""
     others, pairs, rest = [], [], list(words)
     while rest:
         word, equals, value = rest.pop(0).partition("=")
-        if word.startswith("--") and "." in word:
-            pairs.append((word, value if equals else rest.pop(0) if rest else None))
-        else:
+        if not (word.startswith("--") and "." in word):
             others.append(word + equals + value)
-    return others, pairs
-
-
-def _checked(overrides: Overrides) -> list[tuple[str, str]]:
-    for word, value in overrides:
-        if value is None:
+        elif equals or rest:
+            pairs.append((word, value if equals else rest.pop(0)))
+        else:
             raise ConfigError(f"{word}: needs a value")
-    return [(word, value) for word, value in overrides if value is not None]
+    return others, pairs
 
 
 def _configs(model: ScenarioModel, sigmas: str | None) -> list[AsyncConfig]:
@@ -171,7 +166,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
         "async": asdict(candidate.config),
         "machines": asdict(candidate.machines),
         "groups_behind": candidate.groups_behind,
-        "report": candidate.report.to_plain(),
+        "report": asdict(candidate.report),
     }
 
 

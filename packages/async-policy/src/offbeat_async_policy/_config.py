@@ -6,6 +6,7 @@ Legend: R groups per update, K updates per sync, σ staleness threshold, M large
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from typing import Any
 
 from offbeat_types import METADATA_KEY, ConfigError, setting
 
@@ -54,7 +55,7 @@ class AsyncConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_ranges()
+        check_ranges(self, "async.")
         self._check_staleness_has_effect()
         self._check_partial_rollout_has_effect()
         self._check_version_lag_can_be_kept()
@@ -83,15 +84,6 @@ class AsyncConfig:
         if self.staleness_threshold > 0:
             return "partial" if self.partial_rollout else "stale"
         return "on-policy pipeline" if self.trigger_parameter_sync_step == 1 else "stream off-policy"
-
-    def _check_ranges(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            complaint = field.metadata[METADATA_KEY].complaint(value)
-            if isinstance(value, float) and not math.isfinite(value):
-                complaint = "a finite number"
-            if complaint:
-                raise ConfigError(f"async.{field.name}: required {complaint}, got {value!r}")
 
     def _check_staleness_has_effect(self) -> None:
         if self.staleness_threshold > 0 and self.max_admitted == self.groups_per_sync:
@@ -128,3 +120,15 @@ class AsyncConfig:
                 f"async.max_version_lag={self.max_version_lag} and on_exceed='wait': no group may outlive a sync; set "
                 f"max_version_lag to at least {smallest + 1}, or staleness_threshold=0"
             )
+
+
+def check_ranges(config: Any, section: str = "") -> None:
+    """Hold every value of a dataclass to the bounds of its `setting`.
+
+    Raises:
+        ConfigError: one is out of them.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if complaint := field.metadata[METADATA_KEY].complaint(value):
+            raise ConfigError(f"{section}{field.name}: required {complaint}, got {value!r}")

@@ -210,16 +210,8 @@ class Snapshot:
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain data for JSON; `finished` as sorted [group, oldest version] pairs."""
-        return {
-            "format": FORMAT,
-            "version": self.version,
-            "next_new_group": self.next_new_group,
-            "waiting": list(self.waiting),
-            "finished": [list(pair) for pair in sorted(self.finished.items())],
-            "data_was_ended": self.data_was_ended,
-            "filtered_in_a_row": self.filtered_in_a_row,
-            "statistics": self.statistics.to_plain(),
-        }
+        finished = [list(pair) for pair in sorted(self.finished.items())]
+        return {"format": FORMAT, **vars(self), "finished": finished, "statistics": self.statistics.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":

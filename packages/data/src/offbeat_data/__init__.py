@@ -1,18 +1,12 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
+from offbeat_data._built_in_environments import EnvironmentConfig, build_environment
 from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
-from offbeat_data._environments import (
-    Environment,
-    EnvironmentConfig,
-    EnvironmentFailedError,
-    EpisodeHost,
-    build_environment,
-)
+from offbeat_data._environments import Environment, EnvironmentFailedError, EpisodeHost
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
-from offbeat_data._reward_pool import RewardPool, RewardWorker, try_reward
-from offbeat_data._rewards import Reward, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_data._rewards import NotANumberError, Reward, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
 from offbeat_data._tokenizer import (
     ARITHMETIC_ALPHABET,
@@ -39,6 +33,7 @@ __all__ = [
     "EpochOrder",
     "ImageRules",
     "Message",
+    "NotANumberError",
     "Picture",
     "Prompt",
     "PromptSet",
@@ -46,9 +41,7 @@ __all__ = [
     "Reward",
     "RewardConfig",
     "RewardError",
-    "RewardPool",
     "RewardScore",
-    "RewardWorker",
     "RowCounts",
     "Tokenizer",
     "ToolCall",
@@ -66,5 +59,4 @@ __all__ = [
     "mark_assistant_turns",
     "play_episode",
     "read_tool_calls",
-    "try_reward",
 ]

@@ -10,7 +10,6 @@ Python look at signals cannot be ended but with its process.
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import math
 import signal
@@ -18,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,8 +24,7 @@ from offbeat_data._prompts import Prompt
 from offbeat_data._rewards import RewardScore
 from offbeat_data._rows import to_plain
 from offbeat_data._tokenizer import Message
-from offbeat_data._tools import calculator
-from offbeat_types import ConfigError, OffbeatError, find_function, setting
+from offbeat_types import OffbeatError
 
 
 class Environment(Protocol):
@@ -74,91 +71,6 @@ class EnvironmentFailedError(OffbeatError):
 
     def __str__(self) -> str:
         return f"the environment of an episode failed ({self.reason}): {self.detail}"
-
-
-JUDGES: Final = {"calculator": False, "reasoning_gym": True, "verifiers": True}
-"""Built-in environments, and whether they have a reward of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-    """Section `environment`: what answers the model's turns. Without a name, a completion is scored as it stands."""
-
-    name: str = setting(
-        "", "calculator, reasoning_gym, verifiers, or a Python class or function as module:name; empty for none."
-    )
-    options: dict[str, Any] = setting({}, "Keyword arguments of the environment.")
-    max_turns: int = setting(8, "Turns of the model in one episode at most.", "turns", ge=1)
-    max_tokens: int = setting(
-        1024,
-        "Tokens after the prompt at most, said by the model (rollout.max_tokens a turn) and told to it.",
-        "tokens",
-        ge=1,
-    )
-    step_timeout_s: float = setting(
-        30.0, "Time for one answer of the environment; after it the episode ends and is counted.", "s", gt=0
-    )
-
-    def check(self, *, has_reward: bool) -> None:
-        """Find what is wrong with these settings before anything starts.
-
-        Args:
-            has_reward: the `reward` section names a reward.
-
-        Raises:
-            ConfigError: no such environment, a setting without effect, or a reward that is missing.
-        """
-        if not self.name:
-            if self != EnvironmentConfig():
-                raise ConfigError("environment: its settings have no effect without environment.name")
-            return
-        if self.name not in JUDGES and ":" not in self.name:
-            near = difflib.get_close_matches(self.name, JUDGES, n=2, cutoff=0.4)
-            advice = f"perhaps {' or '.join(near)}; " if near else ""
-            raise ConfigError(
-                f"environment: no environment {self.name!r}; {advice}there are {', '.join(JUDGES)} and module:name"
-            )
-        judges = JUDGES.get(self.name)
-        if judges is True and has_reward:
-            raise ConfigError(f"reward: no effect with environment.name = {self.name!r}, which judges by itself")
-        if judges is False and not has_reward:
-            raise ConfigError(
-                f"reward: environment.name = {self.name!r} leaves the last turn to this section: "
-                'give a name, such as "number_match"'
-            )
-
-
-def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
-    """Find the environment of a configuration, and import what it needs now rather than in its first episode.
-
-    Raises:
-        ConfigError: no such module or name, or options that it does not take.
-        BackendError: a package that it needs is not installed.
-    """
-    make = _find_built_in(config.name) if config.name in JUDGES else find_function("environment", config.name)
-
-    def build() -> Environment:
-        environment: Environment = make(**config.options)
-        return environment
-
-    try:
-        build()
-    except TypeError as error:
-        raise ConfigError(f"environment.options: {config.name} refuses {config.options}: {error}") from error
-    return build
-
-
-def _find_built_in(name: str) -> Callable[..., Any]:
-    """What makes it; the libraries of tasks, which take seconds to import, are imported here."""
-    if name == "calculator":
-        return calculator
-    from offbeat_data import _task_libraries as libraries
-
-    if name == "reasoning_gym":
-        libraries.import_reasoning_gym()
-        return libraries.ReasoningGymEnvironment
-    libraries.import_verifiers()
-    return libraries.VerifiersEnvironment
 
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offbeat_data._environments import EnvironmentConfig
+from offbeat_data._built_in_environments import EnvironmentConfig
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
 from offbeat_data._sources import SourceConfig

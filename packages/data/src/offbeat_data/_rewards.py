@@ -222,8 +222,8 @@ class RewardScore:
     Args:
         value: the weighted sum.
         parts: each reward by name, before its weight. `reasoning_gym` adds `unreadable`, 1 when its judge raised on
-            the answer, else 0; `RewardWorker` adds `timed_out`, 0 or 1; `RewardPool` adds `failed`, 1, to what could
-            not be scored.
+            the answer, else 0. A run of grpo-async-app adds `timed_out`, 0 or 1, or `failed`, 1, to what could not be
+            scored.
     """
 
     value: float
@@ -231,7 +231,7 @@ class RewardScore:
 
 
 class Reward:
-    """Scores completions. Made by `build_reward`; see `RewardWorker` for one with a deadline."""
+    """Scores completions, without a deadline. Made by `build_reward`."""
 
     def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
         self._scorers, self._weights = dict(scorers), dict(weights)
@@ -323,7 +323,7 @@ def _number_match(config: RewardConfig) -> Scorer:
 def _math_verify(config: RewardConfig) -> Scorer:
     """Equality of mathematical expressions.
 
-    math-verify's own timeouts use signals and raise off the main thread, so they are off; `RewardWorker` has the
+    math-verify's own timeouts use signals and raise off the main thread, so they are off; whoever calls has the
     deadline. A reference that is no expression to it is compared as text. Units of an answer are left out, unless the
     reference has letters of its own.
     """

@@ -37,7 +37,11 @@ def read_rows(path: Path, split: str, limit: int) -> list[Row]:
     try:
         if not path.exists():
             raise DataError(f"data path {path} does not exist: give {_FORMS}")
-        rows = _read_folder(path, split, limit) if path.is_dir() else _read_file(path, split, limit)
+        if path.is_dir():
+            rows = _read_folder(path, split, limit)
+        else:
+            refuse_split(path, split)
+            rows = _reader(path)([path], limit)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}; give this user the right to, or name other data") from error
     if not rows:
@@ -52,11 +56,6 @@ def refuse_split(source: str | Path, split: str) -> None:
             f"{source} has no splits, and {split!r} would be all of it: leave data.split and data.eval_split out; "
             f"data.eval_size or data.eval_path hold something out"
         )
-
-
-def _read_file(path: Path, split: str, limit: int) -> list[Row]:
-    refuse_split(path, split)
-    return _reader(path)([path], limit)
 
 
 def _reader(path: Path) -> Callable[[list[Path], int], list[Row]]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_data._rows import Row, read_rows, refuse_split
+from offbeat_data._task_libraries import draw_entries, draw_rows
 from offbeat_types import REQUIRED, ConfigError, DataError, setting
 
 
@@ -222,8 +223,6 @@ def _draw(
         if not name.isdecimal():
             raise ConfigError(f"data.path: {scheme}:DIGITS needs a number of digits, such as {scheme}:2; got {name!r}")
         return draw_problems(_SIGNS[scheme], num_train, num_held_out, seed=seed, digits=int(name))
-    from offbeat_data._task_libraries import draw_entries
-
     rows = draw_entries(name, num_items=num_train + num_held_out, seed=seed, options=config.task_options)
     return rows[:num_train], rows[num_train:]
 
@@ -233,8 +232,6 @@ def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
     scheme, _, name = path.partition(":")
     if scheme != "verifiers":
         return read_rows(Path(path).expanduser(), split, limit)
-    from offbeat_data._task_libraries import draw_rows
-
     return draw_rows(name, split=split, options=config.task_options)[: limit or None]
 
 

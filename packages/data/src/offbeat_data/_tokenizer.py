@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers
 
-from offbeat_types import BackendError, DataError, Ids, ModelError
+from offbeat_types import BackendError, DataError, Ids, ModelError, read_model_json
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -335,15 +335,8 @@ def _default_template(entries: list[Any]) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is corrupt: {error}; copy it again from the model it belongs to") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is corrupt: it needs a JSON object and holds a {type(content).__name__}")
-    return content
+    """A JSON file of a model folder; empty where there is none."""
+    return read_model_json(path) if path.is_file() else {}
 
 
 def _read_text(path: Path) -> str:

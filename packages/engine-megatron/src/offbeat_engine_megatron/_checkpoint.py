@@ -16,9 +16,8 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from offbeat_engine_megatron._groups import Ranks
 from offbeat_engine_megatron._layout import Plan
-from offbeat_engine_megatron._lora import Adapters
+from offbeat_engine_megatron._model import Policy
 from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._weights import HeldWeights
@@ -32,6 +31,7 @@ from offbeat_training import (
     BackgroundWrite,
     PlannedFile,
     TensorFolder,
+    TrainerRanks,
     TrainerState,
     check_adapter_folder,
     describe_part,
@@ -68,36 +68,18 @@ Stream = Iterator[tuple[str, Tensor]]
 
 
 class Checkpoints:
-    """What one engine saves and loads. All ranks call every method, in the same order with the same arguments.
-
-    Args:
-        ranks: who they are.
-        mesh: of them.
-        held: the weights.
-        trained: those of them that the optimizer updates; or the adapters'.
-        optimizer: of them.
-        device: of this rank.
-        plan: of the engine.
-        adapters: what is trained instead of the weights, if so.
-        ahead: layers of multi-token prediction, if there are such.
-    """
+    """What one engine saves and loads. All ranks call every method, in the same order with the same arguments."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: TrainerRanks,
         mesh: Mesh,
-        held: HeldWeights,
-        trained: HeldWeights,
+        policy: Policy,
         optimizer: ClippedOptimizer,
         device: Device,
         plan: Plan,
-        adapters: Adapters | None = None,
-        ahead: HeldWeights | None = None,
     ) -> None:
-        self._adapters, self._ahead = adapters, ahead
-        self._trained = (trained, *([] if ahead is None else [ahead]))
-        self._ranks, self._held, self._optimizer, self._device = ranks, held, optimizer, device
-        self._rank = mesh.group("dp", "cp", "tp", "pp").rank
+        self._ranks, self._policy, self._optimizer, self._device = ranks, policy, optimizer, device
         self._plan = plan
         self._background = BackgroundWrite(mesh, plan.options.save_deadline_s)
 
@@ -106,11 +88,7 @@ class Checkpoints:
         self._background.finish()
 
     def export(self, folder: Path) -> None:
-        """Write a folder that plain transformers loads; weights that it held are removed first.
-
-        Raises:
-            RunFolderError: it cannot be written; on all ranks.
-        """
+        """Write a folder that plain transformers loads, instead of weights that it held; see `MegatronTrainEngine`."""
         self.finish()
         self._on_each("save_weights", lambda: folder.mkdir(parents=True, exist_ok=True))
         self._on_each("save_weights", lambda: drop_model_files(folder) if self._ranks.leader else None)
@@ -125,9 +103,6 @@ class Checkpoints:
             folder: a checkpoint in it is replaced; where there is none, weights in it are, and other files stay.
             steps_refused: the engine's count.
             background: return when the host holds a copy of everything; the rest goes on in threads.
-
-        Raises:
-            RunFolderError: it cannot be written, or the one before it could not; on all ranks.
         """
         self.finish()
         made = self._on_each("save", lambda: str(stage(folder)) if self._ranks.leader else "")
@@ -165,32 +140,24 @@ class Checkpoints:
 
         Headers and shapes of all files are checked before anything is changed. A read that fails after that, such as
         from a disk that breaks, leaves the policy half loaded and the group ended: start anew.
-
-        Raises:
-            ModelError: the folder is not a whole checkpoint of this model; on all ranks, before anything is changed.
-            OSError, SafetensorError, PeerFailedError: a file that was whole cannot be read to its end.
         """
         self.finish()
         self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
         opened, weights, state = self._on_each("load", lambda: self._open(folder), ModelError)
         with opened, self._ranks.together("load"):
             optimizer = OptimizerState(self._optimizer)
-            for each in self._trained:
+            for each in self._policy.trained:
                 each.read_values(weights, "", optimizer.put_weights)
                 for name in MOMENTS:
                     each.read_values(state.moments, f"{name}.", partial(optimizer.put_moment, name))
             self._optimizer.steps_taken = state.steps_taken
             optimizer.count_steps(state.steps_taken)
-            state.restore_random_state(self._device, self._rank, self._ranks.size)
+            state.restore_random_state(self._device, self._ranks.place, self._ranks.size)
         return state.steps_refused
 
     def _open(self, folder: Path) -> tuple[ExitStack, TensorFolder, TrainerState]:
-        """What is trained, under the names of its slots, and what lies beside it: headers and shapes are checked.
-
-        Raises:
-            ModelError: the folder is not a whole checkpoint of this model.
-        """
-        adapters, ours = self._adapters, self._plan.shape
+        """What is trained, under the names of its slots, and what lies beside it: headers and shapes are checked."""
+        adapters, ours = self._policy.adapters, self._plan.shape
         state = TrainerState(folder)
         check_adapter_folder(folder, wanted=adapters is not None)
         _, theirs = read_model(str(folder))
@@ -198,23 +165,23 @@ class Checkpoints:
             raise ModelError(f"{folder} is a checkpoint of another model: {theirs}; this engine trains {ours}")
         with ExitStack() as opened:
             opened.enter_context(state)
-            shapes = {slot.name: slot.shape for held in self._trained for slot in held.slots}
+            shapes = {slot.name: slot.shape for held in self._policy.trained for slot in held.slots}
             files = TensorFolder(folder) if adapters is None else open_adapters(folder / ADAPTER_FOLDER, shapes)
             weights = opened.enter_context(files)
             state.check(shapes)
-            for held in self._trained:
+            for held in self._policy.trained:
                 held.check(weights)
             return opened.pop_all(), weights, state
 
     def _files(self, *, with_state: bool) -> list[PlannedFile]:
         """All files with tensors in the order of `_stream`, the same on all ranks; the state's with their folder."""
-        files = plan_files("model", _specs(self._held), self._ranks.size)
-        if self._ahead is not None:
-            files += plan_files("mtp", _specs(self._ahead), self._ranks.size)
+        files = plan_files("model", _specs(self._policy.weights), self._ranks.size)
+        if self._policy.mtp is not None:
+            files += plan_files("mtp", _specs(self._policy.mtp), self._ranks.size)
         if not with_state:
             return files
-        buckets = [bucket for held in self._trained for bucket in _specs(held)]
-        if self._adapters is not None:
+        buckets = [bucket for held in self._policy.trained for bucket in _specs(held)]
+        if self._policy.adapters is not None:
             stored = tuple(dataclasses.replace(e, name=peft_name(e.name)) for bucket in buckets for e in bucket)
             files.append(PlannedFile(name=f"{ADAPTER_FOLDER}/{ADAPTER_FILE}", writer=0, specs=stored))
         pairs = [[_of(moment, spec) for moment in MOMENTS for spec in bucket] for bucket in buckets]
@@ -227,13 +194,13 @@ class Checkpoints:
     def _stream(self, *, with_state: bool) -> Stream:
         """Every tensor on every rank, one bucket at a time. All ranks iterate to the end."""
         self._optimizer.gather_weights()
-        state = OptimizerState(self._optimizer)
-        yield from self._held.gather(None if self._adapters is not None else state.weights)
-        if self._ahead is not None:
-            yield from self._ahead.gather(state.weights)
-        if with_state and self._adapters is not None:
-            yield from self._adapters.stream(state.weights)
-        for held in self._trained if with_state else ():
+        state, adapters, mtp = OptimizerState(self._optimizer), self._policy.adapters, self._policy.mtp
+        yield from self._policy.weights.gather(state.weights if adapters is None else adapters.merged)
+        if mtp is not None:
+            yield from mtp.gather(state.weights)
+        if with_state and adapters is not None:
+            yield from adapters.stream(state.weights)
+        for held in self._policy.trained if with_state else ():
             for bucket in held.buckets():
                 for name in MOMENTS:
                     for tensor_name, tensor in held.whole(bucket, partial(state.moment, name)):
@@ -245,20 +212,16 @@ class Checkpoints:
             random = random_state(self._device)
             for spec in file.specs:
                 pair = (spec.name, random[spec.name]) if spec.name in random else next(stream)
-                if file.writer == self._rank:
+                if file.writer == self._ranks.place:
                     yield pair
 
     def _write(self, folder: Path, files: Sequence[PlannedFile], stream: Stream, *, own: bool = False) -> None:
         """Write this rank's files; the stream is taken to its end whatever happens, for the others wait in it.
 
-        Args:
-            folder: of the files.
-            files: all of them.
-            stream: of all tensors.
-            own: the stream is of this rank's tensors alone.
+        The stream is of all tensors, or with `own` of this rank's alone.
         """
         try:
-            mine = [file for file in files if file.writer == self._rank]
+            mine = [file for file in files if file.writer == self._ranks.place]
             write_files(folder, mine, stream if own else self._own(files, stream))
         finally:
             deque(stream, maxlen=0)
@@ -281,17 +244,14 @@ class Checkpoints:
 
     def _make_folders(self, staged: Path) -> None:
         (staged / TRAINER_FOLDER).mkdir(exist_ok=True)
-        if self._adapters is not None:
+        if self._policy.adapters is not None:
             (staged / ADAPTER_FOLDER).mkdir(exist_ok=True)
-            self._adapters.write_config(staged / ADAPTER_FOLDER, self._plan.config.model_path)
+            self._policy.adapters.write_config(staged / ADAPTER_FOLDER, self._plan.config.model_path)
 
     def _on_each(self, what: str, work: Callable[[], T], kind: type[UserError] = RunFolderError) -> T:
         """Do it on every rank; where one fails all raise the same kind of error, and the groups go on.
 
-        Args:
-            what: the work, for people.
-            work: no collective in it, or one that it carries through when it fails.
-            kind: of the error.
+        There is no collective in the work, or one that it carries through when it fails.
         """
         failure: Exception | None = None
         with self._ranks.together(what):

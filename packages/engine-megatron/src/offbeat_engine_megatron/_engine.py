@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from offbeat_engine_megatron._layout import Plan, plan_engine, plan_layout
-from offbeat_engine_megatron._megatron import HOST, load_megatron, require_megatron, shim_for
+from offbeat_engine_megatron._megatron import (
+    HOST,
+    join_groups,
+    leave_groups,
+    load_megatron,
+    require_megatron,
+    shim_for,
+)
 from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
-from offbeat_training import LossCalls, Steps, with_loss_tokens
+from offbeat_training import ImageInputs, LossCalls, NoImages, StepCounts, Steps, TrainerRanks, with_loss_tokens
 from offbeat_types import (
     Floats,
     LossFunction,
@@ -27,6 +34,7 @@ from offbeat_types import (
 )
 
 if TYPE_CHECKING:
+    from offbeat_engine_megatron._optimizer import ClippedOptimizer
     from offbeat_engine_megatron._passes import Passes
 
 
@@ -34,7 +42,7 @@ _KEPT = {"config", "parallel", "temperature", "_plan", "_device", "_shim", "_ope
 """What an engine knows of itself when it is closed."""
 
 
-class MegatronTrainEngine:
+class MegatronTrainEngine(StepCounts):
     """A causal language model in megatron-core, and its optimizer: implements `offbeat_types.TrainEngine`.
 
     Every rank calls every method, in the same order and with the same arguments: the sequences of the whole update.
@@ -47,10 +55,10 @@ class MegatronTrainEngine:
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
     """
 
-    def __init__(self, plan: Plan, device: Device, given: Mesh | None) -> None:
-        from offbeat_engine_megatron._build import build
-        from offbeat_engine_megatron._groups import join_groups, leave_groups
+    _ranks: TrainerRanks
+    _optimizer: "ClippedOptimizer"
 
+    def __init__(self, plan: Plan, device: Device, given: Mesh | None) -> None:
         self.config, self.parallel, self.temperature = plan.config, plan.parallel, plan.options.temperature
         self._plan, self._device = plan, device
         self._shim = shim_for(device.torch_device)
@@ -60,15 +68,42 @@ class MegatronTrainEngine:
         with self._shim:
             self.mesh = join_groups(plan.parallel, given, plan.config.device, plan.config.seed)
             try:
-                built = build(plan, self.mesh, device)
+                self._build(plan, device)
             except BaseException:
                 leave_groups()
                 raise
-        self._ranks, self._images, self._held, self._adapters = built.ranks, built.images, built.held, built.adapters
-        self._ahead, self._optimizer, self._passes = built.ahead, built.optimizer, built.passes
-        self._trained, self._updates, self._checkpoints = built.trained, built.updates, built.checkpoints
-        names, first_not_finite = [slot.name for slot in self._trained.slots], self._trained.first_not_finite
-        self._steps = Steps(self._optimizer, self._ranks.exchange, names, first_not_finite)
+
+    def _build(self, plan: Plan, device: Device) -> None:
+        """Make the model and what works on it; these modules import megatron-core, which a device may patch before."""
+        from offbeat_engine_megatron._checkpoint import Checkpoints
+        from offbeat_engine_megatron._layers import image_processor
+        from offbeat_engine_megatron._model import make_policy
+        from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState, wrap_parts
+        from offbeat_engine_megatron._passes import Passes, Updates
+
+        mesh, target = self.mesh, device.torch_device
+        everyone, speaks = mesh.group("dp", "cp", "tp", "pp"), bool(mesh.where(pp="last", tp=0, cp=0))
+        self._ranks = TrainerRanks(everyone, mesh.group("dp"), target, speaks=speaks, pp=mesh.group("pp"))
+        self._images: ImageInputs = NoImages()
+        if plan.shape.tower:
+            self._images = image_processor(plan.hf_config, plan.config.model_path)
+        with self._ranks.together("make model"):
+            self._policy = make_policy(plan, mesh)
+        wrapped = wrap_parts(self._policy.parts, self._policy.config, plan.options)
+        self._optimizer = ClippedOptimizer(wrapped, plan.config, plan.options)
+        with self._ranks.together("load model"):  # when there are float32 copies, so that these lose nothing
+            self._policy.load(plan, OptimizerState(self._optimizer).put_weights)
+        layers, vision = plan.shape.mtp_layers, plan.options.train_vision
+        self._passes = Passes(wrapped, mesh, self._images, mtp_layers=layers, sees_always=vision)
+        self._updates = Updates(self._ranks, plan, self._images)
+        self._checkpoints = Checkpoints(self._ranks, mesh, self._policy, self._optimizer, device, plan)
+        trained = self._policy.trained
+        self._steps = Steps(
+            self._optimizer,
+            self._ranks.exchange,
+            [slot.name for held in trained for slot in held.slots],
+            lambda: next(filter(None, (held.first_not_finite() for held in trained)), ""),
+        )
 
     @classmethod
     def plan(cls, config: TrainEngineConfig, num_ranks: int = 1) -> TrainLayout:
@@ -137,11 +172,12 @@ class MegatronTrainEngine:
             packs = self._updates.packs("forward_backward", with_loss)
             losses = LossCalls(with_loss, loss)
             self._optimizer.begin_pass()
-            if self._ahead is not None:
-                self._ahead.begin(with_loss)
+            mtp_loss = self._policy.mtp_loss
+            if mtp_loss is not None:
+                mtp_loss.begin(with_loss)
             self._passes.train(packs, losses)
-            if self._ahead is not None:
-                losses.results.append(self._ahead.metrics())
+            if mtp_loss is not None:
+                losses.results.append(mtp_loss.metrics())
             self._bad_loss |= losses.not_finite
             try:
                 return self._ranks.merge(losses.results, losses.failure)
@@ -193,12 +229,14 @@ class MegatronTrainEngine:
         tensors are copies.
         """
         self._offloader.require("weights", MemoryOffloader.WEIGHTS)
-        return self._export(self._held.gather())
+        adapters = self._policy.adapters
+        return self._export(self._policy.weights.gather(Tensor.detach if adapters is None else adapters.merged))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (PEFT's name, float32 tensor) of the adapters; nothing without LoRA. As `weights` otherwise."""
         self._offloader.require("adapter_weights", MemoryOffloader.WEIGHTS)
-        return self._export(self._adapters.stream() if self._adapters is not None else iter(()))
+        adapters = self._policy.adapters
+        return self._export(adapters.stream() if adapters is not None else iter(()))
 
     def _export(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         with self._shim:
@@ -304,8 +342,6 @@ class MegatronTrainEngine:
             self._free()
 
     def _free(self) -> None:
-        from offbeat_engine_megatron._groups import leave_groups
-
         for name in [name for name in vars(self) if name not in _KEPT]:
             del self.__dict__[name]
         leave_groups()
@@ -316,42 +352,20 @@ class MegatronTrainEngine:
         """Rows of the vocabulary head: token ids are below it."""
         return self._plan.shape.vocabulary
 
-    @property
-    def num_ranks(self) -> int:
-        """Processes that train together."""
-        return self._ranks.size
-
-    @property
-    def leader(self) -> bool:
-        """Whether this rank is the one to report, send and write what only one should."""
-        return self._ranks.leader
-
-    @property
-    def steps_taken(self) -> int:
-        """Updates done, refused ones not counted."""
-        return self._optimizer.steps_taken
-
-    @property
-    def steps_refused(self) -> int:
-        """Updates refused since the run began."""
-        return self._steps.refused
-
-    @property
-    def last_refusal(self) -> str:
-        """Why the last refused step was refused; empty when none was."""
-        return self._steps.last_refusal
-
     @contextmanager
     def _first_policy(self) -> Iterator["Passes"]:
         """The weights as they were: with LoRA those of the policy without adapters, else read a second time."""
-        if self._adapters is not None:
-            with self._adapters.left_out():
+        if self._policy.adapters is not None:
+            with self._policy.adapters.left_out():
                 yield self._passes
             return
         if self._reference is None:
-            from offbeat_engine_megatron._build import build_reference
+            from offbeat_engine_megatron._model import make_reference
+            from offbeat_engine_megatron._passes import Passes
 
-            self._reference = build_reference(self._plan, self.mesh, self._ranks, self._images)
+            with self._ranks.together("load the first policy"):
+                parts = make_reference(self._plan, self.mesh)
+            self._reference = Passes(parts, self.mesh, self._images)
         yield self._reference
 
     def _clear_gradients(self) -> None:

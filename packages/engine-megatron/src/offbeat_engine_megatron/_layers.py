@@ -1,4 +1,5 @@
-"""What megatron-core's layers compute otherwise here: packed attention, norms, the padding id, and the vision tower.
+"""What megatron-core's layers compute otherwise here: packed attention, norms, the padding id, the vision tower, and
+the loss of multi-token prediction.
 
 Attention: every context parallel rank gathers keys and values, and attends with the queries it holds; the gradient of
 what was gathered is added up over the ranks that used it. megatron-core's local layer computes neither packs nor cp.
@@ -10,26 +11,46 @@ the tokens that it holds. The backward pass brings the gradient of all tokens ba
 part of the whole, and none is added up over tp. Ranks of dp and cp see other images or other tokens: their gradients
 are added up with all others.
 
+Multi-token prediction: layer k gets the hidden states of the layer before it (k = 1: of the model) and the embedding of
+the token k places on, and predicts the token after that one, with the model's own embedding and head. The layers are
+megatron-core's. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2;
+megatron/core/transformer/multi_token_prediction.py.
+
 Shapes: L tokens of this rank, T of all, H query heads and K key heads of this rank, D head size, E hidden size, m
-placeholder tokens of this rank; K layers of DeepStack.
+placeholder tokens of this rank; K layers of DeepStack; n predictors on this rank.
 """
 
-from collections.abc import Sequence
-from functools import cache, partial
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, Final
 
+import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from offbeat_engine_megatron._packing import PassInputs
-from offbeat_engine_megatron._shape import rotary_axes
-from offbeat_mesh import Group
+from offbeat_engine_megatron._layout import MegatronEngineOptions
+from offbeat_engine_megatron._packing import MtpInputs, PassInputs
+from offbeat_engine_megatron._weights import Slot
+from offbeat_mesh import Group, Mesh
 from offbeat_training import ImageProcessor
-from offbeat_types import ShapeError
+from offbeat_types import Metric, Metrics, ShapeError, TrainSequence
 
 
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
@@ -71,11 +92,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[L, H · D]: what each query of this rank found.
-
-        Raises:
-            ShapeError: the tokens of this rank are not its share of the pack.
-        """
+        """[L, H · D]: what each query of this rank found."""
         cp, lengths = self.cp_group.size(), packed_seq_params.lengths
         if len(query_LHD) * cp != sum(lengths) or (cp > 1 and any(length % (2 * cp) for length in lengths)):
             raise ShapeError(
@@ -124,14 +141,8 @@ class SequenceNorm(torch.nn.RMSNorm):
 def leave_out_padding(embedding: nn.Module, padding_id: int, tp: Group, *, cuts_tokens: bool) -> None:
     """Let no gradient flow into the row of `padding_id` from tokens that have it; a tied head still trains it.
 
+    Of ids [1, L] the embedding answers [L, 1, E], or with `cuts_tokens` (sequence parallel) this rank's part of the L.
     Source: transformers' models make their table with `padding_idx` (torch.nn.Embedding).
-
-    Args:
-        embedding: megatron-core's, called with input_ids [1, L]; it answers [L, 1, E], or with `cuts_tokens` this
-            rank's part of the L.
-        padding_id: in the vocabulary.
-        tp: the ranks that share the table.
-        cuts_tokens: sequence parallel.
     """
 
     def detach(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -142,21 +153,13 @@ def leave_out_padding(embedding: nn.Module, padding_id: int, tp: Group, *, cuts_
     embedding.register_forward_hook(detach, with_kwargs=True)
 
 
-def make_tower(hf_config: Any, dtype: torch.dtype, device: torch.device, *, trained: bool, recompute: bool) -> Any:
-    """A tower without weights yet, the whole of it on every rank.
-
-    Args:
-        hf_config: of the model.
-        dtype: of the weights.
-        device: of this rank.
-        trained: whether it learns.
-        recompute: keep each block's input alone for the backward pass.
-    """
+def make_tower(hf_config: Any, config: Any, device: torch.device, *, trained: bool) -> Any:
+    """A vision tower without weights yet, the whole of it on every rank; `config` is megatron-core's."""
     from transformers import AutoModel
 
     with torch.device(device):
-        tower = AutoModel.from_config(hf_config.vision_config, dtype=dtype, attn_implementation="sdpa")
-    if recompute:
+        tower = AutoModel.from_config(hf_config.vision_config, dtype=config.params_dtype, attn_implementation="sdpa")
+    if config.recompute_granularity is not None:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     tower.requires_grad_(requires_grad=trained)
     for parameter in tower.parameters():
@@ -165,33 +168,7 @@ def make_tower(hf_config: Any, dtype: torch.dtype, device: torch.device, *, trai
     return tower
 
 
-def add_tower(
-    parts: Sequence[Any], hf_config: Any, device: torch.device, tp: Group, *, deepstack: int, trained: bool
-) -> None:
-    """Put the tower into the first part of the model, and the axes of positions into all.
-
-    Args:
-        parts: of the model on this rank.
-        hf_config: of the model.
-        device: of this rank.
-        tp: the ranks that share the layers.
-        deepstack: layers behind which something of the tower is added.
-        trained: whether the tower learns.
-    """
-    axes_F = rotary_axes(hf_config, device)
-    for part in parts:
-        part.axes_F = axes_F
-        if not part.pre_process:
-            continue
-        config = part.config
-        recompute = config.recompute_granularity is not None
-        part.visual = make_tower(hf_config, config.params_dtype, device, trained=trained, recompute=recompute)
-        part.look = partial(look, part.visual, tp=tp, cuts_tokens=config.sequence_parallel)
-        for number, layer in enumerate(part.decoder.layers[:deepstack]):
-            layer.register_forward_hook(partial(_add_deeper, number), with_kwargs=True)
-
-
-def look(
+def embed_images(
     tower: Any, asked: PassInputs, embeds_L1E: Tensor, *, tp: Group, cuts_tokens: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Embeddings with what the tower sees in the places of images; and [L, K, E] for the first layers, if there are K.
@@ -220,7 +197,7 @@ def look(
     return embeds_L1E, found[:, 1:] if found.shape[1] > 1 else None
 
 
-def _add_deeper(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def add_deepstack(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """DeepStack. What is added is the layers' `context`: megatron-core hands it on, and recomputes with it.
 
     Source: `_deepstack_process` of transformers' Qwen3VLTextModel; megatron/core/transformer/transformer_layer.py.
@@ -236,12 +213,7 @@ _INSTALL: Final = 'pip install "offbeat-engine-megatron[vision]"'
 
 
 def image_processor(hf_config: Any, model_path: str) -> ImageProcessor:
-    """Of a vision-language model of the Qwen-VL families.
-
-    Args:
-        hf_config: of the model.
-        model_path: its folder, with the configuration of its image processor.
-    """
+    """Of a vision-language model of the Qwen-VL families."""
 
     @cache
     def outline() -> Any:
@@ -255,3 +227,110 @@ def image_processor(hf_config: Any, model_path: str) -> ImageProcessor:
         return outline().get_rope_index(*args, **kwargs)
 
     return ImageProcessor(hf_config, model_path, rope_index, _INSTALL)
+
+
+def mtp_block_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionBlockSubmodules:
+    """megatron-core's layers, around transformer layers like the model's."""
+    spec = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=SequenceNorm,
+            hnorm=SequenceNorm,
+            eh_proj=ColumnParallelLinear,
+            transformer_layer=layer,
+            layer_norm=SequenceNorm,
+        ),
+    )
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)
+
+
+def new_mtp_tensors(slots: Iterable[Slot], *, seed: int, std: float) -> Iterator[tuple[str, Tensor]]:
+    """(name, first values) of each tensor, the same on all ranks and in every layout: norms one, biases zero, matrices
+    normal with this deviation.
+    """
+    for slot in slots:
+        if slot.name.endswith(".bias"):
+            yield slot.name, torch.zeros(slot.shape)
+        elif len(slot.shape) == 1:
+            yield slot.name, torch.ones(slot.shape)
+        else:
+            digest = hashlib.blake2b(f"{seed} {slot.name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            yield slot.name, torch.randn(slot.shape, generator=generator) * std
+
+
+MTP_METRIC: Final = "mtp_loss"
+
+
+class MtpLoss:
+    """Adds the loss of multi-token prediction to that of the model, and says what it was.
+
+    The loss of layer k is the mean cross entropy, nats, over the loss tokens of the update that have k + 1 tokens
+    before them; the layers' mean, times the weight, is added to the loss function's. All ranks of the last stage take
+    part in its sum over dp and cp; one reports it.
+    """
+
+    def __init__(self, mesh: Mesh, options: MegatronEngineOptions) -> None:
+        self._mesh, self._detached = mesh, options.mtp_detached
+        self._shares = mesh.group("dp", "cp")
+        self._scale, self._depths = options.mtp_loss_weight / options.mtp_layers, range(1, options.mtp_layers + 1)
+        self.begin(())
+
+    def begin(self, sequences: Sequence[TrainSequence]) -> None:
+        """An update comes, of which this rank computes a share."""
+        places = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
+        self._totals = [sum(int((each > depth).sum()) for each in places) for depth in self._depths]
+        self._sums = torch.zeros(len(self._depths), device=self._mesh.device.torch_device)
+
+    def attach(
+        self, model: Any, hidden_L1E: Tensor, weight: Tensor | None, inputs: Sequence[MtpInputs], **layer: Any
+    ) -> Tensor:
+        """The hidden states as they are, with the gradient of the layers' loss behind them.
+
+        Args:
+            model: the last part: its layers, embedding and head are used.
+            hidden_L1E: of the model, normalised; under sequence parallelism this rank's tokens.
+            weight: of the head when it is shared.
+            inputs: of each layer.
+            **layer: further arguments of each transformer layer.
+        """
+        weight = model.output_layer.weight if weight is None else weight
+        states = hidden_L1E.detach().requires_grad_() if self._detached else hidden_L1E
+        loss = hidden_L1E.new_zeros(())
+        for number, (block, asked) in enumerate(zip(model.mtp.layers, inputs, strict=True)):
+            embedded = model.embedding(input_ids=asked.ids_1L, position_ids=None)
+            if self._detached:
+                embedded, weight = embedded.detach().requires_grad_(), weight.detach()
+            states = _run(block, states, embedded, layer)
+            logprobs_n, _ = model.output_layer.answer(states, weight, asked.predictor_n, asked.target_n)
+            total = -logprobs_n.sum()
+            self._sums[number] += total.detach()
+            loss = loss + self._scale / max(self._totals[number], 1) * total
+        found: Tensor = MTPLossAutoScaler.apply(hidden_L1E, loss)
+        return found
+
+    def metrics(self) -> Metrics:
+        """Loss of each layer over the whole update, on the one rank that reports; a call of all."""
+        with self._mesh.where(pp="last") as takes_part:
+            if takes_part:
+                self._shares.all_reduce(self._sums)
+        if not self._mesh.where(pp="last", dp=0, cp=0, tp=0):
+            return {}
+        return {
+            f"{MTP_METRIC}_{depth}": Metric(value=value / max(total, 1), weight=float(total))
+            for depth, value, total in zip(self._depths, self._sums.tolist(), self._totals, strict=True)
+        }
+
+
+def _run(block: Any, states: Tensor, embedded: Tensor, layer: dict[str, Any]) -> Tensor:
+    """One layer, computed again in the backward pass where the model's layers are."""
+
+    def compute(states: Tensor, embedded: Tensor) -> Tensor:
+        answer: Tensor = block._proj_and_transformer_layer(hidden_states=states, decoder_input=embedded, **layer)
+        return answer
+
+    if block.config.recompute_granularity != "full":
+        return compute(states, embedded)
+    # megatron-core's own way there hands everything to the checkpoint, which keeps tensors only.
+    found: Tensor = tensor_parallel.checkpoint(compute, False, states, embedded)
+    return found

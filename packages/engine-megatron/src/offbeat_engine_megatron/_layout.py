@@ -106,10 +106,6 @@ def choose_parallel(axes: Mapping[str, int], options: MegatronEngineOptions) -> 
     A mesh with dp alone is so many ranks, and the options say how they are used; a mesh with other axes says it
     itself, and options that say otherwise are refused.
 
-    Args:
-        axes: dp, cp, tp, pp and ep of the mesh.
-        options: of the engine.
-
     Raises:
         ConfigError: they contradict each other, do not divide the ranks, or megatron-core computes them wrongly.
     """
@@ -180,11 +176,7 @@ def _check_overlap(options: MegatronEngineOptions) -> None:
 
 
 def check_model_fits(shape: ModelShape, parallel: Parallel) -> None:
-    """Refuse a model that the ranks cannot share evenly.
-
-    Raises:
-        ConfigError: with the first thing that does not divide, and what would.
-    """
+    """Refuse a model that the ranks cannot share evenly, with the first thing that does not divide."""
     tp, stages = parallel.tp, parallel.pp * parallel.vpp
     what = [
         ("num_attention_heads", shape.num_heads, "tensor_parallel", tp),
@@ -218,15 +210,7 @@ _FORMATS: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an engine was asked for, checked before anything starts.
-
-    Args:
-        config: of the engine.
-        options: of this backend.
-        hf_config: transformers' config of the model.
-        shape: of the model.
-        parallel: sizes of the axes.
-    """
+    """What an engine was asked for, checked before anything starts."""
 
     config: TrainEngineConfig
     options: MegatronEngineOptions
@@ -246,10 +230,6 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
     Args:
         config: of the engine.
         axes: sizes of the mesh's axes; None for one process.
-
-    Raises:
-        ConfigError: a setting is out of range, or the ranks cannot share the model that way.
-        ModelError: the model folder is missing, or of a family that is not supported.
     """
     options = MegatronEngineOptions.parse(config.options)
     check_schedule(config)

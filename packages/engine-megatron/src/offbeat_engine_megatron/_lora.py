@@ -8,9 +8,8 @@ Source: LoRA (arXiv:2106.09685); the names are those of Hugging Face PEFT.
 Shapes: L tokens of this rank, E features going in, O coming out, R rank of the update.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,23 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from offbeat_engine_megatron._layout import Parallel
-from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import ParameterPath, Slot, list_adapter_slots
-from offbeat_engine_megatron._weights import HeldWeights, Put, Values
+from offbeat_engine_megatron._layout import Parallel, Plan
+from offbeat_engine_megatron._weights import (
+    WEIGHT,
+    HeldWeights,
+    ParameterPath,
+    Put,
+    Slot,
+    Values,
+    list_adapted,
+    list_adapter_slots,
+)
 from offbeat_mesh import Mesh
-from offbeat_training import initial_adapters, peft_name, write_adapter_config
-
-
-@dataclass
-class Switch:
-    """Whether the adapters of a model take part."""
-
-    on: bool = True
+from offbeat_training import initial_adapters, peft_name, without_lora, write_adapter_config
 
 
 class Adapter(nn.Module):
-    """The low-rank updates of one of megatron-core's linear layers, on one rank.
+    """The low-rank updates of one of megatron-core's linear layers, on one rank; they take part while `active`.
 
     Args:
         slots: of the weights that lie in the layer.
@@ -48,7 +47,7 @@ class Adapter(nn.Module):
         groups: how often the parts alternate among the layer's outputs on this rank.
         tp: the ranks that share the layer.
         parallel: sizes of the axes.
-        switch: of the model.
+        like: of the adapters' device and format.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class Adapter(nn.Module):
         groups: int,
         tp: Any,
         parallel: Parallel,
-        switch: Switch,
         like: Tensor,
     ) -> None:
         super().__init__()
-        self.scale, self._groups, self._tp, self._sp, self._switch = scale, groups, tp, parallel.sp, switch
+        self.active = True
+        self.scale, self._groups, self._tp, self._sp = scale, groups, tp, parallel.sp
         self._cuts_input = slots[0].tp_dim == 1
         self._parts = [slot.lies or "all" for slot in slots]
         for slot, part in zip(slots, self._parts, strict=True):
@@ -74,7 +73,7 @@ class Adapter(nn.Module):
 
     def forward(self, x_LE: Tensor) -> Tensor | None:
         """[L, 1, O]: what is added to the layer's outputs; None while adapters are left out."""
-        if not self._switch.on:
+        if not self.active:
             return None
         return self._from_cut_inputs(x_LE) if self._cuts_input else self._from_whole_inputs(x_LE)
 
@@ -127,76 +126,52 @@ class Adapter(nn.Module):
 class Adapters:
     """All adapters of a model on one rank, under Hugging Face names with `.lora_A` and `.lora_B`.
 
-    Args:
-        parts: the model's, unwrapped; everything in them is frozen.
-        weights: their weights, which are exported merged from now on.
-        shape: of the model.
-        parallel: sizes of the axes.
-        mesh: over megatron's groups.
-        rank: of the updates.
-        alpha: updates are scaled by alpha / rank.
+    Everything else in the model's parts is frozen; `slots` are those of its weights.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Any],
-        weights: HeldWeights,
-        shape: ModelShape,
-        parallel: Parallel,
-        mesh: Mesh,
-        *,
-        rank: int,
-        alpha: float,
-    ) -> None:
-        self.rank, self.alpha = rank, alpha
-        self._switch, self._by_weight = Switch(), dict[int, Adapter]()
-        slots = list_adapter_slots(weights.slots, rank)
+    def __init__(self, parts: Sequence[Any], slots: Iterable[Slot], plan: Plan, mesh: Mesh) -> None:
+        rank, shape, parallel = plan.config.lora_rank, plan.shape, plan.parallel
+        self.rank, self.alpha = rank, plan.config.lora_alpha or 2.0 * rank
+        self._by_weight: dict[int, Adapter] = {}
+        adapted = list_adapted(slots)
         layers: dict[ParameterPath, list[Slot]] = {}
-        for slot in slots:
-            found = layers.setdefault(slot.layer, [])
-            if slot.weight not in found:
-                found.append(slot.weight)
+        for weight in adapted:
+            layers.setdefault(weight.place, []).append(weight)
         for part in parts:
             part.requires_grad_(requires_grad=False)
             if part.pre_process:  # recomputing needs a gradient to begin with
                 part.embedding.register_forward_hook(_begin_gradient)
         for place, found in layers.items():
             if place.stage == mesh.coordinates["pp"]:
-                layer = parts[place.part].get_submodule(place.path)
+                layer = parts[place.part].get_submodule(place.path.removesuffix(WEIGHT))
                 layer.adapter = Adapter(
                     found,
                     rank=rank,
-                    scale=alpha / rank,
+                    scale=self.alpha / rank,
                     groups=shape.num_groups // parallel.tp if found[0].lies == "q" else 1,
                     tp=mesh.group("tp").process_group,
                     parallel=parallel,
-                    switch=self._switch,
                     like=layer.weight,
                 )
                 layer.register_forward_hook(_add_update)
                 self._by_weight[id(layer.weight)] = layer.adapter
-        self.held = HeldWeights(parts, shape, parallel, mesh, [slot.slot for slot in slots])
-        weights.exported = self.merged
+        sides = [side for weight in adapted for side in list_adapter_slots(weight, rank)]
+        self.held = HeldWeights(parts, sides, shape, mesh)
 
     def initialise(self, seed: int, put: Put) -> None:
         """Draw A and let B be 0, so that training starts at the base model: the values that one process would draw."""
         self.held.fill(initial_adapters(((slot.name, slot.shape) for slot in self.held.slots), seed), put)
 
     def merged(self, parameter: Tensor) -> Tensor:
-        """A parameter of the model with its update; as it is where it has none."""
+        """A parameter of the model with its update, as it is exported; as it is where it has none."""
         adapter = self._by_weight.get(id(parameter))
         return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self) -> AbstractContextManager[None]:
         """Run the base model."""
-        self._switch.on = False
-        try:
-            yield
-        finally:
-            self._switch.on = True
+        return without_lora(self._by_weight.values())
 
-    def stream(self, values: Values | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, values: Values = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, whole tensor) on every rank, which all iterate to the end; see `HeldWeights.gather`."""
         for name, tensor in self.held.gather(values):
             yield peft_name(name), tensor

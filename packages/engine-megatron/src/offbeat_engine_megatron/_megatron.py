@@ -1,7 +1,10 @@
-"""Imports megatron-core, and lets it run on the CPU over gloo, where it writes "cuda" for "the device".
+"""megatron-core in this process: its import, its groups, and how it runs on the CPU over gloo.
 
-The shim is applied around the engine's own calls and undone when they return; importing this module changes nothing.
-On an accelerator of any kind it is never applied. What it does, each because megatron-core 0.16 would fail without it:
+Groups: one layout at a time, shared by the engines that ask for the same one.
+
+megatron-core writes "cuda" for "the device". The shim for the CPU is applied around the engine's own calls
+and undone when they return; importing this module changes nothing. On an accelerator of any kind it is never applied.
+What it does, each because megatron-core 0.16 would fail without it:
 - devices named "cuda" in torch calls become the CPU, pinned memory becomes plain memory, `Tensor.cuda` stays put;
 - `Tensor.type()` says "torch.cuda.FloatTensor" to callers in megatron, which compare it with that;
 - `torch.cuda` streams, events and `synchronize` do nothing, its random state is the CPU generator's;
@@ -13,16 +16,19 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
-from offbeat_types import INSTALL_LINES, BackendError
+from offbeat_engine_megatron._layout import Parallel
+from offbeat_mesh import Mesh, World, current_world, join_world
+from offbeat_types import INSTALL_LINES, BackendError, ConfigError
 
 NOTICES = (
     "(Transformer Engine and )?Apex (is|are) not installed",
@@ -40,7 +46,10 @@ MODULES = (
     "megatron.core.parallel_state",
     "megatron.core.pipeline_parallel",
     "megatron.core.tensor_parallel",
+    "offbeat_engine_megatron._checkpoint",
+    "offbeat_engine_megatron._passes",
 )
+"""What the engine uses of megatron-core, and its own modules that import more of it."""
 
 
 def require_megatron() -> None:
@@ -55,7 +64,7 @@ def require_megatron() -> None:
 
 
 def load_megatron(*, compiled: bool = False) -> None:
-    """Import what the engine uses of megatron-core, and silence `NOTICES`; the second time is without effect.
+    """Import `MODULES`, and silence `NOTICES`; the second time is without effect.
 
     Args:
         compiled: let megatron-core wrap its small functions in torch.compile. On a CPU compiling them costs more
@@ -69,10 +78,6 @@ def load_megatron(*, compiled: bool = False) -> None:
     require_megatron()
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=notice)
-    _import(compiled=compiled)
-
-
-def _import(*, compiled: bool) -> None:
     original = torch.compile
     if not compiled:
         torch.compile = _as_it_is
@@ -86,6 +91,91 @@ def _import(*, compiled: bool) -> None:
 def _as_it_is(model: Any = None, **options: Any) -> Any:
     """torch.compile, doing nothing: as a function or as a decorator with options."""
     return model if model is not None else lambda wrapped: wrapped
+
+
+@dataclass(kw_only=True)
+class _Held:
+    parallel: Parallel
+    mesh: Mesh
+    world: World | None  # of this process alone, when nobody had joined one
+    num_engines: int = 0
+
+
+_held: list[_Held] = []
+
+
+def join_groups(parallel: Parallel, given: Mesh | None, device: str, seed: int) -> Mesh:
+    """Make megatron-core's groups, or take part in those that are there; each call needs a `leave_groups`.
+
+    Args:
+        parallel: sizes of the axes.
+        given: the caller's mesh over the same ranks; None for one process without a world.
+        device: for a world of one process.
+        seed: of megatron-core's random state.
+
+    Returns:
+        A mesh over megatron-core's own groups.
+    """
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if _held and _held[0].parallel != parallel:
+        raise ConfigError(
+            f"megatron-core holds one layout per process: an open engine has {_held[0].parallel}, asked for is "
+            f"{parallel}; close that engine first"
+        )
+    if not _held:
+        _held.append(_make_groups(parallel, given, device))
+    model_parallel_cuda_manual_seed(seed)
+    _held[0].num_engines += 1
+    return _held[0].mesh
+
+
+def leave_groups() -> None:
+    """One engine less; the last one gives the groups up."""
+    from megatron.core import parallel_state
+
+    held = _held[0]
+    held.num_engines -= 1
+    if held.num_engines == 0:
+        _held.clear()
+        parallel_state.destroy_model_parallel()
+        # It forgets some (0.16.1: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP), whose threads a fork lacks.
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, dist.ProcessGroup):
+                setattr(parallel_state, name, None)
+        if held.world is not None:
+            held.world.leave()
+
+
+def _make_groups(parallel: Parallel, given: Mesh | None, device: str) -> _Held:
+    from megatron.core import parallel_state
+
+    world = current_world()
+    if given is None and world is not None and world.size > 1:
+        raise ConfigError(
+            f"this process is one of {world.size}, and megatron-core's groups cover all of them: "
+            f"pass a mesh, MegatronTrainEngine.create(config, Mesh(dp={world.size}))"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "megatron-core's parallel_state is initialised already, by somebody else: the engine makes "
+            "its own groups; call destroy_model_parallel() first"
+        )
+    own = join_world(rank=0, size=1, store=HashStore(), device=device) if world is None else None
+    deadline_s = given.deadline_s if given is not None else (own or world).deadline_s  # type: ignore[union-attr]
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=deadline_s / 60,
+        create_gloo_process_groups=False,
+    )
+    check = given.check if given is not None else None
+    mesh = Mesh.from_megatron(parallel_state, deadline_s=deadline_s, check=check)
+    return _Held(parallel=parallel, mesh=mesh, world=own)
 
 
 ACCELERATOR = "cuda"
@@ -116,8 +206,7 @@ class CpuShim:
         self._mode = _OnCpu()
         self._restore: list[tuple[Any, str, Any]] = []
 
-    def apply(self) -> Self:
-        """Replace; each call needs an `undo`."""
+    def __enter__(self) -> Self:
         self._depth += 1
         if self._depth == 1:
             for owner, attributes in _replacements():
@@ -127,22 +216,13 @@ class CpuShim:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def undo(self) -> None:
-        """Restore what the outermost `apply` replaced."""
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             while self._restore:
                 owner, name, value = self._restore.pop()
                 delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
-
-    def __enter__(self) -> Self:
-        return self.apply()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
 
 
 class _OnCpu(TorchFunctionMode):
@@ -210,30 +290,22 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
         "empty_cache": lambda: None,
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "Stream": _Idle,
-        "Event": _Idle,
-        "stream": _Idle,
-        "current_stream": _Idle,
-        "default_stream": _Idle,
+        **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _Idle),
+    }
+    random_state = {
+        "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    }
+    collectives = {
+        "all_reduce": _averaging(dist.all_reduce),
+        "all_to_all_single": _with_list_splits(dist.all_to_all_single),
     }
     return [
         (torch.cuda, cuda),
         (torch.cuda.random, {"get_rng_state": cuda["get_rng_state"]}),
-        (
-            megatron_random,
-            {
-                "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-                "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
-            },
-        ),
+        (megatron_random, random_state),
         (moe_utils, {"te_general_gemm": None}),
-        (
-            dist,
-            {
-                "all_reduce": _averaging(dist.all_reduce),
-                "all_to_all_single": _with_list_splits(dist.all_to_all_single),
-            },
-        ),
+        (dist, collectives),
     ]
 
 
@@ -266,10 +338,8 @@ def _with_list_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
         input_split_sizes: Any = None,
         **rest: Any,
     ) -> Any:
-        sizes = [
-            each.tolist() if isinstance(each, torch.Tensor) else each
-            for each in (output_split_sizes, input_split_sizes)
-        ]
+        splits = (output_split_sizes, input_split_sizes)
+        sizes = [each.tolist() if isinstance(each, torch.Tensor) else each for each in splits]
         return all_to_all(output, input, *sizes, **rest)
 
     return exchange

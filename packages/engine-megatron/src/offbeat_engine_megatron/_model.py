@@ -1,7 +1,9 @@
 """The model on one rank: megatron-core's GPTModel, cut over the mesh, that answers with log-probabilities."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,34 +15,35 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from offbeat_engine_megatron._layers import PackedAttention, PackedParams, SequenceNorm, leave_out_padding
-from offbeat_engine_megatron._layout import MegatronEngineOptions, Parallel
-from offbeat_engine_megatron._mtp import TokensAhead, block_spec
+from offbeat_engine_megatron._layers import (
+    MtpLoss,
+    PackedAttention,
+    PackedParams,
+    SequenceNorm,
+    add_deepstack,
+    embed_images,
+    leave_out_padding,
+    make_tower,
+    mtp_block_spec,
+    new_mtp_tensors,
+)
+from offbeat_engine_megatron._layout import Plan
+from offbeat_engine_megatron._lora import Adapters
 from offbeat_engine_megatron._packing import PassInputs, gather_values, token_logprobs
-from offbeat_engine_megatron._shape import ModelShape, angles_of
+from offbeat_engine_megatron._shape import ModelShape, angles_of, rotary_axes, rotary_frequencies
+from offbeat_engine_megatron._weights import TOWER, HeldWeights, Put, list_mtp_slots, list_slots
 from offbeat_mesh import Group, Mesh
-
-Look = Callable[[PassInputs, Tensor], tuple[Tensor, Tensor | None]]
-"""See `_layers.look`."""
+from offbeat_training import TensorFolder
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """How the head answers.
-
-    Args:
-        tp: the ranks that share the vocabulary.
-        cp: the ranks that share the pack.
-        temperature: the sampler's.
-        entropy_gradient: whether gradient flows through the entropy.
-        sequence_parallel: each tp rank holds some of the tokens' hidden states.
-    """
+    """How the head answers; with `sequence_parallel` each tp rank holds some of the hidden states."""
 
     tp: Group
     cp: Group
@@ -60,50 +63,74 @@ class LogprobHead(ColumnParallelLinear):  # type: ignore[misc]
         """[2, N] log-probabilities and entropies of the tokens asked for; without `asked` the plain layer's answer."""
         if asked is None:
             return super().forward(hidden_L1E, weight=weight, **rest)
-        settings = self.settings
-        if settings.sequence_parallel:
-            hidden_L1E = gather_from_sequence_parallel_region(hidden_L1E, group=settings.tp.process_group)
-        else:
-            hidden_L1E = copy_to_tensor_model_parallel_region(hidden_L1E, group=settings.tp.process_group)
-        answer = token_logprobs(
-            hidden_L1E[:, 0].index_select(0, asked.predictor_n),
-            self.weight if weight is None else weight,
-            asked.target_n,
-            settings.tp,
-            scale=1.0 / settings.temperature,
-            entropy_gradient=settings.entropy_gradient,
-        )
-        values: Tensor = torch.stack(answer)
+        settings, weight = self.settings, self.weight if weight is None else weight
+        how = {"scale": 1.0 / settings.temperature, "entropy_gradient": settings.entropy_gradient}
+        values = torch.stack(self.answer(hidden_L1E, weight, asked.predictor_n, asked.target_n, **how))
         alone = settings.cp.size == 1 or asked.width == 0
         return values if alone else gather_values(values, asked.place_N, asked.width, settings.cp)
+
+    def answer(
+        self, hidden_L1E: Tensor, weight: Tensor, predictor_n: Tensor, target_n: Tensor, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[n] log-probabilities and [n] entropies of this rank's predictors; `how` is that of `token_logprobs`."""
+        tp, cuts_tokens = self.settings.tp, self.settings.sequence_parallel
+        spread = gather_from_sequence_parallel_region if cuts_tokens else copy_to_tensor_model_parallel_region
+        hidden_LE = spread(hidden_L1E, group=tp.process_group)[:, 0]
+        return token_logprobs(hidden_LE.index_select(0, predictor_n), weight, target_n, tp, **how)
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """One part of the model: hidden states go in and come out, ids at the first part, answers at the last.
 
-    Attributes:
-        ahead: adds the loss of multi-token prediction, where there is such.
-        look: puts what the vision tower sees among the embeddings, in the first part of a model that has one.
-        axes_F: which axis of a position turns each frequency, where positions have three.
+    Args:
+        plan: of the engine.
+        mesh: over megatron's groups.
+        mtp_loss: of the layers of multi-token prediction; None where there are none.
+        tower: of the first part of a vision-language model; None elsewhere.
+        **megatron: what megatron-core's own model takes.
     """
 
-    ahead: TokensAhead | None = None
-    look: Look | None = None
-    axes_F: Tensor | None = None
-
-    def answer_with(self, settings: HeadSettings) -> None:
-        """Make the head, where there is one, answer what is asked."""
+    def __init__(self, plan: Plan, mesh: Mesh, mtp_loss: MtpLoss | None, tower: Any, **megatron: Any) -> None:
+        shape, device = plan.shape, mesh.device.torch_device
+        super().__init__(
+            vocab_size=shape.vocabulary,
+            max_sequence_length=1,  # of learned positions, which rotary models lack
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            **megatron,
+        )
+        self.mtp_loss, self.visual = mtp_loss, tower
+        self.settings = HeadSettings(
+            tp=mesh.group("tp"),
+            cp=mesh.group("cp"),
+            temperature=plan.options.temperature,
+            entropy_gradient=plan.options.entropy_gradient,
+            sequence_parallel=plan.parallel.sp,
+        )
+        self.rotary_pos_emb.inv_freq = rotary_frequencies(plan.hf_config.get_text_config(), device)
+        self.axes_F = rotary_axes(plan.hf_config, device) if shape.tower else None
         if self.post_process:
+            if shape.tied and shape.mtp_layers and not self.pre_process:
+                self.output_layer.weight = None  # a second copy that megatron-core allocates and never uses
             self.output_layer.__class__ = LogprobHead
-            self.output_layer.settings = settings
+            self.output_layer.settings = self.settings
+        if shape.padding_id is not None and (self.pre_process or (self.post_process and shape.mtp_layers)):
+            leave_out_padding(self.embedding, shape.padding_id, self.settings.tp, cuts_tokens=plan.parallel.sp)
+        for number, layer in enumerate(self.decoder.layers[: shape.deepstack] if tower is not None else ()):
+            layer.register_forward_hook(partial(add_deepstack, number), with_kwargs=True)
+        for name, parameter in self.named_parameters():
+            if ".experts." in name:
+                # megatron-core sets it for ep > 1 only; with ep = 1 and tp > 1 the ranks of tp would not add up.
+                parameter.allreduce = False
 
     def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
         packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device)
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
         deeper: Tensor | None = None
-        if self.look is not None and asked.pixels_PC is not None:
-            first, deeper = self.look(asked, first)
+        if self.visual is not None and asked.pixels_PC is not None:
+            tp, cuts_tokens = self.settings.tp, self.settings.sequence_parallel
+            first, deeper = embed_images(self.visual, asked, first, tp=tp, cuts_tokens=cuts_tokens)
         rotary = self._angles(asked)
         hidden: Tensor = self.decoder(
             hidden_states=first, attention_mask=None, context=deeper, rotary_pos_emb=rotary, packed_seq_params=packed
@@ -111,10 +138,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if self.ahead is not None and asked.ahead:
-            hidden = self.ahead.attach(
-                self, hidden, weight, asked.ahead, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
-            )
+        if self.mtp_loss is not None and asked.mtp:
+            layer = {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": packed}
+            hidden = self.mtp_loss.attach(self, hidden, weight, asked.mtp, **layer)
         answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
         return answer
 
@@ -127,22 +153,18 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return angles_of(asked.positions_3T, self.axes_F, self.rotary_pos_emb.inv_freq)
 
 
-def transformer_config(
-    shape: ModelShape, parallel: Parallel, options: MegatronEngineOptions, dtype: torch.dtype, **more: Any
-) -> Any:
+def transformer_config(plan: Plan, *, recompute: bool) -> Any:
     """megatron-core's settings for a model on these ranks.
 
-    Args:
-        shape: of the model.
-        parallel: sizes of the axes.
-        options: of the engine.
-        dtype: of the weights and of what travels between layers. Parameters are made in it, ids go in and float32
-            comes out of the head, so megatron-core's Float16Module would have nothing left to convert.
-        **more: further fields of `TransformerConfig`.
+    The format is that of the weights and of what travels between layers. Parameters are made in it, ids go in and
+    float32 comes out of the head, so megatron-core's Float16Module would have nothing left to convert.
     """
-    experts: dict[str, Any] = {}
+    shape, parallel, options, dtype = plan.shape, plan.parallel, plan.options, plan.dtype
+    more: dict[str, Any] = {}
+    if recompute:
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.num_experts:
-        experts = {
+        more |= {
             "num_moe_experts": shape.num_experts,
             "moe_ffn_hidden_size": shape.expert_size,
             "moe_router_topk": shape.experts_per_token,
@@ -197,7 +219,6 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        **experts,
         **more,
     )
 
@@ -207,45 +228,25 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def build_parts(
-    config: Any, shape: ModelShape, parallel: Parallel, mesh: Mesh, settings: HeadSettings, frequencies: Tensor
-) -> list[PolicyModel]:
-    """The parts of the model that this rank holds, without weights yet: one, or with vpp several.
-
-    Args:
-        config: megatron-core's.
-        shape: of the model.
-        parallel: sizes of the axes.
-        mesh: over megatron's groups.
-        settings: of the head.
-        frequencies: [head size / 2] float32, of the rotary embedding.
-    """
-    stage, parts = mesh.coordinates["pp"], []
+def build_parts(plan: Plan, mesh: Mesh, config: Any, mtp_loss: MtpLoss | None = None) -> list[PolicyModel]:
+    """The parts of the model that this rank holds, without weights yet: one, or with vpp several."""
+    shape, parallel, stage = plan.shape, plan.parallel, mesh.coordinates["pp"]
+    parts = []
     for part in range(parallel.vpp):
         first, last = stage == 0 and part == 0, stage == parallel.pp - 1 and part == parallel.vpp - 1
-        number = part if parallel.vpp > 1 else None
+        number, tower = part if parallel.vpp > 1 else None, None
+        if first and shape.tower:
+            device, trained = mesh.device.torch_device, plan.options.train_vision
+            tower = make_tower(plan.hf_config, config, device, trained=trained)
         model = PolicyModel(
+            *(plan, mesh, mtp_loss, tower),
             config=config,
             transformer_layer_spec=_block(config, shape, stage, number),
-            vocab_size=shape.vocabulary,
-            max_sequence_length=1,  # of learned positions, which rotary models lack
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="rope",
             vp_stage=number,
-            mtp_block_spec=_ahead(shape) if last and shape.mtp_layers else None,
+            mtp_block_spec=_mtp_block(shape) if last and shape.mtp_layers else None,
         )
-        if last and not first and shape.tied and shape.mtp_layers:
-            model.output_layer.weight = None  # a second copy that megatron-core allocates and never uses
-        model.rotary_pos_emb.inv_freq = frequencies
-        model.answer_with(settings)
-        if (first or (last and shape.mtp_layers)) and shape.padding_id is not None:
-            leave_out_padding(model.embedding, shape.padding_id, settings.tp, cuts_tokens=settings.sequence_parallel)
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                # megatron-core sets it for ep > 1 only; with ep = 1 and tp > 1 the ranks of tp would not add up.
-                parameter.allreduce = False
         parts.append(model)
     return parts
 
@@ -262,10 +263,10 @@ def _block(config: Any, shape: ModelShape, stage: int, part: int | None) -> Tran
     )
 
 
-def _ahead(shape: ModelShape) -> MultiTokenPredictionBlockSubmodules:
+def _mtp_block(shape: ModelShape) -> Any:
     """Layers of multi-token prediction, like the model's last one."""
     sparse = bool(shape.num_experts) and shape.sparse_layers[-1]
-    return block_spec(_layer(shape, shape.num_experts if sparse else None), shape.mtp_layers)
+    return mtp_block_spec(_layer(shape, shape.num_experts if sparse else None), shape.mtp_layers)
 
 
 def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
@@ -277,3 +278,78 @@ def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm
     return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What an engine trains, on this rank.
+
+    Args:
+        config: megatron-core's.
+        parts: of the model, unwrapped.
+        weights: of the model.
+        mtp: weights of multi-token prediction, if there are such.
+        mtp_loss: of them.
+        adapters: with LoRA.
+        trained: what the optimizer updates: all weights, but for a tower that is left as it is; or the adapters.
+    """
+
+    config: Any
+    parts: list[PolicyModel]
+    weights: HeldWeights
+    mtp: HeldWeights | None
+    mtp_loss: MtpLoss | None
+    adapters: Adapters | None
+    trained: tuple[HeldWeights, ...]
+
+    def load(self, plan: Plan, put: Put) -> None:
+        """Read the model's folder. Layers of multi-token prediction that it lacks are new, alike in every layout."""
+        folder, seed = Path(plan.config.model_path).expanduser(), plan.config.seed
+        self.weights.read(folder, put)
+        if self.adapters is not None:
+            self.adapters.initialise(seed, put)
+        if self.mtp is None:
+            return
+        with TensorFolder(folder) as tensors:
+            known = any(slot.name in tensors.names for slot in self.mtp.slots)
+        if known:
+            self.mtp.read(folder, put)
+        else:
+            std = getattr(plan.hf_config, "initializer_range", 0.02)
+            self.mtp.fill(new_mtp_tensors(self.mtp.slots, seed=seed, std=std), put)
+
+
+def make_policy(plan: Plan, mesh: Mesh) -> Policy:
+    """The model that trains, without weights yet."""
+    shape, options = plan.shape, plan.options
+    config = transformer_config(plan, recompute=plan.config.activation_checkpointing)
+    mtp_loss = MtpLoss(mesh, options) if shape.mtp_layers else None
+    parts = build_parts(plan, mesh, config, mtp_loss)
+    weights = HeldWeights(parts, list_slots(shape, plan.parallel), shape, mesh)
+    mtp = HeldWeights(parts, list_mtp_slots(shape, plan.parallel), shape, mesh) if shape.mtp_layers else None
+    num_held = sum(len(each.parameters) for each in (weights, mtp) if each is not None)
+    assert num_held == sum(1 for part in parts for _ in part.parameters()), "no tensor of checkpoints fills a parameter"
+    adapters = Adapters(parts, weights.slots, plan, mesh) if plan.config.lora_rank else None
+    trained = weights if adapters is None else adapters.held
+    if shape.tower and not options.train_vision:
+        trained = HeldWeights(parts, [s for s in weights.slots if not s.name.startswith(TOWER)], shape, mesh)
+    return Policy(
+        config=config,
+        parts=parts,
+        weights=weights,
+        mtp=mtp,
+        mtp_loss=mtp_loss,
+        adapters=adapters,
+        trained=(trained, *([] if mtp is None else [mtp])),
+    )
+
+
+def make_reference(plan: Plan, mesh: Mesh) -> list[PolicyModel]:
+    """The first policy, which only answers, with its weights."""
+    plan = replace(plan, shape=replace(plan.shape, mtp_layers=0))
+    parts = build_parts(plan, mesh, transformer_config(plan, recompute=False))
+    for part in parts:
+        part.requires_grad_(requires_grad=False)
+    slots = list_slots(plan.shape, plan.parallel)
+    HeldWeights(parts, slots, plan.shape, mesh).read(Path(plan.config.model_path).expanduser())
+    return parts

@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from offbeat_engine_megatron._layout import MegatronEngineOptions
+from offbeat_training import clip_gradients
 from offbeat_types import ConfigError, TrainEngineConfig, learning_rate_at
 
 
@@ -42,13 +43,8 @@ class ClippedOptimizer:
     Gradients are reduced, measured, clipped and used in float32. Of weights in bfloat16 the optimizer holds float32
     copies, its main parameters: these are updated, and the weights are they, rounded.
 
-    Args:
-        parts: wrapped.
-        config: the schedule, betas, decay and clipping.
-        options: of the engine.
-
     Attributes:
-        parts: as given.
+        parts: of the model, wrapped.
         megatron: the optimizer.
         each: the optimizers that it consists of: one for dense parameters, one for experts.
         steps_taken: updates done.
@@ -124,11 +120,8 @@ class ClippedOptimizer:
 
     def step(self, grad_norm: float) -> None:
         """Clip from `grad_norm` to the configured norm, and update. A call of all."""
-        limit = self.config.max_grad_norm
-        if limit and grad_norm > limit:
-            grads = [p.grad for each in self.each for p in each.get_parameters() if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, limit / grad_norm)
+        grads = [p.grad for each in self.each for p in each.get_parameters() if p.grad is not None]
+        clip_gradients(grads, grad_norm, self.config.max_grad_norm)
         for each in self.each:
             for group in each.param_groups:
                 group["lr"] = self.learning_rate * group["lr_mult"]
@@ -157,11 +150,7 @@ _MAIN: Final = "main"
 
 
 class OptimizerState:
-    """The state of each parameter, whole on each rank.
-
-    Args:
-        optimizer: whose it is.
-    """
+    """The state of each parameter, whole on each rank."""
 
     def __init__(self, optimizer: ClippedOptimizer) -> None:
         self._each = optimizer.each
@@ -195,12 +184,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def put_weights(self, parameter: Any, values: Tensor) -> None:
-        """Set a parameter, and this rank's part of the float32 values behind it.
-
-        Args:
-            parameter: trained or frozen.
-            values: float32, of its shape.
-        """
+        """Set a parameter from float32 values, and this rank's part of the float32 copy behind it."""
         parameter.copy_(values)
         found = self._find(parameter) if self._is_copy(parameter) else None
         if found is not None:

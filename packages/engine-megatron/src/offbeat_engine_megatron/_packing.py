@@ -1,6 +1,5 @@
-"""Lays sequences out without padding to a common length: which go together, and where each token lies on each rank.
+"""Micro-batches on ranks: where each token of a pack lies, and how ranks share the vocabulary and the answers.
 
-A pack is a row of sequences. What comes after the last loss token's predecessor predicts nothing and is left out.
 Context parallel ranks share every sequence: it is cut into 2·cp chunks, and rank r holds chunks r and 2·cp - 1 - r, so
 that causal attention costs all of them the same. Source: Megatron-LM, the zigzag layout of TransformerEngine's thd.
 
@@ -10,7 +9,7 @@ Shapes: T packed tokens, L of them on one rank, N loss tokens, t a token's index
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,26 @@ from torch import Tensor
 import offbeat_training as training
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_mesh import Group
-from offbeat_training import Family, ImageInputs, Indices, MicroBatch, fill_evenly
+from offbeat_training import ImageInputs, Indices, MicroBatch, Share
 from offbeat_types import TrainSequence
 
-if TYPE_CHECKING:
-    from offbeat_engine_megatron._mtp import Ahead
+
+@dataclass(frozen=True, kw_only=True)
+class MtpInputs:
+    """What one layer of multi-token prediction computes with, on this rank's device.
+
+    The tokens k places on are laid out on the host, for all ranks alike: megatron-core's own roll exchanges them
+    between context parallel ranks by sends in the order of sequences, twice a layer.
+
+    Args:
+        ids_1L: for each token of this rank the one that many places on in its sequence; 0 beyond its end.
+        predictor_n: index among all tokens of this context parallel rank of those whose prediction counts.
+        target_n: the ids they should predict.
+    """
+
+    ids_1L: Tensor
+    predictor_n: Tensor
+    target_n: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +57,7 @@ class PassInputs:
         place_m: index among its tokens of each.
         pixels_PC: patches of all images, as the model's image processor cuts them, where the tower takes part.
         grid_I3: patches of each image in time, height and width.
-        ahead: of each layer of multi-token prediction, where they train.
+        mtp: of each layer of multi-token prediction, where they train.
     """
 
     ids_1L: Tensor
@@ -58,92 +72,32 @@ class PassInputs:
     place_m: Tensor
     pixels_PC: Tensor | None = None
     grid_I3: Tensor | None = None
-    ahead: "tuple[Ahead, ...]" = ()
-
-
-def used_tokens(sequence: TrainSequence) -> int:
-    """Tokens that have to be computed: up to the predecessor of the last loss token."""
-    places = np.flatnonzero(sequence.loss_mask)
-    return int(places[-1]) if len(places) else 0
-
-
-Share = list[list[int]]
-"""Micro-batches of one data parallel rank: the sequences of each; an empty one for a rank without a part."""
-
-
-def plan_shares(
-    sequences: Sequence[TrainSequence], *, budget: int, num_shares: int, round_up_to: int = 1
-) -> list[Share]:
-    """Choose micro-batches for every share, as many for each.
-
-    The longest sequence left goes to the least filled micro-batch.
-    Source: the longest-processing-time rule (Graham 1969).
-
-    Args:
-        sequences: those without a loss token are left out.
-        budget: tokens of a micro-batch at most; a longer sequence goes alone.
-        num_shares: data parallel ranks.
-        round_up_to: the number of micro-batches becomes a multiple of it, as interleaved pipelines need.
-    """
-    sizes = {index: used_tokens(sequence) for index, sequence in enumerate(sequences)}
-    order = sorted((index for index in sizes if sizes[index]), key=lambda index: (-sizes[index], index))
-    if not order:
-        return [[] for _ in range(num_shares)]
-    rounds = max(1, -(-sum(sizes.values()) // (budget * num_shares)))
-    while (found := fill_evenly([sizes[index] for index in order], rounds * num_shares, budget)) is None:
-        rounds += 1
-    bins = [[order[place] for place in each] for each in found]
-    bins.sort(key=lambda members: (-sum(sizes[member] for member in members), members))
-    shares: list[Share] = [bins[first::num_shares] for first in range(num_shares)]
-    for share in shares:
-        share += [[]] * (-len(share) % round_up_to)
-    return shares
-
-
-def lay_out(
-    sequences: Sequence[TrainSequence],
-    members: Sequence[int],
-    parallel: Parallel,
-    *,
-    length: int = 1,
-    images: ImageInputs | None = None,
-) -> MicroBatch:
-    """Lay out one micro-batch; one without members is padding, for a rank that only meets the others in it.
-
-    Args:
-        sequences: of the whole update.
-        members: those of this micro-batch, each with a loss token.
-        parallel: says what lengths are padded to.
-        length: tokens of the pack at least.
-        images: what is known of the model's; None for one that takes none.
-    """
-    families = [Family(members=(each,), prefix=0, num_tokens=used_tokens(sequences[each])) for each in members]
-    multiples = {"segment_multiple": parallel.sequence_multiple, "pack_multiple": parallel.pack_multiple}
-    return training.lay_out(sequences, families, images, num_tokens=length, **multiples)
+    mtp: tuple[MtpInputs, ...] = ()
 
 
 def lay_out_all(
-    sequences: Sequence[TrainSequence],
-    share: Sequence[Sequence[int]],
-    parallel: Parallel,
-    images: ImageInputs | None = None,
+    sequences: Sequence[TrainSequence], share: Share, parallel: Parallel, images: ImageInputs | None = None
 ) -> list[MicroBatch]:
     """Lay out the micro-batches of a share; for interleaved stages all of one length."""
-    packs = [lay_out(sequences, members, parallel, images=images) for members in share]
+    multiples = {"segment_multiple": parallel.sequence_multiple, "pack_multiple": parallel.pack_multiple}
+    packs = [training.lay_out(sequences, families, images, **multiples) for families in share]
     if parallel.vpp > 1 and packs:
         longest = max(len(pack.ids_T) for pack in packs)
-        packs = [lay_out(sequences, members, parallel, length=longest, images=images) for members in share]
+        packs = [training.lay_out(sequences, families, images, num_tokens=longest, **multiples) for families in share]
     return packs
 
 
-def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None = None) -> PassInputs:
-    """The part of one context parallel rank.
+def cut(
+    pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None = None, *, mtp_layers: int = 0
+) -> PassInputs:
+    """The part of one of the context parallel ranks that share a pack, whose lengths twice their number divides.
 
     Args:
-        pack: with lengths divisible by twice the number of ranks.
+        pack: of all ranks.
         rank: in [0, num_ranks).
         num_ranks: that share the pack.
         device: of the rank; None for main memory.
+        mtp_layers: layers of multi-token prediction that train on it.
     """
     places = [zigzag(pack.lengths, each, num_ranks) for each in range(num_ranks)]
     owner_T, index_T = np.empty(len(pack.ids_T), np.int64), np.empty(len(pack.ids_T), np.int64)
@@ -160,6 +114,16 @@ def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None
     def tensor(array: Indices) -> Tensor:
         return torch.as_tensor(array, device=device)
 
+    def mtp_inputs(depth: int) -> MtpInputs:
+        ids_T, predictor_N = _tokens_later(pack, depth)
+        counts = (predictor_N >= 0) & (owner_T[predictor_N] == rank)
+        predictor_n = index_T[predictor_N[counts]]
+        return MtpInputs(
+            ids_1L=tensor(ids_T[places[rank]])[None],
+            predictor_n=tensor(predictor_n),
+            target_n=tensor(pack.target_N[counts]),
+        )
+
     return PassInputs(
         ids_1L=tensor(pack.ids_T[places[rank]])[None],
         lengths=pack.lengths,
@@ -171,7 +135,19 @@ def cut(pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None
         positions_3T=tensor(pack.positions_T) if pack.positions_T.ndim > 1 else None,
         seen_m=tensor(seen_m),
         place_m=tensor(index_T[pack.place_M[seen_m]]),
+        mtp=tuple(mtp_inputs(depth) for depth in range(1, mtp_layers + 1)),
     )
+
+
+def _tokens_later(pack: MicroBatch, depth: int) -> tuple[Indices, Indices]:
+    """[T] ids that many places on, 0 beyond a sequence's end; [N] who predicts each loss token from there, or -1."""
+    ends = np.cumsum(pack.lengths)
+    later_T = np.arange(len(pack.ids_T)) + depth
+    inside_T = later_T < np.repeat(ends, pack.lengths)
+    ids_T = np.where(inside_T, pack.ids_T[np.minimum(later_T, len(pack.ids_T) - 1)], 0)
+    start_N = (ends - np.asarray(pack.lengths))[pack.sequence_N]
+    predictor_N = pack.predictor_N - depth
+    return ids_T, np.where(predictor_N >= start_N, predictor_N, -1)
 
 
 def zigzag(lengths: Sequence[int], rank: int, num_ranks: int) -> Indices:
@@ -222,7 +198,7 @@ def token_logprobs(
 
 
 def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> Tensor:
-    """What context parallel ranks found for the tokens they hold, in the order of the pack.
+    """What context parallel ranks found for the tokens they hold, in the order of the pack: [..., N], alike on all.
 
     Every rank goes on to compute the whole loss, so the gradient of its own values is that of the result, not a sum.
 
@@ -231,9 +207,6 @@ def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> T
         place_N: see `PassInputs`.
         width: see `PassInputs`.
         cp: the ranks that share the pack.
-
-    Returns:
-        [..., N], alike on all ranks.
     """
     gathered: Tensor = _Gathered.apply(values_n, place_N, width, cp)  # type: ignore[no-untyped-call]
     return gathered

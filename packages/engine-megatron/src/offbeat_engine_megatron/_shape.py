@@ -35,20 +35,14 @@ class ModelShape:
 
     Args:
         family: one of `FAMILIES`.
-        num_layers: decoder layers.
-        hidden_size: of the residual stream.
-        num_heads: query heads.
         num_groups: key and value heads.
-        head_size: of a head.
         ffn_size: width of the dense feed-forward layers.
         vocabulary: rows of the embedding.
-        norm_eps: of the RMS norms.
         tied: the head is the embedding.
         padding_id: its row learns nothing from being looked up; None where no id is padding.
         qkv_bias: queries, keys and values have a bias.
         qk_norm: queries and keys are normalised per head.
         num_experts: of the sparse layers; 0 for a dense model.
-        experts_per_token: how many see each token.
         expert_size: width of an expert.
         normalise_experts: the chosen experts' weights add up to 1.
         sparse_layers: for each layer whether it has experts.
@@ -104,11 +98,7 @@ def read_model(folder: str, *, trust_remote_code: bool = False) -> tuple[Any, Mo
 
 
 def shape_of(config: Any) -> ModelShape:
-    """Read a Hugging Face config.
-
-    Raises:
-        ModelError: another family, or a feature of the family that the engine does not compute.
-    """
+    """Read a Hugging Face config; ModelError for another family, or a feature that the engine does not compute."""
     family = str(config.model_type)
     if family not in FAMILIES:
         raise ModelError(
@@ -170,15 +160,7 @@ def _experts(config: Any) -> dict[str, Any]:
 
 
 def rotary_frequencies(hf_config: Any, device: torch.device) -> Tensor:
-    """[F] float32, as transformers computes them.
-
-    Args:
-        hf_config: of the language model.
-        device: where they go.
-
-    Raises:
-        ModelError: a kind of rotary embedding that also scales attention, or turns only part of a head.
-    """
+    """[F] float32 of a language model, as transformers computes them; ModelError for kinds that do more than turn."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = hf_config.rope_parameters
@@ -200,10 +182,6 @@ def rotary_axes(hf_config: Any, device: torch.device) -> Tensor:
 
     Qwen2.5-VL has them in three runs. Qwen3-VL has them alternate, and where height and width end only time is left.
     Source: `recomposition_frequencies` in transformers 5.19, models/qwen2_5_vl and models/qwen3_vl.
-
-    Args:
-        hf_config: of the whole model.
-        device: where they go.
     """
     runs: list[int] = list(hf_config.get_text_config().rope_parameters["mrope_section"])
     axes_F = np.repeat(np.arange(len(runs)) % 3, runs)

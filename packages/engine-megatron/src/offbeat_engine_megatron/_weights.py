@@ -1,25 +1,195 @@
-"""Weights in and out: slices of Hugging Face checkpoints into this rank's parameters, and whole tensors out of all.
+"""Weights in and out: where each Hugging Face tensor lies among the ranks, and how it comes in and goes out.
 
-Every rank makes the same calls in the same order: they follow from the slots alone. Tensors of half a bucket are laid
-out as one row of memory, of which they are views; what tensor parallel ranks hold of it comes in rounds of a quarter.
-A row may still be read when the next is made, so a rank holds less than two buckets beside the weights; where a tensor
-is longer than half a bucket, it has a row of its own. With adapters there is one merged parameter of this rank more.
+A slot is one tensor of a Hugging Face checkpoint: the place that holds it, the megatron-core parameter it is part of,
+and how it is cut. Loading and export both go by the same list, which is equal on all ranks: every rank makes the same
+calls in the same order.
+Source: megatron/core/transformer/attention.py (queries, keys and values interleaved by group) and mlp.py (gate, up).
+
+Tensors of half a bucket are laid out as one row of memory, of which they are views; what tensor parallel ranks hold of
+it comes in rounds of a quarter. A row may still be read when the next is made, so a rank holds less than two buckets
+beside the weights; where a tensor is longer than half a bucket, it has a row of its own. With adapters there is one
+merged parameter of this rank more.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._slots import ParameterPath, Slot, list_slots, view_of
 from offbeat_mesh import Mesh
-from offbeat_training import Box, TensorFolder, slices
+from offbeat_training import Box, CutTensor, TensorFolder, slices
+
+TOWER: Final = "model.visual."
+"""What Hugging Face names of the vision tower's tensors begin with."""
+
+BUCKET_BYTES: Final = 32 * 2**20
+"""Tensors are put together in rows of half a bucket, unless one alone is larger: see `Gathering`."""
+
+
+class ParameterPath(NamedTuple):
+    """A parameter of megatron-core: pipeline stage, part of the model on it, name within that part."""
+
+    stage: int
+    part: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot(CutTensor):
+    """One Hugging Face tensor, and where ranks hold it.
+
+    Args:
+        place: that exports it.
+        copies: other places that hold the same, such as the head of a tied model on the last stage.
+        lies: as all of the parameter, or as its "q", "k", "v", "gate" or "up".
+        owner: ep rank that holds it; None where all do.
+    """
+
+    place: ParameterPath
+    copies: tuple[ParameterPath, ...] = ()
+    lies: str = ""
+    owner: int | None = None
+
+    def part_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of what one tp rank holds."""
+        return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+
+def view_of(slot: Slot, parameter: Tensor, shape: ModelShape, tp: int) -> Tensor:
+    """The slot's values in a parameter of this rank, as a view; `part_shape` is the shape to give them."""
+    if slot.lies in ("gate", "up"):
+        return parameter.view(2, -1, *parameter.shape[1:])[int(slot.lies == "up")]
+    if slot.lies:
+        heads = shape.num_heads // shape.num_groups
+        groups = parameter.view(shape.num_groups // tp, heads + 2, shape.head_size, *parameter.shape[1:])
+        return {"q": groups[:, :heads], "k": groups[:, heads], "v": groups[:, heads + 1]}[slot.lies]
+    return parameter
+
+
+def list_slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
+    """All tensors of the model, in the order in which they are loaded and exported."""
+    table = (shape.vocabulary, shape.hidden_size)
+    first = ParameterPath(0, 0, "embedding.word_embeddings.weight")
+    head = ParameterPath(parallel.pp - 1, parallel.vpp - 1, "output_layer.weight")
+    last = head._replace(path=first.path)
+    copies = (last if shape.mtp_layers else head,) if parallel.pp > 1 and (shape.tied or shape.mtp_layers) else ()
+    for name, size in shape.tower:
+        yield Slot(name=f"{TOWER}{name}", shape=size, place=ParameterPath(0, 0, f"visual.{name}"))
+    yield Slot(name=f"{shape.stem}.embed_tokens.weight", shape=table, place=first, copies=copies, tp_dim=0)
+    per_round, per_part = shape.num_layers // parallel.vpp, shape.num_layers // (parallel.vpp * parallel.pp)
+    for number in range(shape.num_layers):
+        place = ParameterPath(
+            number % per_round // per_part, number // per_round, f"decoder.layers.{number % per_part}."
+        )
+        sparse = bool(shape.num_experts) and shape.sparse_layers[number]
+        yield from _layer_slots(shape, parallel, _Layer(f"{shape.stem}.layers.{number}", place), sparse=sparse)
+    norm = head._replace(path="decoder.final_layernorm.weight")
+    yield Slot(name=f"{shape.stem}.norm.weight", shape=(shape.hidden_size,), place=norm)
+    if not shape.tied:
+        yield Slot(name="lm_head.weight", shape=table, place=head, tp_dim=0)
+
+
+def list_mtp_slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
+    """Tensors of the layers of multi-token prediction, under the names that DeepSeek-V3's checkpoints give them.
+
+    They come after the model's own layers; embedding and head are the model's. Source: the weights' README of
+    deepseek-ai/DeepSeek-V3 (README_WEIGHTS.md), "MTP modules".
+    """
+    hidden, sparse = shape.hidden_size, bool(shape.num_experts) and shape.sparse_layers[-1]
+    for number in range(shape.mtp_layers):
+        place = ParameterPath(parallel.pp - 1, parallel.vpp - 1, f"mtp.layers.{number}.")
+        around = _Layer(f"model.layers.{shape.num_layers + number}", place)
+        yield around("enorm.weight", (hidden,), "enorm.weight")
+        yield around("hnorm.weight", (hidden,), "hnorm.weight")
+        yield around("eh_proj.weight", (hidden, 2 * hidden), "eh_proj.weight", tp_dim=0)
+        inner = _Layer(around.stem, place._replace(path=f"{place.path}transformer_layer."))
+        yield from _layer_slots(shape, parallel, inner, sparse=sparse)
+        yield around("shared_head.norm.weight", (hidden,), "final_layernorm.weight")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Makes the slots of one layer: knows its name and its place."""
+
+    stem: str
+    place: ParameterPath
+
+    def __call__(self, name: str, shape: tuple[int, ...], path: str, **rest: Any) -> Slot:
+        place = self.place._replace(path=self.place.path + path)
+        return Slot(name=f"{self.stem}.{name}", shape=shape, place=place, **rest)
+
+
+def _layer_slots(shape: ModelShape, parallel: Parallel, make: _Layer, *, sparse: bool) -> Iterator[Slot]:
+    hidden, head = shape.hidden_size, shape.head_size
+    rows = {"q": shape.num_heads * head, "k": shape.num_groups * head, "v": shape.num_groups * head}
+    for lies, size in rows.items():
+        for kind, tail in (("weight", (hidden,)), *([("bias", ())] if shape.qkv_bias else [])):
+            path = f"self_attention.linear_qkv.{kind}"
+            yield make(f"self_attn.{lies}_proj.{kind}", (size, *tail), path, lies=lies, tp_dim=0)
+    yield make("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", tp_dim=1)
+    for lies in ("q", "k") if shape.qk_norm else ():
+        yield make(f"self_attn.{lies}_norm.weight", (head,), f"self_attention.{lies}_layernorm.weight")
+    if sparse:
+        yield from _expert_slots(shape, parallel, make)
+    else:
+        yield from _feed_forward(make, "mlp", "mlp", (shape.ffn_size, hidden), cut=True)
+    yield make("input_layernorm.weight", (hidden,), "input_layernorm.weight")
+    yield make("post_attention_layernorm.weight", (hidden,), "pre_mlp_layernorm.weight")
+
+
+def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer) -> Iterator[Slot]:
+    yield make("mlp.gate.weight", (shape.num_experts, shape.hidden_size), "mlp.router.weight")
+    held, size = shape.num_experts // parallel.ep, (shape.expert_size, shape.hidden_size)
+    for expert in range(shape.num_experts):
+        name, path = f"mlp.experts.{expert}", f"mlp.experts.local_experts.{expert % held}"
+        owner = expert // held if parallel.ep > 1 else None
+        yield from _feed_forward(make, name, path, size, cut=False, owner=owner)
+
+
+def _feed_forward(
+    make: _Layer, name: str, path: str, size: tuple[int, int], *, cut: bool, owner: int | None = None
+) -> Iterator[Slot]:
+    for lies in ("gate", "up"):
+        rest: dict[str, Any] = {"lies": lies, "tp_dim": 0 if cut else None, "owner": owner}
+        yield make(f"{name}.{lies}_proj.weight", size, f"{path}.linear_fc1.weight", **rest)
+    down = f"{path}.linear_fc2.weight"
+    yield make(f"{name}.down_proj.weight", size[::-1], down, tp_dim=1 if cut else None, owner=owner)
+
+
+WEIGHT: Final = ".weight"
+
+
+def list_adapted(slots: Iterable[Slot]) -> list[Slot]:
+    """Those of the model's weights that get adapters: every linear layer in the blocks, but for experts."""
+    return [
+        slot
+        for slot in slots
+        if slot.name.startswith("model.layers.") and slot.name.endswith("_proj.weight") and ".experts." not in slot.name
+    ]
+
+
+def list_adapter_slots(weight: Slot, rank: int) -> Iterator[Slot]:
+    """Both sides of a weight's adapter, named as the layer with `.lora_A` and `.lora_B`.
+
+    A meets what goes into the layer, B what comes out of it; the side where ranks share the layer is cut too.
+    """
+    layer = weight.place.path.removesuffix(WEIGHT)
+    rows, columns = weight.shape
+    for side, shape, meets in (("A", (rank, columns), 1), ("B", (rows, rank), 0)):
+        yield Slot(
+            name=f"{weight.name.removesuffix(WEIGHT)}.lora_{side}",
+            shape=shape,
+            place=weight.place._replace(path=f"{layer}.adapter.{weight.lies or 'all'}_{side}"),
+            tp_dim=meets if weight.tp_dim == meets else None,
+        )
+
 
 PartOf = Callable[[Slot], Tensor]
 """What this rank holds of a tensor: its `part_shape`, or a view of that in other dimensions."""
@@ -29,11 +199,7 @@ Rows = tuple[int, int, int]
 
 
 class Gathering:
-    """Puts tensors together from the ranks of tensor, expert and pipeline parallelism.
-
-    Args:
-        mesh: over megatron's groups.
-    """
+    """Puts tensors together from the ranks of tensor, expert and pipeline parallelism."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._stage, self._expert_rank = mesh.coordinates["pp"], mesh.coordinates["ep"]
@@ -117,64 +283,35 @@ class Gathering:
                 self._ep.broadcast(flat[ends[numbers[0]] : ends[numbers[-1] + 1]], source=owner)
 
 
-BUCKET_BYTES: Final = 32 * 2**20
-"""Tensors are put together in rows of half a bucket, unless one alone is larger: see `Gathering`."""
-
-AHEAD: Final = "mtp."
-"""Parameters of multi-token prediction, which is no part of the model."""
-
 Values = Callable[[Any], Tensor]
+"""What to take of a parameter, of its shape."""
 
 Put = Callable[[Any, Tensor], object]
 """Given a parameter, and the values for it: float32, of its shape."""
 
 
 class HeldWeights:
-    """The parameters of this rank under Hugging Face names.
-
-    Args:
-        parts: the model's parts on this rank, unwrapped.
-        shape: of the model.
-        parallel: sizes of the axes.
-        mesh: over megatron's groups.
-        slots: of the tensors to hold, such as adapters'; None for those of the model.
+    """Parameters of this rank under Hugging Face names.
 
     Attributes:
-        slots: of all ranks, in the order in which they are read and exported.
-        exported: what is exported of a parameter: itself, or with adapters merged into it. In bfloat16 that is what
-            the trainer computes with, not the float32 copy that the optimizer holds.
+        slots: of the tensors to hold, of all ranks, in the order in which they are read and exported.
+        parameters: of this rank, by part of the model and name within it.
     """
 
-    exported: Values = staticmethod(Tensor.detach)
-
-    def __init__(
-        self,
-        parts: Sequence[torch.nn.Module],
-        shape: ModelShape,
-        parallel: Parallel,
-        mesh: Mesh,
-        slots: Sequence[Slot] | None = None,
-    ) -> None:
-        self.slots = list_slots(shape, parallel) if slots is None else list(slots)
-        self._shape, self._parallel = shape, parallel
-        self._stage = mesh.coordinates["pp"]
-        self._expert_rank = mesh.coordinates["ep"]
-        self._device = mesh.device.torch_device
+    def __init__(self, parts: Sequence[torch.nn.Module], slots: Iterable[Slot], shape: ModelShape, mesh: Mesh) -> None:
+        self.slots = list(slots)
+        self._shape, self._device = shape, mesh.device.torch_device
+        self._stage, self._expert_rank = mesh.coordinates["pp"], mesh.coordinates["ep"]
         self._tp, self._gathering = mesh.group("tp"), Gathering(mesh)
-        held = {(place.part, place.path) for slot in slots or () for place in (slot.place, *slot.copies)}
-        self._parameters = {
-            (part, name): parameter
-            for part, module in enumerate(parts)
-            for name, parameter in module.named_parameters()
-            if ((part, name) in held if slots is not None else not name.startswith(AHEAD))
-        }
+        self._filled_by: dict[tuple[int, str], list[Slot]] = {}
+        for slot in self.slots:
+            for place in (slot.place, *slot.copies):
+                if self._holds(slot, place):
+                    self._filled_by.setdefault((place.part, place.path), []).append(slot)
+        self.parameters = {(part, path): parts[part].get_parameter(path) for part, path in self._filled_by}
 
     def read(self, folder: Path, put: Put = Tensor.copy_) -> None:
         """Fill every parameter from the safetensors of a folder, reading only this rank's slices.
-
-        Args:
-            folder: of the files.
-            put: what takes the values.
 
         Raises:
             ModelError: a file cannot be read, or a tensor is missing or of another shape.
@@ -188,7 +325,6 @@ class HeldWeights:
         for slot in self.slots:
             tensors.check(slot.name, slot.shape)
 
-    @torch.no_grad()
     def read_values(self, tensors: TensorFolder, prefix: str, put: Put) -> None:
         """Read what a folder says of each parameter of this rank, one parameter at a time.
 
@@ -197,47 +333,40 @@ class HeldWeights:
             prefix: before the Hugging Face names in it; zeros stand for a tensor that is not there.
             put: what takes the values.
         """
-        slots: dict[tuple[int, str], list[Slot]] = {key: [] for key in self._parameters}
-        for slot in self.slots:
-            for place in (slot.place, *slot.copies):
-                if self._holds(slot, place):
-                    slots[place.part, place.path].append(slot)
         known = tensors.names
-        for key, parameter in self._parameters.items():
-            assert slots[key], f"no checkpoint tensor fills {key}"
-            values = self._zeros(parameter)
-            for slot in slots[key]:
-                if prefix + slot.name in known:
-                    view = view_of(slot, values, self._shape, self._tp.size)
-                    view.copy_(tensors.read(prefix + slot.name, self._box(slot)).view_as(view))
-            put(parameter, values)
 
-    @torch.no_grad()
+        def part_of(slot: Slot) -> Tensor | None:
+            name = prefix + slot.name
+            return tensors.read(name, self._box(slot)) if name in known else None
+
+        self._put(part_of, put)
+
     def fill(self, tensors: Iterable[tuple[str, Tensor]], put: Put) -> None:
-        """Take this rank's parts of whole tensors, which come in the order of the slots.
+        """Take this rank's parts of whole tensors, (Hugging Face name, float32 tensor), in the order of the slots.
 
-        Args:
-            tensors: (Hugging Face name, float32 tensor).
-            put: what takes the values of each parameter; they are held until all have come.
+        They are held until all have come.
         """
-        values = {key: self._zeros(parameter) for key, parameter in self._parameters.items()}
+        held = {}
         for slot, (name, tensor) in zip(self.slots, tensors, strict=True):
             assert slot.name == name, f"{name} came where {slot.name} was expected"
-            part = tensor[slices(self._box(slot))]
-            for place in (slot.place, *slot.copies):
-                if self._holds(slot, place):
-                    view = view_of(slot, values[place.part, place.path], self._shape, self._tp.size)
-                    view.copy_(part.view_as(view))
-        for key, parameter in self._parameters.items():
-            put(parameter, values[key])
+            if any(self._holds(slot, place) for place in (slot.place, *slot.copies)):
+                held[name] = tensor[slices(self._box(slot))].clone()
+        self._put(lambda slot: held[slot.name], put)
 
     @torch.no_grad()
-    def gather(self, values: Values | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on every rank, which all iterate to the end: each bucket is gathered.
+    def _put(self, part_of: Callable[[Slot], Tensor | None], put: Put) -> None:
+        """Put each parameter together from this rank's parts of its tensors; None stands for zeros."""
+        for key, parameter in self.parameters.items():
+            values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            for slot in self._filled_by[key]:
+                part = part_of(slot)
+                if part is not None:
+                    view = view_of(slot, values, self._shape, self._tp.size)
+                    view.copy_(part.view_as(view))
+            put(parameter, values)
 
-        Args:
-            values: what to take of each parameter, of its shape; `exported` by default.
-        """
+    def gather(self, values: Values = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) on every rank, which all iterate to the end: each bucket is gathered."""
         for bucket in self.buckets():
             yield from self.whole(bucket, values)
 
@@ -245,7 +374,7 @@ class HeldWeights:
         """Name of the first tensor of this rank whose gradient holds an infinity or NaN; empty when there is none."""
         for slot in self.slots:
             if self._holds(slot, slot.place):
-                grad = getattr(self._parameters[slot.place.part, slot.place.path], "main_grad", None)
+                grad = getattr(self._parameter(slot), "main_grad", None)
                 if grad is not None and not torch.isfinite(view_of(slot, grad, self._shape, self._tp.size)).all():
                     return slot.name
         return ""
@@ -262,33 +391,26 @@ class HeldWeights:
         yield bucket
 
     @torch.no_grad()
-    def whole(self, bucket: Sequence[Slot], values: Values | None = None) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, bucket: Sequence[Slot], values: Values) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of one bucket, on every rank; the tensors are copies."""
-        chosen = values or _ask_once(self.exported)
-        flat = self._empty(sum(slot.num_elements for slot in bucket))
-        tensors = self._gathering.whole(bucket, lambda slot: self._view(slot, chosen), flat, BUCKET_BYTES // 4)
+        ask = _ask_once(values)
+        flat = torch.empty(sum(slot.num_elements for slot in bucket), dtype=torch.float32, device=self._device)
+
+        def part_of(slot: Slot) -> Tensor:
+            return view_of(slot, ask(self._parameter(slot)), self._shape, self._tp.size)
+
+        tensors = self._gathering.whole(bucket, part_of, flat, BUCKET_BYTES // 4)
         return zip((slot.name for slot in bucket), tensors, strict=True)
 
-    def _view(self, slot: Slot, values: Values) -> Tensor:
-        parameter = self._parameters[slot.place.part, slot.place.path]
-        return view_of(slot, values(parameter), self._shape, self._tp.size)
-
-    def _zeros(self, parameter: Tensor) -> Tensor:
-        return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
+    def _parameter(self, slot: Slot) -> Tensor:
+        return self.parameters[slot.place.part, slot.place.path]
 
     def _holds(self, slot: Slot, place: ParameterPath) -> bool:
         return place.stage == self._stage and slot.owner in (None, self._expert_rank)
 
     def _box(self, slot: Slot) -> Box:
         """The part of a tensor that belongs on this rank."""
-        box = [(0, size) for size in slot.shape]
-        if slot.tp_dim is not None:
-            length = slot.shape[slot.tp_dim] // self._tp.size
-            box[slot.tp_dim] = self._tp.rank * length, (self._tp.rank + 1) * length
-        return tuple(box)
+        return slot.box_at(tp=(self._tp.rank, self._tp.size))
 
 
 def _ask_once(values: Values) -> Values:

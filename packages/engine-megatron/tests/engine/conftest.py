@@ -1,27 +1,27 @@
 """Tests on the real engine, which the nox session `test(engine-megatron+engine)` has; elsewhere they are left out."""
 
+import dataclasses
 import gc
 import sys
 import warnings
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from offbeat_testing import tiny_model
-
 collect_ignore_glob = [] if find_spec("megatron") else ["test_*.py"]
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parents[3] / "engine-torch/tests"))  # for pictured_sequences
 
 if find_spec("megatron"):
+    from megatron_layouts import MODELS, Layout, engine_config, make_model
+
+    from offbeat_engine_megatron import MegatronTrainEngine
     from offbeat_engine_megatron._megatron import load_megatron
 
     warnings.filterwarnings("ignore", module="megatron")
     load_megatron()  # here, once: ranks are forked from this process
-    import_module("offbeat_engine_megatron._build")
     gc.freeze()  # else each rank's first collection copies all the pages of what is imported: a third of its time
 
 
@@ -33,5 +33,35 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("megatron") / "qwen3", hidden_size=32, num_layers=4, num_kv_heads=4)
+def models(tmp_path_factory):
+    """Folder of each of `megatron_layouts.MODELS`."""
+    place = tmp_path_factory.mktemp("models")
+    return {name: make_model(place / name, name) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def model_folder(models):
+    return models["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder that ranks, and the tests of a file, share."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def create(models):
+    """Makes an engine for a layout, with other settings where asked; those of this process are closed at the end."""
+    made = []
+
+    def make(layout=None, mesh=None, *, folder=None, **changes):
+        layout = layout or Layout()
+        config = dataclasses.replace(engine_config(folder or models[layout.model], layout), **changes)
+        made.append(MegatronTrainEngine.create(config, mesh))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+    gc.collect()  # what an engine that could not be made has left: groups must not outlive a fork

@@ -2,29 +2,19 @@
 
 import numpy as np
 import pytest
-import torch
-from megatron_layouts import Layout, engine_config, make_model
+from megatron_layouts import Layout, copied, params_of, same
 from megatron_yardstick import make_sequences, policy_loss
 
-from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 KINDS = [
-    pytest.param(layout, marks=[pytest.mark.mesh(**layout.axes, deadline_s=120), *marks])
-    for layout, *marks in (
-        (Layout(axes={"tp": 2, "pp": 2}), pytest.mark.nightly),
-        (Layout(axes={"dp": 2}, options=OVERLAP),),
-        (Layout(axes={"dp": 2}, options={"distributed_optimizer": False}), pytest.mark.nightly),
-        (Layout(axes={"pp": 2}, lora=True),),
-        (Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}), pytest.mark.nightly),
-    )
+    Layout(axes={"dp": 2}, options=OVERLAP),
+    Layout(axes={"pp": 2}, lora=True),
+    Layout(axes={"tp": 2, "pp": 2}),
+    Layout(axes={"dp": 2}, options={"distributed_optimizer": False}),
+    Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
 ]
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    return {name: make_model(tmp_path_factory.mktemp("asleep") / name, name) for name in ("qwen3", "qwen3-moe")}
 
 
 def train(engine, between=lambda: None):
@@ -35,29 +25,27 @@ def train(engine, between=lambda: None):
         told.append(engine.step()["grad_norm"].value)
         engine.logprobs(make_sequences(9), reference=True)
         between()
-    weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return told, weights, np.concatenate(engine.logprobs(make_sequences(9), reference=True))
+    return told, copied(engine), np.concatenate(engine.logprobs(make_sequences(9), reference=True))
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("layout", KINDS, ids=str)
-def test_sleeping_between_updates_changes_no_bit(layout, mesh, folders):
-    undisturbed = train(MegatronTrainEngine.create(engine_config(folders[layout.model], layout), mesh))
-    engine = MegatronTrainEngine.create(engine_config(folders[layout.model], layout), mesh)
+@pytest.mark.parametrize("layout", params_of(KINDS, in_ci=KINDS[:2]))
+def test_sleeping_between_updates_changes_no_bit(create, layout, mesh):
+    undisturbed = train(create(layout, mesh))
+    engine = create(layout, mesh)
 
     def between():
         engine.sleep(1)
-        asleep = [tensor.clone() for _, tensor in engine.weights()]
+        asleep = copied(engine)
         engine.sleep(2)
         engine.sleep(2)
         engine.wake(("weights",))
-        assert all(torch.equal(one, other[1]) for one, other in zip(asleep, engine.weights(), strict=True))
+        assert same(asleep, copied(engine))
         engine.sleep(2)
         engine.wake()
 
     found = train(engine, between)
     assert found[0] == undisturbed[0]
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in undisturbed[1].items())
+    assert same(found[1], undisturbed[1])
     assert np.array_equal(found[2], undisturbed[2])
     assert isinstance(engine, SleepingTrainEngine)
 
@@ -68,8 +56,8 @@ def held_bytes(tensors):
 
 
 @pytest.mark.mesh(dp=2, compare=False)
-def test_each_level_gives_its_memory_back_and_what_is_away_is_not_used(mesh, model_folder, tmp_path_factory):
-    engine = MegatronTrainEngine.create(engine_config(model_folder, Layout()), mesh)
+def test_each_level_gives_its_memory_back_and_what_is_away_is_not_used(create, mesh, shared):
+    engine = create(mesh=mesh)
     engine.forward_backward(make_sequences(0), policy_loss)
     with pytest.raises(OffbeatError, match="gradients that no step has used"):
         engine.sleep(1)
@@ -83,8 +71,8 @@ def test_each_level_gives_its_memory_back_and_what_is_away_is_not_used(mesh, mod
         lambda: engine.forward_backward(make_sequences(0), policy_loss),
         lambda: engine.logprobs(make_sequences(0)),
         engine.step,
-        lambda: engine.save(tmp_path_factory.getbasetemp() / "asleep"),
-        lambda: engine.load(tmp_path_factory.getbasetemp() / "asleep"),
+        lambda: engine.save(shared / "asleep"),
+        lambda: engine.load(shared / "asleep"),
     ):
         with pytest.raises(OffbeatError, match=r"sleeps without its optimizer; call wake\(\)"):
             use()

@@ -6,13 +6,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model, train_with_engine, whole_gradients
+from megatron_layouts import Layout, copied, params_of, same, train_with_engine, whole_gradients
 from megatron_yardstick import compare, make_sequences, policy_loss, train_with_transformers
 from safetensors.torch import load_file
 
-from offbeat_engine_megatron import MegatronTrainEngine
-
-MODELS = ("qwen3", "qwen3-moe")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = [
     Layout(),
@@ -28,37 +25,16 @@ BOUNDS = {"loss": 0.01, "grad_norm": 0.01, "gradient": 0.1, "weight": 0.03, "log
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """A folder that ranks and tests share: models, and checkpoints by layout."""
-    folder = tmp_path_factory.mktemp("bfloat16")
-    for model in MODELS:
-        make_model(folder / model, model)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def float32(runs):
+def float32(models):
     """What transformers makes of the models in float32."""
     kinds = {(layout.model, layout.lora) for layout in LAYOUTS}
-    return {kind: train_with_transformers(runs / kind[0], lora=kind[1]) for kind in sorted(kinds)}
+    return {kind: train_with_transformers(models[kind[0]], lora=kind[1]) for kind in sorted(kinds)}
 
 
-def create(runs, layout, mesh=None, **changes):
-    config = dataclasses.replace(engine_config(runs / layout.model, layout), dtype="bfloat16", **changes)
-    return MegatronTrainEngine.create(config, mesh)
-
-
-IN_CI = [LAYOUTS[1], LAYOUTS[3]]
-
-
-def on(layouts, in_ci=IN_CI):
-    for layout in layouts:
-        marks = [pytest.mark.mesh(**({"dp": 1} | layout.axes), deadline_s=120)]
-        yield pytest.param(layout, marks=marks if layout in in_ci else [*marks, pytest.mark.nightly])
-
-
-def place_of(runs, layout):
-    return runs / str(layout).replace(" ", "-").replace(",", "")
+@pytest.fixture
+def create(create):
+    """Makes engines in bfloat16, unless asked otherwise."""
+    return lambda *given, **changes: create(*given, **({"dtype": "bfloat16"} | changes))
 
 
 def step(engine, number):
@@ -66,49 +42,41 @@ def step(engine, number):
     return loss, engine.step()["grad_norm"].value
 
 
-def stream(engine):
-    return {name: tensor.clone() for name, tensor in engine.weights()}
-
-
 def rounded(tensors):
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
 
-def same(found, wanted):
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+IN_CI = [LAYOUTS[1], LAYOUTS[3]]
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("layout", list(on(LAYOUTS)), ids=str)
-def test_two_steps_are_near_those_of_float32(runs, float32, layout, mesh):
-    engine = create(runs, layout, mesh)
+@pytest.mark.parametrize("layout", params_of(LAYOUTS, IN_CI))
+def test_two_steps_are_near_those_of_float32(create, float32, layout, mesh):
+    engine = create(layout, mesh)
     apart = dataclasses.asdict(compare(train_with_engine(engine), float32[layout.model, layout.lora]))
     if layout.model == "qwen3-moe":
         del apart["gradient"]
     assert all(value < BOUNDS[name] for name, value in apart.items()), apart
     assert apart["logprob_nats"] > 1e-4, "this was not computed in bfloat16"
-    engine.close()
 
 
 AGAIN = Layout(axes={"tp": 2}, recompute=True)  # the others are saved at night, for the next test
 WHOLE = [layout for layout in LAYOUTS if not layout.lora]  # where adapters are merged, neither format holds the sum
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("layout", list(on([each for each in WHOLE if each.options != OVERLAP])), ids=str)
-def test_a_step_is_adams_in_float32(runs, layout, mesh):
+@pytest.mark.parametrize("layout", params_of([each for each in WHOLE if each.options != OVERLAP], IN_CI))
+def test_a_step_is_adams_in_float32(create, models, shared, layout, mesh):
     """From the file's values, not from rounded ones, with a norm over gradients that nobody has rounded on the way."""
-    engine = create(runs, layout, mesh)
+    engine, place = create(layout, mesh), shared / f"step-{layout.slug}"
     engine.forward_backward(make_sequences(0), policy_loss)
-    gradients = whole_gradients(engine, engine._held)
+    gradients = whole_gradients(engine, engine._policy.weights)
     assert not any(same({name: each}, rounded({name: each})) for name, each in gradients.items() if each.ndim > 1)
     norm = engine.step()["grad_norm"].value
     wanted = float(torch.stack([each.double().norm() for each in gradients.values()]).norm())
     np.testing.assert_allclose(norm, wanted, rtol=1e-6)
     assert norm > 2 * engine.config.max_grad_norm, "nothing was clipped"
 
-    engine.save_weights(place_of(runs, layout))
-    before, after = (load_file(each / "model.safetensors") for each in (runs / layout.model, place_of(runs, layout)))
+    engine.save_weights(place)
+    before, after = (load_file(each / "model.safetensors") for each in (models[layout.model], place))
     assert after.keys() == gradients.keys()
     for name, gradient in gradients.items():
         parameter = torch.nn.Parameter(before[name])
@@ -116,39 +84,34 @@ def test_a_step_is_adams_in_float32(runs, layout, mesh):
         decay = 0.1 if parameter.ndim > 1 else 0.0
         torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=decay).step()
         torch.testing.assert_close(after[name], parameter.detach(), rtol=1e-6, atol=1e-8)
-    engine.close()
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("layout", list(on([*LAYOUTS, AGAIN], in_ci=[AGAIN])), ids=str)
-def test_a_checkpoint_holds_the_float32_weights_and_the_run_goes_on_bit_for_bit(runs, layout, mesh):
-    engine, other = (create(runs, layout, mesh) for _ in range(2))
+@pytest.mark.parametrize("layout", params_of([*LAYOUTS, AGAIN], [AGAIN]))
+def test_a_checkpoint_holds_the_float32_weights_and_the_run_goes_on_bit_for_bit(create, shared, layout, mesh):
+    engine, other = (create(layout, mesh) for _ in range(2))
     step(engine, 0), step(other, 5)
-    folder = place_of(runs, layout)
+    folder = shared / layout.slug
     engine.save(folder)
     if not layout.lora:
-        kept, served = load_file(folder / "model.safetensors"), stream(engine)
+        kept, served = load_file(folder / "model.safetensors"), copied(engine)
         assert same(served, rounded(kept)), "what is served is not what the trainer computes with"
         assert not same(served, kept)
     other.load(folder)
     told = [step(engine, 1), step(engine, 2)]
     assert [step(other, 1), step(other, 2)] == told
-    assert same(stream(other), stream(engine))
+    assert same(copied(other), copied(engine))
     if engine.leader:
         (folder / "told.json").write_text(json.dumps(told))
-    engine.close()
-    other.close()
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.mesh(tp=2, dp=2, deadline_s=120)
-def test_a_layout_goes_on_from_what_another_saved(runs, mesh):
+def test_a_layout_goes_on_from_what_another_saved(create, shared, mesh):
     """No bit of the float32 weights and moments is lost on the way, and the next losses are near."""
-    engine = create(runs, Layout(), mesh)
-    mine = runs / "read"
+    engine, mine = create(mesh=mesh), shared / "read"
     for writer in (layout for layout in WHOLE if layout.model == "qwen3"):
-        theirs = place_of(runs, writer)
+        theirs = shared / writer.slug
         engine.load(theirs)
         engine.save(mine)
         for file in ("model.safetensors", "trainer/optimizer.safetensors"):
@@ -156,57 +119,45 @@ def test_a_layout_goes_on_from_what_another_saved(runs, mesh):
             assert same(*({name: each for name, each in found.items() if "rng" not in name} for found in (one, other)))
         told = json.loads((theirs / "told.json").read_text())
         np.testing.assert_allclose([step(engine, 1)], told[:1], rtol=0.01, atol=0.005, err_msg=str(writer))
-    engine.close()
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.mesh(pp=2, deadline_s=120)
-def test_layers_of_multi_token_prediction_on_interleaved_stages_are_near_those_of_float32(runs, mesh):
-    layout = Layout(options={"mtp_layers": 1, "virtual_pipeline": 2})
-    coarse = create(runs, layout, mesh)
-    fine = MegatronTrainEngine.create(dataclasses.replace(coarse.config, dtype="float32"), mesh)
-    told = []
-    for engine in (coarse, fine):
+def test_layers_of_multi_token_prediction_on_interleaved_stages_are_near_those_of_float32(create, mesh):
+    layout, told = Layout(options={"mtp_layers": 1, "virtual_pipeline": 2}), []
+    for dtype in ("bfloat16", "float32"):
+        engine = create(layout, mesh, dtype=dtype)
         for number in range(2):
             metrics = engine.forward_backward(make_sequences(number), policy_loss)
             told.append([metrics["loss"].value, metrics["mtp_loss_1"].value, engine.step()["grad_norm"].value])
     np.testing.assert_allclose(told[:2], told[2:], rtol=0.01, atol=0.005)
     assert told[:2] != told[2:]
-    for engine in (coarse, fine):
-        engine.close()
 
 
-def test_updates_too_small_for_bfloat16_add_up(runs):
-    coarse = create(runs, Layout(), learning_rate=1e-6)
-    fine = MegatronTrainEngine.create(dataclasses.replace(coarse.config, dtype="float32"))
-    start = load_file(runs / "qwen3" / "model.safetensors")
+def test_updates_too_small_for_bfloat16_add_up(create, models, tmp_path):
+    coarse, fine = (create(learning_rate=1e-6, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    start = load_file(models["qwen3"] / "model.safetensors")
     for number in range(4):
         step(coarse, number), step(fine, number)
+    name, moved = "model.layers.0.mlp.up_proj.weight", []
     for engine in (coarse, fine):
-        engine.save_weights(runs / engine.config.dtype)
-    name = "model.layers.0.mlp.up_proj.weight"
-    moved, wanted = (
-        load_file(runs / kind / "model.safetensors")[name] - start[name] for kind in ("bfloat16", "float32")
-    )
-    assert float((moved - wanted).norm() / wanted.norm()) < 0.05
-    still = stream(coarse)[name] == start[name].bfloat16().float()
+        engine.save_weights(tmp_path / engine.config.dtype)
+        moved.append(load_file(tmp_path / engine.config.dtype / "model.safetensors")[name] - start[name])
+    assert float((moved[0] - moved[1]).norm() / moved[1].norm()) < 0.05
+    still = copied(coarse)[name] == start[name].bfloat16().float()
     assert float(still.float().mean()) > 0.99
-    coarse.close()
-    fine.close()
 
 
-def test_the_float32_weights_sleep_with_the_optimizer(runs):
+def test_the_float32_weights_sleep_with_the_optimizer(create):
     """And the rounded ones can still be handed out."""
-    engine, other = (create(runs, Layout()) for _ in range(2))
+    engine, other = (create() for _ in range(2))
     step(engine, 0), step(other, 0)
     held = sum(each.numel() * each.element_size() for each in engine._optimizer.state())
     num_parameters = sum(each.numel() for each in engine._passes.tensors())
     assert held == 12 * num_parameters
     engine.sleep(1)
     assert not any(each.untyped_storage().nbytes() for each in engine._optimizer.state())
-    assert same(stream(engine), stream(other))
+    assert same(copied(engine), copied(other))
     engine.sleep(2)
     engine.wake()
     assert step(engine, 1) == step(other, 1)
-    engine.close()
-    other.close()

@@ -6,7 +6,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config
+from megatron_layouts import Layout, copied, same
 from megatron_yardstick import make_sequences, policy_loss, reference_loss
 
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -20,66 +20,54 @@ from offbeat_types import (
     ModelError,
     OffbeatError,
     PeerFailedError,
-    TrainEngineConfig,
     TrainSequence,
     load_backend,
 )
 
 
-def config(folder, **options):
-    return engine_config(folder, Layout(options=options))
-
-
-def copied(engine):
-    return {name: tensor.clone() for name, tensor in engine.weights()}
-
-
 @pytest.mark.mesh(tp=2, cp=2)
-def test_weights_go_round_bit_for_bit(model_folder, mesh, tmp_path_factory):
+def test_weights_go_round_bit_for_bit(create, model_folder, mesh, shared):
     """In from safetensors, out by the stream and by a folder that transformers reads."""
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+    engine = create(mesh=mesh)
     wanted = dict(reference_model(model_folder).named_parameters())
     found = copied(engine)
-    assert list(found) == [slot.name for slot in engine._held.slots]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
-    folder = tmp_path_factory.getbasetemp() / f"round-{'-'.join(map(str, mesh.axes.values()))}"
-    engine.save_weights(folder)
-    saved = dict(reference_model(folder).named_parameters())
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
-    assert (folder / "tokenizer.json").exists()
+    assert list(found) == [slot.name for slot in engine._policy.weights.slots]
+    assert same(found, wanted)
+    engine.save_weights(shared / "round")
+    assert same(found, dict(reference_model(shared / "round").named_parameters()))
+    assert (shared / "round" / "tokenizer.json").exists()
 
 
 @pytest.mark.mesh(tp=2, pp=2)
-def test_the_stream_is_cut_into_buckets(model_folder, mesh, monkeypatch):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_the_stream_is_cut_into_buckets(create, mesh, monkeypatch):
+    engine = create(mesh=mesh)
     wanted = copied(engine)
     monkeypatch.setattr("offbeat_engine_megatron._weights.BUCKET_BYTES", 5000)
-    assert len(list(engine._held.buckets())) > 10
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.weights())
+    assert len(list(engine._policy.weights.buckets())) > 10
+    assert same(copied(engine), wanted)
 
 
 @pytest.mark.mesh(dp=2)
-def test_weights_are_those_of_the_last_step_under_overlap(model_folder, mesh):
+def test_weights_are_those_of_the_last_step_under_overlap(create, mesh):
     """With overlap_param_gather a step leaves this rank's copy stale until the next pass."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    plain, overlapped = (MegatronTrainEngine.create(config(model_folder, **each), mesh) for each in ({}, overlap))
+    plain, overlapped = (create(Layout(options=each), mesh) for each in ({}, overlap))
     for step in range(3):
         for engine in (plain, overlapped):
             engine.forward_backward(make_sequences(step), policy_loss)
             engine.step()
-        stale = {name: tensor.clone() for name, tensor in overlapped._held.gather()}
+        stale = {name: tensor.clone() for name, tensor in overlapped._policy.weights.gather()}
         wanted = copied(plain)
-        assert not all(torch.equal(stale[name], tensor) for name, tensor in wanted.items())
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in overlapped.weights())
+        assert not same(stale, wanted)
+        assert same(copied(overlapped), wanted)
         asked = make_sequences(7)
         for one, other in zip(plain.logprobs(asked), overlapped.logprobs(asked), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.mesh(dp=2, compare=False)
-def test_overlapped_reduction_allows_one_pass_an_update(model_folder, mesh):
-    engine = MegatronTrainEngine.create(config(model_folder, overlap_grad_reduce=True), mesh)
+def test_overlapped_reduction_allows_one_pass_an_update(create, mesh):
+    engine = create(Layout(options={"overlap_grad_reduce": True}), mesh)
     engine.forward_backward(make_sequences(0), policy_loss)
     with pytest.raises(ConfigError, match="one forward_backward"):
         engine.forward_backward(make_sequences(1), policy_loss)
@@ -93,8 +81,8 @@ def test_overlapped_reduction_allows_one_pass_an_update(model_folder, mesh):
     "mesh", [{"pp": 2, "dp": 2}, pytest.param({"tp": 2, "cp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
 )
 @pytest.mark.mesh
-def test_each_rank_returns_the_same_bits(model_folder, mesh):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_each_rank_returns_the_same_bits(create, mesh):
+    engine = create(mesh=mesh)
     told = []
     for step in range(2):
         told += [metric.value for metric in engine.forward_backward(make_sequences(step), policy_loss).values()]
@@ -133,10 +121,9 @@ UPDATES = {
     "mesh", [{"dp": 2, "pp": 2}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
 )
 @pytest.mark.mesh
-def test_updates_that_do_not_divide(model_folder, mesh):
+def test_updates_that_do_not_divide(create, model_folder, mesh):
     options = {"virtual_pipeline": 2} if mesh.axes["pp"] > 1 else {}
-    settings = dataclasses.replace(config(model_folder, **options), learning_rate=0.0)
-    engine = MegatronTrainEngine.create(settings, mesh)
+    engine = create(Layout(options=options), mesh, learning_rate=0.0)
     for name, update in UPDATES.items():
         model = reference_model(model_folder)
         for sequence, found in zip(update, engine.logprobs(update), strict=True):
@@ -166,8 +153,8 @@ def test_updates_that_do_not_divide(model_folder, mesh):
     indirect=True,
 )
 @pytest.mark.mesh(compare=False)
-def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(model_folder, mesh):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(create, mesh):
+    engine = create(mesh=mesh)
     share = mesh.group("dp").rank
     for who in range(2):
 
@@ -180,7 +167,7 @@ def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(m
             engine.forward_backward(make_sequences(0), raises)
     loss = engine.forward_backward(make_sequences(0), policy_loss)["loss"].value
     norm = engine.step()["grad_norm"].value
-    clean = MegatronTrainEngine.create(config(model_folder), mesh)
+    clean = create(mesh=mesh)
     assert clean.forward_backward(make_sequences(0), policy_loss)["loss"].value == loss
     assert clean.step()["grad_norm"].value == norm
 
@@ -188,8 +175,8 @@ def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(m
 @pytest.mark.mesh(dp=2, compare=False)
 @pytest.mark.mesh(pp=2, dp=2, compare=False)
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_loss_that_is_not_finite_on_one_share_refuses_the_step_on_all(model_folder, mesh, who):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_a_loss_that_is_not_finite_on_one_share_refuses_the_step_on_all(create, mesh, who):
+    engine = create(mesh=mesh)
     before, share = copied(engine), mesh.group("dp").rank
 
     def poisoned(tokens):
@@ -199,13 +186,13 @@ def test_a_loss_that_is_not_finite_on_one_share_refuses_the_step_on_all(model_fo
     engine.forward_backward(make_sequences(0), poisoned)
     assert engine.step()["steps_refused"].value == 1
     assert "the loss is not finite" in engine.last_refusal
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
+    assert same(copied(engine), before)
     assert (engine.steps_taken, engine.steps_refused) == (0, 1)
 
 
 @pytest.mark.mesh(dp=2, tp=2, compare=False)
-def test_a_gradient_that_is_not_finite_is_named(model_folder, mesh):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_a_gradient_that_is_not_finite_is_named(create, mesh):
+    engine = create(mesh=mesh)
 
     def steep(tokens):  # finite loss, infinite slope
         return torch.sqrt(tokens.logprobs_N * 0.0 * -1.0).sum(), {}
@@ -225,16 +212,16 @@ NO_LOSSES = {
 
 @pytest.mark.mesh(pp=2, compare=False)
 @pytest.mark.parametrize(("loss", "words"), NO_LOSSES.values(), ids=NO_LOSSES)
-def test_a_loss_that_returns_something_else_is_told_to_all_stages(model_folder, mesh, loss, words):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_a_loss_that_returns_something_else_is_told_to_all_stages(create, mesh, loss, words):
+    engine = create(mesh=mesh)
     with pytest.raises((OffbeatError, TypeError), match=words):
         engine.forward_backward(make_sequences(0), loss)
     assert engine.forward_backward(make_sequences(0), policy_loss)["num_microbatches"].value > 1
 
 
 @pytest.mark.mesh(pp=2, compare=False)
-def test_metrics_that_do_not_add_up_are_told_to_all_stages(model_folder, mesh):
-    engine, kinds = MegatronTrainEngine.create(config(model_folder), mesh), cycle(["sum", "max"])
+def test_metrics_that_do_not_add_up_are_told_to_all_stages(create, mesh):
+    engine, kinds = create(mesh=mesh), cycle(["sum", "max"])
     with pytest.raises((ValueError, PeerFailedError), match="cannot merge a sum with a max"):
         engine.forward_backward(
             make_sequences(0), lambda tokens: (tokens.logprobs_N.sum(), {"kl": Metric(value=0.5, how=next(kinds))})
@@ -243,8 +230,8 @@ def test_metrics_that_do_not_add_up_are_told_to_all_stages(model_folder, mesh):
 
 
 @pytest.mark.mesh(pp=2, compare=False)
-def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_ranks_that_are_given_other_sequences_are_told(create, mesh):
+    engine = create(mesh=mesh)
     with pytest.raises(MismatchError, match="forward_backward"):
         engine.forward_backward(make_sequences(mesh.rank), policy_loss)
     known, unknown = make_sequences(0), [dataclasses.replace(each, ids=each.ids + 10**6) for each in make_sequences(0)]
@@ -256,19 +243,19 @@ def test_ranks_that_are_given_other_sequences_are_told(model_folder, mesh):
 
 
 @pytest.mark.mesh(dp=2, compare=False)
-def test_sequences_with_images_are_refused_on_all_ranks_and_training_goes_on(model_folder, mesh):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_sequences_with_images_are_refused_on_all_ranks_and_training_goes_on(create, mesh):
+    engine = create(mesh=mesh)
     plain = make_sequences(0)
     pictured = [dataclasses.replace(plain[0], images=(np.zeros((28, 28, 3), np.uint8),)), *plain[1:]]
     for ask in (engine.logprobs, lambda sequences: engine.forward_backward(sequences, policy_loss)):
-        with pytest.raises(DataError, match="hold images, and the model takes none"):
+        with pytest.raises(DataError, match="holds 1 images, and the model takes none"):
             ask(pictured)
     assert engine.forward_backward(plain, policy_loss)["num_microbatches"].value > 1
 
 
-def test_one_layout_at_a_time(model_folder):
+def test_one_layout_at_a_time(create):
     """Engines of one layout share megatron-core's groups; the last one to close gives them up, and its world."""
-    first, second = (MegatronTrainEngine.create(config(model_folder)) for _ in range(2))
+    first, second = create(), create()
     first.close()
     assert current_world() is not None
     assert second.forward_backward(make_sequences(0), policy_loss)["num_microbatches"].value > 1
@@ -278,14 +265,14 @@ def test_one_layout_at_a_time(model_folder):
 
 
 @pytest.mark.ranks(2, compare=False)
-def test_another_layout_is_refused_while_one_is_open(model_folder, ranks):
-    engine = MegatronTrainEngine.create(config(model_folder), Mesh(dp=2))
+def test_another_layout_is_refused_while_one_is_open(create, ranks):
+    engine, other = create(mesh=Mesh(dp=2)), Layout(options={"tensor_parallel": 2})
     with pytest.raises(ConfigError, match="one layout per process"):
-        MegatronTrainEngine.create(config(model_folder, tensor_parallel=2), Mesh(dp=2))
+        create(other, Mesh(dp=2))
     engine.close()
     with pytest.raises(ConfigError, match="pass a mesh"):
-        MegatronTrainEngine.create(config(model_folder))
-    MegatronTrainEngine.create(config(model_folder, tensor_parallel=2), Mesh(dp=2)).close()
+        create()
+    create(other, Mesh(dp=2))
 
 
 @pytest.fixture(scope="session")
@@ -297,9 +284,9 @@ def folder_of_two(tmp_path_factory, model_folder):
 
 
 @pytest.mark.mesh(tp=2, compare=False)
-def test_weights_of_another_model_are_refused_on_all_ranks(mesh, folder_of_two):
+def test_weights_of_another_model_are_refused_on_all_ranks(create, mesh, folder_of_two):
     with pytest.raises((ModelError, PeerFailedError), match="must have shape"):
-        MegatronTrainEngine.create(config(folder_of_two), mesh)
+        create(mesh=mesh, folder=folder_of_two)
 
 
 @pytest.mark.parametrize(
@@ -317,16 +304,12 @@ def test_weights_of_another_model_are_refused_on_all_ranks(mesh, folder_of_two):
     ],
     ids=lambda value: value["rope_type"],
 )
-def test_scaled_rotary_embeddings_are_those_of_transformers(tmp_path, scaling):
+def test_scaled_rotary_embeddings_are_those_of_transformers(create, tmp_path, scaling):
     folder = tiny_model(tmp_path / "llama", "llama", config={"rope_parameters": scaling})
-    engine = MegatronTrainEngine.create(TrainEngineConfig(model_path=str(folder), device="cpu"))
-    model = reference_model(folder)
-    for sequence, found in zip(
-        UPDATES["longer than the budget"], engine.logprobs(UPDATES["longer than the budget"]), strict=True
-    ):
+    model, asked = reference_model(folder), UPDATES["longer than the budget"]
+    for sequence, found in zip(asked, create(folder=folder).logprobs(asked), strict=True):
         wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-    engine.close()
 
 
 def test_the_engine_is_found_by_entry_point():

@@ -112,7 +112,7 @@ def test_a_layout_sees_and_learns_what_transformers_does(wanted_of, mesh, family
     told = engine.forward_backward(wanted.sequences, weighted_loss)
     assert told["loss"].value == pytest.approx(wanted.loss, abs=1e-6)
     if "overlap_grad_reduce" not in engine.config.options:
-        gradients = whole_gradients(engine, engine._trained)
+        gradients = whole_gradients(engine, *engine._policy.trained)
         assert gradients.keys() == wanted.gradients.keys()
         for name, found in gradients.items():
             assert (found - wanted.gradients[name]).abs().max() <= 2e-5 * wanted.gradients[name].abs().max(), name
@@ -138,7 +138,7 @@ def test_a_frozen_tower_stays_and_the_rest_learns_the_same(wanted_of, mesh, fami
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     engine.forward_backward(wanted.sequences, weighted_loss)
     if not overlap:
-        gradients = whole_gradients(engine, engine._trained)
+        gradients = whole_gradients(engine, *engine._policy.trained)
         assert gradients.keys() == {name for name in wanted.gradients if "visual" not in name}
         for name, found in gradients.items():
             assert (found - wanted.gradients[name]).abs().max() <= 2e-5 * wanted.gradients[name].abs().max(), name

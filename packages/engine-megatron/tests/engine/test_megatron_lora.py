@@ -1,41 +1,29 @@
 """Adapters train alone, and leave under PEFT's names and merged. `test_megatron_layouts` compares their training."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model
+from megatron_layouts import Layout, copied, same
 from megatron_yardstick import LORA_RANK, make_sequences, train_steps
 from safetensors.torch import load_file
 
-from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_megatron._lora import Adapter
 from offbeat_engine_megatron._weights import Gathering
 from offbeat_testing import reference_logprobs, reference_model
 from offbeat_types import ModelError, PeerFailedError
 
 PREFIX = "base_model.model."
-
-
-def config(folder, **settings):
-    return engine_config(folder, Layout(lora=True, **settings))
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory):
-    """A folder that ranks and tests share."""
-    return tmp_path_factory.mktemp("lora")
+LORA = Layout(lora=True)
 
 
 @pytest.mark.mesh(tp=2, pp=2)
 @pytest.mark.mesh(tp=2, dp=2)
-def test_what_leaves_merged_is_the_base_and_what_leaves_alone(mesh, model_folder):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
-    base = {name: tensor.clone() for name, tensor in engine.weights()}
-    untouched = dict(reference_model(model_folder).named_parameters())
-    assert all(torch.equal(tensor, untouched[name]) for name, tensor in base.items())  # B is 0 at first
+def test_what_leaves_merged_is_the_base_and_what_leaves_alone(create, mesh, model_folder):
+    engine = create(LORA, mesh)
+    base = copied(engine)
+    assert same(base, dict(reference_model(model_folder).named_parameters()))  # B is 0 at first
     train_steps(engine, 0, 2)
     adapters = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
     changed = 0
@@ -52,8 +40,8 @@ def test_what_leaves_merged_is_the_base_and_what_leaves_alone(mesh, model_folder
 
 
 @pytest.mark.mesh(tp=2)
-def test_a_layer_is_merged_once_however_many_rounds_it_travels_in(mesh, model_folder, monkeypatch):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_a_layer_is_merged_once_however_many_rounds_it_travels_in(create, mesh, monkeypatch):
+    engine = create(LORA, mesh)
     merged, rounds = [], []
     merge, gather = Adapter.merged, Gathering._gather
     monkeypatch.setattr(Adapter, "merged", lambda self, weight: (merged.append(self), merge(self, weight))[1])
@@ -68,8 +56,8 @@ def test_a_layer_is_merged_once_however_many_rounds_it_travels_in(mesh, model_fo
     "mesh", [{"pp": 2, "dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.nightly)], ids=str, indirect=True
 )
 @pytest.mark.mesh
-def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, shared):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+def test_the_first_policy_is_the_base_without_a_second_copy(create, mesh, model_folder, shared):
+    engine = create(LORA, mesh)
     trained = {name for part in engine._optimizer.parts for name, each in part.named_parameters() if each.requires_grad}
     assert trained
     assert all(".adapter." in name for name in trained)
@@ -77,7 +65,7 @@ def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, 
     asked = make_sequences(5)
     first = engine.logprobs(asked, reference=True)
     assert engine._reference is None
-    folder = shared / f"merged-{'-'.join(map(str, mesh.axes.values()))}"
+    folder = shared / f"merged-{mesh.size}"
     engine.save_weights(folder)
     for source, found in ((model_folder, first), (folder, engine.logprobs(asked))):
         model = reference_model(source)
@@ -86,22 +74,17 @@ def test_the_first_policy_is_the_base_without_a_second_copy(mesh, model_folder, 
             np.testing.assert_allclose(values, wanted, atol=1e-5)
 
 
-WRITER, READERS = {"tp": 2, "pp": 2}, ({"dp": 2}, {"tp": 2})
-
-
 @pytest.mark.nightly
-@pytest.mark.mesh(**WRITER)
-def test_a_layout_saves_adapters(mesh, model_folder, shared):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+@pytest.mark.mesh(tp=2, pp=2)
+def test_a_layout_saves_adapters(create, mesh, shared):
+    engine = create(LORA, mesh)
     train_steps(engine, 0, 2)
     engine.save(shared / "saved")
     adapters = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
     told = train_steps(engine, 2, 4)
     if engine.leader:
         (shared / "told.json").write_text(json.dumps(told))
-        saved = load_file(shared / "saved" / "adapter" / "adapter_model.safetensors")
-        assert all(torch.equal(tensor, saved.pop(name)) for name, tensor in adapters.items())
-        assert not saved
+        assert same(adapters, load_file(shared / "saved" / "adapter" / "adapter_model.safetensors"))
         settings = json.loads((shared / "saved" / "adapter" / "adapter_config.json").read_text())
         assert (settings["r"], settings["lora_alpha"]) == (LORA_RANK, 2.0 * LORA_RANK)
         modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -109,10 +92,10 @@ def test_a_layout_saves_adapters(mesh, model_folder, shared):
 
 
 @pytest.mark.nightly
-@pytest.mark.mesh(**READERS[0])
-@pytest.mark.mesh(**READERS[1])
-def test_another_layout_goes_on_from_them(mesh, model_folder, shared):
-    engine = MegatronTrainEngine.create(config(model_folder), mesh)
+@pytest.mark.mesh(dp=2)
+@pytest.mark.mesh(tp=2)
+def test_another_layout_goes_on_from_them(create, mesh, shared):
+    engine = create(LORA, mesh)
     train_steps(engine, 7, 8)  # something to forget
     engine.load(shared / "saved")
     wanted = json.loads((shared / "told.json").read_text())
@@ -122,22 +105,16 @@ def test_another_layout_goes_on_from_them(mesh, model_folder, shared):
 @pytest.mark.nightly
 @pytest.mark.mesh(dp=2, compare=False)
 @pytest.mark.parametrize("rank", [0, LORA_RANK + 1])
-def test_a_checkpoint_of_another_rank_is_refused(mesh, model_folder, shared, rank):
-    settings = dataclasses.replace(config(model_folder), lora_rank=rank)
-    engine = MegatronTrainEngine.create(settings, mesh)
+def test_a_checkpoint_of_another_rank_is_refused(create, mesh, shared, rank):
+    engine = create(LORA, mesh, lora_rank=rank)
     with pytest.raises((ModelError, PeerFailedError), match="same lora_rank"):
         engine.load(shared / "saved")
 
 
-@pytest.fixture(scope="session")
-def moe_folder(shared):
-    return make_model(shared / "moe", "qwen3-moe")
-
-
 @pytest.mark.mesh(dp=2, ep=2)
-def test_experts_stay_as_they_are(mesh, moe_folder):
-    engine = MegatronTrainEngine.create(config(moe_folder, model="qwen3-moe"), mesh)
-    base = {name: tensor.clone() for name, tensor in engine.weights()}
+def test_experts_stay_as_they_are(create, mesh):
+    engine = create(Layout(model="qwen3-moe", lora=True), mesh)
+    base = copied(engine)
     train_steps(engine, 0, 1)
     changed = {name for name, tensor in engine.weights() if not torch.equal(tensor, base[name])}
     assert changed

@@ -1,6 +1,5 @@
 """Multi-token prediction trains in every layout as it does in one process on transformers' own modules."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model, whole_gradients
+from megatron_layouts import Layout, engine_config, params_of, same, whole_gradients
 from megatron_yardstick import make_sequences, policy_loss
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from offbeat_engine_megatron import MegatronTrainEngine
@@ -45,11 +45,6 @@ LAYOUTS = [
 IN_CI = [LAYOUTS[0], layout(axes={"cp": 2, "pp": 2}), layout("qwen3-moe", axes={"dp": 2, "ep": 2})]
 
 
-def on_ranks(layout):
-    marks = [pytest.mark.mesh(**({"dp": 1} | layout.axes), deadline_s=150)]
-    return pytest.param(layout, marks=marks if layout in IN_CI else [*marks, pytest.mark.nightly])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """Two steps: losses of the model and of each layer, norms, first gradients and last weights by name."""
@@ -65,7 +60,6 @@ class Reference(nn.Module):
     """transformers' model, and the layers made of its own parts."""
 
     def __init__(self, folder: Path):
-        from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
         from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
@@ -154,7 +148,7 @@ def train_reference(folder):
 
 def whole(engine):
     """Every tensor under its name, those of the layers too."""
-    held = [engine._held, engine._checkpoints._ahead]
+    held = [engine._policy.weights, engine._policy.mtp]
     return {name: tensor.clone() for each in held for name, tensor in each.gather()}
 
 
@@ -165,24 +159,23 @@ def train_engine(engine):
         losses.append(metrics["loss"].value)
         ahead.append([metrics[f"mtp_loss_{depth}"].value for depth in range(1, NUM_LAYERS + 1)])
         if step == 0 and not engine.config.options.get("overlap_grad_reduce"):
-            gradients = whole_gradients(engine, engine._held, engine._checkpoints._ahead)
+            gradients = whole_gradients(engine, engine._policy.weights, engine._policy.mtp)
         norms.append(engine.step()["grad_norm"].value)
     with engine._shim:
         engine._optimizer.gather_weights()
     return Told(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=whole(engine))
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """Folders with layers beside the model, and what one process on transformers makes of each; of experts ours."""
-    place, found = tmp_path_factory.mktemp("mtp"), {}
+@pytest.fixture(scope="module")
+def trained(models, shared):
+    """Saves folders with layers beside the model; what one process on transformers makes of each, of experts ours."""
+    found = {}
     for model in ("qwen3", "qwen3-untied", "qwen3-moe"):
-        plain = make_model(place / f"plain-{model}", model)
-        engine = MegatronTrainEngine.create(engine_config(plain, layout(model)))
-        engine.save_weights(place / model)  # with the layers as they are made
-        found[model] = train_engine(engine) if model == "qwen3-moe" else train_reference(place / model)
+        engine = MegatronTrainEngine.create(engine_config(models[model], layout(model)))
+        engine.save_weights(shared / model)  # with the layers as they are made
+        found[model] = train_engine(engine) if model == "qwen3-moe" else train_reference(shared / model)
         engine.close()
-    return place, found
+    return found
 
 
 def apart(found, wanted):
@@ -191,105 +184,67 @@ def apart(found, wanted):
     )
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "layout",
-    [on_ranks(each) for each in LAYOUTS],
-    ids=lambda each: str(each).replace(f", mtp_layers={NUM_LAYERS}, mtp_loss_weight={WEIGHT}", ""),
-)
-def test_a_layout_trains_the_layers_as_one_process_does(layout, mesh, models):
-    place, wanted = models[0], models[1][layout.model]
-    engine = MegatronTrainEngine.create(engine_config(place / layout.model, layout), mesh)
-    found = train_engine(engine)
-    np.testing.assert_allclose(found.losses, wanted.losses, rtol=TOLERANCE, atol=TOLERANCE)
-    np.testing.assert_allclose(found.ahead, wanted.ahead, rtol=TOLERANCE, atol=TOLERANCE)
-    np.testing.assert_allclose(found.norms, wanted.norms, rtol=TOLERANCE, atol=TOLERANCE)
+@pytest.mark.parametrize("layout", params_of(LAYOUTS, IN_CI))
+def test_a_layout_trains_the_layers_as_one_process_does(create, layout, mesh, trained, shared):
+    found, wanted = train_engine(create(layout, mesh, folder=shared / layout.model)), trained[layout.model]
+    for told in ("losses", "ahead", "norms"):
+        np.testing.assert_allclose(getattr(found, told), getattr(wanted, told), rtol=TOLERANCE, atol=TOLERANCE)
     assert found.weights.keys() == wanted.weights.keys()
     assert apart(found.weights, wanted.weights) < TOLERANCE
     if found.gradients:
         assert apart(found.gradients, wanted.gradients) < TOLERANCE
-    engine.close()
 
 
 @pytest.mark.parametrize(
     "mesh", [pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.nightly), {"dp": 2}], ids=str, indirect=True
 )
 @pytest.mark.mesh(deadline_s=120)
-def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint(mesh, models):
+@pytest.mark.usefixtures("trained")
+def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint(create, mesh, shared):
     """Made anew, trained, saved beside the model and loaded; what engines are sent is the model alone."""
-    place, _ = models
-    engine = MegatronTrainEngine.create(engine_config(place / "plain-qwen3", layout()), mesh)
-    from safetensors.torch import load_file
+    engine, folder = create(layout(), mesh), shared / f"saved-{mesh.size}"
+    assert same(dict(engine._policy.mtp.gather()), load_file(shared / "qwen3/mtp.safetensors"))
 
-    stored = load_file(place / "qwen3/mtp.safetensors")
-    made = dict(engine._checkpoints._ahead.gather())
-    assert made.keys() == stored.keys()
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
-    engine.forward_backward(make_sequences(0), policy_loss)
-    engine.step()
-    folder = place / f"saved-{'-'.join(map(str, mesh.axes.values()))}"
-    engine.save(folder)
-    told = engine.forward_backward(make_sequences(1), policy_loss)["mtp_loss_2"].value
-    engine.step()
-    told = [told, engine.forward_backward(make_sequences(2), policy_loss)["mtp_loss_2"].value]
-    engine.step()
-    engine.load(folder)
-    found = []
-    for step in (1, 2):
-        found.append(engine.forward_backward(make_sequences(step), policy_loss)["mtp_loss_2"].value)
+    def train(step):
+        loss = engine.forward_backward(make_sequences(step), policy_loss)["mtp_loss_2"].value
         engine.step()
-    np.testing.assert_allclose(found, told, rtol=1e-6)
+        return loss
+
+    train(0)
+    engine.save(folder)
+    told = [train(1), train(2)]
+    engine.load(folder)
+    np.testing.assert_allclose([train(1), train(2)], told, rtol=1e-6)
     assert {name for name, _ in engine.weights()} == {name for name, _ in reference_model(folder).named_parameters()}
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == NUM_LAYERS
-    engine.close()
 
 
-def test_detached_layers_leave_the_model_alone(models):
-    """The model's gradients are those without the layers; the layers learn."""
-    place, _ = models
-    plain, detached = (
-        MegatronTrainEngine.create(engine_config(place / "qwen3", Layout(options=options)))
-        for options in ({}, {**OPTIONS, "mtp_detached": True})
-    )
-    before = {name: tensor.clone() for name, tensor in detached._checkpoints._ahead.gather()}
+def test_detached_layers_leave_the_model_alone(create):
+    """The model's gradients and log-probabilities are those without the layers; the layers learn."""
+    plain, detached = create(), create(layout(mtp_detached=True))
+    for one, two in zip(plain.logprobs(make_sequences(5)), detached.logprobs(make_sequences(5)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    before = {name: tensor.clone() for name, tensor in detached._policy.mtp.gather()}
     for engine in (plain, detached):
         engine.forward_backward(make_sequences(0), policy_loss)
-    grads = [dict(each._held.gather(lambda parameter: parameter.main_grad)) for each in (plain, detached)]
+    grads = [dict(each._policy.weights.gather(lambda parameter: parameter.main_grad)) for each in (plain, detached)]
     assert all(torch.equal(tensor, grads[1][name]) for name, tensor in grads[0].items())
     detached.step()
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in detached._checkpoints._ahead.gather())
-    plain.close()
-    detached.close()
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in detached._policy.mtp.gather())
 
 
-def test_log_probabilities_do_not_know_of_the_layers(models):
-    place, _ = models
-    plain, other = (
-        MegatronTrainEngine.create(engine_config(place / "qwen3", Layout(options=options))) for options in ({}, OPTIONS)
-    )
-    for one, two in zip(plain.logprobs(make_sequences(5)), other.logprobs(make_sequences(5)), strict=True):
-        np.testing.assert_array_equal(one, two)
-    plain.close()
-    other.close()
-
-
-def test_what_cannot_be_is_refused(models, tmp_path):
-    place, _ = models
-    config = engine_config(place / "plain-qwen3", layout())
+@pytest.mark.usefixtures("trained")
+def test_what_cannot_be_is_refused(create, shared, tmp_path):
     with pytest.raises(ConfigError, match="mtp_layers must be a number >= 0"):
-        MegatronTrainEngine.create(engine_config(place / "plain-qwen3", layout(mtp_layers=-1)))
-    engine = MegatronTrainEngine.create(engine_config(place / "qwen3", Layout()))
+        create(layout(mtp_layers=-1))
+    engine = create()
     engine.save(tmp_path / "without")
     engine.close()
-    engine = MegatronTrainEngine.create(config)
+    engine = create(layout(), Mesh())
     with pytest.raises(ModelError, match="another model"):
         engine.load(tmp_path / "without")
     engine.close()
     with pytest.raises(ModelError, match=r"no tensor model.layers.6"):
-        MegatronTrainEngine.create(engine_config(place / "qwen3", layout(mtp_layers=3)))
+        create(layout(mtp_layers=3), folder=shared / "qwen3")
     with pytest.raises(ConfigError, match="lora_rank"):
-        MegatronTrainEngine.create(dataclasses.replace(config, lora_rank=2))
-
-
-def test_a_mesh_of_one_process_will_do(models):
-    MegatronTrainEngine.create(engine_config(models[0] / "qwen3", layout()), Mesh()).close()
+        create(layout(), lora_rank=2)

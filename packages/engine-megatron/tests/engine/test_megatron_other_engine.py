@@ -1,42 +1,23 @@
 """Either engine goes on from what the other has saved: the next two steps are those of the run that saved."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
-from megatron_layouts import Layout, engine_config, make_model
+from megatron_layouts import Layout, engine_config, params_of
 from megatron_yardstick import train_steps
 
-from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_torch import TorchTrainEngine
 
-MODELS = ("qwen3", "llama")
+TORCH = {"llama": Layout(model="llama", axes={"dp": 2}), "qwen3": Layout(axes={"tp": 2, "dp": 2})}
+MEGATRON = {
+    "llama": Layout(model="llama", axes={"cp": 2, "dp": 2}),
+    "qwen3": Layout(axes={"tp": 2, "pp": 2}),
+}
 
 
-def on(pairs):
-    return [pytest.param(*pair, marks=pytest.mark.mesh(**pair[1], deadline_s=120)) for pair in pairs]
-
-
-TORCH = [("llama", {"dp": 2}), ("qwen3", {"tp": 2, "dp": 2})]
-MEGATRON = [("llama", {"cp": 2, "dp": 2}), ("qwen3", {"tp": 2, "pp": 2})]
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """A folder that ranks and tests share: models, and checkpoints by engine, model and layout."""
-    folder = tmp_path_factory.mktemp("engines")
-    for model in MODELS:
-        make_model(folder / model, model)
-    return folder
-
-
-def config(folder, *, lora=False):
-    return dataclasses.replace(engine_config(folder, Layout()), lora_rank=4 if lora else 0)
-
-
-def place_of(runs, kind, model, axes):
-    return runs / "-".join([kind, model, *(f"{axis}{size}" for axis, size in axes.items())])
+def create_torch(models, layout, mesh=None):
+    return TorchTrainEngine.create(engine_config(models[layout.model], layout), mesh)
 
 
 def save_and_go_on(engine, place):
@@ -57,37 +38,31 @@ def go_on(engine, place):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("model", "axes"), on(TORCH))
-def test_the_torch_engine_saves(runs, mesh, model, axes):
-    save_and_go_on(TorchTrainEngine.create(config(runs / model), mesh), place_of(runs, "torch", model, axes))
+@pytest.mark.parametrize("layout", params_of(list(TORCH.values())))
+def test_the_torch_engine_saves(models, shared, mesh, layout):
+    save_and_go_on(create_torch(models, layout, mesh), shared / f"torch-{layout.model}")
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("model", "axes"), on(MEGATRON))
-def test_this_engine_goes_on_from_there_and_saves(runs, mesh, model, axes):
-    engine = MegatronTrainEngine.create(config(runs / model), mesh)
-    go_on(engine, place_of(runs, "torch", model, dict(TORCH)[model]))
-    save_and_go_on(engine, place_of(runs, "megatron", model, axes))
-    engine.close()
+@pytest.mark.parametrize("layout", params_of(list(MEGATRON.values())))
+def test_this_engine_goes_on_from_there_and_saves(create, shared, mesh, layout):
+    engine = create(layout, mesh)
+    go_on(engine, shared / f"torch-{layout.model}")
+    save_and_go_on(engine, shared / f"megatron-{layout.model}")
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("model", "axes"), on(TORCH))
-def test_the_torch_engine_goes_on_from_there(runs, mesh, model, axes):
-    engine = TorchTrainEngine.create(config(runs / model), mesh)
-    go_on(engine, place_of(runs, "megatron", model, dict(MEGATRON)[model]))
+@pytest.mark.parametrize("layout", params_of(list(TORCH.values())))
+def test_the_torch_engine_goes_on_from_there(models, shared, mesh, layout):
+    go_on(create_torch(models, layout, mesh), shared / f"megatron-{layout.model}")
 
 
-def test_with_adapters_too(runs, tmp_path):
+def test_with_adapters_too(create, models, tmp_path):
     """LoRA, in one process each."""
-    theirs = TorchTrainEngine.create(config(runs / "qwen3", lora=True))
-    save_and_go_on(theirs, tmp_path / "torch")
-    ours = MegatronTrainEngine.create(config(runs / "qwen3", lora=True))
+    layout = Layout(lora=True)
+    save_and_go_on(create_torch(models, layout), tmp_path / "torch")
+    ours = create(layout)
     go_on(ours, tmp_path / "torch")
     ours.load(tmp_path / "torch")
     save_and_go_on(ours, tmp_path / "megatron")
-    ours.close()
-    go_on(TorchTrainEngine.create(config(runs / "qwen3", lora=True)), tmp_path / "megatron")
+    go_on(create_torch(models, layout), tmp_path / "megatron")

@@ -2,44 +2,23 @@
 
 import pytest
 import torch
-from megatron_layouts import Layout, engine_config, make_model
+from megatron_layouts import MODELS
 from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
-from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_megatron._megatron import CpuShim
 from offbeat_testing import tiny_model
 from offbeat_training import TensorFolder
 
-FAMILIES = {
-    "qwen3": {},
-    "qwen3 untied": {"tied": False},
-    "qwen2": {"family": "qwen2"},
-    "llama": {"family": "llama", "tied": False},
-}
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reading")
-    made = {
-        name: tiny_model(folder / name.replace(" ", "-"), num_layers=4, num_kv_heads=4, hidden_size=32, **sizes)
-        for name, sizes in FAMILIES.items()
-    }
-    made["qwen3-moe"] = make_model(folder / "qwen3-moe", "qwen3-moe")
-    made["wide"] = tiny_model(folder / "wide", num_layers=8, num_kv_heads=4, hidden_size=64, max_shard_bytes=200_000)
-    return made
-
 
 @pytest.mark.mesh(tp=2, pp=2)
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
-def test_every_family_goes_in_and_out_bit_for_bit(mesh, folders, family, tmp_path_factory):
+@pytest.mark.parametrize("family", MODELS)
+def test_every_family_goes_in_and_out_bit_for_bit(create, mesh, models, shared, family):
     """From safetensors to safetensors, each tensor once, a tied head not at all."""
-    engine = MegatronTrainEngine.create(engine_config(folders[family], Layout()), mesh)
-    copy = tmp_path_factory.getbasetemp() / f"out-{'-'.join(map(str, mesh.axes.values()))}-{family.replace(' ', '-')}"
-    engine.save_weights(copy)
+    engine = create(mesh=mesh, folder=models[family])
+    engine.save_weights(shared / family)
     mesh.group(*mesh.axes).barrier()
-    wanted, found = (stored(folder) for folder in (folders[family], copy))
+    wanted, found = (stored(folder) for folder in (models[family], shared / family))
     assert found.keys() == wanted.keys() - ({"lm_head.weight"} if engine._plan.shape.tied else set())
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
 
@@ -52,9 +31,15 @@ def stored(folder):
     return found
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide")
+    return tiny_model(folder, num_layers=8, num_kv_heads=4, hidden_size=64, max_shard_bytes=200_000)
+
+
 @pytest.mark.mesh(tp=2, pp=2)
 @pytest.mark.mesh(tp=4)
-def test_a_rank_reads_its_own_slices_and_holds_one_parameter_more(mesh, folders, monkeypatch):
+def test_a_rank_reads_its_own_slices_and_holds_one_parameter_more(create, mesh, wide, monkeypatch):
     taken = []
     read = TensorFolder.read
 
@@ -64,12 +49,12 @@ def test_a_rank_reads_its_own_slices_and_holds_one_parameter_more(mesh, folders,
         return tensor
 
     monkeypatch.setattr(TensorFolder, "read", reads)
-    engine = MegatronTrainEngine.create(engine_config(folders["wide"], Layout()), mesh)
+    engine = create(mesh=mesh, folder=wide)
     parameters = [each.nbytes for each in engine._passes.tensors()]
-    whole = sum(4 * slot.num_elements for slot in engine._held.slots)
+    whole = sum(4 * slot.num_elements for slot in engine._policy.weights.slots)
     assert sum(taken) == sum(parameters) < 0.4 * whole, (sum(taken), sum(parameters), whole)
     with CpuShim():
-        peak = peak_bytes(lambda: engine._held.read(folders["wide"]), folders["wide"])
+        peak = peak_bytes(lambda: engine._policy.weights.read(wide), wide)
     assert max(parameters) <= peak < 2.5 * max(parameters) < 0.5 * whole, (peak, max(parameters), whole)
 
 

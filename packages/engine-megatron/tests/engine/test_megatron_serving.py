@@ -4,10 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from megatron_layouts import Layout, engine_config
-from megatron_yardstick import make_sequences, policy_loss
+from megatron_layouts import Layout
+from megatron_yardstick import train_steps
 
-from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import reference_model
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainSequence
@@ -33,11 +32,9 @@ async def sample(folder, tensors):
 @pytest.mark.timeout(180)
 @pytest.mark.mesh(tp=2, deadline_s=120, compare=False)
 @pytest.mark.parametrize("merged", ["by the trainer", "by the receiver"])
-def test_the_embedded_engine_samples_from_the_adapted_policy(mesh, model_folder, merged):
-    engine = MegatronTrainEngine.create(engine_config(model_folder, Layout(lora=True)), mesh)
-    for step in range(3):
-        engine.forward_backward(make_sequences(step), policy_loss)
-        engine.step()
+def test_the_embedded_engine_samples_from_the_adapted_policy(create, mesh, model_folder, merged):
+    engine = create(Layout(lora=True), mesh)
+    train_steps(engine, 0, 3)
     if merged == "by the trainer":
         tensors = [(name, tensor.clone()) for name, tensor in engine.weights()]
     else:

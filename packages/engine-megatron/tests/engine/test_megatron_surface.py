@@ -5,42 +5,23 @@ from dataclasses import replace
 
 import pytest
 from megatron_collectives import LAYOUTS, PHASES, Seen, judge, prove, tell, walk
-from megatron_layouts import engine_config, make_model
+from megatron_layouts import params_of
 
-from offbeat_engine_megatron import MegatronTrainEngine
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("surface")
-    for model in {each.model for each in LAYOUTS}:
-        make_model(place / model, model)
-    return place
+IN_CI = [LAYOUTS[4], LAYOUTS[5]]
 
 
-IN_CI = {"qwen3, pp2 cp2, mtp_layers=1", "qwen3, pp2, virtual_pipeline=2, overlap_p2p=True"}
-
-
-def on_ranks(layout):
-    marks = [pytest.mark.mesh(**layout.axes, deadline_s=150)]
-    return pytest.param(layout, marks=marks if str(layout) in IN_CI else [*marks, pytest.mark.nightly])
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("layout", [on_ranks(each) for each in LAYOUTS], ids=str)
-def test_nobody_can_wait_for_somebody_who_does_not_come(folder, mesh, layout):
+@pytest.mark.parametrize("layout", params_of(LAYOUTS, IN_CI))
+def test_nobody_can_wait_for_somebody_who_does_not_come(create, shared, mesh, layout):
     """A training step, a validation, an export and a checkpoint, as torch's recorder has seen them on each rank."""
-    engine = MegatronTrainEngine.create(engine_config(folder / layout.model, layout), mesh)
-    place = folder / str(layout).replace(" ", "-").replace(",", "")
-    told = tell(walk(engine, place))
-    (folder / f"{place.name}-rank{mesh.rank}.json").write_text(json.dumps(told))
+    place = shared / layout.slug
+    told = tell(walk(create(layout, mesh), place))
+    (shared / f"{place.name}-rank{mesh.rank}.json").write_text(json.dumps(told))
     mesh.group(*(axis for axis in layout.axes if axis != "ep")).barrier()
-    everybody = [json.loads((folder / f"{place.name}-rank{rank}.json").read_text()) for rank in range(mesh.size)]
+    everybody = [json.loads((shared / f"{place.name}-rank{rank}.json").read_text()) for rank in range(mesh.size)]
     counts = judge(everybody)
     assert all(calls > 0 for calls, _ in counts.values())
     piped = layout.axes.get("pp", 1) > 1
     assert [bool(messages) for _, messages in counts.values()] == [piped, piped, False, False]
-    engine.close()
 
 
 MEMBERS = {rank: {"all": [0, 1], f"own{rank}": [rank]} for rank in range(2)}
@@ -73,4 +54,5 @@ def test_the_proof_finds_what_hangs():
 def test_the_phases_are_those_of_a_run():
     assert PHASES == ("training step", "validation", "weight export", "checkpoint")
     assert len({str(each) for each in LAYOUTS}) == 8
-    assert {str(each) for each in LAYOUTS} > IN_CI
+    assert IN_CI[0].options["overlap_p2p"]
+    assert IN_CI[1].options["mtp_layers"]

@@ -57,12 +57,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Who attends to whom in one pack, in each form a kernel may want; made when first asked for.
-
-    Args:
-        segments: of the pack.
-        device: where index tensors go.
-    """
+    """Who attends to whom in one pack, in each form a kernel may want; made when first asked for."""
 
     segments: tuple[Segment, ...]
     device: torch.device
@@ -213,19 +208,7 @@ def packed_attention(
     kernel: str = "rows",
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence of a pack: transformers' attention interface.
-
-    Args:
-        module: the layer that asks.
-        query_1HTD: one packed row.
-        key_1KTD: one packed row.
-        value_1KTD: one packed row.
-        attention_mask: of the interface; `plan` takes its place.
-        scaling: of the scores; None for 1 / sqrt(D).
-        sliding_window: keys a query sees at most, itself included.
-        plan: who attends to whom.
-        kernel: `split`, `varlen` or `rows`; the last is taken where the others cannot compute what is asked.
-        **unused: what else the interface hands over.
+    """Attend within each sequence of a pack: transformers' attention interface; `plan` takes the place of its mask.
 
     Returns:
         [1, T, H, D], and None for the weights.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._model import CausalModel
+from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._policy import Policy, read_weights
 from offbeat_engine_torch._ranks import Ranks
@@ -37,8 +37,6 @@ from offbeat_training import (
 )
 from offbeat_types import TensorSpec, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 
-ADAPTERS = (".lora_A", ".lora_B")
-
 
 def iterate_weights(model: CausalModel, pieces: Sequence[Piece], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) in the model's own order; a tied head once, adapters merged.
@@ -48,12 +46,12 @@ def iterate_weights(model: CausalModel, pieces: Sequence[Piece], ranks: Ranks) -
     by_name = {piece.name: piece for piece in pieces}
     scales = {f"{name}.weight": layer.scale for name, layer in lora_layers(model.whole).items()}
     for name, piece in by_name.items():
-        if name.endswith(ADAPTERS):
+        if piece.is_adapter:
             continue
         tensor = ranks.gather(piece)
         if name in scales:
             layer = name.removesuffix(".weight")
-            low_A, low_B = (ranks.gather(by_name[layer + side]) for side in ADAPTERS)
+            low_A, low_B = (ranks.gather(by_name[layer + side]) for side in ADAPTER_SIDES)
             tensor = torch.addmm(tensor, low_B, low_A, alpha=scales[name])
         yield name, tensor
 
@@ -63,18 +61,14 @@ def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:
     return [
         TensorSpec(piece.name, str(piece.local.dtype).removeprefix("torch."), piece.shape)
         for piece in pieces
-        if not piece.name.endswith(ADAPTERS)
+        if not piece.is_adapter
     ]
 
 
 def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) -> None:
-    """Write a Hugging Face folder that plain transformers loads. All ranks gather, the leader writes.
+    """Write a Hugging Face folder that plain transformers loads, with the tokenizer of another.
 
-    Args:
-        policy: whose weights they are.
-        ranks: who gathers.
-        folder: made when missing.
-        tokenizer: the folder whose tokenizer files are copied.
+    All ranks gather, the leader writes.
     """
     weights = iterate_weights(policy.model, policy.pieces, ranks)
     if not ranks.leader:
@@ -106,7 +100,7 @@ def save_state(
     """Write what training needs beside the weights."""
     model, pieces = policy.model, policy.pieces
     if lora_layers(model.whole):
-        adapters = {piece.name: ranks.gather(piece) for piece in pieces if piece.name.endswith(ADAPTERS)}
+        adapters = {piece.name: ranks.gather(piece) for piece in pieces if piece.is_adapter}
         if ranks.leader:
             base = str(model.whole.config.name_or_path)
             save_adapter(model.whole, adapters, folder / ADAPTER_FOLDER, base_model=base)
@@ -146,16 +140,9 @@ def load_state(
     ranks: Ranks,
     config: TrainEngineConfig,
 ) -> int:
-    """Read what `export_weights` and `save_state` wrote, on any number of ranks.
-
-    Returns:
-        How many steps had been refused.
-
-    Raises:
-        ModelError: a file is missing or cut short, or the checkpoint is of another model.
-    """
+    """Read what `export_weights` and `save_state` wrote, on any number of ranks; how many steps had been refused."""
     pieces = policy.pieces
-    adapters = {piece.name: piece for piece in pieces if piece.name.endswith(ADAPTERS)}
+    adapters = {piece.name: piece for piece in pieces if piece.is_adapter}
     with TrainerState(folder) as state:
         check_adapter_folder(folder, wanted=bool(adapters))
         shapes = {piece.name: piece.shape for piece in pieces}

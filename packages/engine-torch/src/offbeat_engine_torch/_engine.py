@@ -8,28 +8,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offbeat_engine_torch._checkpoint import export_weights, iterate_weights, load_state, save_state
 from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
-from offbeat_engine_torch._policy import Policy, make_policy
+from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
 from offbeat_engine_torch._ranks import Ranks, ShardedRanks, SingleRank
-from offbeat_engine_torch._sharding import partial_gradients
+from offbeat_engine_torch._sharding import free_gathered, partial_gradients
 from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
 from offbeat_training import (
     ClippedAdamW,
     LossCalls,
     Share,
+    StepCounts,
     Steps,
-    count_tokens,
+    answers_of_all,
     idle_micro_batch,
-    members_in_order,
+    lora_layers,
     plan_shares,
     rounds_with_images,
     with_loss_tokens,
+    without_lora,
 )
 from offbeat_types import (
     ConfigError,
@@ -42,13 +43,10 @@ from offbeat_types import (
     TrainSequence,
     check_schedule,
     check_token_ids,
-    spread_values,
 )
 
-_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
-class TorchTrainEngine:
+class TorchTrainEngine(StepCounts):
     """A causal language model and its optimizer: implements `offbeat_types.TrainEngine`, on one rank or many.
 
     Weights, gradients and moments are float32; with dtype bfloat16 the matrix products of the blocks run in bfloat16
@@ -62,18 +60,26 @@ class TorchTrainEngine:
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
     """
 
+    _ranks: Ranks
+    _optimizer: ClippedAdamW
+
     def __init__(
-        self, config: TrainEngineConfig, options: TorchEngineOptions, device: Device, policy: Policy, ranks: Ranks
+        self,
+        config: TrainEngineConfig,
+        options: TorchEngineOptions,
+        device: Device,
+        policy: Policy,
+        ranks: Ranks,
+        mesh: Mesh | None,
     ) -> None:
         self.config = config
         self.temperature = options.temperature
-        self._options, self._device, self._policy, self._ranks = options, device, policy, ranks
+        self._options, self._device, self._policy, self._ranks, self._mesh = options, device, policy, ranks, mesh
         self._optimizer = ClippedAdamW(trained_parameters(policy.pieces), config)
         self._partial = partial_gradients(policy.model)
         names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
         self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)
         self._offloader = MemoryOffloader(device)
-        self._mesh: Mesh | None = None
         self._reference: Policy | None = None
         self._bad_loss = False
 
@@ -108,7 +114,7 @@ class TorchTrainEngine:
         check_schedule(config)
         device = open_device(config.device, mesh)
         mesh = arrange(mesh, options)
-        if config.dtype != "float32" and _FORMATS[config.dtype] not in device.autocast_dtypes:
+        if FORMATS[config.dtype] not in (None, *device.autocast_dtypes):
             raise ConfigError(f"device {device.torch_device} does not compute in {config.dtype}; use float32")
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -120,9 +126,7 @@ class TorchTrainEngine:
             enable = getattr(whole, "activation_checkpointing_enable", None) or whole.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             whole.train()  # dropout is zero already: training mode only turns checkpointing on
-        engine = cls(config, options, device, policy, ranks)
-        engine._mesh = mesh
-        return engine
+        return cls(config, options, device, policy, ranks, mesh)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
         """Add up gradients of the summed loss, one micro-batch at a time.
@@ -183,17 +187,15 @@ class TorchTrainEngine:
         """
         policy, scope = self._asked_policy(reference=reference)
         shares = self._plan("logprobs of the first policy" if reference else "logprobs", sequences, policy)
-        values = [np.zeros(0, np.float32)]
+        answers = []
         with scope:
             for batch, tower in zip(shares[self._ranks.share], rounds_with_images(sequences, shares), strict=True):
                 pack = policy.lay_out(sequences, batch) if batch else idle_micro_batch()
                 answer = policy.ask(pack, through_tower=tower)[0]
                 if batch:
-                    values.append(answer.float().cpu().numpy())
-        policy.settle()
-        members = members_in_order(shares)
-        found = self._ranks.gather_shares(np.concatenate(values), count_tokens(sequences, members))
-        return spread_values(sequences, members, found)
+                    answers.append(answer.float().cpu().numpy())
+        free_gathered(policy.model)
+        return answers_of_all(self._ranks, sequences, shares, answers)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate (Hugging Face name, float32 tensor) in the model's order; a tied head once, LoRA merged.
@@ -269,31 +271,6 @@ class TorchTrainEngine:
         """Rows of the vocabulary head: token ids are below it."""
         return self._policy.vocabulary_size
 
-    @property
-    def num_ranks(self) -> int:
-        """Processes that train together."""
-        return self._ranks.size
-
-    @property
-    def leader(self) -> bool:
-        """Whether this rank is the one to report, send and write what only one should."""
-        return self._ranks.leader
-
-    @property
-    def steps_taken(self) -> int:
-        """Updates done, refused ones not counted."""
-        return self._optimizer.steps_taken
-
-    @property
-    def steps_refused(self) -> int:
-        """Updates refused since the run began."""
-        return self._steps.refused
-
-    @property
-    def last_refusal(self) -> str:
-        """Why the last refused step was refused; empty when none was."""
-        return self._steps.last_refusal
-
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Those that are this engine's alone, and those that FSDP holds too: all of the one kind or of the other."""
         return (weights, []) if self._mesh is None else ([], weights)
@@ -348,7 +325,7 @@ class TorchTrainEngine:
         if not reference:
             return self._policy, nullcontext()
         if self.config.lora_rank:
-            return self._policy, self._policy.without_adapters()
+            return self._policy, without_lora(lora_layers(self._policy.model).values())
         if self._reference is None:
             self._reference = make_policy(self.config, self._options, self._device, self._ranks, self._mesh)
             self._reference.model.requires_grad_(requires_grad=False)

@@ -36,12 +36,7 @@ class TorchEngineOptions:
 
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
-    """Check settings, options and the model's config.
-
-    Raises:
-        ConfigError: a setting is out of range, or so many ranks cannot share this model.
-        ModelError: the folder is missing, or of a family that is not supported.
-    """
+    """Check settings, options and the model's config; see `TorchTrainEngine.plan`."""
     options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
     open_device(config.device)
@@ -54,11 +49,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
 
 
 def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
-    """Ranks that tensor parallelism leaves over.
-
-    Raises:
-        ConfigError: it does not divide them.
-    """
+    """Ranks that tensor parallelism leaves over; ConfigError where it does not divide them."""
     if num_ranks % options.tensor_parallel:
         raise ConfigError(
             f"option tensor_parallel = {options.tensor_parallel} must divide the ranks: got {num_ranks}; choose "
@@ -68,14 +59,9 @@ def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
 
 
 def arrange(mesh: Mesh | None, options: TorchEngineOptions) -> Mesh | None:
-    """The mesh to cut the model over: one of dp alone is so many ranks, which the options arrange.
+    """The mesh to cut the model over, None where there is nothing to cut.
 
-    Args:
-        mesh: as given; None for one process.
-        options: of the engine.
-
-    Returns:
-        None where there is nothing to cut.
+    A mesh of dp alone is so many ranks, which the options arrange.
 
     Raises:
         ConfigError: mesh and options contradict each other, or tensor_parallel does not divide the ranks.

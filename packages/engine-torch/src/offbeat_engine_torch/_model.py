@@ -20,6 +20,7 @@ from offbeat_engine_torch._attention import ATTENTION_NAME, AttentionPlan, regis
 from offbeat_training import VocabularyPart, token_logprobs
 from offbeat_types import ModelError
 
+ADAPTER_SIDES = (".lora_A", ".lora_B")
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCALING_IS_A_FACTOR = {"hyperclovax"}
 _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
@@ -189,20 +190,11 @@ def here(parameter: Any) -> Any:
 def plain_name(name: str) -> str:
     """Hugging Face name of a parameter, whether or not its layer carries an adapter; `<layer>.lora_A` of an adapter."""
     side = name.removesuffix(".weight")
-    return side if side.endswith((".lora_A", ".lora_B")) else name.replace(".lora_base.", ".")
+    return side if side.endswith(ADAPTER_SIDES) else name.replace(".lora_base.", ".")
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> CausalModel:
-    """Load a model folder in float32, with packed attention.
-
-    Args:
-        path: folder with config.json and safetensors.
-        device: where the weights go.
-        trust_remote_code: run code that comes with the folder.
-
-    Raises:
-        ModelError: the folder is missing, incomplete or corrupt, or the family is not supported.
-    """
+    """Load a model folder in float32, with packed attention, onto a device; ModelError as `read_config`."""
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), _without_progress_bars():
@@ -228,11 +220,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
 
 
 def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
-    """Build a folder's model without memory for its weights (on torch's meta device).
-
-    Raises:
-        ModelError: as `load_model`, except for what only the weights show.
-    """
+    """Build a folder's model without memory for its weights (on torch's meta device)."""
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code)
     with _readable(folder), torch.device("meta"):
@@ -368,16 +356,10 @@ def register_experts() -> None:
 
 
 def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The sum of each token's experts: transformers' experts interface.
+    """The sum of each token's experts, [T, E] in the format of `hidden_TE`: transformers' experts interface.
 
-    Args:
-        experts: a layer that holds the weights of all its experts in one tensor per projection.
-        hidden_TE: T tokens.
-        expert_TK: int64, the K experts of each.
-        weight_TK: what each counts.
-
-    Returns:
-        [T, E] in the format of `hidden_TE`.
+    Of T tokens each has K experts (int64), which `weight_TK` weighs; `experts` holds the weights of all of them in one
+    tensor per projection.
     """
     kind = hidden_TE.device.type
     asked: Any = _Cast(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts

@@ -12,63 +12,37 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from offbeat_engine_torch._model import CausalModel, plain_name
-from offbeat_training import Box, num_elements, whole_box
+from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel, plain_name
+from offbeat_training import Box, CutTensor, num_elements, whole_box
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class Piece(CutTensor):
     """One parameter or persistent buffer, and the part of it that this rank holds.
 
     Args:
-        name: Hugging Face name, adapters included.
-        shape: of the whole tensor.
         box: this rank's part.
         local: the values in `box`; memory shared with the model.
         parameter: as the model holds it; gradients arrive there. A buffer, which has none, where `shared`.
-        tp_dim: dimension cut along the mesh axis tp; None where every tp rank holds the same.
         owned: this rank counts and writes the part; False for a copy of what tp rank 0 holds.
         shared: a buffer: nothing cuts or trains it, and every rank holds the same.
     """
 
-    name: str
-    shape: tuple[int, ...]
     box: Box
     local: Tensor
     parameter: Tensor
-    tp_dim: int | None = None
     owned: bool = True
     shared: bool = False
+
+    @property
+    def is_adapter(self) -> bool:
+        """It is one side of a LoRA adapter."""
+        return self.name.endswith(ADAPTER_SIDES)
 
     def take_gradient(self) -> Tensor | None:
         """The gradient of `local`, taken away from the model."""
         grad, self.parameter.grad = self.parameter.grad, None
         return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def row_chunk(num_rows: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Rows of one part, as `torch.chunk` cuts: all parts are as long as the first, until the rows run out."""
-    length = -(-num_rows // num_parts)
-    return min(part * length, num_rows), min((part + 1) * length, num_rows)
-
-
-def cut_box(shape: tuple[int, ...], tp_dim: int | None, *, dp: tuple[int, int], tp: tuple[int, int]) -> Box:
-    """The part of a tensor at one place of the mesh: cut over tp first, then the rows that are left over dp.
-
-    Args:
-        shape: of the whole tensor.
-        tp_dim: dimension cut over tp; None for none.
-        dp: place along dp, and the size of the axis.
-        tp: the same along tp.
-    """
-    box = list(whole_box(shape))
-    if tp_dim is not None:
-        box[tp_dim] = row_chunk(shape[tp_dim], tp[1], tp[0])
-    if dp[1] > 1:
-        first, stop = box[0]
-        start, end = row_chunk(stop - first, dp[1], dp[0])
-        box[0] = (first + start, first + end)
-    return tuple(box)
 
 
 def find_pieces(model: CausalModel, *, dp: tuple[int, int] = (0, 1), tp: tuple[int, int] = (0, 1)) -> list[Piece]:
@@ -103,20 +77,14 @@ def collect_gradients(pieces: Sequence[Piece], parameters: Mapping[str, nn.Param
 
 @torch.no_grad()
 def _pieces(model: CausalModel, dp: tuple[int, int], tp: tuple[int, int]) -> Iterator[Piece]:
-    for name, parameter in model.whole.named_parameters():
-        shape, tp_dim = tuple(parameter.shape), _tp_dim(parameter) if tp[1] > 1 else None
-        box = cut_box(shape, tp_dim, dp=dp, tp=tp)
+    for full_name, parameter in model.whole.named_parameters():
+        name, shape = plain_name(full_name), tuple(parameter.shape)
+        tp_dim = _tp_dim(parameter) if tp[1] > 1 else None
+        box = CutTensor(name=name, shape=shape, tp_dim=tp_dim).box_at(dp=dp, tp=tp)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         assert tuple(local.shape) == tuple(stop - start for start, stop in box), name
-        yield Piece(
-            name=plain_name(name),
-            shape=shape,
-            box=box,
-            local=local,
-            parameter=parameter,
-            tp_dim=tp_dim,
-            owned=tp_dim is not None or tp[0] == 0,
-        )
+        owned = tp_dim is not None or tp[0] == 0
+        yield Piece(name=name, shape=shape, box=box, local=local, parameter=parameter, tp_dim=tp_dim, owned=owned)
     for name, buffer in _saved_buffers(model.whole):
         shape = tuple(buffer.shape)
         yield Piece(name=name, shape=shape, box=whole_box(shape), local=buffer, parameter=buffer, shared=True)

@@ -4,7 +4,7 @@ Shapes: T tokens, N loss tokens, V vocabulary (of this rank, where it is cut).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +33,6 @@ from offbeat_training import (
     lay_out,
     logprobs_of_logits,
     slices,
-    without_lora,
 )
 from offbeat_types import ModelError, OffbeatError, TrainEngineConfig, TrainSequence
 
@@ -43,15 +42,7 @@ FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 class Policy:
-    """One set of weights on one device, or this rank's part of it.
-
-    Args:
-        model: whole, or cut over a mesh.
-        pieces: what of it this rank holds.
-        device: where it computes.
-        config: number format.
-        options: temperature, head and entropy.
-    """
+    """One set of weights on one device, or this rank's part of it."""
 
     def __init__(
         self,
@@ -80,9 +71,7 @@ class Policy:
     def ask(self, pack: MicroBatch, *, through_tower: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] and entropies [N] of a pack's loss tokens.
 
-        Args:
-            pack: one micro-batch.
-            through_tower: run the vision tower though the pack has no image, because another rank's has one.
+        With `through_tower` the vision tower runs though the pack has no image, because another rank's has one.
         """
         query = HeadQuery(
             predictor_N=self.tensor(pack.predictor_N),
@@ -104,14 +93,6 @@ class Policy:
             pixels_PC=pixels.to(self._device), grid_I3=grid.to(self._device), place_M=self.tensor(pack.place_M)
         )
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Ask the base model."""
-        return without_lora(self.model)
-
-    def settle(self) -> None:
-        """Drop what asking without a backward pass has left."""
-        free_gathered(self.model)
-
     def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> MicroBatch:
         """Lay out one micro-batch for this model."""
         return lay_out(sequences, families, self.images)
@@ -124,15 +105,7 @@ class Policy:
 def make_policy(
     config: TrainEngineConfig, options: TorchEngineOptions, device: Device, ranks: Ranks, mesh: Mesh | None
 ) -> Policy:
-    """Load the model of `config`, with new adapters where `lora_rank` asks for them.
-
-    Args:
-        config: names the folder.
-        options: how the policy is asked.
-        device: of this rank.
-        ranks: who shares it.
-        mesh: to cut it over; None for the whole of it.
-    """
+    """Load the model of `config`, or this rank's part of it, with new adapters where `lora_rank` asks for them."""
     with ranks.together("load model"):
         if mesh is None:
             model, pieces = _load_whole(config, options, device.torch_device)
@@ -166,7 +139,7 @@ def _load_parts(
     folder = Path(config.model_path).expanduser()
     with torch.no_grad():
         _copy(dict(initial_adapters(adapter_shapes(model.whole), config.seed)), pieces)
-        read_weights(folder, [piece for piece in pieces if not _is_adapter(piece)], config, ranks)
+        read_weights(folder, [piece for piece in pieces if not piece.is_adapter], config, ranks)
         check_family(model, folder, autocast)
     free_gathered(model)
     return model, pieces
@@ -219,10 +192,6 @@ def _choose_trained(model: CausalModel, config: TrainEngineConfig, options: Torc
         add_lora(trained, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
 
 
-def _is_adapter(piece: Piece) -> bool:
-    return piece.name.endswith((".lora_A", ".lora_B"))
-
-
 @torch.no_grad()
 def _copy(whole: Mapping[str, Tensor], pieces: list[Piece]) -> None:
     """Copy each piece's box out of whole tensors; pieces without one stay."""
@@ -252,10 +221,6 @@ def check_family(model: CausalModel, folder: Path, autocast: torch.dtype | None 
         model: as it will be trained.
         folder: named in errors.
         autocast: format of the layers' products, where their weights are gathered in it; None for float32.
-
-    Raises:
-        ModelError: packed sequences see each other; log-probabilities are not those of the model's own logits; or the
-            model cannot be run as the engine runs it.
     """
     with _as_refusal(model, folder):
         _check_isolation(model, folder, autocast)

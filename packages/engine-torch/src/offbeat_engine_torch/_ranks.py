@@ -7,20 +7,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._pieces import Piece, cut_box
+from offbeat_engine_torch._pieces import Piece
 from offbeat_mesh import Group, Mesh
 from offbeat_training import Box, TrainerRanks, num_elements, slices
-from offbeat_types import (
-    ConfigError,
-    Floats,
-    Metrics,
-    TrainSequence,
-    merge_metrics,
-)
+from offbeat_types import ConfigError, Floats, Metrics, TrainSequence, merge_metrics
 
 Value = TypeVar("Value")
 
@@ -71,23 +64,15 @@ class SingleRank:
 
 
 class ShardedRanks(TrainerRanks):
-    """Several ranks on a mesh of the axes dp and tp.
-
-    Args:
-        mesh: of all ranks of the trainer.
-        device: of this rank.
-
-    Raises:
-        ConfigError: another axis is larger than 1.
-    """
+    """Several ranks on a mesh of the axes dp and tp; ConfigError where another is larger than 1."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         others = {axis: mesh.axes[axis] for axis in ("cp", "pp", "ep") if mesh.axes[axis] > 1}
         if others:
             raise ConfigError(f"the torch engine cuts its work along dp and tp: got {others}; set them to 1")
         self._tp: Group = mesh.group("tp")
-        super().__init__(mesh.group("dp", "tp"), mesh.group("dp"), speaks=self._tp.rank == 0)
-        self._device, self._layout = device, mesh.layout
+        super().__init__(mesh.group("dp", "tp"), mesh.group("dp"), device, speaks=self._tp.rank == 0)
+        self._layout = mesh.layout
 
     def gather(self, piece: Piece) -> Tensor:
         """The whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small."""
@@ -120,14 +105,7 @@ class ShardedRanks(TrainerRanks):
         """What another rank holds of a parameter."""
         place = self._layout.coordinates(rank)
         dp, tp = ((place[axis], self._layout.axes[axis]) for axis in ("dp", "tp"))
-        return cut_box(piece.shape, piece.tp_dim, dp=dp, tp=tp)
-
-    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
-        """Values of every share, of which each has as many as `counts` says."""
-        padded = np.zeros(max(counts), np.float32)
-        padded[: len(values)] = values
-        found = self._dp.all_gather(torch.from_numpy(padded).to(self._device)).cpu().numpy()
-        return [row[:count] for row, count in zip(found, counts, strict=True)]
+        return piece.box_at(dp=dp, tp=tp)
 
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
         """Add up, in place, gradients that each tp rank has for its own heads only; in one call."""

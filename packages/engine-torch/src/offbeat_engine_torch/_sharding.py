@@ -27,11 +27,7 @@ from offbeat_types import ConfigError, ModelError
 
 
 class TensorParallel:
-    """The ranks that share each layer, in the thread of the forward pass and in that of the backward pass.
-
-    Args:
-        mesh: whose axis tp it is.
-    """
+    """The ranks that share each layer, in the thread of the forward pass and in that of the backward pass."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._thread = threading.get_ident()
@@ -167,9 +163,6 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
         device: of this rank.
         autocast: format in which the layers compute, and in which their weights are gathered; None for float32.
             Gradients are added up in float32, and so is what the layers hand on: embedding and head stay float32.
-
-    Raises:
-        ConfigError: the family has no plan for tensor parallelism, or its sizes cannot be cut into tp parts.
     """
     layers, dp_mesh = _layers(model), mesh.device_mesh["dp"]
     if mesh.axes["tp"] > 1:
@@ -240,12 +233,7 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, autocast: torch.dtype | No
 
 
 def check_tensor_parallel(config: Any, family: str, size: int) -> None:
-    """Refuse a model that `size` ranks cannot share evenly.
-
-    Args:
-        config: transformers' config of the model.
-        family: what errors call it.
-        size: tensor parallel ranks, above 1.
+    """Refuse a model that `size` ranks cannot share evenly; errors call it `family`.
 
     Raises:
         ConfigError: the family has no plan of columns and rows, or its sizes cannot be cut.

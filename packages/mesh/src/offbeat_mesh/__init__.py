@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         Profiler,
         StepTracer,
         TraceFiles,
-        available_devices,
         open_device,
         rank_device,
     )
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from offbeat_mesh._offload import MemoryOffloader
     from offbeat_mesh._rendezvous import Rendezvous, open_rendezvous
     from offbeat_mesh._world import World, current_world, join_world, open_store
+    from offbeat_types import available_devices
 
 __all__ = [
     "AXES",

@@ -14,13 +14,10 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import record_function
 
-from offbeat_types import ConfigError, TracePlan, installed_backends, load_backend
+from offbeat_types import ConfigError, TracePlan, available_devices, load_backend
 
 if TYPE_CHECKING:
     from offbeat_mesh._mesh import Mesh
-
-
-DEVICE_GROUP = "offbeat.device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +108,6 @@ class Device(Protocol):
         """
 
 
-def available_devices() -> dict[str, int]:
-    """Kinds of device that are here and how many of each, the one that "auto" takes first."""
-    kinds = [load_backend(DEVICE_GROUP, name) for name in installed_backends(DEVICE_GROUP)]
-    kinds.sort(key=lambda kind: -kind.preference)
-    return {kind.kind: kind.count() for kind in kinds if kind.count()}
-
-
 def open_device(name: str = "auto", mesh: "Mesh | None" = None) -> Device:
     """Open a device by name.
 
@@ -141,7 +131,7 @@ def open_device(name: str = "auto", mesh: "Mesh | None" = None) -> Device:
     if kind not in here or not 0 <= index < here[kind] or name.endswith(":"):
         listed = ", ".join(f"{each}:{i}" if n > 1 else each for each, n in here.items() for i in range(n))
         raise ConfigError(f"device {name!r} is not here: this machine has {listed or 'none'}; use one of them, or auto")
-    device: Device = load_backend(DEVICE_GROUP, kind)(index)
+    device: Device = load_backend("offbeat.device", kind)(index)
     return device
 
 

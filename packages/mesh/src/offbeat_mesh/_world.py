@@ -20,8 +20,8 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat_mesh._control import ControlClient, ControlServer, Record
-from offbeat_mesh._device import Device, available_devices, open_device
-from offbeat_types import ConfigError, DeadlineError
+from offbeat_mesh._device import Device, open_device
+from offbeat_types import ConfigError, DeadlineError, available_devices
 
 
 def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPStore:

@@ -11,7 +11,7 @@ import pytest
 from record_api import record
 
 from offbeat_npu import NpuDevice, examine_environment
-from offbeat_testing import tiny_model
+from offbeat_testing import small_grpo_run, small_sft_run, tiny_model
 from offbeat_types import BackendError
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -30,32 +30,15 @@ def application(*words: str) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-m", "grpo_async_app", *words)
 
 
+def on_any_device(config: Path) -> Path:
+    config.write_text(config.read_text().replace('device = "cpu"', 'device = "auto"'))
+    return config
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
-    tiny_model(folder / "model")
-    rows = [{"prompt": f"what is {n} and one?", "answer": str(n + 1)} for n in range(12)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "job.toml").write_text(f"""
-[model]
-path = "{folder / "model"}"
-[data]
-path = "{folder / "sums.jsonl"}"
-eval_size = 2
-max_prompt_tokens = 64
-[reward]
-name = "number_match"
-[rollout]
-samples_per_prompt = 2
-max_tokens = 8
-max_model_len = 96
-[async]
-mini_batch_size = 4
-[cluster]
-trainer_threads = 1
-rollout_threads = 1
-""")
-    return folder / "job.toml"
+    return on_any_device(small_grpo_run(folder, tiny_model(folder / "model")))
 
 
 def test_this_is_the_trap() -> None:
@@ -100,21 +83,9 @@ def test_options_of_another_framework_are_imported(tmp_path: Path) -> None:
 
 
 def test_supervised_training_plans_and_trains(job: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"what is {n} and one?", "completion": str(n + 1)} for n in range(12)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "sft.toml").write_text(f"""
-[model]
-path = "{job.parent / "model"}"
-[data]
-path = "{tmp_path / "sums.jsonl"}"
-[engine]
-max_updates = 2
-""")
-    plan, train = (
-        ("plan", str(tmp_path / "sft.toml")),
-        ("train", str(tmp_path / "sft.toml"), "--out", str(tmp_path / "o")),
-    )
-    for words in (("doctor",), plan, train):
+    config = str(on_any_device(small_sft_run(tmp_path, job.parent / "model")))
+    short = ("--engine.max_updates", "2")
+    for words in (("doctor",), ("plan", config), ("train", config, "--out", str(tmp_path / "run"), *short)):
         ended = run(sys.executable, "-m", "sft_app", *words)
         assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"
 

@@ -3,14 +3,13 @@
 Estimates leave out what nobody can know beforehand: fragmentation, the runtime's own few hundred megabytes, workspaces.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from offbeat_placement._model_shape import ModelShape
-from offbeat_types import ModelError, TrainEngineSettings, TrainLayout
+from offbeat_types import TrainEngineSettings, TrainLayout, read_model_json
 
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 64 * 2**20
@@ -227,10 +226,4 @@ def read_shape(folder: str) -> ModelShape:
     Raises:
         ModelError: no config.json, not readable, or of a family that is not known.
     """
-    path = Path(folder).expanduser() / "config.json"
-    try:
-        return ModelShape.from_config(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise ModelError(f"no {path}") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is corrupt: {error}; copy it again") from error
+    return ModelShape.from_config(read_model_json(Path(folder).expanduser() / "config.json"))

@@ -179,16 +179,7 @@ def _count_mlp(text: Mapping[str, Any], layer: int, hidden: int) -> tuple[int, i
 
 
 def _count_vision(family: str, vision: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of a vision tower.
-
-    Args:
-        family: `model_type` of the whole model.
-        vision: its `vision_config`.
-        hidden: width of the language model it feeds.
-
-    Raises:
-        KeyError: a size is missing.
-    """
+    """Parameters of a vision tower that feeds a language model of width `hidden`; KeyError where a size is missing."""
     counters = {"qwen2_vl": _count_qwen2_vl, "qwen2_5_vl": _count_qwen2_5_vl}
     return counters.get(family, _count_qwen3_vl)(vision, hidden)
 
@@ -215,11 +206,12 @@ def _count_qwen3_vl(vision: Mapping[str, Any], hidden: int) -> int:
     block += _biased(width, inner) + _biased(inner, width)
     merged = width * int(vision.get("spatial_merge_size", 2)) ** 2
     out = int(vision.get("out_hidden_size", hidden))
-    merger = _biased(merged, merged) + _biased(merged, out)
     deep = len(vision.get("deepstack_visual_indexes", ()))
     positions = int(vision["num_position_embeddings"]) * width
     norms = 2 * width + deep * 2 * merged  # the deep mergers normalise after merging
-    return _patches(vision, width) + width + positions + depth * block + (1 + deep) * merger + norms
+    return (
+        _patches(vision, width) + width + positions + depth * block + (1 + deep) * _merger(vision, width, out) + norms
+    )
 
 
 def _biased(num_in: int, num_out: int) -> int:

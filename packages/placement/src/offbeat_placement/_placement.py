@@ -8,12 +8,13 @@ from offbeat_placement._check import check_plan
 from offbeat_placement._plan import Block, Plan, draw_plan, plan_blocks
 from offbeat_placement._planner import Part, allocate, find_plan
 from offbeat_placement._resources import Allocation, ClusterView, Node, RankGroup, sort_nodes
-from offbeat_placement._shortfall import Change, allocation_error, misfit_error, suggest_changes
+from offbeat_placement._shortfall import Suggestion, allocation_error, misfit_error, suggest_changes
 from offbeat_types import PlacementError
 
 Setting = bool | int
 _MAX_ROUNDS: Final = 4
 """The allocation may need a change, and then a group within it."""
+_BY_NUMBER: Final = "roles that name one device by its number, such as KIND:0, share it"
 
 
 def plan_placement(nodes: Sequence[Node], groups: Sequence[RankGroup], allocation: Allocation | None = None) -> Plan:
@@ -105,8 +106,20 @@ class ResourceRequest:
             PlacementError: it does not fit, with the changes that would.
             ConfigError: settings that contradict each other.
         """
-        plan = plan_placement(view.nodes, self.groups, self.allocation)
+        try:
+            plan = plan_placement(view.nodes, self.groups, self.allocation)
+        except PlacementError as error:
+            if view.reserves or self.allocation is not None:
+                raise
+            changes = [", ".join(change.text for change in each) for each in _suggest_settings(self, view)]
+            raise PlacementError(error.reason, error.shortfall, (*changes, _BY_NUMBER)) from None
         return Placement(nodes=view.nodes, groups=self.groups, plan=plan)
+
+
+def _suggest_settings(wanted: ResourceRequest, view: ClusterView) -> list[Suggestion]:
+    """Changes of settings that would make it fit on these very nodes."""
+    found = suggest_changes(view.nodes, wanted.groups, wanted.allocation)
+    return [changes for changes in found if all(change.field != "nodes" for change in changes)]
 
 
 def no_companions(_: Mapping[str, Setting]) -> Mapping[str, Setting]:
@@ -135,16 +148,14 @@ def fit_settings(
         try:
             wanted.place(view)
         except PlacementError as error:
-            suggestions = suggest_changes(view.nodes, wanted.groups, wanted.allocation)
-            usable = [changes for changes in suggestions if all(change.field != "nodes" for change in changes)]
+            usable = _suggest_settings(wanted, view)
             if not usable:
                 raise error from None
-            settings |= {change.key: _value(change) for change in usable[0]}
+            settings |= {
+                change.key: True if change.field == "shares_devices_with" else int(change.setting)
+                for change in usable[0]
+            }
             settings |= companions(settings)
         else:
             return settings
     raise PlacementError("no change of settings was found that makes the recipe fit: choose the cluster first")
-
-
-def _value(change: Change) -> Setting:
-    return True if change.field == "shares_devices_with" else int(change.setting)

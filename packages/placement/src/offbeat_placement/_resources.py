@@ -224,6 +224,17 @@ class ClusterView:
             return ""
         return name.upper() if name.upper() in kinds or not kinds else kinds[0]
 
+    def cpus_per_rank(self, kind: str, threads: float) -> float:
+        """CPUs to reserve for a rank.
+
+        Args:
+            kind: of its accelerator; "" for a rank that computes on CPUs.
+            threads: that are set for it; 0 for none, which makes one CPU where it computes on CPUs.
+        """
+        if not self.reserves:
+            return 0
+        return threads or (0 if kind else 1)
+
 
 def available_cpus() -> int:
     """CPUs this process may use, at least 1: its affinity mask, cut by a container's CPU quota."""

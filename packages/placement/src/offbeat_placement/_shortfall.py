@@ -125,16 +125,15 @@ def _single_changes(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Itera
     def keeps(*changes: Change) -> bool:
         return fits(nodes, apply_changes(groups, changes))
 
+    def keeps_with(group: RankGroup, field: str, value: int) -> bool:
+        return keeps(_change(group, field, value))
+
     for place, group in enumerate(groups):
         yield from _shared(group, groups[:place], keeps)
         yield from _narrower(group, keeps)
         for field, most in (("num_replicas", group.num_replicas - 1), ("cpus_per_rank", ceil(group.cpus_per_rank) - 1)):
-            if fewer := _largest(most, partial(_keeps_with, keeps, group, field)):
+            if fewer := _largest(most, partial(keeps_with, group, field)):
                 yield (_change(group, field, fewer),)
-
-
-def _keeps_with(keeps: Keeps, group: RankGroup, field: str, value: int) -> bool:
-    return keeps(_change(group, field, value))
 
 
 def _shared(group: RankGroup, others: Sequence[RankGroup], keeps: Keeps) -> Iterator[Suggestion]:

@@ -5,7 +5,15 @@ from offbeat_recipes._elsewhere import layout_elsewhere, layout_row
 from offbeat_recipes._imports.command import Framework, import_recipe
 from offbeat_recipes._imports.draft import Draft, Entry, is_number
 from offbeat_recipes._imports.options import Program, Source, is_open, read_command_line, read_options
-from offbeat_recipes._imports.training_arguments import write_rhythm, write_training_arguments
+from offbeat_recipes._imports.training_arguments import (
+    FETCHED,
+    finish_training_arguments,
+    write_betas,
+    write_processes,
+    write_rhythm,
+    write_trackers,
+    write_training_arguments,
+)
 from offbeat_recipes._plan_command import (
     PLAN_OPTIONS,
     PLAN_SWITCHES,
@@ -30,6 +38,7 @@ from offbeat_recipes._tiny_model import MAX_IMAGE_TOKENS, SEEING, make_tiny_mode
 
 __all__ = [
     "EMBEDDED",
+    "FETCHED",
     "MAX_IMAGE_TOKENS",
     "MAX_ROLES",
     "NUM_DRAWN",
@@ -49,6 +58,7 @@ __all__ = [
     "draw_chats",
     "draw_figures",
     "draw_sums",
+    "finish_training_arguments",
     "import_recipe",
     "installed_backend",
     "is_number",
@@ -65,7 +75,10 @@ __all__ = [
     "takes_experts",
     "takes_images",
     "tiny_family",
+    "write_betas",
+    "write_processes",
     "write_rhythm",
     "write_tiny_model",
+    "write_trackers",
     "write_training_arguments",
 ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from offbeat_types import BackendError, ModelError, TrainEngineConfig, TrainLayout, load_backend
+from offbeat_types import BackendError, ModelError, TrainEngineConfig, TrainLayout, check_schedule, load_backend
 
 NOT_LOOKED_AT: Final = ("not looked at", "model weights, data and devices: they are on the cluster")
 """Row of a plan."""
@@ -28,10 +28,11 @@ def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) ->
         num_ranks: that train together.
 
     Raises:
-        ConfigError: they cannot share the model that way.
+        ConfigError: they cannot share the model that way, or the run ends before its warm-up does.
     """
     if not config.total_steps:
         config = replace(config, total_steps=config.warmup_steps + 1)
+    check_schedule(config, length_keys=("engine.max_updates",))
     try:
         with _planned_folder(config.model_path) as folder:
             wanted = replace(config, device="cpu", model_path=folder)

@@ -68,7 +68,9 @@ def shrink_engine(engine: EngineT, *, wanted: str, taken: str, num_ranks: int, n
         num_ranks: of the rehearsal.
         num_updates: it ends after.
     """
-    options = engine.options if taken == wanted else _shared_options(engine.options)
+    options = engine.options
+    if taken != wanted:  # what means the same to every training engine
+        options = {name: value for name, value in options.items() if name == "tensor_parallel"}
     changes: dict[str, Any] = {
         "backend": taken,
         "device": "cpu",
@@ -80,11 +82,6 @@ def shrink_engine(engine: EngineT, *, wanted: str, taken: str, num_ranks: int, n
         "options": _shrink_axes(options, num_ranks),
     }
     return replace(engine, **changes)
-
-
-def _shared_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that mean the same to every training engine."""
-    return {name: value for name, value in options.items() if name == "tensor_parallel"}
 
 
 def _shrink_axes(options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ vllm/v1/request.py: cached keys and values are not read for such a request.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -324,3 +324,35 @@ def read_scores(request: ScoreRequest, states: Sequence[RequestState]) -> list[F
         np.asarray(next(found).samples[0].prompt_logprobs[-len(ids) :] if len(ids) else (), np.float32)
         for ids in request.continuations
     ]
+
+
+MODEL = ""
+"""The model without an adapter."""
+
+
+class ServedVersions:
+    """Which policy version a label of vLLM's stands for.
+
+    vLLM labels tokens with one number for the whole engine, and here the model and each adapter have versions of their
+    own: so the label counts updates, and this remembers what was served after each; label 0 is the start.
+    """
+
+    def __init__(self) -> None:
+        self._after: list[dict[str, int]] = [{MODEL: 0}]
+
+    @property
+    def next_label(self) -> int:
+        return len(self._after)
+
+    def update(self, version: int, adapter: str = MODEL) -> None:
+        """Note an update. One of the model changes what every adapter samples."""
+        before = self._after[-1]
+        self._after.append(dict.fromkeys(before, version) if adapter == MODEL else before | {adapter: version})
+
+    def segments(self, spans: Iterable[tuple[int, int]], adapter: str = MODEL) -> list[tuple[int, int]]:
+        """(version, number of tokens) from (label, number of tokens).
+
+        Tokens under a label from before the adapter's first update have that of the model.
+        """
+        served = ((self._after[label], count) for label, count in spans)
+        return [(versions.get(adapter, versions[MODEL]), count) for versions, count in served]

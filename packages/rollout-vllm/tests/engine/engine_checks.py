@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 import numpy as np
 
 from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_testing import logprob_errors
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
 DEADLINE_S = 300.0
@@ -46,6 +47,25 @@ def run(config, *checks, given=()):
                 await check(engine, *given)
 
     asyncio.run(main())
+
+
+async def until_sampled(engine, num_tokens):
+    """Wait until so many more tokens are there."""
+    before = (await engine.health()).num_tokens
+    while (await engine.health()).num_tokens < before + num_tokens:
+        await asyncio.sleep(0.001)
+
+
+async def until_running(engine, num_samples):
+    while (await engine.health()).num_running < num_samples:
+        await asyncio.sleep(0.001)
+
+
+async def error_of(engine, model, one=None):
+    """How far a sample's log-probabilities are from those of transformers, nats."""
+    one = one or request()
+    (completion,) = await engine.generate(one)
+    return logprob_errors(model, one.prompt_ids, completion).max()
 
 
 def draw_adapter(model, *, rank=4, seed=0, spread=0.25, layers=ALL):

@@ -6,12 +6,13 @@ Each check takes an engine that serves a `tiny_vision_model` as it lies in its f
 import asyncio
 from dataclasses import replace
 
+import engine_checks
 import numpy as np
 import pytest
 from engine_checks import draw_adapter, merged
 
 from offbeat_testing import FakeWeightStream
-from offbeat_types import DataError, GenerateRequest, LoraAdapter, SamplingParams
+from offbeat_types import DataError, LoraAdapter
 
 SIZES = ((40, 56), (33, 70), (24, 24))
 POET = LoraAdapter(name="poet", scale=0.7)
@@ -66,12 +67,8 @@ class Trainer:
         return float(np.abs(completion.logprobs[:count] - expected)[start:].max())
 
 
-def request(prompt, images=(), request_id="r", *, num_samples=1, **params):
-    params = {"max_tokens": 16, "ignore_eos": True, "seed": 5, **params}
-    params = SamplingParams(**params)
-    return GenerateRequest(
-        request_id=request_id, prompt_ids=prompt, images=images, num_samples=num_samples, params=params
-    )
+def request(prompt, images=(), request_id="r", **params):
+    return replace(engine_checks.request(request_id, prompt, **params), images=images)
 
 
 async def check_numbers_of_images(engine, trainer):

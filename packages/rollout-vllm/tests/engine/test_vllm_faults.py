@@ -11,7 +11,8 @@ from importlib import import_module
 import numpy as np
 import psutil
 import pytest
-from engine_checks import DEADLINE_S, LONG, SHORT, config_of, request, run
+import pytest_asyncio
+from engine_checks import DEADLINE_S, LONG, SHORT, config_of, error_of, request, started, until_sampled
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
@@ -32,7 +33,7 @@ from offbeat_types import (
     WeightSyncError,
 )
 
-pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,10 @@ class TestFaults:
     def take(self, shared_engine, folder):
         self._shared, self._folder, self._model = shared_engine, folder, reference_model(folder)
 
-    def run(self, check):
-        async def bounded():
-            async with asyncio.timeout(DEADLINE_S), self._shared.lend(config_of(self._folder)) as engine:
-                await check(engine)
-
-        asyncio.run(bounded())
+    @pytest_asyncio.fixture
+    async def engine(self):
+        async with self._shared.lend(config_of(self._folder)) as engine:
+            yield engine
 
     def stream(self, version=1, seed=1):
         """New weights for the engine; `self._model` has them too."""
@@ -60,65 +59,43 @@ class TestFaults:
 
     # A tied head
 
-    def test_a_tied_head_left_as_it_was_is_off_by_nats(self, monkeypatch):
-        async def check(engine):
-            monkeypatch.setattr(WorkerSide, "_refresh_heads", lambda self: None)
-            monkeypatch.setattr(WorkerSide, "check_heads", lambda self: None)
-            await engine.update_weights(self.stream(), 1)
-            (completion,) = await engine.generate(request())
-            assert logprob_errors(self._model, SHORT, completion).max() > 0.5
+    async def test_a_tied_head_left_as_it_was_is_off_by_nats(self, engine, monkeypatch):
+        monkeypatch.setattr(WorkerSide, "_refresh_heads", lambda self: None)
+        monkeypatch.setattr(WorkerSide, "check_heads", lambda self: None)
+        await engine.update_weights(self.stream(), 1)
+        assert await error_of(engine, self._model) > 0.5
 
-        self.run(check)
-
-    def test_a_tied_head_left_as_it_was_fails_the_update_and_a_whole_update_heals(self, monkeypatch):
-        async def check(engine):
-            with monkeypatch.context() as without:
-                without.setattr(WorkerSide, "_refresh_heads", lambda self: None)
-                with pytest.raises(WeightSyncError, match="lm_head serves other numbers"):
-                    await engine.update_weights(self.stream(1), 1)
-            with pytest.raises(WeightSyncError, match="no usable weights"):
-                await engine.generate(request())
-            await engine.update_weights(self.stream(2, seed=2), 2)
-            (completion,) = await engine.generate(request())
-            assert logprob_errors(self._model, SHORT, completion).max() < 1e-3
-
-        self.run(check)
+    async def test_a_tied_head_left_as_it_was_fails_the_update_and_a_whole_update_heals(self, engine, monkeypatch):
+        with monkeypatch.context() as without:
+            without.setattr(WorkerSide, "_refresh_heads", lambda self: None)
+            with pytest.raises(WeightSyncError, match="lm_head serves other numbers"):
+                await engine.update_weights(self.stream(1), 1)
+        with pytest.raises(WeightSyncError, match="no usable weights"):
+            await engine.generate(request())
+        await engine.update_weights(self.stream(2, seed=2), 2)
+        assert await error_of(engine, self._model) < 1e-3
 
     # A stale prefix cache
 
-    def test_cached_keys_and_values_of_old_weights_are_off_by_nats(self, monkeypatch):
-        async def check(engine):
-            await engine.generate(request("old", LONG))
-            core = engine._form._engine.engine_core
-            monkeypatch.setattr(engine._form._engine, "reset_prefix_cache", lambda **_: True)
-            assert core is engine._form._engine.engine_core
-            await engine.update_weights(self.stream(), 1)
-            (completion,) = await engine.generate(request("new", LONG))
-            assert logprob_errors(self._model, LONG, completion).max() > 0.1
-            monkeypatch.undo()
+    async def test_cached_keys_and_values_of_old_weights_are_off_by_nats(self, engine, monkeypatch):
+        await engine.generate(request("old", LONG))
+        monkeypatch.setattr(engine._form._engine, "reset_prefix_cache", lambda **_: True)
+        await engine.update_weights(self.stream(), 1)
+        assert await error_of(engine, self._model, request("new", LONG)) > 0.1
 
-        self.run(check)
+    async def test_an_update_drops_cached_keys_and_values(self, engine):
+        await engine.generate(request("old", LONG))
+        await engine.update_weights(self.stream(), 1)
+        assert await error_of(engine, self._model, request("new", LONG)) < 1e-3
 
-    def test_an_update_drops_cached_keys_and_values(self):
-        async def check(engine):
-            await engine.generate(request("old", LONG))
-            await engine.update_weights(self.stream(), 1)
-            (completion,) = await engine.generate(request("new", LONG))
-            assert logprob_errors(self._model, LONG, completion).max() < 1e-3
-
-        self.run(check)
-
-    def test_an_update_that_cannot_drop_them_fails(self, monkeypatch):
-        async def check(engine):
-            with monkeypatch.context() as stuck:
-                stuck.setattr(engine._form._engine, "reset_prefix_cache", lambda **_: False)
-                with pytest.raises(Exception, match="did not drop"):
-                    await engine.update_weights(self.stream(), 1)
-            with pytest.raises(WeightSyncError, match="no usable weights"):
-                await engine.generate(request())
-            await engine.update_weights(self.stream(2, seed=2), 2)
-
-        self.run(check)
+    async def test_an_update_that_cannot_drop_them_fails(self, engine, monkeypatch):
+        with monkeypatch.context() as stuck:
+            stuck.setattr(engine._form._engine, "reset_prefix_cache", lambda **_: False)
+            with pytest.raises(Exception, match="did not drop"):
+                await engine.update_weights(self.stream(), 1)
+        with pytest.raises(WeightSyncError, match="no usable weights"):
+            await engine.generate(request())
+        await engine.update_weights(self.stream(2, seed=2), 2)
 
     # Log-probabilities of another distribution
 
@@ -132,84 +109,61 @@ class TestFaults:
         ],
         ids=["temperature", "top_k", "min_p", "top_p"],
     )
-    def test_logprobs_are_of_the_sampled_distribution(self, params, cut):
-        async def check(engine):
-            (completion,) = await engine.generate(request(**params))
-            rows = _distributions(self._model, SHORT, completion.ids, params["temperature"])
-            kept = np.stack([cut(row) for row in rows])
-            chosen = kept[np.arange(len(completion.ids)), completion.ids]
-            expected = np.log(chosen / kept.sum(-1))
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3, rtol=0)
-            raw = reference_logprobs(self._model, np.concatenate([SHORT, completion.ids]))[len(SHORT) :]
-            assert np.abs(raw - expected).max() > 0.1, "the raw ones, vLLM's default, are others"
+    async def test_logprobs_are_of_the_sampled_distribution(self, engine, params, cut):
+        (completion,) = await engine.generate(request(**params))
+        rows = _distributions(self._model, SHORT, completion.ids, params["temperature"])
+        kept = np.stack([cut(row) for row in rows])
+        chosen = kept[np.arange(len(completion.ids)), completion.ids]
+        expected = np.log(chosen / kept.sum(-1))
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3, rtol=0)
+        raw = reference_logprobs(self._model, np.concatenate([SHORT, completion.ids]))[len(SHORT) :]
+        assert np.abs(raw - expected).max() > 0.1, "the raw ones, vLLM's default, are others"
 
-        self.run(check)
-
-    def test_greedy_and_sampled_requests_in_one_batch_keep_their_own(self):
-        async def check(engine):
-            requests = [request(str(index), temperature=0.0 if index % 2 else 0.6) for index in range(6)]
-            found = await asyncio.gather(*map(engine.generate, requests))
-            for index, (completion,) in enumerate(found):
-                assert (
-                    logprob_errors(self._model, SHORT, completion, temperature=1.0 if index % 2 else 0.6) < 1e-3
-                ).all()
-
-        self.run(check)
+    async def test_greedy_and_sampled_requests_in_one_batch_keep_their_own(self, engine):
+        requests = [request(str(index), temperature=0.0 if index % 2 else 0.6) for index in range(6)]
+        found = await asyncio.gather(*map(engine.generate, requests))
+        for index, (completion,) in enumerate(found):
+            temperature = 1.0 if index % 2 else 0.6
+            assert logprob_errors(self._model, SHORT, completion, temperature=temperature).max() < 1e-3
 
     # Packed weights that look empty
 
-    def test_packed_weights_are_proved_by_what_serves(self):
-        async def check(engine):
-            model = engine._form._engine.model_executor.driver_worker.worker.model_runner.get_model()
-            held = model.get_submodule("model.layers.0.self_attn.qkv_proj").weight
-            assert held.numel() == 0, "a proof from the parameters would hash nothing"
-            with pytest.raises(Exception):  # noqa: B017 - how it fails is vLLM's business
-                model.load_weights(self.stream())
-            stream = self.stream(1, seed=3)
-            assert await engine.update_weights(stream, 1) == stream.expected()
-            (completion,) = await engine.generate(request())
-            assert logprob_errors(self._model, SHORT, completion).max() < 1e-3
-
-        self.run(check)
+    async def test_packed_weights_are_proved_by_what_serves(self, engine):
+        model = engine._form._engine.model_executor.driver_worker.worker.model_runner.get_model()
+        held = model.get_submodule("model.layers.0.self_attn.qkv_proj").weight
+        assert held.numel() == 0, "a proof from the parameters would hash nothing"
+        with pytest.raises(Exception):  # noqa: B017 - how it fails is vLLM's business
+            model.load_weights(self.stream())
+        stream = self.stream(1, seed=3)
+        assert await engine.update_weights(stream, 1) == stream.expected()
+        assert await error_of(engine, self._model) < 1e-3
 
     @pytest.mark.parametrize("name", ["model.norm", "model.layers.1.mlp.down_proj", "lm_head"])
-    def test_a_proof_sees_what_changed_after_the_load(self, name):
+    async def test_a_proof_sees_what_changed_after_the_load(self, engine, name):
+        model = engine._form._engine.model_executor.driver_worker.worker.model_runner.get_model()
+
         class Spoiled(FakeWeightStream):
             def prove(self, read):
-                spoil(name)
+                _spoil(model.get_submodule(name))
                 return super().prove(read)
 
-        async def check(engine):
-            nonlocal spoil
-            model = engine._form._engine.model_executor.driver_worker.worker.model_runner.get_model()
+        weights = [*changed_weights(self._model), ("lm_head.weight", self._model.lm_head.weight.detach().clone())]
+        expected = FakeWeightStream(weights, 1).expected()
+        assert await engine.update_weights(FakeWeightStream(weights, 1), 1) == expected
+        assert await engine.update_weights(Spoiled(weights, 1), 1) != expected
 
-            def spoil(name):
-                _spoil(model.get_submodule(name))
-
-            weights = [*changed_weights(self._model), ("lm_head.weight", self._model.lm_head.weight.detach().clone())]
-            assert (
-                await engine.update_weights(FakeWeightStream(weights, 1), 1) == FakeWeightStream(weights, 1).expected()
-            )
-            assert await engine.update_weights(Spoiled(weights, 1), 1) != FakeWeightStream(weights, 1).expected()
-
-        spoil = None
-        self.run(check)
-
-    def test_numbers_that_no_product_shows_are_proved_too(self):
-        async def check(engine):
-            weights = changed_weights(self._model)
-            for index, (name, tensor) in enumerate(weights):
-                tensor.view(-1)[index % 7 :: 11] = -0.0
-                tensor.view(-1)[index % 5 :: 13] = 1e-40
-                weights[index] = name, tensor
-            stream = FakeWeightStream(weights, 1)
-            assert await engine.update_weights(stream, 1) == stream.expected()
-
-        self.run(check)
+    async def test_numbers_that_no_product_shows_are_proved_too(self, engine):
+        weights = changed_weights(self._model)
+        for index, (name, tensor) in enumerate(weights):
+            tensor.view(-1)[index % 7 :: 11] = -0.0
+            tensor.view(-1)[index % 5 :: 13] = 1e-40
+            weights[index] = name, tensor
+        stream = FakeWeightStream(weights, 1)
+        assert await engine.update_weights(stream, 1) == stream.expected()
 
     # What else a rollout needs
 
-    def test_a_group_computes_its_prompt_once(self, monkeypatch):
+    async def test_a_group_computes_its_prompt_once(self, engine, monkeypatch):
         cached = {}
         outputs = import_module("offbeat_rollout_vllm._forms")
         read = outputs.read_output
@@ -218,100 +172,79 @@ class TestFaults:
             cached[output.request_id] = output.num_cached_tokens
             return read(output, label)
 
-        async def check(engine):
-            await engine.update_weights(self.stream(), 1)  # nothing is cached now
-            monkeypatch.setattr(outputs, "read_output", note)
-            await engine.generate(request("group", LONG, num_samples=4))
-            assert sorted(cached.values()) == [0, 256, 256, 256]
+        await engine.update_weights(self.stream(), 1)  # nothing is cached now
+        monkeypatch.setattr(outputs, "read_output", note)
+        await engine.generate(request("group", LONG, num_samples=4))
+        assert sorted(cached.values()) == [0, 256, 256, 256]
 
-        self.run(check)
+    async def test_two_updates_in_flight_make_three_segments(self, engine):
+        old = reference_model(self._folder)
+        task = asyncio.create_task(engine.generate(request("long", max_tokens=400)))
+        for version in (3, 8):
+            await until_sampled(engine, 20)
+            await engine.update_weights(self.stream(version, seed=version), version)
+        (completion,) = await task
+        assert [segment.version for segment in completion.segments] == [0, 3, 8]
+        first, second, last = (segment.num_tokens for segment in completion.segments)
+        assert first >= 20
+        assert second >= 20
+        ids = np.concatenate([SHORT, completion.ids])
+        for model, chosen in ((old, slice(0, first)), (self._model, slice(first + second, None))):
+            expected = reference_logprobs(model, ids)[len(SHORT) :]
+            np.testing.assert_allclose(completion.logprobs[chosen], expected[chosen], atol=1e-3, rtol=0)
+        assert last == 400 - first - second
 
-    def test_two_updates_in_flight_make_three_segments(self):
-        async def check(engine):
-            old = reference_model(self._folder)
-            task = asyncio.create_task(engine.generate(request("long", max_tokens=400)))
-            for version in (3, 8):
-                tokens = (await engine.health()).num_tokens
-                while (await engine.health()).num_tokens < tokens + 20:
-                    await asyncio.sleep(0.001)
-                await engine.update_weights(self.stream(version, seed=version), version)
-            (completion,) = await task
-            assert [segment.version for segment in completion.segments] == [0, 3, 8]
-            first, second, last = (segment.num_tokens for segment in completion.segments)
-            assert first >= 20
-            assert second >= 20
-            ids = np.concatenate([SHORT, completion.ids])
-            for model, chosen in ((old, slice(0, first)), (self._model, slice(first + second, None))):
-                expected = reference_logprobs(model, ids)[len(SHORT) :]
-                np.testing.assert_allclose(completion.logprobs[chosen], expected[chosen], atol=1e-3, rtol=0)
-            assert last == 400 - first - second
-
-        self.run(check)
-
-    def test_two_turns_with_an_update_between_them_and_one_within(self):
+    async def test_two_turns_with_an_update_between_them_and_one_within(self, engine):
         """A conversation: the prompt of a turn is every token so far, sampled ones as they were sampled."""
+        policies = {0: reference_model(self._folder)}
+        (first,) = await engine.generate(request("turn 1", LONG))
+        await engine.update_weights(self.stream(1, seed=3), 1)
+        policies[1] = copy.deepcopy(self._model)
+        reply = Reply(ids=np.asarray([40, 41, 42], np.int32))
+        prompt = np.concatenate([LONG, first.ids, reply.ids])
+        task = asyncio.create_task(engine.generate(request("turn 2", prompt, max_tokens=150)))
+        await until_sampled(engine, 20)
+        await engine.update_weights(self.stream(2, seed=4), 2)
+        policies[2] = self._model
+        (second,) = await task
+        trajectory = Trajectory(turns=(first, second), replies=(reply,), ended="max_turns")
+        assert [segment.version for segment in trajectory.segments] == [0, 1, 2]
+        sequence = trajectory.to_sequence(LONG)
+        expected = {
+            version: reference_logprobs(model, sequence.ids)[sequence.loss_mask] for version, model in policies.items()
+        }
+        start = 0
+        for segment in trajectory.segments:
+            run = slice(start, start + segment.num_tokens)
+            np.testing.assert_allclose(trajectory.logprobs[run], expected[segment.version][run], atol=1e-3, rtol=0)
+            start += segment.num_tokens
 
-        async def check(engine):
-            policies = {0: reference_model(self._folder)}
-            (first,) = await engine.generate(request("turn 1", LONG))
-            await engine.update_weights(self.stream(1, seed=3), 1)
-            policies[1] = copy.deepcopy(self._model)
-            reply = Reply(ids=np.asarray([40, 41, 42], np.int32))
-            prompt = np.concatenate([LONG, first.ids, reply.ids])
-            task = asyncio.create_task(engine.generate(request("turn 2", prompt, max_tokens=150)))
-            tokens = (await engine.health()).num_tokens
-            while (await engine.health()).num_tokens < tokens + 20:
-                await asyncio.sleep(0.001)
-            await engine.update_weights(self.stream(2, seed=4), 2)
-            policies[2] = self._model
-            (second,) = await task
-            trajectory = Trajectory(turns=(first, second), replies=(reply,), ended="max_turns")
-            assert [segment.version for segment in trajectory.segments] == [0, 1, 2]
-            sequence = trajectory.to_sequence(LONG)
-            expected = {
-                version: reference_logprobs(model, sequence.ids)[sequence.loss_mask]
-                for version, model in policies.items()
-            }
-            start = 0
-            for segment in trajectory.segments:
-                run = slice(start, start + segment.num_tokens)
-                np.testing.assert_allclose(trajectory.logprobs[run], expected[segment.version][run], atol=1e-3, rtol=0)
-                start += segment.num_tokens
+    async def test_end_of_sequence_is_the_folders(self, engine):
+        (free,) = await engine.generate(request())
+        eos = int(free.ids[5])
+        table = engine._table
+        before = table.eos_ids
+        try:
+            table.eos_ids = frozenset([eos])
+            (ended,) = await engine.generate(request(ignore_eos=False))
+            (on,) = await engine.generate(request("on", ignore_eos=True))
+        finally:
+            table.eos_ids = before
+        assert ended.stop_reason == "eos"
+        assert ended.ids.tolist() == free.ids[: free.ids.tolist().index(eos) + 1].tolist()
+        assert on.stop_reason == "length"
 
-        self.run(check)
+    async def test_requests_without_a_seed_differ(self, engine):
+        first, second = await engine.generate(request(num_samples=2, seed=None))
+        assert first.ids.tolist() != second.ids.tolist()
 
-    def test_end_of_sequence_is_the_folders(self):
-        async def check(engine):
-            (free,) = await engine.generate(request())
-            eos = int(free.ids[5])
-            table = engine._table
-            before = table.eos_ids
-            try:
-                table.eos_ids = frozenset([eos])
-                (ended,) = await engine.generate(request(ignore_eos=False))
-                (on,) = await engine.generate(request("on", ignore_eos=True))
-            finally:
-                table.eos_ids = before
-            assert ended.stop_reason == "eos"
-            assert ended.ids.tolist() == free.ids[: free.ids.tolist().index(eos) + 1].tolist()
-            assert on.stop_reason == "length"
-
-        self.run(check)
-
-    def test_requests_without_a_seed_differ(self):
-        async def check(engine):
-            first, second = await engine.generate(request(num_samples=2, seed=None))
-            assert first.ids.tolist() != second.ids.tolist()
-
-        self.run(check)
-
-    def test_an_option_that_vllm_does_not_have_is_refused_by_name(self):
+    async def test_an_option_that_vllm_does_not_have_is_refused_by_name(self):
         config = RolloutEngineConfig(model_path=str(self._folder), options={"blok_size": 64})
         with pytest.raises(ConfigError, match="did you mean block_size"):
-            asyncio.run(VllmRolloutEngine.create(config))
+            await VllmRolloutEngine.create(config)
 
 
-def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
+async def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
     """Another family, whose matrices have biases, and a head size that vLLM's attention on a CPU takes."""
     import torch
 
@@ -328,22 +261,18 @@ def test_bfloat16_with_biases_is_proved_bit_by_bit(tmp_path):
         def prove(self, read):
             return super().prove(lambda name: read(name).view(torch.int16))
 
-    async def check(engine):
+    async with started(config_of(folder, dtype="bfloat16", max_running=4)) as engine:
         stream = Bits(weights, 1)
         assert await engine.update_weights(stream, 1) == stream.expected()
         (completion,) = await engine.generate(request())
         assert logprob_errors(model, SHORT, completion).max() < 0.2
 
-    run(config_of(folder, dtype="bfloat16", max_running=4), check)
-
 
 @pytest.mark.nightly
-def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
+async def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
     """vLLM leaves such a call unanswered; samples in flight and what comes later learn of it as well."""
-
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-
-    async def check(engine):
+    async with started(config_of(folder, options={"form": "async"})) as engine:
         sampling = asyncio.create_task(engine.generate(request("killed", max_tokens=400)))
         while not (await engine.health()).num_tokens:
             await asyncio.sleep(0.01)
@@ -355,27 +284,21 @@ def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder):
                 with pytest.raises(PeerFailedError, match="vLLM failed"):
                     await call
 
-    run(config_of(folder, options={"form": "async"}), check)
-
 
 @pytest.mark.nightly
-def test_a_seeded_prompt_that_takes_several_steps_kills_a_bare_vllm(folder, monkeypatch):
+async def test_a_seeded_prompt_that_takes_several_steps_kills_a_bare_vllm(folder, monkeypatch):
     monkeypatch.setattr("offbeat_rollout_vllm._extension.spare_generators", lambda runner: None)
-
-    async def check(engine):
+    async with started(config_of(folder, options={"max_num_batched_tokens": 128})) as engine:
         with pytest.raises(PeerFailedError, match="offset"):
             await engine.generate(request("long", LONG))
         with pytest.raises(PeerFailedError, match="make a new one"):
             await engine.generate(request("after"))
 
-    run(config_of(folder, options={"max_num_batched_tokens": 128}), check)
-
 
 @pytest.mark.nightly
-def test_prompts_that_take_several_steps_keep_their_seeds(folder):
+async def test_prompts_that_take_several_steps_keep_their_seeds(folder):
     """More prompt tokens than one step takes: vLLM discards what is drawn before a prompt is whole."""
-
-    async def check(engine):
+    async with started(config_of(folder, max_running=8, options={"max_num_batched_tokens": 48})) as engine:
         model = reference_model(folder)
         prompts = [LONG[: 46 + index] for index in range(12)] + [LONG]
         requests = [request(f"r{index}", prompt, seed=index) for index, prompt in enumerate(prompts)]
@@ -391,8 +314,6 @@ def test_prompts_that_take_several_steps_keep_their_seeds(folder):
         for completion in await task:
             assert completion.oldest_version == 0
             assert completion.segments[-1].version == 1
-
-    run(config_of(folder, max_running=8, options={"max_num_batched_tokens": 48}), check)
 
 
 def _distributions(model, prompt, ids, temperature):

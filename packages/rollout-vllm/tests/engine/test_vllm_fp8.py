@@ -4,8 +4,6 @@ vLLM's kernels for blocks want a GPU, or AMX. All else of its FP8 (config, layer
 and runs here, with a kernel that multiplies by what the blocks stand for put in the place of those.
 """
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +21,7 @@ from offbeat_weightsync import (
     quantize_tensors,
 )
 
-pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 REQUEST = request(prompt=np.arange(5, 25, dtype=np.int32), num_samples=2, max_tokens=24, seed=3)
 
 
@@ -73,12 +71,9 @@ async def check_precision(engine, folder, bound, dtype):
         assert distance(model, named, completions) > 1.5 * bound, "nothing was rounded"
 
 
-def test_where_there_is_no_kernel_the_values_are_served_and_the_blocks_proved(folder):
-    async def run():
-        async with started(settings(folder)) as engine:
-            await check_precision(engine, folder, 1e-3, "float32")
-
-    asyncio.run(run())
+async def test_where_there_is_no_kernel_the_values_are_served_and_the_blocks_proved(folder):
+    async with started(settings(folder)) as engine:
+        await check_precision(engine, folder, 1e-3, "float32")
 
 
 def register_plain_kernel(monkeypatch):
@@ -104,20 +99,17 @@ def register_plain_kernel(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_vllm_takes_holds_and_shows_the_very_blocks(folder, monkeypatch):
+async def test_vllm_takes_holds_and_shows_the_very_blocks(folder, monkeypatch):
     register_plain_kernel(monkeypatch)
 
-    async def run():
-        async with started(settings(folder, dtype="bfloat16")) as engine:
-            worker = engine._form._engine.model_executor.driver_worker.worker
-            layer = worker.model_runner.get_model().model.layers[0]
-            for joined in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
-                assert joined.weight.dtype == torch.float8_e4m3fn
-                assert joined.weight_scale_inv.shape == tuple(-(-size // 128) for size in joined.weight.shape)
-            await check_precision(engine, folder, 0.1, "bfloat16")
-            await check_that_a_wrong_scale_is_seen(engine, worker.offbeat_side, layer.self_attn.qkv_proj)
-
-    asyncio.run(run())
+    async with started(settings(folder, dtype="bfloat16")) as engine:
+        worker = engine._form._engine.model_executor.driver_worker.worker
+        layer = worker.model_runner.get_model().model.layers[0]
+        for joined in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
+            assert joined.weight.dtype == torch.float8_e4m3fn
+            assert joined.weight_scale_inv.shape == tuple(-(-size // 128) for size in joined.weight.shape)
+        await check_precision(engine, folder, 0.1, "bfloat16")
+        await check_that_a_wrong_scale_is_seen(engine, worker.offbeat_side, layer.self_attn.qkv_proj)
 
 
 async def check_that_a_wrong_scale_is_seen(engine, side, layer):

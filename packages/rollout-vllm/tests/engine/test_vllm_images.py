@@ -7,36 +7,24 @@ import asyncio
 
 import numpy as np
 import pytest
+from engine_checks import DEADLINE_S, config_of, started
 from image_checks import Trainer, check_numbers_of_images, check_refusals, request
 
-from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, changed_weights, tiny_vision_model
-from offbeat_types import OffbeatError, RolloutEngineConfig
+from offbeat_types import OffbeatError
 
-DEADLINE_S = 300.0
-pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 
 
-def run(folder, *checks, tensor_parallel=1):
+async def run(folder, *checks):
     """Start one engine and run checks on it, one after the other."""
-
-    async def bounded():
-        config = RolloutEngineConfig(
-            model_path=str(folder), device="cpu", tensor_parallel=tensor_parallel, max_model_len=512, max_running=8
-        )
-        async with asyncio.timeout(DEADLINE_S):
-            engine = await VllmRolloutEngine.create(config)
-            try:
-                assert engine.capabilities.multimodal
-                trainer = Trainer(folder)
-                for check in checks:
-                    await check(engine, trainer)
-            finally:
-                await engine.close()
-            with pytest.raises(OffbeatError, match="closed"):
-                await engine.generate(request(*trainer.prompt(1)))
-
-    asyncio.run(bounded())
+    trainer = Trainer(folder)
+    async with started(config_of(folder, max_running=8)) as engine:
+        assert engine.capabilities.multimodal
+        for check in checks:
+            await check(engine, trainer)
+    with pytest.raises(OffbeatError, match="closed"):
+        await engine.generate(request(*trainer.prompt(1)))
 
 
 async def check_updates(engine, trainer):
@@ -78,13 +66,13 @@ async def check_two_turns(engine, trainer):
 
 
 @pytest.mark.nightly
-def test_qwen3_vl(tmp_path):
+async def test_qwen3_vl(tmp_path):
     folder = tiny_vision_model(tmp_path / "model", "qwen3_vl")
-    run(folder, check_numbers_of_images, check_refusals, check_updates, check_two_turns)
+    await run(folder, check_numbers_of_images, check_refusals, check_updates, check_two_turns)
 
 
 @pytest.mark.nightly
-def test_qwen2_5_vl(tmp_path):
+async def test_qwen2_5_vl(tmp_path):
     """Windows in its vision tower, an untied head, and other names on disk than in the trainer."""
     folder = tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=False)
-    run(folder, check_numbers_of_images, check_updates, check_two_turns)
+    await run(folder, check_numbers_of_images, check_updates, check_two_turns)

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_checks import DEADLINE_S, LONG, config_of, request, run
+from engine_checks import DEADLINE_S, LONG, config_of, request, started
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
@@ -15,7 +15,7 @@ from offbeat_types import (
     WeightSyncError,
 )
 
-pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 MIB = 1 << 20
 CACHE_BYTES = 160 * MIB
 OPTIONS = {"kv_cache_memory_bytes": CACHE_BYTES}
@@ -42,12 +42,11 @@ def fill_cache(self):
 
 
 @pytest.mark.nightly
-def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
+async def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
     model = reference_model(folder)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-
-    async def check(engine):
+    async with started(config_of(folder, options=OPTIONS)) as engine:
         assert engine.capabilities.sleep_levels == (1, 2)
         (before,) = await engine.generate(REQUEST)
         engine._workers.call("fill_cache")
@@ -62,9 +61,7 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
         (after,) = await engine.generate(REQUEST)
         assert after.ids.tolist() == before.ids.tolist(), "its keys and values are computed anew"
         assert logprob_errors(model, REQUEST.prompt_ids, after).max() < 1e-3
-        await check_level_2(engine)
 
-    async def check_level_2(engine):
         engine._workers.call("fill_cache")
         awake = resident_bytes(engine)
         await engine.pause("wait")
@@ -82,36 +79,27 @@ def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypatch):
         await engine.resume()
         (completion,) = await waiting
         assert completion.oldest_version == 1
-        assert logprob_errors(model, REQUEST.prompt_ids, completion).max() < 1e-3
+        assert logprob_errors(model, LONG, completion).max() < 1e-3
         await engine.sleep(2)
         await engine.wake()
         with pytest.raises(WeightSyncError, match="given back by sleep"):
             await engine.generate(REQUEST)
 
-    run(config_of(folder, options=OPTIONS), check)
-
 
 @pytest.mark.nightly
-def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
+async def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
     """What this package's is there for: when this fails, vLLM's own will do."""
     monkeypatch.setattr("offbeat_rollout_vllm._extension.CpuSleep", lambda worker: None)
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
-
-    async def check(engine):
+    async with started(config_of(folder, options=OPTIONS)) as engine:
         engine._workers.call("fill_cache")
         awake = resident_bytes(engine)
         await engine.sleep(2)
         assert awake - resident_bytes(engine) < 0.1 * CACHE_BYTES
 
-    run(config_of(folder, options=OPTIONS), check)
 
-
-async def _refusal(engine):
-    with pytest.raises(ConfigError, match=r"none \(see options.enable_sleep_mode\)"):
-        await engine.sleep(1)
-
-
-def test_it_is_refused_where_it_was_switched_off(folder):
+async def test_it_is_refused_where_it_was_switched_off(folder):
     engine = VllmRolloutEngine(config_of(folder, options={"enable_sleep_mode": False}))
     assert engine.capabilities.sleep_levels == ()
-    asyncio.run(_refusal(engine))
+    with pytest.raises(ConfigError, match=r"none \(see options.enable_sleep_mode\)"):
+        await engine.sleep(1)

@@ -15,10 +15,10 @@ from offbeat_run._command import (
 from offbeat_run._config.load import load_config, parse_config, split_overrides
 from offbeat_run._config.schema import check_limits
 from offbeat_run._config.sections import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_run._config.text import dump_config, explain
+from offbeat_run._config.text import dump_config, explain, toml_value
 from offbeat_run._examine import ModelFolder, examine, inspect_model
 from offbeat_run._files import atomic_folder, atomic_write, disk_errors, write_new_file
-from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder
+from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder, check_shared
 from offbeat_run._metrics import METRIC_NAMES, MetricName, MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
 from offbeat_run._progress import Progress, print_before_after
 from offbeat_run._quantities import count_text, duration_text, size_text
@@ -53,6 +53,7 @@ __all__ = [
     "atomic_folder",
     "atomic_write",
     "check_limits",
+    "check_shared",
     "check_trackers",
     "clock_s",
     "count_text",
@@ -80,6 +81,7 @@ __all__ = [
     "size_text",
     "split_arguments",
     "split_overrides",
+    "toml_value",
     "whole_number",
     "write_new_file",
     "write_report",

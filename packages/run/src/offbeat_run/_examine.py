@@ -126,7 +126,9 @@ def _devices() -> list[tuple[str, str]]:
 
 def _backends() -> list[tuple[str, str]]:
     rows = []
-    for kind, name in sorted({*INSTALL_LINES, *_registered()}):
+    kinds = ("offbeat.rollout", "offbeat.engine", "offbeat.launcher")
+    registered = {(kind, name) for kind in kinds for name in installed_backends(kind)}
+    for kind, name in sorted({*INSTALL_LINES, *registered}):
         label = f"{kind.removeprefix('offbeat.')} {name}"
         try:
             # An adapter imports without the engine it adapts; whether that is here too, only the adapter knows.
@@ -137,8 +139,3 @@ def _backends() -> list[tuple[str, str]]:
         except ImportError as error:
             rows.append((label, f"installed, and does not import: {error}"))
     return rows
-
-
-def _registered() -> set[tuple[str, str]]:
-    kinds = ("offbeat.rollout", "offbeat.engine", "offbeat.launcher")
-    return {(kind, name) for kind in kinds for name in installed_backends(kind)}

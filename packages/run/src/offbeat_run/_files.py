@@ -7,11 +7,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from offbeat_types import RunFolderError, sync_path, sync_tree
+
+T = TypeVar("T")
 
 TEMPORARY = ".tmp-"
 OLD = ".old-"
@@ -156,11 +158,15 @@ class JsonlFile:
         self._file.close()
 
 
-def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield every whole line; a missing file has none.
+def read_lines(
+    path: Path, parse: Callable[[dict[str, Any]], T], what: str, damaged: list[str] | None = None
+) -> Iterator[T]:
+    """Yield what `parse` makes of every whole line; a missing file has none.
 
     Args:
         path: of the file.
+        parse: reads the object that a line holds.
+        what: each line is, for errors, such as "a line of metrics".
         damaged: takes a word for each line that cannot be read, which is then left out.
 
     Raises:
@@ -172,14 +178,18 @@ def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[st
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n") or not raw.strip():
                 continue
+            expected = "a line of JSON"
             try:
-                line = _decode(raw, f"{path}:{number}")
-            except RunFolderError as error:
+                line = msgspec.json.decode(raw, type=dict[str, Any])
+                expected = what
+                found = parse(line)
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+                said = f"{path}:{number}: not {expected}: {error}; remove the line, or restore the file"
                 if damaged is None:
-                    raise
-                damaged.append(str(error))
+                    raise RunFolderError(said) from error
+                damaged.append(said)
             else:
-                yield line
+                yield found
 
 
 def _encode(line: Mapping[str, Any]) -> bytes:
@@ -197,22 +207,12 @@ def _encodable(value: Any) -> Any:
     return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _decode(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        line = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
-        raise RunFolderError(f"{where}: not a line of JSON: {error}; remove the line, or restore the file") from error
-    if not isinstance(line, dict):
-        raise RunFolderError(f"{where}: must be a JSON object; remove the line, or restore the file")
-    return line
-
-
 def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file, in one piece, with only the lines that `keep` wants."""
     if not path.is_file():
         return
     with atomic_write(path, "wb") as file:
-        for line in read_lines(path):
+        for line in read_lines(path, dict, "a line"):
             if keep(line):
                 file.write(msgspec.json.encode(line) + b"\n")
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -325,6 +326,19 @@ class RunFolder:
         if not self._stays and isinstance(error, UserError | KeyboardInterrupt):
             self._remove()
         self.close()
+
+
+def check_shared(path: Path) -> None:
+    """Refuse to work for a run whose folder is not on this machine: called by what writes checkpoints to it.
+
+    Raises:
+        RunFolderError: with the name of this machine.
+    """
+    if not path.is_dir():
+        raise RunFolderError(
+            f"{path} is not on {socket.gethostname()}, where the run has started a trainer: the run folder lies where "
+            "every node has it under one path; choose such a place with --out"
+        )
 
 
 def _forbid_others_to_write(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ import msgspec
 
 from offbeat_run._files import JsonlFile, cut_lines, read_lines
 from offbeat_run._folder import RunFolder
-from offbeat_types import Metric, RunFolderError
+from offbeat_types import Metric
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class MetricsLog:
         self._trackers = tuple(trackers)
         self._events = EventFile(run.tensorboard) if tensorboard else None
         if self._events:
-            for before in _lines(run.metrics):
+            for before in read_metrics(run.metrics):
                 self._events.write(before.step, before.time_s, before.values)
 
     def write(self, step: int, metrics: Mapping[str, MetricValue], *, time_s: float | None = None) -> None:
@@ -242,22 +242,12 @@ def read_metrics(path: Path | str, damaged: list[str] | None = None) -> list[Met
     Raises:
         RunFolderError: a line is damaged, with its number, and nobody takes note of it.
     """
-    return list(_lines(Path(path), damaged))
+    return list(read_lines(Path(path), _metrics_line, "a line of metrics", damaged))
 
 
-def _lines(path: Path, damaged: list[str] | None = None) -> Iterator[MetricsLine]:
-    for line in read_lines(path, damaged):
-        try:
-            held = {name: _from_json(value) for name, value in line.items() if name not in ("step", "time_s")}
-            found = MetricsLine(step=int(line["step"]), time_s=float(line["time_s"]), values=held)
-        except (KeyError, TypeError, ValueError) as error:
-            if damaged is None:
-                raise RunFolderError(
-                    f"{path}: not a line of metrics: {error!r}; remove it, or restore the file"
-                ) from error
-            damaged.append(f"{path}: not a line of metrics: {error!r}")
-        else:
-            yield found
+def _metrics_line(line: dict[str, Any]) -> MetricsLine:
+    held = {name: _from_json(value) for name, value in line.items() if name not in ("step", "time_s")}
+    return MetricsLine(step=int(line["step"]), time_s=float(line["time_s"]), values=held)
 
 
 def _plain(value: MetricValue) -> float | list[float]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from offbeat_run._metrics import MetricsLog, MetricValue
 from offbeat_run._progress import Progress
 from offbeat_run._timeline import Timeline, clock_s
 from offbeat_run._trackers import open_trackers
-from offbeat_types import RunFolderError
 
 GenerationKind = Literal["train", "validation"]
 
@@ -97,16 +95,8 @@ def read_generations(run: RunFolder, kind: GenerationKind, damaged: list[str] | 
     Raises:
         RunFolderError: a line is damaged, and nobody takes note of it.
     """
-    path = Path(run.generations) / f"{kind}.jsonl"
-    found: list[Generation] = []
-    for line in read_lines(path, damaged):
-        try:
-            found.append(msgspec.convert(line, Generation))
-        except msgspec.ValidationError as error:
-            if damaged is None:
-                raise RunFolderError(f"{path}: not a generation: {error}; remove the line, or restore it") from error
-            damaged.append(f"{path}: not a generation: {error}")
-    return found
+    path = run.generations / f"{kind}.jsonl"
+    return list(read_lines(path, lambda line: msgspec.convert(line, Generation), "a generation", damaged))
 
 
 class RunLog:

@@ -40,7 +40,7 @@ class Timeline:
         self._tracks = {str(event["args"]["name"]): int(event["tid"]) for event in events if _names_track(event)}
         self._mutex = threading.Lock()
         with atomic_write(self.path, "wb") as file:
-            file.write(_array(events))
+            file.write(b"[\n" + b",\n".join(msgspec.json.encode(event) for event in events))
         self._empty = not events
         self._file = self.path.open("ab")
 
@@ -64,7 +64,8 @@ class Timeline:
             tid = self._tracks.get(track)
             if tid is None:
                 tid = self._tracks[track] = len(self._tracks) + 1
-                self._write(_track_name(track, tid))
+                named = {"ph": "M", "name": "thread_name", "args": {"name": track}}
+                self._write({"pid": _PROCESS, "tid": tid, **named})
             self._write({"pid": _PROCESS, "tid": tid, **event})
 
     def _write(self, event: dict[str, Any]) -> None:
@@ -103,14 +104,6 @@ def read_timeline(path: Path | str) -> list[dict[str, Any]]:
             except msgspec.DecodeError:
                 break  # only the last line can be torn
     return events
-
-
-def _array(events: list[dict[str, Any]]) -> bytes:
-    return b"[\n" + b",\n".join(msgspec.json.encode(event) for event in events)
-
-
-def _track_name(track: str, tid: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": tid, "args": {"name": track}}
 
 
 def _names_track(event: Mapping[str, Any]) -> bool:

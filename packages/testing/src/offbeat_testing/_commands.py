@@ -75,6 +75,10 @@ COMMON_MISTAKES: Final[Mapping[str, Mistake]] = {
     "everything held out": (["--data.eval_size", "24"], "eval_size"),
     "nothing to validate on": (["--data.eval_size", "0"], "data.eval_size"),
     "never ends": (["--data.epochs", "0"], "never end"),
+    "a warm-up that outlasts the run": (
+        ["--engine.schedule", "linear", "--engine.warmup_steps", "9", "--engine.max_updates", "2"],
+        "engine.warmup_steps = 9: the run makes 2 (engine.max_updates, data.epochs)",
+    ),
     "stray word": (["--verbose"], "--verbose"),
 }
 

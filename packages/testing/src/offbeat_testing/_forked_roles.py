@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from offbeat_actors import LocalLauncher, RoleSpec, _server
-from offbeat_actors._actor import RoleActor
+from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import open_log, own_environment
 from offbeat_actors._local import LocalProcess
 from offbeat_actors._wire import Channel, SocketStream
@@ -58,7 +58,7 @@ class _RoleProcess(ForkedProcess):
         return code
 
 
-async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
+async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> ActorHandle:
     ours, theirs = socket.socketpair()
     log = os.dup(2) if spec.log_path is None else open_log(spec.log_path, spec.name)
 
@@ -73,4 +73,4 @@ async def _fork_role(launcher: LocalLauncher, spec: RoleSpec) -> RoleActor:
     theirs.close()
     os.close(log)
     local = LocalProcess(process)  # type: ignore[arg-type]
-    return RoleActor(spec, local, Channel(SocketStream(ours)), launcher._config)
+    return ActorHandle(spec, local, Channel(SocketStream(ours)), launcher._config)

@@ -18,26 +18,24 @@ from offbeat_training._lora import (
     write_adapter_config,
 )
 from offbeat_training._losses import LossCalls, with_loss_tokens
-from offbeat_training._optimizer import ClippedAdamW
+from offbeat_training._optimizer import ClippedAdamW, clip_gradients
 from offbeat_training._packing import (
     Family,
     MicroBatch,
     Segment,
     Share,
-    count_tokens,
-    fill_evenly,
     idle_micro_batch,
     lay_out,
-    members_in_order,
     plan_packs,
     plan_shares,
     rounds_with_images,
 )
-from offbeat_training._ranks import TrainerRanks
+from offbeat_training._ranks import TrainerRanks, answers_of_all
 from offbeat_training._saving import BackgroundWrite, publish, recover, stage
-from offbeat_training._steps import Steps
+from offbeat_training._steps import StepCounts, Steps
 from offbeat_training._tensor_files import (
     Box,
+    CutTensor,
     FileWriter,
     PlannedFile,
     TensorFolder,
@@ -69,6 +67,7 @@ __all__ = [
     "BackgroundWrite",
     "Box",
     "ClippedAdamW",
+    "CutTensor",
     "Family",
     "FileWriter",
     "ImageInputs",
@@ -81,6 +80,7 @@ __all__ = [
     "PlannedFile",
     "Segment",
     "Share",
+    "StepCounts",
     "Steps",
     "TensorFolder",
     "TrainerRanks",
@@ -88,16 +88,15 @@ __all__ = [
     "VocabularyPart",
     "adapter_shapes",
     "add_lora",
+    "answers_of_all",
     "check_adapter_folder",
-    "count_tokens",
+    "clip_gradients",
     "describe_part",
-    "fill_evenly",
     "idle_micro_batch",
     "initial_adapters",
     "lay_out",
     "logprobs_of_logits",
     "lora_layers",
-    "members_in_order",
     "num_elements",
     "open_adapters",
     "overlap",

@@ -112,9 +112,13 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 @contextmanager
-def without_lora(model: nn.Module) -> Iterator[None]:
-    """Run the base model."""
-    layers = list(lora_layers(model).values())
+def without_lora(adapters: Iterable[Any]) -> Iterator[None]:
+    """Run the base model.
+
+    Args:
+        adapters: all of the model, each of which takes part while its `active` is True.
+    """
+    layers = list(adapters)
     for layer in layers:
         layer.active = False
     try:

@@ -1,6 +1,6 @@
 """AdamW with a schedule, clipping, and the right to refuse a step."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,8 @@ class ClippedAdamW:
 
     def step(self, grad_norm: float) -> None:
         """Clip from `grad_norm` to the configured norm, and update."""
-        limit = self.config.max_grad_norm
-        if limit and grad_norm > limit:
-            torch._foreach_mul_(self._grads(), limit / grad_norm)
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        clip_gradients(grads, grad_norm, self.config.max_grad_norm)
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate
         self._adam.step()
@@ -88,5 +87,14 @@ class ClippedAdamW:
             if states.get(name):
                 self._adam.state[parameter] = dict(states[name])
 
-    def _grads(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+def clip_gradients(grads: Sequence[Tensor], grad_norm: float, limit: float) -> None:
+    """Scale gradients in place, so that a norm above the limit becomes the limit.
+
+    Args:
+        grads: of this rank, which may have none.
+        grad_norm: L2, of the gradients of all ranks.
+        limit: of the norm; 0 for none.
+    """
+    if grads and limit and grad_norm > limit:
+        torch._foreach_mul_(list(grads), limit / grad_norm)

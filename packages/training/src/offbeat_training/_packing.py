@@ -165,12 +165,18 @@ def _family(members: list[int], prefix: int, num_tokens: int) -> Family:
 
 
 def plan_shares(
-    sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool, num_shares: int
+    sequences: Sequence[TrainSequence],
+    *,
+    budget: int,
+    share_prompts: bool,
+    num_shares: int,
+    even: bool = False,
+    round_up_to: int = 1,
 ) -> list[Share]:
     """Choose micro-batches for every share, as many for each: the ranks meet in each of them.
 
-    One share is planned as `plan_packs` does. For more, a prompt's sequences are cut apart where that is what it
-    takes to give every share work, and families go to the least filled micro-batch, longest first.
+    One share is planned as `plan_packs` does. For more, or with `even`, a prompt's sequences are cut apart where that
+    is what it takes to give every share work, and families go to the least filled micro-batch, longest first.
     Source: the longest-processing-time rule (Graham 1969).
 
     Args:
@@ -178,12 +184,20 @@ def plan_shares(
         budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
         share_prompts: lay out a prompt once for all sequences of a micro-batch that begin with it.
         num_shares: data-parallel ranks.
+        even: micro-batches of one share are alike too, as the stages of a pipeline want them.
+        round_up_to: each share gets a multiple of so many micro-batches, the last ones empty.
 
     Returns:
         For each share its micro-batches, in the order in which the shares meet.
     """
-    if num_shares == 1:
-        return [plan_packs(sequences, budget=budget, share_prompts=share_prompts)]
+    if num_shares == 1 and not even:
+        shares = [plan_packs(sequences, budget=budget, share_prompts=share_prompts)]
+    else:
+        shares = _plan_evenly(sequences, budget, share_prompts, num_shares)
+    return [share + [[]] * (-len(share) % round_up_to) for share in shares]
+
+
+def _plan_evenly(sequences: Sequence[TrainSequence], budget: int, share_prompts: bool, num_shares: int) -> list[Share]:
     num_tokens = sum(family.num_tokens for family in find_families(sequences, budget, share_prompts))
     if not num_tokens:
         return [[] for _ in range(num_shares)]
@@ -192,7 +206,7 @@ def plan_shares(
         fair = -(-num_tokens // (rounds * num_shares))
         families = find_families(sequences, budget, share_prompts, fair=fair)
         families.sort(key=lambda family: (-family.num_tokens, family.members))
-        bins = fill_evenly([family.num_tokens for family in families], rounds * num_shares, budget)
+        bins = _fill_evenly([family.num_tokens for family in families], rounds * num_shares, budget)
         if bins is not None:
             return _deal([[families[index] for index in each] for each in bins], num_shares)
         rounds += 1
@@ -206,17 +220,7 @@ def rounds_with_images(sequences: Sequence[TrainSequence], shares: list[Share]) 
     ]
 
 
-def members_in_order(shares: list[Share]) -> list[list[int]]:
-    """For each share, the sequences it computes, in the order in which it computes them."""
-    return [[member for batch in share for family in batch for member in family.members] for share in shares]
-
-
-def count_tokens(sequences: Sequence[TrainSequence], members: list[list[int]]) -> list[int]:
-    """Loss tokens of each share."""
-    return [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
-
-
-def fill_evenly(sizes: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
+def _fill_evenly(sizes: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
     """Put one item after the other into the emptiest bin.
 
     Args:

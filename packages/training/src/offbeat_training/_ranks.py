@@ -5,10 +5,14 @@ All ranks call the same methods with the same arguments in the same order; each 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
 
 from offbeat_mesh import Group
-from offbeat_types import Metrics, TrainSequence, digest_sequences, merge_over_ranks
+from offbeat_training._packing import Share
+from offbeat_types import Floats, Metrics, TrainSequence, digest_sequences, merge_over_ranks, spread_values
 
 Value = TypeVar("Value")
 
@@ -19,7 +23,9 @@ class TrainerRanks:
     Args:
         everyone: all of them.
         dp: those that each compute a share of every update.
+        device: of this rank.
         speaks: this rank reports what its share has found.
+        pp: the stages of this rank's share, the last of which has its answers; None where this rank has them.
 
     Attributes:
         share: this rank's part of every update, in [0, num_shares).
@@ -29,8 +35,11 @@ class TrainerRanks:
         leader: this rank writes what is written once.
     """
 
-    def __init__(self, everyone: Group, dp: Group, *, speaks: bool) -> None:
-        self._all, self._dp, self._speaks = everyone, dp, speaks
+    def __init__(
+        self, everyone: Group, dp: Group, device: torch.device, *, speaks: bool, pp: Group | None = None
+    ) -> None:
+        self._all, self._dp, self._device, self._speaks = everyone, dp, device, speaks
+        self._pp = pp if pp is not None and pp.size > 1 else None
         self.share, self.num_shares = dp.rank, dp.size
         self.place, self.size = everyone.rank, everyone.size
         self.leader = self.place == 0
@@ -53,3 +62,38 @@ class TrainerRanks:
     def merge(self, results: Sequence[Metrics], failure: Exception | None) -> Metrics:
         """Metrics of all micro-batches over all shares, in their order; raises everywhere when one rank failed."""
         return merge_over_ranks(results, failure, share=self.share, speaks=self._speaks, exchange=self.exchange)
+
+    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
+        """Values of every share, of which each has as many as `counts` says."""
+        if not any(counts):
+            return [np.zeros(0, np.float32) for _ in counts]
+        padded = torch.zeros(max(counts), dtype=torch.float32, device=self._device)
+        padded[: len(values)] = torch.from_numpy(values)
+        if self._pp is not None:
+            self._pp.broadcast(padded, source=self._pp.size - 1)
+        found = self._dp.all_gather(padded).cpu().numpy()
+        return [row[:count] for row, count in zip(found, counts, strict=True)]
+
+
+class _SharesAnswers(Protocol):
+    def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]: ...
+
+
+def answers_of_all(
+    ranks: _SharesAnswers, sequences: Sequence[TrainSequence], shares: Sequence[Share], answers: Sequence[Floats]
+) -> list[Floats]:
+    """What all ranks have found, by sequence; a call of all.
+
+    Args:
+        ranks: who computed it.
+        sequences: that were asked about.
+        shares: who has computed what.
+        answers: of this rank's micro-batches, one value per loss token; none where another stage has them.
+
+    Returns:
+        [T] float32 for each sequence, 0 outside the loss mask.
+    """
+    members = [[member for batch in share for family in batch for member in family.members] for share in shares]
+    counts = [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
+    own = np.concatenate([np.zeros(0, np.float32), *answers])
+    return spread_values(sequences, members, ranks.gather_shares(own, counts))

@@ -80,3 +80,41 @@ class Steps:
         number = self._optimizer.steps_taken
         self.last_refusal = f"update {number}: {where} not finite; the weights were left as they were"
         log.warning("step refused (%d so far): %s", self.refused, self.last_refusal)
+
+
+class _Ranks(Protocol):
+    size: int
+    leader: bool
+
+
+class StepCounts:
+    """What a trainer tells of its ranks and its updates, from its `_ranks`, `_optimizer` and `_steps`."""
+
+    _ranks: _Ranks
+    _optimizer: Optimizer
+    _steps: Steps
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train together."""
+        return self._ranks.size
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank is the one to report, send and write what only one should."""
+        return self._ranks.leader
+
+    @property
+    def steps_taken(self) -> int:
+        """Updates done, refused ones not counted."""
+        return self._optimizer.steps_taken
+
+    @property
+    def steps_refused(self) -> int:
+        """Updates refused since the run began."""
+        return self._steps.refused
+
+    @property
+    def last_refusal(self) -> str:
+        """Why the last refused step was refused; empty when none was."""
+        return self._steps.last_refusal

@@ -57,6 +57,49 @@ def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutTensor:
+    """One tensor of a Hugging Face checkpoint, and where the ranks of a mesh cut it.
+
+    Args:
+        name: Hugging Face name, adapters included.
+        shape: of the whole tensor.
+        tp_dim: dimension cut along the mesh axis tp; None where every tp rank holds the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape)
+
+    def box_at(self, *, tp: tuple[int, int], dp: tuple[int, int] = (0, 1)) -> Box:
+        """The part at one place of the mesh: cut over tp first, then the rows that are left over dp.
+
+        Args:
+            tp: place along tp, and the size of the axis.
+            dp: the same along dp, where rows are cut over it.
+        """
+        box = list(whole_box(self.shape))
+        if self.tp_dim is not None:
+            box[self.tp_dim] = _row_chunk(self.shape[self.tp_dim], tp)
+        if dp[1] > 1:
+            first, stop = box[0]
+            start, end = _row_chunk(stop - first, dp)
+            box[0] = (first + start, first + end)
+        return tuple(box)
+
+
+def _row_chunk(num_rows: int, place: tuple[int, int]) -> tuple[int, int]:
+    """Rows of one part, as `torch.chunk` cuts: all parts are as long as the first, until the rows run out."""
+    part, num_parts = place
+    length = -(-num_rows // num_parts)
+    return min(part * length, num_rows), min((part + 1) * length, num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedFile:
     """One file, and who writes it.
 

@@ -3,6 +3,7 @@
 from offbeat_types._backends import (
     INSTALL_LINES,
     EngineNeeds,
+    available_devices,
     defer_device_backends,
     engine_needs,
     find_function,
@@ -178,6 +179,7 @@ __all__ = [
     "WeightProof",
     "WeightStream",
     "WeightSyncError",
+    "available_devices",
     "call_loss",
     "check_schedule",
     "check_token_ids",

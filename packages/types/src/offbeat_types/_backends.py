@@ -13,6 +13,7 @@ from offbeat_types._errors import BackendError, ConfigError
 from offbeat_types._rollout import RolloutEngineSettings
 
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+DEVICE_GROUP: Final = "offbeat.device"
 INSTALL_LINES: Final = {
     ("offbeat.rollout", "torch"): "pip install offbeat-rollout-torch",
     ("offbeat.rollout", "vllm"): 'pip install "offbeat-rollout-vllm[engine]"',
@@ -46,6 +47,13 @@ def load_backend(kind: str, name: str) -> Any:
     line = INSTALL_LINES.get((kind, name))
     advice = f"install it with: {line}" if line else "check the name"
     raise BackendError(f"{kind} backend {name!r} is not installed (installed: {installed}); {advice}")
+
+
+def available_devices() -> dict[str, int]:
+    """Kinds of device that are here and how many of each, the one that "auto" takes first; loads all that are known."""
+    kinds = [load_backend(DEVICE_GROUP, name) for name in installed_backends(DEVICE_GROUP)]
+    kinds.sort(key=lambda kind: -kind.preference)
+    return {kind.kind: kind.count() for kind in kinds if kind.count()}
 
 
 def find_function(section: str, name: str) -> Callable[..., Any]:
@@ -98,9 +106,6 @@ def restore_module(name: str) -> None:
     """Let a plugin be imported that `defer_device_backends` has hidden."""
     if name in sys.modules and sys.modules[name] is None:
         del sys.modules[name]
-
-
-DEVICE_GROUP = "offbeat.device"
 
 
 @dataclass(frozen=True, kw_only=True)

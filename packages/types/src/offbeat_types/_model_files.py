@@ -99,12 +99,9 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / MODEL_INDEX_FILE
-    if not path.is_file():
-        return {}
-    try:
-        index: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the folder anew") from error
+    index = read_model_json(path).get("weight_map") if path.is_file() else {}
+    if not isinstance(index, dict):
+        raise ModelError(f"{path} names no files in weight_map; fetch the folder anew")
     return index
 
 
@@ -119,7 +116,7 @@ def list_model_files(folder: Path) -> list[Path]:
     """
     names = [MODEL_FILE]
     if not (folder / MODEL_FILE).is_file() and (folder / MODEL_INDEX_FILE).is_file():
-        names = sorted(set(read_model_json(folder / MODEL_INDEX_FILE).get("weight_map", {}).values()))
+        names = sorted(set(_read_index(folder).values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent or not names:
         raise ModelError(f"{folder} lacks {', '.join(absent) or 'weights'}; weights must be safetensors")

@@ -206,11 +206,8 @@ class RolloutCapabilities:
             DataError: an image that is not one.
         """
         name = f"request {request.request_id!r}"
-        if request.adapter and not self.lora:
-            raise ConfigError(
-                f"{name} wants the adapter {request.adapter!r}, and this {engine} does not do lora: use an engine, or "
-                "options, that declare it, or send merged weights"
-            )
+        if request.adapter:
+            self._check_lora(f"{name} wants the adapter {request.adapter!r}", engine)
         if request.images and not self.multimodal:
             raise ConfigError(
                 f"{name} holds {len(request.images)} image{'s' * (len(request.images) > 1)}, and this {engine} is not "
@@ -241,16 +238,20 @@ class RolloutCapabilities:
         if level not in self.sleep_levels:
             raise ConfigError(f"sleep level must be one of {self.sleep_levels}, got {level!r}")
 
-    def check_adapter(self, adapter: "LoraAdapter | None", engine: str) -> None:
+    def check_adapter(self, adapter: LoraAdapter | None, engine: str) -> None:
         """Refuse an update that brings an adapter, where there can be none.
 
         Raises:
             ConfigError: there can be none.
         """
-        if adapter is not None and not self.lora:
+        if adapter is not None:
+            self._check_lora(f"an update brings the adapter {adapter.name!r}", engine)
+
+    def _check_lora(self, what: str, engine: str) -> None:
+        if not self.lora:
             raise ConfigError(
-                f"an update brings the adapter {adapter.name!r}, and this {engine} does not do lora: use an engine, or "
-                "options, that declare it, or send merged weights"
+                f"{what}, and this {engine} does not do lora: use an engine, or options, that declare it, or send "
+                "merged weights"
             )
 
 

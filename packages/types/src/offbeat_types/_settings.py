@@ -5,10 +5,12 @@ offbeat-run reads the metadata; the class itself needs nothing but the standard 
 """
 
 import difflib
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
-from typing import Any, Final, TypeVar, get_origin
+from types import NoneType, UnionType
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 from offbeat_types._errors import ConfigError
 
@@ -50,6 +52,8 @@ class Setting:
             return "one of " + ", ".join(self.choices)
         if not isinstance(value, int | float):
             return None
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number"
         bounds = (
             (">=", self.ge, operator.ge),
             (">", self.gt, operator.gt),
@@ -99,9 +103,12 @@ def read_options(backend: str, kind: type[OptionsT], options: Mapping[str, Any])
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
             raise ConfigError(f"{backend} has no option {name!r}; {hint}")
-        wanted = get_origin(known[name].type) or known[name].type
-        fits = type(value) is wanted or (wanted is float and type(value) is int)
-        complaint = known[name].metadata[METADATA_KEY].complaint(value) if fits else wanted.__name__
+        declared = known[name].type
+        arms = get_args(declared) if isinstance(declared, UnionType) else (declared,)
+        wanted = [get_origin(arm) or arm for arm in arms]
+        fits = type(value) in wanted or (float in wanted and type(value) is int)
+        names = " or ".join("none" if arm is NoneType else arm.__name__ for arm in wanted)
+        complaint = known[name].metadata[METADATA_KEY].complaint(value) if fits else names
         if complaint:
             raise ConfigError(f"{backend}: option {name} must be {complaint}, got {value!r}")
     return kind(**options)

@@ -284,17 +284,29 @@ def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
     return peak * (floor + (1.0 - floor) * left)
 
 
-def check_schedule(config: TrainEngineConfig) -> None:
+def check_schedule(config: TrainEngineConfig, *, length_keys: Sequence[str] = ()) -> None:
     """Refuse a schedule that has no end, or ends before its warm-up does.
+
+    Args:
+        config: of the engine.
+        length_keys: an application's settings that say how many steps a run makes, such as "engine.max_updates"; its
+            other settings of the engine are those of section `engine`. Empty: nobody but the engine is told of.
 
     Raises:
         ConfigError: with the setting to change.
     """
-    if config.schedule != "constant" and config.total_steps <= config.warmup_steps:
+    if config.schedule == "constant" or config.total_steps > config.warmup_steps:
+        return
+    if length_keys:
         raise ConfigError(
-            f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
-            f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
+            f"engine.schedule = {config.schedule!r} needs more optimizer steps than engine.warmup_steps = "
+            f"{config.warmup_steps}: the run makes {config.total_steps} ({', '.join(length_keys)}); make it longer, "
+            "lower engine.warmup_steps, or set engine.schedule = 'constant'"
         )
+    raise ConfigError(
+        f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
+        f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
+    )
 
 
 def check_token_ids(sequences: Sequence[TrainSequence], vocabulary: int) -> None:

@@ -167,12 +167,12 @@ class Trajectory:
     @property
     def ids(self) -> Ids:
         """[T] int32: sampled and read tokens after the prompt."""
-        return np.concatenate(self._parts())
+        return np.concatenate([ids for ids, _ in self._parts()])
 
     @property
     def loss_mask(self) -> npt.NDArray[np.bool_]:
         """[T] bool: True where the token was sampled."""
-        return self._mask(0)
+        return np.concatenate([np.full(len(ids), was_sampled) for ids, was_sampled in self._parts()])
 
     @property
     def logprobs(self) -> Floats:
@@ -217,24 +217,12 @@ class Trajectory:
             prompt_ids: [P] int32.
             images: of the prompt, in the order of their placeholders.
         """
-        ids = np.concatenate([prompt_ids, *self._parts()])
-        return TrainSequence(ids=ids, loss_mask=self._mask(len(prompt_ids)), images=images)
+        mask = np.concatenate([np.zeros(len(prompt_ids), np.bool_), self.loss_mask])
+        return TrainSequence(ids=np.concatenate([prompt_ids, self.ids]), loss_mask=mask, images=images)
 
-    def _parts(self) -> list[Ids]:
-        """Tokens in order, sampled and read by turns."""
-        parts = [self.turns[0].ids]
+    def _parts(self) -> list[tuple[Ids, bool]]:
+        """Tokens in order, by turns, with whether they were sampled."""
+        parts = [(self.turns[0].ids, True)]
         for reply, turn in zip(self.replies, self.turns[1:], strict=True):
-            parts += [reply.ids, turn.ids]
+            parts += [(reply.ids, False), (turn.ids, True)]
         return parts
-
-    def _mask(self, num_prompt: int) -> npt.NDArray[np.bool_]:
-        """[num_prompt + T] bool."""
-        parts = self._parts()
-        mask = np.ones(num_prompt + sum(map(len, parts)), np.bool_)
-        mask[:num_prompt] = False
-        start = num_prompt
-        for at, part in enumerate(parts):
-            if at % 2:
-                mask[start : start + len(part)] = False
-            start += len(part)
-        return mask

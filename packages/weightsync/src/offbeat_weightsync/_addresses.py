@@ -43,12 +43,9 @@ ANSWER_BYTES: Final = _NONCE_BYTES + 32
 
 
 class TcpAddress(NamedTuple):
-    """Where a sender listens for receivers of any host. As text it is without the token: that is for errors and logs.
+    """Where a sender listens for receivers of any host; port 0: any that is free.
 
-    Args:
-        host: IP address or name under which receivers reach it, and of the interface it listens on.
-        port: 0: any that is free.
-        token: whoever knows it may connect.
+    Whoever knows the token may connect. As text it is without the token: that is for errors and logs.
     """
 
     host: str

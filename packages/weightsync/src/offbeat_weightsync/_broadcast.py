@@ -142,13 +142,7 @@ def receive_broadcast(
 
 
 class BroadcastStream(ArrivingStream):
-    """A `WeightStream` from another rank. Made by `receive_broadcast`.
-
-    Args:
-        plan: what will come.
-        version: policy version.
-        sync: this rank's part.
-    """
+    """A `WeightStream` from another rank. Made by `receive_broadcast`."""
 
     def __init__(self, plan: BucketPlan, version: int, sync: "_GroupSync") -> None:
         super().__init__(plan, version)

@@ -53,16 +53,7 @@ _CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 class CudaHandle(msgspec.Struct, frozen=True):
     """CUDA memory of another process, in the order in which torch gives and takes the values.
 
-    Args:
-        device: index at the sender; `uuid` says which it is here.
-        handle: of the allocation that holds the memory.
-        storage_bytes: length.
-        offset_bytes: within the allocation.
-        ref_counter: name of the file that counts the users.
-        ref_counter_offset: within it.
-        event: to wait for before the first use.
-        event_sync_required: whether to.
-        uuid: of the device, the same in every process.
+    `device` is the index at the sender, `uuid` the same in every process; `event` is waited for before the first use.
     """
 
     device: int
@@ -146,12 +137,9 @@ _DECODER: Final = msgspec.msgpack.Decoder(Message)
 
 
 class Deadline:
-    """A point in time, shared by all the waits of one sync.
+    """A point in time, shared by all the waits of one sync, which `waiting` names: "weight sync of version 3".
 
-    Args:
-        waiting: name of the sync, such as "weight sync of version 3".
-        seconds: time allowed from now.
-        is_withdrawn: asked while somebody is waited for: True ends the wait, as nobody will come or answer.
+    `is_withdrawn` is asked while somebody is waited for: True ends the wait, as nobody will come or answer.
     """
 
     def __init__(self, waiting: str, seconds: float, is_withdrawn: Callable[[], bool] = lambda: False) -> None:

@@ -218,14 +218,7 @@ def remove_old_versions(root: str | Path, keep: int) -> None:
 
 
 class DiskStream(ArrivingStream):
-    """A `WeightStream` from a folder. Made by `read_weights`.
-
-    Args:
-        plan: what was written.
-        version: policy version.
-        written: checksums of it.
-        files: open.
-    """
+    """A `WeightStream` from a folder. Made by `read_weights`."""
 
     _did: ClassVar = "read"
 

@@ -103,13 +103,7 @@ def _open_slots(connection: Connection, offer: Offer) -> list[Tensor]:
 
 
 class PeerStream(ArrivingStream):
-    """A `WeightStream` from another process. Made by `receive`.
-
-    Args:
-        connection: to the sender.
-        plan: what will come.
-        version: policy version.
-    """
+    """A `WeightStream` from another process. Made by `receive`."""
 
     def __init__(self, connection: Connection, plan: BucketPlan, version: int) -> None:
         super().__init__(plan, version)
@@ -142,14 +136,7 @@ class TcpStream(PeerStream):
 
 
 class SharedMemoryStream(PeerStream):
-    """A `WeightStream` through slots of shared memory. Made by `receive`.
-
-    Args:
-        connection: to the sender.
-        plan: what will come.
-        version: policy version.
-        slots: [bytes] uint8 each, mapped.
-    """
+    """A `WeightStream` through slots of shared memory. Made by `receive`."""
 
     def __init__(self, connection: Connection, plan: BucketPlan, version: int, slots: list[Tensor]) -> None:
         super().__init__(connection, plan, version)

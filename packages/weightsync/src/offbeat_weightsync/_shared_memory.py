@@ -23,11 +23,10 @@ NUM_SLOTS: Final = 2
 
 
 class SharedSlots:
-    """The sender's slots. Host memory goes when the last process that has it mapped goes, however it goes.
+    """The sender's slots, each for any bucket of the plan, or of a plan of some of its tensors.
 
-    Args:
-        plan: each slot takes any of its buckets, or of a plan of some of its tensors.
-        device: such as "cuda:0"; None: host memory. `descriptor` is that of an open file that holds it.
+    Host memory (`device` is None) is in the open file `descriptor`, and goes when the last process that has it mapped
+    goes, however it goes.
     """
 
     def __init__(self, plan: BucketPlan, device: str | None) -> None:
@@ -63,11 +62,8 @@ class SharedSlots:
 def open_slots(fd: int, slot_bytes: int, *, writable: bool) -> list[Tensor]:
     """Map the slots in an open file, which may be closed afterwards.
 
-    Args:
-        fd: of the file.
-        slot_bytes: size of each.
-        writable: for the sender. What a receiver writes by mistake stays with it: it spoils its own proof, and no
-            other engine's weights.
+    Only the sender writes them. What a receiver writes by mistake stays with it: it spoils its own proof, and no other
+    engine's weights.
     """
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
     memory = mmap.mmap(fd, NUM_SLOTS * slot_bytes, access=access)

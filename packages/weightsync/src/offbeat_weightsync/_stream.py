@@ -126,13 +126,9 @@ class ArrivingStream(ABC):
 
 
 def read_runs(plan: BucketPlan, run_bytes: int, read: Callable[[Piece, int, memoryview], None], room: Room) -> Runs:
-    """Every byte of a plan, each run read into its room, or into memory of our own where it has none.
+    """Every byte of a plan in runs of at most `run_bytes`, each read into its room, or where it has none into ours.
 
-    Args:
-        plan: what is read.
-        run_bytes: no run is longer.
-        read: called with a run, the index of its bucket, and the memory to fill.
-        room: of the runs.
+    `read` is called with a run, the index of its bucket, and the memory to fill.
     """
     scratch = torch.empty(min(run_bytes, plan.longest_bucket_bytes), dtype=torch.uint8)
     for index, bucket in enumerate(plan.buckets):

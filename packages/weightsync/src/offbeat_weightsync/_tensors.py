@@ -78,14 +78,9 @@ class PlannedTensors:
         self._bytes: Bytes | None = None  # or its bytes, where these are what travels
 
     def fill(self, bucket: Bucket, memory: Tensor) -> Iterator[int]:
-        """Copy a bucket into memory run by run, and hash what lies there then. Buckets are filled in order.
+        """Copy a bucket into memory, [bytes] uint8 on any device, and yield how many of its bytes are there.
 
-        Args:
-            bucket: of the plan.
-            memory: [bytes] uint8 on any device, at least `bucket.num_bytes` long.
-
-        Yields:
-            How many of the bucket's bytes are there.
+        Run by run, and hashed as it lies there then. Buckets are filled in order.
         """
         hasher = xxhash.xxh3_64()
         for run in self._runs(bucket, RUN_BYTES if memory.is_cpu else bucket.num_bytes):
@@ -156,8 +151,7 @@ class PlannedTensors:
 class TargetTensor:
     """An engine's own tensor, to be written run by run where its elements are contiguous.
 
-    Args:
-        tensor: the engine's. `bytes` are its elements, where they are contiguous in host memory.
+    `bytes` are its elements, where they are contiguous in host memory.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -281,15 +275,9 @@ def planned_checksums(plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def plan_changes(plan: BucketPlan, ours: Mapping[str, str], theirs: Iterable[Mapping[str, str] | None]) -> BucketPlan:
-    """The plan of the tensors that at least one receiver does not hold as we do.
+    """The plan of the tensors that at least one receiver does not hold as we do; all for one that does not say.
 
-    Args:
-        plan: of all tensors.
-        ours: checksums of all of them.
-        theirs: what each receiver holds; None: it did not say, so all are sent.
-
-    Returns:
-        Never an empty plan: if nothing differs it holds the smallest tensor, for a version comes with a proof.
+    Never an empty plan: if nothing differs it holds the smallest tensor, for a version comes with a proof.
     """
     held = [each or {} for each in theirs]
     changed = [spec for spec in plan.specs if any(each.get(spec.name) != ours[spec.name] for each in held)]

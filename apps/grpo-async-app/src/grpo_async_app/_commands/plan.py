@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.estimates import BatchArithmetic, estimate_memory
-from grpo_async_app._config.placement import find_view, request_resources
+from grpo_async_app._config.placement import find_view, place_run, request_resources
 from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.fleet import plan_threads
@@ -33,7 +33,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
 
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
         """Settings, places, batches, and memory where the model's config.json is here."""
-        placement = request_resources(config, view).place(view)
+        placement = place_run(config, view)
         notices = [*check_settings(config), *_reward_notice(config)]
         engine = config.engine
         wanted = config.train_engine(config.model.path, engine.max_updates)

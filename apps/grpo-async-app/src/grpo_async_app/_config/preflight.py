@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields, replace
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_actors import check_processes
+from grpo_async_app._run.scoring import try_reward
+from offbeat_actors import check_kinds, check_processes
 from offbeat_data import (
     Prompt,
     PromptSet,
@@ -15,7 +16,6 @@ from offbeat_data import (
     build_reward,
     load_prompts,
     load_tokenizer,
-    try_reward,
 )
 from offbeat_objectives import check_algorithm
 from offbeat_placement import ClusterView, Placement
@@ -27,6 +27,7 @@ from offbeat_types import (
     SleepingTrainEngine,
     TrainBackend,
     TrainLayout,
+    check_schedule,
     installed_backends,
     load_backend,
 )
@@ -249,7 +250,7 @@ def check_reward(config: GrpoConfig) -> None:
 def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
     if not config.reward.is_set:
         return ""
-    return try_reward(config.reward, prompts.train[0], start_timeout_s=config.cluster.start_timeout_s)
+    return try_reward(config.reward, prompts.train[0], config.cluster)
 
 
 def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
@@ -264,6 +265,7 @@ def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | N
 def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:
     """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
     wanted = config.train_engine(config.model.path, num_updates)
+    check_schedule(wanted, length_keys=("engine.max_updates", "data.epochs"))
     if view.reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
     return backend.plan(wanted, config.engine.num_ranks)
@@ -308,19 +310,17 @@ def _check_mode(config: GrpoConfig) -> None:
 
 def _check_devices(config: GrpoConfig, view: ClusterView) -> None:
     """Devices that settings name are here; those of a cluster are its nodes' to open, and here only kinds are known."""
-    named = {key: name for key, name in config.devices.items() if name not in ("auto", "cpu")}
+    if view.reserves:
+        check_kinds(config.devices)
+        return
+    named = {name for name in config.devices.values() if name not in ("auto", "cpu")}
     if not named:
         return
     from offbeat_mesh import open_device, rank_device  # imports torch: only where a device is named
 
-    if not view.reserves:
-        for name in sorted(set(named.values())):
-            open_device(name)
-        rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
-    for key, name in named.items():
-        kinds = installed_backends("offbeat.device")
-        if view.reserves and name not in kinds:
-            raise ConfigError(f"{key} = {name!r}: no such kind of device is known; choose auto, {', '.join(kinds)}")
+    for name in sorted(named):
+        open_device(name)
+    rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
 
 
 def _check_end(config: GrpoConfig) -> None:

@@ -147,9 +147,8 @@ class RolesProfileConfig(ProfileConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RolesConfig(ClusterConfig):
-    """Section `cluster`: that of `ClusterConfig`, and how the roles share CPUs and devices and are started again."""
+    """Section `cluster`: that of `ClusterConfig`, and how the roles share CPUs and devices."""
 
-    trainer_threads: int = setting(0, "CPU threads of each trainer; 0 takes a share of all CPUs.", ge=0)
     rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0 takes a share of all CPUs.", ge=0)
     colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
     sleep_level: int = setting(
@@ -159,10 +158,6 @@ class RolesConfig(ClusterConfig):
         120.0, "Longest wait for one colocated role to give its memory back, or to take it again.", "s", gt=0
     )
     spans_nodes: bool = setting(False, "A rollout engine wider than a node may take several nodes, each whole.")
-    max_restarts: int = setting(
-        5, "Times one role is started again within restart_window_s; the next death ends the run.", "restarts", ge=0
-    )
-    restart_window_s: float = setting(3600.0, "Restarts longer ago than this are forgotten.", "s", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)

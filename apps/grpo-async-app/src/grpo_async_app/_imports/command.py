@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
@@ -11,45 +11,9 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_recipes import Draft, Framework, Program, Source, import_recipe, read_command_line, read_options
+from offbeat_recipes import Framework, Source, import_recipe, read_command_line, read_options
 from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError
-
-
-def _from_verl(source: Source, file: Path) -> tuple[Draft, list[str]]:
-    told = check_verl(source.program, source.options, file)
-    return import_verl(source.options, source.program), told
-
-
-def _from_trl(source: Source, file: Path) -> tuple[Draft, list[str]]:
-    check_trl(source.options, file)
-    return import_trl(source.options), []
-
-
-def _from_openrlhf(source: Source, file: Path) -> tuple[Draft, list[str]]:
-    check_openrlhf(source.program, source.options, file)
-    return import_openrlhf(source.options), []
-
-
-def _from_prime_rl(source: Source, file: Path) -> tuple[Draft, list[str]]:
-    return import_prime_rl(source.options, file), []
-
-
-_FRAMEWORKS: Final = {
-    "verl": Framework(lambda path, given: read_options(path, is_hydra=True, given=given), _from_verl),
-    "trl": Framework(lambda path, _: read_options(path, is_hydra=False), _from_trl),
-    "openrlhf": Framework(read_command_line, _from_openrlhf),
-    "prime-rl": Framework(lambda path, _: read_options(path, is_hydra=False), _from_prime_rl),
-}
-
-
-def import_command(words: CommandWords, framework: str, file: str) -> int:
-    return import_recipe(words, framework, file, program="grpo-async-app", frameworks=_FRAMEWORKS, check=problems_of)
-
-
-def problems_of(text: str, target: Path) -> Sequence[str]:
-    return check_settings(parse_config(text, GrpoConfig, name=str(target)))
-
 
 _SFT_HERE: Final = "`sft-app import` takes it"
 _NO_CRITIC: Final = "no critic is trained here; with algorithm.adv_estimator=grpo in it, it can be imported"
@@ -112,8 +76,9 @@ _OF_GRPO: Final = (
 )
 
 
-def check_openrlhf(program: Program, options: Mapping[str, Any], file: Path) -> None:
+def _check_openrlhf(source: Source, file: Path) -> Sequence[str]:
     """Refuse what is no run of train_ppo_ray without a critic."""
+    program, options = source.program, source.options
     if not program.name.endswith("train_ppo_ray"):
         raise ConfigError(f"{file} starts {program.name}, not openrlhf.cli.train_ppo_ray: give a script of RL")
     if "actor.model_name_or_path" not in options:
@@ -123,10 +88,12 @@ def check_openrlhf(program: Program, options: Mapping[str, Any], file: Path) -> 
             f"{file} is PPO with a critic (gae), not an RL run to import: no critic is trained here; with "
             "--algo.advantage.estimator group_norm in it, it can be imported"
         )
+    return ()
 
 
-def check_verl(program: Program, options: Mapping[str, Any], file: Path) -> list[str]:
+def _check_verl(source: Source, file: Path) -> Sequence[str]:
     """Refuse what is no RL run, and tell what is not known of one that is."""
+    program, options = source.program, source.options
     stem = program.name.removesuffix(".py")
     for end, (what, advice) in _OTHERS.items():
         if stem.endswith(end) or f".{end}" in stem:
@@ -148,8 +115,9 @@ def check_verl(program: Program, options: Mapping[str, Any], file: Path) -> list
     return told
 
 
-def check_trl(options: Mapping[str, Any], file: Path) -> None:
+def _check_trl(source: Source, file: Path) -> Sequence[str]:
     """Refuse a configuration of another trainer than GRPO."""
+    options = source.options
     losses = options.get("loss_type")
     is_dpo = any(loss in _DPO_LOSSES for loss in (losses if isinstance(losses, list) else [losses]))
     is_grpo = any(name in options for name in _OF_GRPO)
@@ -157,7 +125,7 @@ def check_trl(options: Mapping[str, Any], file: Path) -> None:
     if is_grpo and not is_dpo and kind not in ("RLOO", "PPO with a critic"):
         kind = "RLOO" if "rloo" in file.stem.lower() else ""
         if not kind:
-            return
+            return ()
     learns_preferences = is_dpo or (kind == "SFT" and "beta" in options)
     kind = "DPO, or another that learns from preferences" if learns_preferences else kind or "of another trainer"
     advice = {
@@ -168,3 +136,36 @@ def check_trl(options: Mapping[str, Any], file: Path) -> None:
         "a configuration of accelerate": "give the GRPOConfig that it is used with",
     }.get(kind, "there is no such trainer here")
     raise ConfigError(f"{file} is {kind}, not GRPO: {advice}")
+
+
+def _check_prime_rl(source: Source, file: Path) -> Sequence[str]:
+    if not any(name.startswith("orchestrator.") for name in source.options):
+        raise ConfigError(
+            f"{file}: a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is "
+            "for sft-app, inference alone for offbeat-serve"
+        )
+    return ()
+
+
+def _read_verl(path: Path, given: Mapping[str, str]) -> Source:
+    return read_options(path, is_hydra=True, given=given)
+
+
+def _read_plain(path: Path, _: Mapping[str, str]) -> Source:
+    return read_options(path, is_hydra=False)
+
+
+_FRAMEWORKS: Final = {
+    "verl": Framework(_read_verl, _check_verl, lambda source: import_verl(source.options, source.program)),
+    "trl": Framework(_read_plain, _check_trl, lambda source: import_trl(source.options)),
+    "openrlhf": Framework(read_command_line, _check_openrlhf, lambda source: import_openrlhf(source.options)),
+    "prime-rl": Framework(_read_plain, _check_prime_rl, lambda source: import_prime_rl(source.options)),
+}
+
+
+def import_command(words: CommandWords, framework: str, file: str) -> int:
+    return import_recipe(words, framework, file, program="grpo-async-app", frameworks=_FRAMEWORKS, check=_problems)
+
+
+def _problems(text: str, target: Path) -> Sequence[str]:
+    return check_settings(parse_config(text, GrpoConfig, name=str(target)))

@@ -6,7 +6,7 @@ Source: OpenRLHF at 3c3be62 (2026-08), openrlhf/cli/train_ppo_ray.py, openrlhf/m
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import Draft
+from offbeat_recipes import FETCHED, Draft, write_betas
 
 _ADVANTAGES: Final = {
     "group_norm": "grpo",
@@ -24,11 +24,9 @@ ALWAYS: Final[Mapping[str, str]] = {
     "data.apply_chat_template": "the chat template is always applied here",
     "ds.packing_samples": "sequences are always packed",
     "ds.zero_stage": "weights, gradients and moments are always sharded",
-    "ds.enable_sleep": "colocated roles always take turns",
-    "vllm.enable_sleep": "colocated roles always take turns",
+    "ds.enable_sleep vllm.enable_sleep": "colocated roles always take turns",
     "vllm.sync_backend": "weights take shared memory on one machine and TCP between machines",
-    "train.dynamic_batch_enable": "micro-batches are always filled by tokens",
-    "*micro_batch_size": "micro-batches are always filled by tokens",
+    "train.dynamic_batch_enable *micro_batch_size": "micro-batches are always filled by tokens",
     "rollout.max_tokens_per_gpu": "the trainer's token budget bounds every pass",
     "ckpt.save_hf": "checkpoints are Hugging Face folders",
     "ckpt.load_enable": "`grpo-async-app resume RUN` goes on from the latest checkpoint",
@@ -45,8 +43,7 @@ MISSING: Final[Mapping[str, str]] = {
     "reward.model_name_or_path": "there are no reward models: reward.name",
     "reward.normalize_enable": "advantages are compared within a prompt",
     "reward.stop_properly_penalty_coef": "completions that were cut off are scored as they stand",
-    "ckpt.output_dir": "name the run folder: --out FOLDER",
-    "ckpt.path": "name the run folder: --out FOLDER",
+    "ckpt.output_dir ckpt.path": "name the run folder: --out FOLDER",
     "logger.tensorboard_dir": "log.trackers: wandb, trackio or mlflow",
 }
 
@@ -67,11 +64,8 @@ def import_openrlhf(options: Mapping[str, Any]) -> Draft:
 
 
 def _write_data(draft: Draft) -> None:
-    draft.copy("model.path", "actor.model_name_or_path")
-    draft.copy("data.path", "data.prompt_dataset")
-    for name in ("actor.model_name_or_path", "data.prompt_dataset"):
-        if draft.has(name):
-            draft.change(name, "here a file or a folder: download it, nothing is fetched by name")
+    draft.copy("model.path", "actor.model_name_or_path", told=FETCHED)
+    draft.copy("data.path", "data.prompt_dataset", told=FETCHED)
     draft.copy("data.split", "data.prompt_split", default="train")
     draft.copy("data.prompt_column", "data.input_key", default="input")
     draft.copy("data.answer_column", "data.label_key")
@@ -80,8 +74,7 @@ def _write_data(draft: Draft) -> None:
         draft.put("data.num_items", samples, "data.max_samples")
     draft.copy("data.eval_path", "eval.dataset")
     draft.copy("data.epochs", "train.num_episodes", default=1)
-    for key in ("engine.seed", "rollout.seed", "data.seed"):
-        draft.copy(key, "train.seed", default=42)
+    draft.copy(("engine.seed", "rollout.seed", "data.seed"), "train.seed", default=42)
 
 
 def _write_reward(draft: Draft) -> None:
@@ -116,14 +109,13 @@ def _write_rollout(draft: Draft) -> None:
     draft.put("rollout.max_tokens", answer, "rollout.max_new_tokens", "data.max_len")
     draft.put("data.max_prompt_tokens", max(longest - answer, 1), "data.max_len")
     options = {"gpu_memory_utilization": draft.take("vllm.gpu_memory_utilization", default=0.95)}
-    for name in ("enforce_eager", "enable_prefix_caching"):
-        if draft.take(f"vllm.{name}"):
-            options[name] = True
+    options |= {name: True for name in ("enforce_eager", "enable_prefix_caching") if draft.take(f"vllm.{name}")}
     draft.put("rollout.options", options, "vllm.gpu_memory_utilization")
 
 
 def _write_trainer(draft: Draft) -> None:
-    draft.put("engine.num_ranks", _product(draft, "actor.num_nodes", "actor.num_gpus_per_node"), "actor.num_nodes")
+    ranks = draft.number("actor.num_nodes", default=1) * draft.number("actor.num_gpus_per_node", default=8)
+    draft.put("engine.num_ranks", ranks, "actor.num_nodes")
     half = draft.take("ds.param_dtype", default="bf16")
     draft.put("engine.dtype", "bfloat16" if half == "bf16" else "float32", "ds.param_dtype")
     draft.copy("engine.learning_rate", "actor.adam.lr", default=1e-6)
@@ -135,9 +127,7 @@ def _write_trainer(draft: Draft) -> None:
         draft.put("engine.min_learning_rate_ratio", least, "actor.min_lr_ratio")
     if draft.number("actor.lr_warmup_ratio", default=0.03):
         draft.miss("actor.lr_warmup_ratio", "a share of all steps, 0.03 if not given: give engine.warmup_steps")
-    betas = draft.take("actor.adam.betas", default=[0.9, 0.95])
-    draft.put("engine.adam_beta1", betas[0], "actor.adam.betas")
-    draft.put("engine.adam_beta2", betas[1], "actor.adam.betas")
+    write_betas(draft, "actor.adam.betas", (0.9, 0.95))
     draft.copy("engine.weight_decay", "actor.adam.weight_decay", default=0.0)
     draft.copy("engine.max_grad_norm", "actor.max_norm", default=1.0)
     draft.copy("engine.max_tokens_per_microbatch", "train.max_tokens_per_gpu", default=16192)
@@ -146,10 +136,6 @@ def _write_trainer(draft: Draft) -> None:
     if rank:
         draft.put("engine.lora_rank", rank, "ds.lora.rank")
         draft.put("engine.lora_alpha", float(alpha), "ds.lora.alpha")
-
-
-def _product(draft: Draft, nodes: str, width: str) -> Any:
-    return draft.number(nodes, default=1) * draft.number(width, default=8)
 
 
 def _write_batches(draft: Draft) -> None:
@@ -192,9 +178,8 @@ def _write_objective(draft: Draft) -> None:
     if weight:
         draft.put("algorithm.kl_coefficient", weight, "algo.kl.init_coef")
         draft.put("algorithm.kl_in", "loss" if in_loss else "reward", "algo.kl.use_loss")
-        draft.put("algorithm.kl_estimator", estimator, "algo.kl.estimator")
+        draft.put("algorithm.kl_estimator", "k3" if in_loss and estimator == "k1" else estimator, "algo.kl.estimator")
         if in_loss and estimator == "k1":
-            draft.put("algorithm.kl_estimator", "k3", "algo.kl.estimator")
             draft.change("algo.kl.estimator", "the gradient of k1 in the loss is 0 on average: k3 takes its place")
     draft.copy("algorithm.filter_groups", "algo.dynamic_filtering_enable")
     if draft.take("algo.dynamic_filtering_range"):

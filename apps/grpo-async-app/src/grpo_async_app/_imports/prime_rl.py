@@ -5,11 +5,9 @@ orchestrator.py, trainer.py, inference.py, algorithm.py) and src/prime_rl/traine
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from offbeat_recipes import Draft
-from offbeat_types import ConfigError
 
 _SOURCES: Final = "orchestrator.train.source"
 _SCHEDULES: Final = ("constant", "linear", "cosine")
@@ -17,12 +15,10 @@ _PLAIN_MEAN: Final = ("grpo",)
 """Algorithms whose advantage is the reward less the mean of its group, as dr_grpo's is here."""
 
 ALWAYS: Final[Mapping[str, str]] = {
-    "inference": "engines are started by the run",
-    "inference.server*": "engines are started by the run",
+    "inference inference.server*": "engines are started by the run",
     "inference.deployment*": "the plan places the engines",
     "deployment.type": "the plan places the ranks",
-    "weight_broadcast*": "chosen by where trainer and engines are",
-    "*.weight_broadcast*": "chosen by where trainer and engines are",
+    "weight_broadcast* *.weight_broadcast*": "chosen by where trainer and engines are",
     "*rollout_transport*": "there is one",
     "*log.*": "each process has a log in the run folder",
     "orchestrator.train.filter_zero_advantages": "a token without advantage has no gradient",
@@ -34,28 +30,20 @@ ALWAYS: Final[Mapping[str, str]] = {
     "trainer.model.fused_lm_head_token_chunk_size": "the head works in chunks of what fits",
 }
 MISSING: Final[Mapping[str, str]] = {
-    "output_dir": "name the run folder: --out FOLDER",
-    "run.*": "name the run folder: --out FOLDER",
+    "output_dir run.*": "name the run folder: --out FOLDER",
     "resume*": "grpo-async-app resume RUN",
     "slurm*": "ranks are started on this machine or by Ray: cluster.launcher",
     "orchestrator.token_batch_size": "an update counts prompts: async.mini_batch_size",
     "orchestrator.renderer*": "the tokenizer's chat template: data.template_options",
     "orchestrator.eval.source": "one held-out set: data.eval_path",
     "trainer.loss.kl_tau": "towards the policy that sampled; algorithm.kl_coefficient is towards the first policy",
-    "trainer.model.full_offload*": "optimizer and weights stay on the device",
-    "trainer.model.optim_cpu_offload": "optimizer and weights stay on the device",
-    "trainer.model.fsdp_cpu_offload": "optimizer and weights stay on the device",
+    "trainer.model.full_offload* trainer.model.*_cpu_offload": "optimizer and weights stay on the device",
     "trainer.model.compile*": "the trainer is not compiled",
 }
 
 
-def import_prime_rl(options: Mapping[str, Any], file: Path) -> Draft:
+def import_prime_rl(options: Mapping[str, Any]) -> Draft:
     """Translate the TOML of prime-rl's `rl` command; arrays of tables are lists of mappings."""
-    if not any(name.startswith("orchestrator.") for name in options):
-        raise ConfigError(
-            f"{file}: a section orchestrator is required, as prime-rl's `rl` has it: got none; supervised training is "
-            "for sft-app, inference alone for offbeat-serve"
-        )
     draft = Draft(options)
     _write_model(draft)
     _write_data(draft)
@@ -147,12 +135,11 @@ def _write_trainer(draft: Draft) -> None:
     if any(name.startswith("trainer.model.lora.") for name in draft.left):
         draft.copy("engine.lora_rank", "trainer.model.lora.rank", default=16)
         draft.copy("engine.lora_alpha", "trainer.model.lora.alpha", default=32.0, convert=float)
-    shapes = {"cp": "context_parallel", "ep": "expert_parallel"}
-    found = {ours: draft.take(f"trainer.model.{theirs}") for theirs, ours in shapes.items()}
-    widths = {ours: value for ours, value in found.items() if isinstance(value, int) and value > 1}  # ep may be "auto"
-    if widths:
-        draft.put("engine.backend", "megatron", *(f"trainer.model.{name}" for name in shapes))
-        draft.put("engine.options", widths, *(f"trainer.model.{name}" for name in shapes))
+    axes = {"trainer.model.cp": "context_parallel", "trainer.model.ep": "expert_parallel"}
+    found = {ours: draft.take(theirs) for theirs, ours in axes.items()}
+    if widths := {ours: size for ours, size in found.items() if isinstance(size, int) and size > 1}:  # or "auto"
+        draft.put("engine.backend", "megatron", *axes)
+        draft.put("engine.options", widths, *axes)
 
 
 def _write_objective(draft: Draft) -> None:
@@ -161,17 +148,15 @@ def _write_objective(draft: Draft) -> None:
     if kind not in _PLAIN_MEAN:
         draft.change("orchestrator.algo.type", f"{kind} is not there: reward less mean of the group takes its place")
     loss = draft.take("trainer.loss.type", default="default")
-    draft.put("algorithm.loss", "ppo_clip", "trainer.loss.type")
-    draft.put("algorithm.correction_form", "bypass", "trainer.loss.type")
-    draft.put("algorithm.aggregation", "token_mean", "trainer.loss.type")
+    for key, value in {"loss": "ppo_clip", "correction_form": "bypass", "aggregation": "token_mean"}.items():
+        draft.put(f"algorithm.{key}", value, "trainer.loss.type")
     draft.change(
         "trainer.loss.type",
         f"{loss} leaves out tokens whose probability has moved by more than a bound; here their ratio is clipped",
     )
-    for name in ("dppo_mask_low", "dppo_mask_high", "ipo_threshold"):
-        if draft.has(f"trainer.loss.{name}"):
-            draft.take(f"trainer.loss.{name}")
-            draft.miss(f"trainer.loss.{name}", "bounds a difference; algorithm.clip_low and clip_high a ratio")
+    for name in [f"trainer.loss.{end}" for end in ("dppo_mask_low", "dppo_mask_high", "ipo_threshold")]:
+        if draft.take(name) is not None:
+            draft.miss(name, "bounds a difference; algorithm.clip_low and clip_high a ratio")
 
 
 def _write_batches(draft: Draft) -> None:
@@ -179,15 +164,12 @@ def _write_batches(draft: Draft) -> None:
     samples = draft.number("orchestrator.batch_size", default=128)
     draft.put("async.mini_batch_size", max(samples // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
     draft.change("orchestrator.batch_size", f"counts samples there; {samples} are {samples / group:g} prompts")
-    draft.put("async.partial_rollout", True, "orchestrator.max_off_policy_steps")
-    draft.put("async.staleness_threshold", 1.0, "orchestrator.max_off_policy_steps")
-    lag = draft.number("orchestrator.max_off_policy_steps", default=8)
-    draft.put("async.max_version_lag", lag, "orchestrator.max_off_policy_steps")
-    draft.put("async.on_exceed", "drop", "orchestrator.max_off_policy_steps")
-    draft.change(
-        draft.named("orchestrator.max_off_policy_steps"),
-        "dropped beyond it, as there; how many are in the air is bounded by async.staleness_threshold",
-    )
+    name = "orchestrator.max_off_policy_steps"
+    draft.put("async.partial_rollout", True, name)
+    draft.put("async.staleness_threshold", 1.0, name)
+    draft.put("async.max_version_lag", draft.number(name, default=8), name)
+    draft.put("async.on_exceed", "drop", name)
+    draft.change(name, "dropped beyond it, as there; how many are in the air is bounded by async.staleness_threshold")
 
 
 def _write_rhythm(draft: Draft) -> None:
@@ -198,10 +180,8 @@ def _write_rhythm(draft: Draft) -> None:
         draft.copy("eval.every_updates", "orchestrator.eval.interval", default=100)
         draft.put("data.eval_size", 64, "orchestrator.eval.num_examples")
         draft.copy("eval.temperature", "orchestrator.eval.sampling.temperature")
-    every = draft.number("ckpt.interval", "trainer.ckpt.interval", default=0)
-    draft.put("checkpoint.every", every, "ckpt.interval")
+    draft.put("checkpoint.every", draft.number("ckpt.interval", "trainer.ckpt.interval", default=0), "ckpt.interval")
     draft.copy("checkpoint.keep", "ckpt.keep_last", "trainer.ckpt.keep_last")
-    wandb = [name for name in draft.left if name.startswith("monitors.wandb")]
-    if wandb:
+    if any(name.startswith("monitors.wandb") for name in draft.left):
         draft.put("log.trackers", ["wandb"], "monitors.wandb.project")
         draft.copy("log.project", "monitors.wandb.project", default="prime-rl")

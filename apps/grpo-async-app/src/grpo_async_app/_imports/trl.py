@@ -7,7 +7,7 @@ names of its scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/uti
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import Draft, write_rhythm, write_training_arguments
+from offbeat_recipes import Draft, finish_training_arguments, write_processes, write_rhythm, write_training_arguments
 
 _AGGREGATIONS: Final = {
     "grpo": "sequence_mean",
@@ -28,28 +28,17 @@ _LEAST: Final = "vllm_importance_sampling_clip_min"
 ALWAYS: Final[Mapping[str, str]] = {
     "log_completions": "completions are always written down: log.generations",
     "num_completions_to_print": "log.generations and log.train_generations",
-    "disable_dropout": "nothing is dropped out",
     "remove_unused_columns": "columns are always carried along",
     "vllm_enable_sleep_mode": "colocated engines always sleep while the trainer works",
     "cast_lm_head_to_fp32": "the head is always computed in float32",
-    "logging_steps": "every update is logged",
-    "do_train": "this is `train`",
     "vllm_server_*": "engines are started by the run",
     "vllm_group_port": "ports are chosen by the run",
 }
 MISSING: Final[Mapping[str, str]] = {
-    "repetition_penalty": "log-probabilities would not be those of the policy",
-    "generation_kwargs": "log-probabilities would not be those of the policy",
+    "repetition_penalty generation_kwargs": "log-probabilities would not be those of the policy",
     "num_iterations": "each sample is trained on once",
     "mask_truncated_completions": "completions that were cut off are scored as they stand",
-    "sync_ref_model": "the reference stays the first policy",
-    "ref_model_*": "the reference stays the first policy",
-    "deepspeed": 'FSDP2 shards, or engine.backend = "megatron"',
-    "fsdp*": "several ranks are always sharded: engine.num_ranks",
-    "output_dir": "name the run folder: --out FOLDER",
-    "run_name": "name the run folder: --out FOLDER",
-    "push_to_hub": "checkpoints are Hugging Face folders: push one yourself",
-    "hub_*": "checkpoints are Hugging Face folders: push one yourself",
+    "sync_ref_model ref_model_*": "the reference stays the first policy",
     "per_device_eval_batch_size": "validation prompts go to the engines like all others",
 }
 
@@ -64,18 +53,16 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     _write_correction(draft)
     _write_batches(draft)
     write_rhythm(draft, steps_per_update=draft.entries["async.require_batches"].value)
-    draft.finish(ALWAYS, MISSING)
+    finish_training_arguments(draft, ALWAYS, MISSING)
     return draft
 
 
 def _write_data(draft: Draft) -> None:
-    draft.copy("model.path", "model_name_or_path")
+    told = "here a folder: download the model, nothing is fetched by name"
+    draft.copy("model.path", "model_name_or_path", told=told)
     draft.copy("model.trust_remote_code", "trust_remote_code")
-    if draft.has("model_name_or_path"):
-        draft.change("model_name_or_path", "here a folder: download the model, nothing is fetched by name")
-    draft.copy("data.path", "dataset_name")
-    if draft.has("dataset_name"):
-        draft.change("dataset_name", "here a file or a folder: download the data set, nothing is fetched by name")
+    told = "here a file or a folder: download the data set, nothing is fetched by name"
+    draft.copy("data.path", "dataset_name", told=told)
     draft.copy("data.split", "dataset_train_split")
     draft.copy("data.prompt_column", "dataset_prompt_column")
     draft.copy("data.system_prompt", "system_prompt")
@@ -101,8 +88,8 @@ def _write_data(draft: Draft) -> None:
 def _write_prompt_length(draft: Draft) -> None:
     """TRL has no limit of its own since 2026: what the engine's length leaves beside the completion, or our default."""
     if draft.has("max_prompt_length"):
-        draft.copy("data.max_prompt_tokens", "max_prompt_length")
-        draft.change("max_prompt_length", "prompts were cut there; here those that are longer are left out and counted")
+        told = "prompts were cut there; here those that are longer are left out and counted"
+        draft.copy("data.max_prompt_tokens", "max_prompt_length", told=told)
         return
     names = ("vllm_max_model_length", "max_completion_length")
     room = draft.number(names[0], default=0) - draft.number(names[1], default=_MAX_COMPLETION)
@@ -197,17 +184,10 @@ def _write_correction(draft: Draft) -> None:
 
 
 def _write_batches(draft: Draft) -> None:
-    ranks = draft.number("num_processes", default=1)
-    if not draft.has("num_processes"):
-        draft.change(
-            "num_processes", "accelerate's, and not in this file: 1 is taken; engine.num_ranks multiplies batches"
-        )
-    accumulated = draft.number("gradient_accumulation_steps", default=1)
-    samples = draft.number("per_device_train_batch_size", default=8) * ranks * accumulated
+    ranks, samples, accumulated = write_processes(draft)
     group = draft.entries["rollout.samples_per_prompt"].value
     generated = draft.number("generation_batch_size", default=0)
     steps = draft.number("steps_per_generation", default=accumulated)
-    draft.put("engine.num_ranks", ranks, "num_processes")
     if "cluster.colocate" in draft.entries:  # each group of vllm_tensor_parallel_size processes has an engine
         width = draft.number("vllm_tensor_parallel_size", default=1)
         draft.put("rollout.num_engines", max(ranks // width, 1), "num_processes", "vllm_tensor_parallel_size")

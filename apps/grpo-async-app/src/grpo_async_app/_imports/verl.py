@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from grpo_async_app._imports.verl_objective import write_objective, write_teacher
-from offbeat_recipes import Draft, Entry, Program, is_number
+from offbeat_recipes import Draft, Entry, Program, is_number, write_betas, write_trackers
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."
 _MODEL: Final = "actor_rollout_ref.model."
 _MEGATRON: Final = f"{_ACTOR}megatron."
-_ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
-_STRATEGIES: Final = {"dp": "fsdp"}
-"""The name of a configuration for the training engine, where it is not the engine's."""
+_ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "dp": "torch", "megatron": "megatron"}
 _SAMPLERS: Final = {"vllm": "vllm", "hf": "torch", "trtllm": "trtllm"}
+_SCHEDULES: Final = ("constant", "linear", "cosine")
 _AXES: Final = {
     "tensor_parallel": "tensor_model_parallel_size",
     "context_parallel": "context_parallel_size",
@@ -38,26 +37,21 @@ ALWAYS: Final[Mapping[str, str]] = {
     f"{_MODEL}use_remove_padding": "sequences are always packed",
     f"{_ROLLOUT}calculate_log_probs": "engines always give the log-probabilities of what they sample",
     f"{_ROLLOUT}mode": "engines always serve asynchronously",
-    f"{_ROLLOUT}log_prob_*": "the trainer's token budget bounds every pass",
-    f"{_ACTOR}use_dynamic_bsz": "micro-batches are always filled by tokens",
-    f"{_ACTOR}ppo_micro_batch_size*": "micro-batches are always filled by tokens",
-    "actor_rollout_ref.ref.log_prob_*": "the trainer's token budget bounds every pass",
+    f"{_ROLLOUT}log_prob_* actor_rollout_ref.ref.log_prob_*": "the trainer's token budget bounds every pass",
+    f"{_ACTOR}use_dynamic_bsz {_ACTOR}ppo_micro_batch_size*": "micro-batches are always filled by tokens",
     "trainer.resume_mode": "`grpo-async-app resume RUN` goes on from the latest checkpoint",
 }
 MISSING: Final[Mapping[str, str]] = {
     "algorithm.rollout_correction.loss_type": "the loss is algorithm.loss in both forms",
-    "async_training.use_*": "engines and trainer keep their places",
-    "async_training.dynamic_*": "engines and trainer keep their places",
+    "async_training.use_* async_training.dynamic_*": "engines and trainer keep their places",
     "trainer.v1.separate_async.hybrid_rollout.*": "engines and trainer keep their places",
     "trainer.v1.sampler.max_off_policy_threshold": "counted in syncs there; async.max_version_lag in updates",
     "trainer.v1.sampler.max_off_policy_strategy": "async.on_exceed, beside async.max_version_lag",
     "data.truncation": "nothing is cut: prompts that are too long are left out and counted",
     "data.gen_batch_size": "prompts are submitted one by one",
-    "critic.*": "no critic is trained",
-    "trainer.critic_warmup": "no critic is trained",
+    "critic.* trainer.critic_warmup": "no critic is trained",
     "trainer.val_before_train": "the first validation comes after eval.every_updates",
-    "trainer.experiment_name": "name the run folder: --out FOLDER",
-    "trainer.default_local_dir": "name the run folder: --out FOLDER",
+    "trainer.experiment_name trainer.default_local_dir": "name the run folder: --out FOLDER",
     f"{_ACTOR}fsdp_config.*": "weights, gradients and moments are always sharded, and stay on the device",
     "actor_rollout_ref.ref.*": "the reference policy is kept by the trainer, and shared out as it is",
     f"{_ACTOR}ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
@@ -72,14 +66,16 @@ MISSING: Final[Mapping[str, str]] = {
 def import_verl(options: Mapping[str, Any], program: Program = _NO_PROGRAM) -> Draft:
     """Translate verl's options, and what is known of the program that they are given to."""
     draft = Draft(options)
-    mode = find_mode(draft, program)
+    mode = _find_mode(draft, program)
     _write_data(draft)
     _write_reward(draft)
     _write_rollout(draft)
     _write_trainer(draft, "megatron" if "megatron" in program.config else "fsdp")
     write_objective(draft, bypasses=mode in ("fully_async", "one_step_off"))
-    write_schedule(draft, mode)
-    write_optimizer(draft)
+    _write_batches(draft, mode)
+    _write_places(draft, is_apart=mode != "sync")
+    _write_rhythm(draft)
+    _write_optimizer(draft)
     write_teacher(draft)
     draft.finish(ALWAYS, MISSING)
     return draft
@@ -107,11 +103,12 @@ def _write_data(draft: Draft) -> None:
 
 def _write_reward(draft: Draft) -> None:
     paths = tuple(f"{section}.path" for section in _REWARDS)
-    path, name = draft.take(*paths), draft.take(*(f"{section}.name" for section in _REWARDS))
-    draft.take("reward_model.reward_manager", "reward.reward_manager.name")
+    path, function = draft.take(*paths), draft.take(*(f"{section}.name" for section in _REWARDS))
+    name = "reward_model.reward_manager"
+    draft.take(name, "reward.reward_manager.name")
     if path:
         module = str(path).rsplit("/", 1)[-1].removesuffix(".py")
-        draft.put("reward.name", f"{module}:{name or 'compute_score'}", *paths)
+        draft.put("reward.name", f"{module}:{function or 'compute_score'}", *paths)
         draft.change(
             draft.named(*paths),
             "called with (data_source, solution_str, ground_truth, extra_info) there, here as function(prompt, "
@@ -119,11 +116,8 @@ def _write_reward(draft: Draft) -> None:
             "solution_str=completion, ground_truth=prompt.answer",
         )
     else:
-        draft.put("reward.name", "math_verify", "reward_model.reward_manager")
-        draft.change(
-            "reward_model.reward_manager",
-            "the reward is chosen by data_source there; here by reward.name: choose yours",
-        )
+        draft.put("reward.name", "math_verify", name)
+        draft.change(name, "the reward is chosen by data_source there; here by reward.name: choose yours")
 
 
 def _write_rollout(draft: Draft) -> None:
@@ -182,15 +176,13 @@ def _write_engine_arguments(draft: Draft, wanted: str) -> None:
 
 def _write_trainer(draft: Draft, usual: str) -> None:
     has_axes = any(name.startswith(_MEGATRON) for name in draft.left)
-    strategy = draft.take(f"{_ACTOR}strategy", "model_engine", default="megatron" if has_axes else usual)
-    strategy = _STRATEGIES.get(strategy, strategy)
+    names = (f"{_ACTOR}strategy", "model_engine")
+    strategy = draft.take(*names, default="megatron" if has_axes else usual)
     if strategy not in _ENGINES:
-        named = draft.named(f"{_ACTOR}strategy", "model_engine")
-        draft.change(named, "there is no such training engine here: torch takes its place")
-        strategy = "fsdp"
-    draft.put("engine.backend", _ENGINES[strategy], f"{_ACTOR}strategy")
+        draft.change(draft.named(*names), "there is no such training engine here: torch takes its place")
+    draft.put("engine.backend", _ENGINES.get(strategy, "torch"), f"{_ACTOR}strategy")
     draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
-    if not strategy.startswith("fsdp"):
+    if strategy == "megatron":
         _write_axes(draft)
     draft.copy("engine.max_tokens_per_microbatch", f"{_ACTOR}ppo_max_token_len_per_gpu", default=16384)
     draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
@@ -199,19 +191,17 @@ def _write_trainer(draft: Draft, usual: str) -> None:
 
 
 def _write_axes(draft: Draft) -> None:
-    options = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
-    options = {key: size for key, size in options.items() if size is not None}
-    if options:
+    sizes = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
+    if options := {key: size for key, size in sizes.items() if size is not None}:
         draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
 
 
 _SAMPLING_NODES: Final = ("rollout.nnodes", f"{_ROLLOUT}nnodes")
 _SAMPLING_WIDTH: Final = ("rollout.n_gpus_per_node", f"{_ROLLOUT}n_gpus_per_node")
 """Of the asynchronous trainers apart, and of main_ppo's own."""
-_TRACKERS: Final = ("wandb", "trackio", "mlflow")
 
 
-def find_mode(draft: Draft, program: Program) -> str:
+def _find_mode(draft: Draft, program: Program) -> str:
     """How verl's trainer and its engines follow each other.
 
     Returns:
@@ -232,21 +222,12 @@ def find_mode(draft: Draft, program: Program) -> str:
     return "one_step_off" if "rollout.n_gpus_per_node" in draft.left else "sync"
 
 
-def write_schedule(draft: Draft, mode: str) -> None:
-    _write_batches(draft, mode)
-    _write_places(draft, is_apart=mode != "sync")
-    _write_rhythm(draft)
-
-
 def _write_batches(draft: Draft, mode: str) -> None:
     step = draft.number(f"{_ACTOR}ppo_mini_batch_size", default=256)
     draft.put("async.mini_batch_size", step, f"{_ACTOR}ppo_mini_batch_size")
     all_prompts = draft.number("data.train_batch_size", default=1024)
-    if mode == "fully_async":
-        _write_fully_async(draft)
-        return
-    if mode == "separate_async":
-        _write_separate_async(draft)
+    if mode in ("fully_async", "separate_async"):
+        (_write_fully_async if mode == "fully_async" else _write_separate_async)(draft)
         return
     draft.put("async.require_batches", max(all_prompts // step, 1), "data.train_batch_size")
     draft.put("async.staleness_threshold", 0, "data.train_batch_size")
@@ -270,12 +251,12 @@ def _write_fully_async(draft: Draft) -> None:
         draft.change(
             "async_training.partial_rollout", "has no effect without staleness: nothing is in flight at a sync"
         )
-    names = (
+    draft.copy(
+        "rollout.max_running",
         "rollout.max_concurrent_samples_per_replica",
         "async_training.max_concurrent_samples_per_replica",
         "async_training.concurrent_samples_per_replica",
     )
-    draft.copy("rollout.max_running", *names)
 
 
 def _write_separate_async(draft: Draft) -> None:
@@ -291,20 +272,17 @@ def _write_separate_async(draft: Draft) -> None:
 
 
 def _write_places(draft: Draft, *, is_apart: bool) -> None:
-    nodes = draft.number("trainer.nnodes", default=1)
-    width = draft.number("trainer.n_gpus_per_node", default=8)
-    draft.put("engine.num_ranks", nodes * width, "trainer.nnodes", "trainer.n_gpus_per_node")
-    shared = draft.entries["rollout.tensor_parallel"].value
+    names: tuple[str, ...] = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    devices = draft.number(names[0], default=1) * draft.number(names[1], default=8)
+    draft.put("engine.num_ranks", devices, *names)
     draft.take("actor_rollout_ref.hybrid_engine")
     draft.put("cluster.launcher", "ray", "trainer.nnodes")
-    sampling_nodes, sampling_width = nodes, width
     if is_apart:
-        sampling_nodes = draft.number(*_SAMPLING_NODES, default=1)
-        sampling_width = draft.number(*_SAMPLING_WIDTH, default=8)
+        names = (*_SAMPLING_NODES, *_SAMPLING_WIDTH)
+        devices = draft.number(*_SAMPLING_NODES, default=1) * draft.number(*_SAMPLING_WIDTH, default=8)
     else:
         draft.put("cluster.colocate", True, "actor_rollout_ref.hybrid_engine")
-    names = (*_SAMPLING_NODES, *_SAMPLING_WIDTH) if is_apart else ("trainer.nnodes", "trainer.n_gpus_per_node")
-    draft.put("rollout.num_engines", max(sampling_nodes * sampling_width // shared, 1), *names)
+    draft.put("rollout.num_engines", max(devices // draft.entries["rollout.tensor_parallel"].value, 1), *names)
     draft.change(
         draft.named(*names),
         "engines and ranks are counted, and the planner finds their nodes; `plan --cluster NODESxACCELERATORS` shows "
@@ -322,12 +300,10 @@ def _write_rhythm(draft: Draft) -> None:
     per_update = draft.entries["async.mini_batch_size"].value * draft.entries["async.require_batches"].value
     # What verl calls a step ends with a sync: trigger_parameter_sync_step updates here, 1 of them without it.
     to_sync = draft.entries.get("async.trigger_parameter_sync_step", Entry(1, "")).value
-    if updates or prompts:
-        draft.put(
-            "engine.max_updates",
-            updates * to_sync or math.ceil(prompts / per_update),
-            "trainer.total_training_steps" if updates else "rollout.total_rollout_steps",
-        )
+    if updates:
+        draft.put("engine.max_updates", updates * to_sync, "trainer.total_training_steps")
+    elif prompts:
+        draft.put("engine.max_updates", math.ceil(prompts / per_update), "rollout.total_rollout_steps")
     for names in (("rollout.test_freq", "trainer.test_freq"), ("trainer.save_freq",)):
         if to_sync > 1 and draft.number(*names, default=0) > 0:
             draft.change(draft.named(*names), f"counted in syncs there, in updates here: {to_sync} in each")
@@ -336,27 +312,19 @@ def _write_rhythm(draft: Draft) -> None:
         draft.put("eval.every_updates", tests * to_sync, "rollout.test_freq", "trainer.test_freq")
     draft.copy("checkpoint.every", "trainer.save_freq", convert=lambda steps: max(steps, 0) * to_sync)
     draft.copy("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
-    found = draft.take("trainer.logger", default=[])  # one name, or a list that a shell's quotes have made a text
-    loggers = found if isinstance(found, list) else str(found).strip("[]").split(",")
-    trackers = [name for name in loggers if name in _TRACKERS]
-    if trackers:
-        draft.put("log.trackers", trackers, "trainer.logger")
+    write_trackers(draft, "trainer.logger")
     draft.copy("log.project", "trainer.project_name")
 
 
-_OPTIM: Final = "actor_rollout_ref.actor.optim."
-_SCHEDULES: Final = ("constant", "linear", "cosine")
+_OPTIM: Final = f"{_ACTOR}optim."
 
 
-def write_optimizer(draft: Draft) -> None:
+def _write_optimizer(draft: Draft) -> None:
     draft.copy("engine.learning_rate", f"{_OPTIM}lr", default=1e-6)
     _write_schedule(draft)
     draft.copy("engine.weight_decay", f"{_OPTIM}weight_decay", default=0.01)
-    betas = draft.take(f"{_OPTIM}betas")
-    betas = betas if isinstance(betas, list) and len(betas) == 2 else [0.9, 0.999]
-    draft.put("engine.adam_beta1", betas[0], f"{_OPTIM}betas")
-    draft.put("engine.adam_beta2", betas[1], f"{_OPTIM}betas")
-    draft.copy("engine.max_grad_norm", "actor_rollout_ref.actor.grad_clip", f"{_OPTIM}clip_grad")
+    write_betas(draft, f"{_OPTIM}betas", (0.9, 0.999))
+    draft.copy("engine.max_grad_norm", f"{_ACTOR}grad_clip", f"{_OPTIM}clip_grad")
 
 
 def _write_schedule(draft: Draft) -> None:

@@ -145,8 +145,7 @@ def _write_rewards(draft: Draft) -> None:
     draft.copy("algorithm.filter_groups", "algorithm.filter_groups.enable")
     if draft.take("algorithm.filter_groups.metric"):
         draft.change("algorithm.filter_groups.metric", "groups are dropped whose samples all have the same reward")
-    batches = draft.take("algorithm.filter_groups.max_num_gen_batches")
-    if batches:
+    if batches := draft.take("algorithm.filter_groups.max_num_gen_batches"):
         draft.put("async.max_filtered_batches", batches, "algorithm.filter_groups.max_num_gen_batches")
     for prefix in ("reward_model.reward_kwargs.", "reward_model.", "reward.reward_kwargs."):
         buffer = f"{prefix}overlong_buffer_cfg." if "kwargs" in prefix else f"{prefix}overlong_buffer."
@@ -185,8 +184,7 @@ def _write_correction(draft: Draft, *, bypasses: bool) -> None:
             draft.miss(reject_name, "icepop rejects by itself, and stands alone here")
     elif weight or level:
         _write_preset(draft, weight, level, cap, bounds)
-    normalises = draft.take(f"{_CORRECTION}rollout_is_batch_normalize")
-    if weight and normalises:
+    if draft.take(f"{_CORRECTION}rollout_is_batch_normalize") and weight:
         draft.put("algorithm.normalise_weights", True, f"{_CORRECTION}rollout_is_batch_normalize")
     _write_form(draft, has_weight=bool(weight), usual=bypasses)
 
@@ -254,12 +252,8 @@ def _put_bounds(draft: Draft, bounds: tuple[float, float], name: str) -> None:
 
 
 def _write_form(draft: Draft, *, has_weight: bool, usual: bool) -> None:
-    names = (
-        f"{_CORRECTION}bypass_mode",
-        f"{_CORRECTION}bypass_old_logprob_for_rollout",
-        "async_training.use_rollout_log_probs",
-        f"{_ACTOR}use_rollout_log_probs",
-    )
+    names = [f"{_CORRECTION}bypass_mode", f"{_CORRECTION}bypass_old_logprob_for_rollout"]
+    names += ["async_training.use_rollout_log_probs", f"{_ACTOR}use_rollout_log_probs"]
     bypasses = draft.take(*names, default=usual)
     if draft.take("async_training.compute_prox_log_prob"):
         bypasses = False
@@ -304,7 +298,7 @@ def write_teacher(draft: Draft) -> None:
 
 
 def _write_distillation(draft: Draft) -> None:
-    uses_rewards, name = draft.take(f"{_LOSS}use_task_rewards", default=True), f"{_LOSS}distillation_loss_coef"
+    name, uses_rewards = f"{_LOSS}distillation_loss_coef", draft.take(f"{_LOSS}use_task_rewards", default=True)
     weight = draft.number(name, default=1.0)
     draft.put("algorithm.distillation_coefficient", float(weight) if uses_rewards else 1.0, name)
     if not uses_rewards:

@@ -13,7 +13,7 @@ from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
 from offbeat_objectives import build_loss
-from offbeat_run import disk_errors
+from offbeat_run import check_shared, disk_errors
 from offbeat_types import (
     Metric,
     Metrics,
@@ -48,7 +48,7 @@ class TrainerRole:
         checkpoint: folder to go on from, or empty.
         rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
             sends weights. Who starts ranks shows each devices of its own, so all take the same one by name.
-        trace_folder: takes the traces of section `profile`.
+        trace_folder: takes the traces of section `profile`; its parent, the run folder, takes checkpoints.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class TrainerRole:
         rendezvous: Rendezvous | None = None,
         trace_folder: str = "",
     ) -> None:
+        if trace_folder:
+            check_shared(Path(trace_folder).parent)
         create, device = load_backend("offbeat.engine", config.engine.backend).create, config.engine.device
         rank = rendezvous.rank if rendezvous else 0
         if rendezvous:

@@ -1,12 +1,11 @@
 """The driver's side of the environments: calls with a deadline, and a new process for one that is gone or stuck."""
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from offbeat_actors import ActorHandle, Launcher, RoleSpec
+from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
 from offbeat_data import EnvironmentFailedError, Prompt, RewardScore
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
@@ -26,18 +25,13 @@ class EnvironmentProcess:
     """
 
     def __init__(self, launcher: Launcher, spec: RoleSpec, step_timeout_s: float) -> None:
-        self._launcher, self._spec, self._deadline_s = launcher, spec, 2 * step_timeout_s + GRACE_S
-        self._handle: ActorHandle | None = None
-        self._starting = asyncio.Lock()
+        self._role, self._deadline_s = RestartedRole(launcher, spec), 2 * step_timeout_s + GRACE_S
         self._numbers = itertools.count()
         self.num_answers = 0  # of all episodes; it tells slow from stuck
 
-    async def start(self) -> ActorHandle:
+    async def start(self) -> None:
         """Start the process unless it runs."""
-        async with self._starting:
-            if self._handle is None or not self._handle.alive:
-                self._handle = await self._launcher.start(self._spec)
-            return self._handle
+        await self._role.start()
 
     @contextlib.asynccontextmanager
     async def episode(self, prompt: Prompt) -> AsyncIterator["Episode"]:
@@ -52,13 +46,11 @@ class EnvironmentProcess:
 
     async def call(self, method: str, *args: Any, returns: Any = None) -> Any:
         """Call the role, or say that the environment failed, took too long, or was lost with the process."""
-        handle = self._handle if self._handle is not None and self._handle.alive else await self.start()
+        handle = await self._role.start()
         try:
-            answer = await handle.call(method, *args, returns=returns, deadline_s=self._deadline_s)
+            answer = await call_or_kill(handle, method, *args, returns=returns, deadline_s=self._deadline_s)
         except DeadlineError as error:
             # It blocks, and with it every episode of the process: this one, which sees it first, and others with it.
-            handle.kill()
-            await handle.wait_dead()
             raise EnvironmentFailedError("timed_out", str(error)) from error
         except PeerFailedError as error:
             raise EnvironmentFailedError("lost", f"{error.peer}: {error.reason}") from error
@@ -66,9 +58,9 @@ class EnvironmentProcess:
         return answer
 
     async def _abandon(self, number: int) -> None:
-        if self._handle is not None and self._handle.alive:
+        if self._role.handle is not None:
             with contextlib.suppress(OffbeatError):  # it is over in any case
-                await self._handle.call("abandon", number, deadline_s=ABANDON_S)
+                await self._role.handle.call("abandon", number, deadline_s=ABANDON_S)
 
 
 class Episode:

@@ -13,6 +13,7 @@ from grpo_async_app._run.busy import OnSpan
 from grpo_async_app._run.colocation import ColocationSchedule, Note
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.environments import EnvironmentProcess
+from grpo_async_app._run.scoring import ScorerPool
 from grpo_async_app._run.teachers import Teachers
 from grpo_async_app._run.trainers import Trainers, WeightOffer, start_trainers
 from offbeat_actors import (
@@ -26,7 +27,7 @@ from offbeat_actors import (
     split_threads,
     start_again,
 )
-from offbeat_data import Prompt, RewardPool, RewardScore
+from offbeat_data import Prompt, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s
 from offbeat_types import (
@@ -97,10 +98,8 @@ class Fleet:
         self.teachers = (
             Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
         )
-        self._reward = (
-            RewardPool(
-                config.reward, start_timeout_s=config.cluster.start_timeout_s, log=log_folder / "reward_errors.log"
-            )
+        self._scorers = (
+            ScorerPool(config.reward, config.cluster, log_folder / "reward_errors.log")
             if config.reward.is_set
             else None
         )
@@ -117,12 +116,14 @@ class Fleet:
         if self._trainer is not None:
             await self._trainer.forget()
         await self._launcher.close(QUICK_STOP_S if error else None)
-        if self._reward is not None:
-            self._reward.close()
+        if self._scorers is not None:
+            await self._scorers.close()
 
     def kill(self) -> None:
         """End every role now; leaving the block then takes no time."""
         self._launcher.kill()
+        if self._scorers is not None:
+            self._scorers.kill()
 
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
         """Start every role at once, and wait until all are ready. No engine samples before its first weight sync."""
@@ -150,8 +151,8 @@ class Fleet:
         self._gives_devices = any(rank.role == "rollout" and rank.device is not None for rank in placement.plan.ranks)
 
     async def _start_serving(self) -> None:
-        environments = [self.environment.start()] if self.environment else []
-        await gather_or_cancel([self.engines.start(), *environments])
+        others = [each.start() for each in (self.environment, self._scorers) if each is not None]
+        await gather_or_cancel([self.engines.start(), *others])
 
     def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
         return [self.teachers.start()] if self.teachers is not None else []
@@ -178,22 +179,22 @@ class Fleet:
 
     @property
     def last_reward_error(self) -> str:
-        return self._reward.last_error if self._reward is not None else ""
+        return self._scorers.last_error if self._scorers is not None else ""
 
     async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
         """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
         One that takes its verifier too long gets 0 and is counted.
         """
-        reward = self._reward
-        if reward is None and not self._config.environment.name:  # a teacher alone is learned from
+        scorers = self._scorers
+        if scorers is None and not self._config.environment.name:  # a teacher alone is learned from
             return [RewardScore(value=0.0, parts={}) for _ in texts]
-        if reward is None:
+        if scorers is None:
             raise ConfigError(
                 f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
                 "give reward.name, or return a RewardScore from the environment"
             )
-        return list(await asyncio.gather(*(asyncio.wrap_future(reward.submit(prompt, text)) for text in texts)))
+        return list(await asyncio.gather(*(scorers.score(prompt, text) for text in texts)))
 
     # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -252,7 +253,7 @@ class Fleet:
     @property
     def progress(self) -> float:
         """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
-        scored = self._reward.num_scored if self._reward is not None else 0
+        scored = self._scorers.num_scored if self._scorers is not None else 0
         answered = self.environment.num_answers if self.environment is not None else 0
         starting_s = clock_s() if self.engines.are_starting else 0.0  # which has a deadline of its own
         return self.engines.num_tokens + scored + answered + starting_s

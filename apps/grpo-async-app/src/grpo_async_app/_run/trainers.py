@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
-from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_all
+from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_ranks
 from offbeat_types import OffbeatError, PeerFailedError, WeightProof, WeightSyncError
 
 
@@ -48,26 +47,16 @@ async def start_trainers(
     silent_after_s: float,
 ) -> Trainers:
     """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left."""
-    socket_path = spec.kwargs["socket_path"]
-    if num_ranks == 1:
-        return Trainers([await launcher.start(spec)], silent_after_s, socket_path)
-    from offbeat_mesh import open_rendezvous  # imports torch: only several ranks need it
+    store: object = None
+    places: list[Any] = []
+    if num_ranks > 1:
+        from offbeat_mesh import open_rendezvous  # imports torch: only several ranks need it
 
-    # The driver keeps the place where the ranks meet, so it outlives any of them.
-    store, places = open_rendezvous(
-        launcher.address, num_ranks, start_deadline_s=start_deadline_s, call_deadline_s=call_deadline_s
-    )
-    specs = [
-        replace(
-            spec,
-            name=f"trainer-{place.rank}",
-            kwargs={**spec.kwargs, "rendezvous": place},
-            liveness_policy="abort",
-            log_path=spec.log_path and spec.log_path.with_name(f"trainer-{place.rank}.log"),
+        # The driver keeps the place where the ranks meet, so it outlives any of them.
+        store, places = open_rendezvous(
+            launcher.address, num_ranks, start_deadline_s=start_deadline_s, call_deadline_s=call_deadline_s
         )
-        for place in places
-    ]
-    return Trainers(await start_all(launcher, specs), silent_after_s, socket_path, store)
+    return Trainers(await start_ranks(launcher, spec, places), silent_after_s, spec.kwargs["socket_path"], store)
 
 
 DEATH_SEEN_AFTER_S: Final = 2.0

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from offbeat_actors._actor import RoleActor
-from offbeat_actors._launcher import ProcessLauncher, open_log, own_environment
+from offbeat_actors._actor import ActorHandle
+from offbeat_actors._launcher import Launcher, open_log, own_environment
 from offbeat_actors._spec import ClusterConfig, RoleSpec
 from offbeat_actors._wire import Channel
 from offbeat_actors.ray._agent import Order, Started, decode, describe_log, encode
@@ -46,7 +46,7 @@ class _Seat:
     devices: list[int] | None
 
 
-class RayLauncher(ProcessLauncher):
+class RayLauncher(Launcher):
     """Starts roles as processes on the nodes of a Ray cluster.
 
     On each node that a plan uses, a node agent (a Ray actor) holds a block of devices and runs the processes of its
@@ -128,7 +128,7 @@ class RayLauncher(ProcessLauncher):
         if (connection := _result(self._connection)) is not None:
             release_now(connection.ray, self._held)
 
-    async def _spawn(self, spec: RoleSpec) -> RoleActor:
+    async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         link = await self._link_of(spec.name)
         seat = self._seats.get(spec.name)
         order = self._order(spec, seat.devices if seat else None)
@@ -142,7 +142,7 @@ class RayLauncher(ProcessLauncher):
         if started.error:
             raise PeerFailedError(spec.name, f"could not be started on {link.address}: {started.error}")
         process = RemoteProcess(link, order.key, started.pid, spec.log_path, self._config.silent_after_s)
-        return RoleActor(spec, process, Channel(process), self._config)
+        return ActorHandle(spec, process, Channel(process), self._config)
 
     def _order(self, spec: RoleSpec, devices: list[int] | None) -> Order:
         log = None

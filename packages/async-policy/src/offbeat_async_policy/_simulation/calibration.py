@@ -57,10 +57,6 @@ class PartFit:
     fixed_s: float
     work_s: float
 
-    def seconds(self, accelerators: int) -> float:
-        """Time of the part on so many accelerators."""
-        return self.fixed_s + self.work_s / accelerators
-
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:

@@ -238,19 +238,23 @@ def chart_page(
     Returns:
         HTML, with inline SVG and nothing to load.
     """
-    names = [_name(config, report) for config, report in runs]
-    speed = [("colocated", colocated), *zip(names, [report for _, report in runs], strict=True)]
+    names = [f"\u03c3 {config.staleness_threshold:g}, {report.mode}" for config, report in runs]
+    reports = [report for _, report in runs]
+    seconds = {"colocated": colocated.seconds_per_sync}
+    seconds |= dict(zip(names, (report.seconds_per_sync for report in reports), strict=True))
+    longest = max(seconds.values()) or 1.0
+    speed = {name: {"training": each / longest} for name, each in seconds.items()}
     return "\n".join(
         [
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>',
             f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>",
             "<h2>Seconds between two syncs</h2>",
-            _speed_bars([(name, report.seconds_per_sync) for name, report in speed]),
+            _figure(speed, [f"{each:.1f} s" for each in seconds.values()]),
             "<h2>The trainer's time</h2>",
-            _share_bars([(name, report.trainer_shares) for name, (_, report) in zip(names, runs, strict=True)]),
+            _figure({name: report.trainer_shares for name, report in zip(names, reports, strict=True)}),
             _legend(TRAINER_KINDS),
             "<h2>The engines' time</h2>",
-            _share_bars([(name, report.engine_shares) for name, (_, report) in zip(names, runs, strict=True)]),
+            _figure({name: report.engine_shares for name, report in zip(names, reports, strict=True)}),
             _legend(ENGINE_KINDS),
             "<h2>What would change it</h2><ul>",
             *(f"<li>{html.escape(line)}</li>" for line in advice),
@@ -259,29 +263,25 @@ def chart_page(
     )
 
 
-def _name(config: AsyncConfig, report: SimulationReport) -> str:
-    return f"\u03c3 {config.staleness_threshold:g}, {report.mode}"
-
-
-def _speed_bars(rows: Sequence[tuple[str, float]]) -> str:
-    longest = max(seconds for _, seconds in rows) or 1.0
-    bars = [
-        _bar(0, row, seconds / longest, COLOURS["training"], f"{seconds:.1f} s")
-        + f'<text x="{LEFT + WIDTH * seconds / longest + 6:.1f}" y="{row * ROW + 15}">{seconds:.1f} s</text>'
-        for row, (_, seconds) in enumerate(rows)
-    ]
-    return _figure([name for name, _ in rows], bars)
-
-
-def _share_bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    bars = []
-    for row, (_, shares) in enumerate(rows):
+def _figure(rows: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()) -> str:
+    """A row of bars for each name, one bar after the other; and a note behind it."""
+    drawn = []
+    for row, (name, shares) in enumerate(rows.items()):
+        drawn.append(_text(LEFT - 8, row, name, ' text-anchor="end"'))
         done = 0.0
         for kind, share in shares.items():
             if share > 0:
-                bars.append(_bar(done, row, share, COLOURS[kind], f"{kind}: {share:.1%}"))
+                tip = notes[row] if notes else f"{kind}: {share:.1%}"
+                drawn.append(_bar(done, row, share, COLOURS[kind], tip))
             done += share
-    return _figure([name for name, _ in rows], bars)
+        if notes:
+            drawn.append(_text(LEFT + WIDTH * done + 6, row, notes[row]))
+    size = f"{LEFT + WIDTH + 80} {len(rows) * ROW + 4}"
+    return f'<svg viewBox="0 0 {size}" role="img">{"".join(drawn)}</svg>'
+
+
+def _text(left: float, row: int, text: str, attributes: str = "") -> str:
+    return f'<text x="{left:.1f}" y="{row * ROW + 15}"{attributes}>{html.escape(text)}</text>'
 
 
 def _bar(start: float, row: int, share: float, colour: str, tip: str) -> str:
@@ -289,15 +289,6 @@ def _bar(start: float, row: int, share: float, colour: str, tip: str) -> str:
         f'<rect x="{LEFT + WIDTH * start:.1f}" y="{row * ROW + 3}" width="{WIDTH * share:.1f}" height="{ROW - 6}" '
         f'fill="{colour}"><title>{html.escape(tip)}</title></rect>'
     )
-
-
-def _figure(names: Sequence[str], bars: Sequence[str]) -> str:
-    labels = [
-        f'<text x="{LEFT - 8}" y="{row * ROW + 15}" text-anchor="end">{html.escape(name)}</text>'
-        for row, name in enumerate(names)
-    ]
-    size = f"{LEFT + WIDTH + 80} {len(names) * ROW + 4}"
-    return f'<svg viewBox="0 0 {size}" role="img">{"".join([*labels, *bars])}</svg>'
 
 
 def _legend(kinds: Sequence[str]) -> str:

@@ -8,11 +8,10 @@ in the place of `engines.step_s`, `engines.sample_s` and section `trainer`.
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Final, get_args, get_type_hints
+from typing import Any, Final
 
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._simulation.calibration import ColocatedStep, calibrate, engine_time
@@ -26,7 +25,7 @@ from offbeat_async_policy._simulation.workload import (
     Workload,
     read_lengths,
 )
-from offbeat_types import METADATA_KEY, ConfigError, DataError, setting
+from offbeat_types import METADATA_KEY, ConfigError, DataError, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,98 +140,16 @@ SECTIONS: Final[dict[str, type]] = {
 ROWS: Final = "colocated"
 
 
-@dataclass
-class ScenarioSource:
-    """Values by section and key, before they are checked; what is added later wins.
-
-    Args:
-        tables: section -> key -> value.
-        rows: of `colocated`.
-        folder: that relative paths in the file start from.
-        origin: (section, key) -> where the value came from, for complaints.
-    """
-
-    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: list[Any] = field(default_factory=list)
-    folder: Path = Path()
-    origin: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def add_file(self, path: Path) -> None:
-        """Take in a scenario file.
-
-        Raises:
-            DataError: it cannot be read.
-            ConfigError: it names a section that does not exist.
-        """
-        self.folder = path.parent
-        for name, table in read_tables(path).items():
-            if name == ROWS and isinstance(table, list):
-                self.rows = table
-            elif name in SECTIONS and isinstance(table, dict):
-                self._add(name, table, str(path))
-            else:
-                known = [*SECTIONS, ROWS]
-                raise ConfigError(f"{path}: [{name}] is not a section of a scenario{_nearest(name, known)}")
-
-    def add_override(self, word: str, text: str) -> None:
-        """Take in `--section.key value`."""
-        section, _, key = word.removeprefix("--").partition(".")
-        if section not in SECTIONS:
-            raise ConfigError(f"{word}: no such section{_nearest(section, [*SECTIONS])}")
-        self._add(section, {key: _parse_word(text)}, word)
-
-    def add_recipe(self, path: Path) -> None:
-        """Lay what a recipe of grpo-async-app says of the same things over the scenario."""
-        recipe = {name: table for name, table in read_tables(path).items() if isinstance(table, dict)}
-        self._add("async", recipe.get("async", {}), str(path))
-        rollout, engine = recipe.get("rollout", {}), recipe.get("engine", {})
-        width = rollout.get("tensor_parallel", 1)
-        same = [
-            (rollout, "samples_per_prompt", "work", "group_size", 1),
-            (rollout, "max_tokens", "lengths", "longest", 1),
-            (rollout, "max_running", "engines", "max_running", 1),
-            (rollout, "tensor_parallel", "machines", "per_engine", 1),
-            (rollout, "num_engines", "machines", "rollout", width),
-            (engine, "num_ranks", "machines", "trainer", 1),
-        ]
-        for table, theirs, section, ours, factor in same:
-            if theirs in table:
-                self._add(section, {ours: table[theirs] * factor}, f"{path} ({theirs})")
-
-    def build(self) -> Scenario:
-        """Check everything and return the scenario.
-
-        Raises:
-            ConfigError: a key is unknown, of another type or out of bounds; all of them are named.
-        """
-        problems: list[str] = []
-        built = {name: self._section(name, cls, problems) for name, cls in SECTIONS.items()}
-        rows = [self._row(number, row, problems) for number, row in enumerate(self.rows, 1)]
-        if problems:
-            raise ConfigError("; ".join(problems))
-        sections = {"async_" if name == "async" else name: cls(**built[name]) for name, cls in SECTIONS.items()}
-        return Scenario(**sections, colocated=tuple(ColocatedStep(**row) for row in rows), folder=self.folder)
-
-    def _add(self, section: str, table: Mapping[str, Any], origin: str) -> None:
-        self.tables.setdefault(section, {}).update(table)
-        self.origin.update({(section, key): origin for key in table})
-
-    def _section(self, name: str, cls: type, problems: list[str]) -> dict[str, Any]:
-        values = {}
-        for key, value in self.tables.get(name, {}).items():
-            origin = self.origin[name, key]
-            where = origin if origin.startswith("--") else f"{origin}: {name}.{key}"
-            values[key] = _checked(cls, key, value, where, problems)
-        return values
-
-    def _row(self, number: int, row: Any, problems: list[str]) -> dict[str, Any]:
-        if not isinstance(row, dict):
-            problems.append(f"{ROWS} row {number}: a table is required, got {row!r}")
-            return {}
-        return {
-            key: _checked(ColocatedStep, key, value, f"{ROWS} row {number}: {key}", problems)
-            for key, value in row.items()
-        }
+# What a recipe of grpo-async-app says of the same things: its section and key, ours, and the key of its section to
+# multiply by.
+_IN_RECIPES: Final = (
+    ("rollout", "samples_per_prompt", "work", "group_size", ""),
+    ("rollout", "max_tokens", "lengths", "longest", ""),
+    ("rollout", "max_running", "engines", "max_running", ""),
+    ("rollout", "tensor_parallel", "machines", "per_engine", ""),
+    ("rollout", "num_engines", "machines", "rollout", "tensor_parallel"),
+    ("engine", "num_ranks", "machines", "trainer", ""),
+)
 
 
 def read_scenario(path: Path | None, overrides: Sequence[tuple[str, str]] = (), recipe: Path | None = None) -> Scenario:
@@ -244,17 +161,52 @@ def read_scenario(path: Path | None, overrides: Sequence[tuple[str, str]] = (), 
         recipe: of grpo-async-app; its settings win over the scenario's.
 
     Raises:
-        ConfigError: something is unknown, of another type, or out of bounds.
+        ConfigError: something is unknown, of another type, or out of bounds; each section that has such is named.
         DataError: a file cannot be read.
     """
-    source = ScenarioSource()
-    if path:
-        source.add_file(path)
-    if recipe:
-        source.add_recipe(recipe)
-    for word, text in overrides:
-        source.add_override(word, text)
-    return source.build()
+    file = read_tables(path) if path else {}
+    rows = file.pop(ROWS, [])
+    layers = [(str(path), name, table) for name, table in file.items()]
+    layers += [(str(recipe), name, table) for name, table in _settings_of(recipe).items()] if recipe else []
+    layers += [(word, *_parse_override(word, text)) for word, text in overrides]
+    for origin, name, table in layers:
+        if name not in SECTIONS or not isinstance(table, dict):
+            raise ConfigError(f"{origin}: [{name}] is no section of a scenario{_nearest(name)}")
+
+    problems: list[str] = []
+    sections = {}
+    for name, kind in SECTIONS.items():
+        own = [(origin, table) for origin, section, table in layers if section == name and table]
+        where = ", ".join([*dict.fromkeys(origin for origin, _ in own), f"[{name}]"])
+        merged = {key: value for _, table in own for key, value in table.items()}
+        sections["async_" if name == "async" else name] = _read(where, kind, merged, problems)
+    steps = [_read(f"{ROWS} row {number}", ColocatedStep, row, problems) for number, row in enumerate(rows, 1)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return Scenario(**sections, colocated=tuple(steps), folder=path.parent if path else Path())
+
+
+def _read(where: str, kind: type, table: Any, problems: list[str]) -> Any:
+    """The section or row; None, and one problem more, where it cannot be."""
+    if not isinstance(table, dict):
+        problems.append(f"{where}: a table is required, got {table!r}")
+        return None
+    try:
+        return read_options(where, kind, table)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+
+
+def _settings_of(recipe: Path) -> dict[str, dict[str, Any]]:
+    """What a recipe of grpo-async-app says of the same things, as sections of a scenario."""
+    said = {name: table for name, table in read_tables(recipe).items() if isinstance(table, dict)}
+    settings = {"async": said.get("async", {})}
+    for theirs, their_key, section, key, factor in _IN_RECIPES:
+        table = said.get(theirs, {})
+        if their_key in table:
+            settings.setdefault(section, {})[key] = table[their_key] * table.get(factor, 1)
+    return settings
 
 
 def read_tables(path: Path) -> dict[str, Any]:
@@ -283,38 +235,18 @@ def describe_keys() -> str:
     return "\n".join(lines)
 
 
-def _checked(cls: type, key: str, value: Any, where: str, problems: list[str]) -> Any:
-    known = {each.name: each for each in fields(cls)}
-    if key not in known:
-        problems.append(f"{where}: no such key{_nearest(key, [*known])}")
-        return None
-    annotation = get_type_hints(cls)[key]
-    types = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    if float in types and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) not in types:
-        names = " or ".join("nothing" if each is type(None) else each.__name__ for each in types)
-        problems.append(f"{where}: {names} required, got {value!r}")
-        return None
-    complaint = known[key].metadata[METADATA_KEY].complaint(value)
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        complaint = "a finite number"
-    if complaint:
-        problems.append(f"{where}: required {complaint}, got {value!r}")
-    return value
-
-
-def _parse_word(text: str) -> Any:
-    """A TOML value if it is one, else the word itself."""
-    if text == "none":
-        return None
+def _parse_override(word: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Section and value of `--section.key value`: TOML if it is, none, or else the text itself."""
+    section, _, key = word.removeprefix("--").partition(".")
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = None if text == "none" else tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        value = text
+    return section, {key: value}
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _nearest(name: str) -> str:
+    known = [*SECTIONS, ROWS]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
 

@@ -8,9 +8,9 @@ A sync stops all engines and the trainer for `sync_s`. Real runs are slower; it 
 import heapq
 import random
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._policy import AsyncPolicy
@@ -62,10 +62,6 @@ class SimulationReport:
     def speedup_over(self, other: "SimulationReport") -> float:
         """Trained groups per second, as a multiple of the other run's; nan when the other trained nothing."""
         return self.groups_per_s / other.groups_per_s if other.groups_per_s else float("nan")
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 TRAINER_KINDS: Final = ("training", "supply", "bound", "drain", "sync")

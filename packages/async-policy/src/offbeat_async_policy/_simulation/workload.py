@@ -5,11 +5,12 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from offbeat_types import ConfigError, DataError
+from offbeat_async_policy._config import check_ranges
+from offbeat_types import REQUIRED, ConfigError, DataError, setting
 
 
 @dataclass(frozen=True)
@@ -120,63 +121,37 @@ class DecodeCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is generated and trained.
+    """What is generated and trained."""
 
-    Args:
-        num_groups: prompt groups of the run.
-        group_size: samples of one group.
-        lengths: of the completions.
-        filtered_share: share of groups without learning signal, in [0, 1].
-        seed: of everything random.
-    """
-
-    num_groups: int
-    group_size: int = 8
-    lengths: Lengths = field(default_factory=Lengths)
-    filtered_share: float = 0.0
-    seed: int = 0
+    num_groups: int = setting(REQUIRED, "Prompt groups of the run.", "groups", ge=1)
+    group_size: int = setting(8, "Samples of one group.", "samples", ge=1)
+    lengths: Lengths = setting(Lengths(), "Of the completions.")
+    filtered_share: float = setting(0.0, "Share of groups without learning signal.", ge=0, le=1)
+    seed: int = setting(0, "Of everything random.")
 
     def __post_init__(self) -> None:
-        _require(self.num_groups >= 1, "num_groups", "at least 1", self.num_groups)
-        _require(self.group_size >= 1, "group_size", "at least 1", self.group_size)
-        _require(0 <= self.filtered_share <= 1, "filtered_share", "a share in [0, 1]", self.filtered_share)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What it runs on.
+    """What it runs on."""
 
-    Args:
-        num_engines: rollout engines.
-        max_running: samples one engine decodes at once.
-        decode_curve: throughput of one engine.
-        update_s: time of one full update.
-        update_tokens_per_s: completion tokens trained per second, on top of update_s; 0 for none.
-        sync_s: time of one weight sync.
-    """
-
-    num_engines: int
-    max_running: int
-    decode_curve: DecodeSpeed
-    update_s: float
-    update_tokens_per_s: float = 0.0
-    sync_s: float = 0.0
+    num_engines: int = setting(REQUIRED, "Rollout engines.", "engines", ge=1)
+    max_running: int = setting(REQUIRED, "Samples one engine decodes at once.", "samples", ge=1)
+    decode_curve: DecodeSpeed = setting(REQUIRED, "Throughput of one engine.")
+    update_s: float = setting(REQUIRED, "Time of one full update.", "s", ge=0)
+    update_tokens_per_s: float = setting(
+        0.0, "Completion tokens trained per second, on top of update_s; 0 for none.", "tokens/s", ge=0
+    )
+    sync_s: float = setting(0.0, "Time of one weight sync.", "s", ge=0)
 
     def __post_init__(self) -> None:
-        _require(self.num_engines >= 1, "num_engines", "at least 1", self.num_engines)
-        _require(self.max_running >= 1, "max_running", "at least 1", self.max_running)
-        for name in ("update_s", "update_tokens_per_s", "sync_s"):
-            value = getattr(self, name)
-            _require(0 <= value < float("inf"), name, "a finite number, at least 0", value)
+        check_ranges(self)
 
     def seconds_for_update(self, share: float, num_tokens: int) -> float:
         """Time of an update with this share of its full number of groups."""
         return self.update_s * share + (num_tokens / self.update_tokens_per_s if self.update_tokens_per_s else 0.0)
-
-
-def _require(holds: bool, name: str, required: str, got: float) -> None:
-    if not holds:
-        raise ConfigError(f"{name}: required {required}, got {got:g}")
 
 
 LENGTH_KEYS: Final = ("num_tokens", "response_tokens", "length")

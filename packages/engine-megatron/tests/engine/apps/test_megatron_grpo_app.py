@@ -161,10 +161,7 @@ def test_multi_token_prediction_learns_beside_the_policy(
     ("options", "said"),
     {
         "no such option": ("{tensor_paralel = 2}", "did you mean tensor_parallel"),
-        "ranks that do not divide": ("{context_parallel = 3}", "must divide the ranks: got 4"),
-        "heads that do not divide": ("{tensor_parallel = 4}", "num_key_value_heads = 2"),
         "layers that do not divide": ("{pipeline_parallel = 4}", "num_hidden_layers = 2"),
-        "overlap without what it needs": ("{overlap_param_gather = true}", "overlap_grad_reduce"),
     }.values(),
 )
 def test_a_layout_that_cannot_be_is_refused_by_the_plan(

@@ -137,12 +137,8 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
 @pytest.mark.parametrize(
     ("options", "said"),
     {
-        "no such option": ("{tensor_paralel = 2}", "did you mean tensor_parallel"),
         "ranks that do not divide": ("{tensor_parallel = 3}", "engine.num_ranks = 3 or a multiple of it"),
-        "heads that do not divide": ("{tensor_parallel = 4}", "num_key_value_heads = 2"),
-        "layers that do not divide": ("{pipeline_parallel = 4}", "num_hidden_layers = 2"),
         "experts of a model without": ("{expert_parallel = 2}", "has no experts"),
-        "interleaving without a pipeline": ("{virtual_pipeline = 2}", "pipeline_parallel is 1"),
         "what megatron-core gets wrong": (
             "{pipeline_parallel = 2, virtual_pipeline = 2, batch_p2p = true}",
             "batch_p2p = false",

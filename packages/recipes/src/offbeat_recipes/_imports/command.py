@@ -16,11 +16,13 @@ class Framework:
 
     Args:
         read: a file, and the variables that its script may use.
-        translate: what it holds; what is another kind of run is refused, what is not known of one is told.
+        check: refuses what is another kind of run, by the file's name, and tells what is not known of one.
+        translate: what the file holds.
     """
 
     read: Callable[[Path, Mapping[str, str]], Source]
-    translate: Callable[[Source, Path], tuple[Draft, list[str]]]
+    check: Callable[[Source, Path], Sequence[str]]
+    translate: Callable[[Source], Draft]
 
 
 def import_recipe(
@@ -52,7 +54,8 @@ def import_recipe(
     path, found = Path(file), frameworks[framework]
     target = Path(words.options.get("out") or f"{path.stem}.toml")
     source = found.read(path, _variables(words.options.get("set", "")))
-    draft, told = found.translate(source, path)
+    told = found.check(source, path)
+    draft = found.translate(source)
     remarks = {"not decided": source.undecided, "not understood": (*told, *source.not_understood)}
     head = f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source."
     text = draft.as_toml(head, remarks)

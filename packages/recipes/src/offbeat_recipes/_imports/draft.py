@@ -1,14 +1,13 @@
 """A configuration in the making: what came from which option, what changed its meaning, what has no counterpart."""
 
 import json
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from offbeat_recipes._imports.options import is_open
+from offbeat_run import toml_value
 
 _TEXTS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path", "data.split", "log.project")
 """Keys that may refer to the environment: our own files do so in the same way."""
@@ -84,15 +83,31 @@ class Draft:
         self.entries[key] = Entry(value, " and ".join(given) if given else f"default of {names[0]}")
 
     def copy(
-        self, key: str, *names: str, default: Any = None, convert: Callable[[Any], Any] = lambda value: value
+        self,
+        keys: str | Sequence[str],
+        *names: str,
+        default: Any = None,
+        convert: Callable[[Any], Any] = lambda value: value,
+        told: str = "",
     ) -> None:
-        """Set a key to the value of an option, if there is one."""
-        value = self.take(*names, default=default)
-        if is_open(value) and key not in _TEXTS:
-            self._leave_open(names, value, default)
-            value = default
-        if value is not None:
-            self.put(key, convert(value), *names)
+        """Set a key, or several, to the value of an option, if there is one.
+
+        Args:
+            keys: "section.key".
+            names: of the option; the first that is set counts.
+            default: of the other framework; None leaves ours.
+            convert: to our value.
+            told: what is said where the option is set, for it means something else here.
+        """
+        for key in [keys] if isinstance(keys, str) else keys:
+            value = self.take(*names, default=default)
+            if is_open(value) and key not in _TEXTS:
+                self._leave_open(names, value, default)
+                value = default
+            if value is not None:
+                self.put(key, convert(value), *names)
+        if told and any(map(self.has, names)):
+            self.change(self.named(*names), told)
 
     def change(self, name: str, text: str) -> None:
         """Say that something means something else here."""
@@ -110,8 +125,8 @@ class Draft:
         """Sort what nobody has taken.
 
         Args:
-            always: patterns of names, and how it is here whatever they say.
-            missing: patterns of names, and why there is no counterpart.
+            always: patterns of names, with blanks between those of one text, and how it is here whatever they say.
+            missing: patterns of names likewise, and why there is no counterpart.
         """
         sources = " ".join(entry.source for entry in self.entries.values())
         for name, value in self._options.items():
@@ -166,23 +181,8 @@ def _one_line(text: str) -> str:
 
 
 def _first_match(name: str, patterns: Mapping[str, str]) -> str:
-    return next((text for pattern, text in patterns.items() if fnmatchcase(name, pattern)), "")
+    return next((text for held, text in patterns.items() if any(fnmatchcase(name, each) for each in held.split())), "")
 
 
 def _line(key: str, value: Any) -> str:
-    return f"{key.partition('.')[2]} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    """A plain value as TOML; the strings, numbers and lists of JSON are TOML's too."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_name(name)} = {_toml(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _name(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return f"{key.partition('.')[2]} = {toml_value(value)}"

@@ -147,7 +147,7 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
         ConfigError: no such file, or nothing in it.
     """
     reading = read_shell(_read_text(path), given)
-    programs = [read_flags(words) for words in reading.commands if any(map(_is_openrlhf, words))]
+    programs = [read_flags(words) for words in reading.commands if any(word.startswith("openrlhf.") for word in words)]
     if not programs:
         raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
     chosen, *others = sorted(programs, key=lambda each: not each.name.endswith("train_ppo_ray"))
@@ -159,10 +159,6 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
 
 def _told(word: str) -> str:
     return f"{word}: not known here, and so what options it holds" if is_open(word) else f"{word}: no option"
-
-
-def _is_openrlhf(word: str) -> bool:
-    return word.startswith("openrlhf.")
 
 
 def _read_text(path: Path) -> str:

@@ -1,14 +1,15 @@
-"""transformers' TrainingArguments in our words: what all trainers of TRL have in common.
+"""What the trainers of a framework have in common in our words; above all transformers' TrainingArguments, for TRL's.
 
 Source: huggingface/trl f2cd5771 (2026-07-24), trl/trainer, with the TrainingArguments that its configurations extend.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from offbeat_recipes._imports.draft import Draft
+from offbeat_recipes._imports.draft import Draft, is_number
+from offbeat_recipes._imports.options import read_value
 
 _SCHEDULES: Final = {
     "constant": "constant",
@@ -18,6 +19,18 @@ _SCHEDULES: Final = {
     "cosine_with_min_lr": "cosine",
 }
 _TRACKERS: Final = ("wandb", "trackio", "mlflow")
+FETCHED: Final = "here a file or a folder: download it, nothing is fetched by name"
+_ALWAYS: Final[Mapping[str, str]] = {
+    "disable_dropout": "nothing is dropped out",
+    "logging_steps": "every update is logged",
+    "do_train": "this is `train`",
+}
+_MISSING: Final[Mapping[str, str]] = {
+    "deepspeed": 'FSDP2 shards, or engine.backend = "megatron"',
+    "fsdp*": "several ranks are always sharded: engine.num_ranks",
+    "output_dir run_name": "name the run folder: --out FOLDER",
+    "push_to_hub hub_*": "checkpoints are Hugging Face folders: push one yourself",
+}
 
 
 def write_training_arguments(draft: Draft, *, learning_rate: float, roles: Sequence[str]) -> None:
@@ -51,8 +64,43 @@ def write_training_arguments(draft: Draft, *, learning_rate: float, roles: Seque
     if uses_lora:
         draft.put("engine.lora_rank", rank, "lora_r")
         draft.put("engine.lora_alpha", float(alpha), "lora_alpha")
-    for section in (*roles, "data"):
-        draft.copy(f"{section}.seed", "seed", default=42)
+    draft.copy([f"{section}.seed" for section in (*roles, "data")], "seed", default=42)
+
+
+def write_betas(draft: Draft, name: str, default: tuple[float, float]) -> None:
+    """AdamW's two decays, of a list of both or of a text that a shell's quotes have made of one."""
+    given = draft.take(name)
+    found = read_value(given) if isinstance(given, str) else given
+    betas = found if isinstance(found, list) and len(found) == 2 and all(map(is_number, found)) else default
+    if given is not None and betas is default:
+        draft.change(name, f"{given} is no pair of numbers: {default[0]} and {default[1]} stand in its place")
+    draft.put("engine.adam_beta1", betas[0], name)
+    draft.put("engine.adam_beta2", betas[1], name)
+
+
+def write_trackers(draft: Draft, name: str) -> None:
+    """One name, or those of a list or of a text that a shell's quotes have made of one."""
+    found = draft.take(name, default=[])
+    given = found if isinstance(found, list) else str(found).strip("[]").split(",")
+    if trackers := [each for each in given if each in _TRACKERS]:
+        draft.put("log.trackers", trackers, name)
+
+
+def write_processes(draft: Draft) -> tuple[int, int, int]:
+    """Ranks of a run of TRL, the samples that all of them take for a step of the optimizer, micro-batches of a step."""
+    ranks = draft.number("num_processes", default=1)
+    if not draft.has("num_processes"):
+        draft.change(
+            "num_processes", "accelerate's, and not in this file: 1 is taken; engine.num_ranks multiplies batches"
+        )
+    accumulated = draft.number("gradient_accumulation_steps", default=1)
+    draft.put("engine.num_ranks", ranks, "num_processes")
+    return ranks, draft.number("per_device_train_batch_size", default=8) * ranks * accumulated, accumulated
+
+
+def finish_training_arguments(draft: Draft, always: Mapping[str, str], missing: Mapping[str, str]) -> None:
+    """Sort what nobody has taken, by what is known of the trainer (see Draft.finish) and of TrainingArguments."""
+    draft.finish({**always, **_ALWAYS}, {**missing, **_MISSING})
 
 
 def _write_least_rate(draft: Draft) -> None:
@@ -117,10 +165,7 @@ def write_rhythm(draft: Draft, *, steps_per_update: int = 1) -> None:
     elif saves != "steps":
         draft.change("save_strategy", "checkpoints come after so many updates: checkpoint.every")
     draft.copy("checkpoint.keep", "save_total_limit")
-    found = draft.take("report_to")
-    names = found if isinstance(found, list) else [found]
-    if trackers := [name for name in names if name in _TRACKERS]:
-        draft.put("log.trackers", trackers, "report_to")
+    write_trackers(draft, "report_to")
     draft.copy("log.project", "wandb_project", "trackio_project")
 
 

@@ -36,7 +36,7 @@ def dump_config(config: Any) -> str:
         if held is not None:
             lines = [*_comment(section.doc), f"[{toml_key(section.name)}]"]
             for key in keys_of(section.cls).values():
-                value = plain(getattr(held, key.field_name))
+                value = getattr(held, key.field_name)
                 refuse_literal_secrets(f"{section.name}.{key.name}", value)
                 lines += _comment(_note(key))
                 lines.append(f"{toml_key(key.name)} = {toml_value(escape(value))}")
@@ -44,23 +44,14 @@ def dump_config(config: Any) -> str:
     return "\n".join(blocks)
 
 
-def plain(value: Any) -> Any:
-    """Turn what a setting holds into what TOML holds."""
-    if value is None:
-        return NONE
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def toml_value(value: Any) -> str:
-    """Write one value as TOML, on one line.
+    """Write one value as TOML, on one line: None as "none", a path as its text.
 
     Raises:
         TypeError: TOML has no such value.
     """
+    if value is None or isinstance(value, Path):
+        value = NONE if value is None else str(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -134,13 +125,13 @@ def _explain_key(section: str, key: Key) -> str:
 
 
 def _default_text(key: Key) -> str:
-    return "none, required" if key.default is MISSING else toml_value(plain(key.default))
+    return "none, required" if key.default is MISSING else toml_value(key.default)
 
 
 def _example(key: Key) -> str:
     """A value to copy: the default, or the first choice, or one that suits the type."""
     if key.default not in (MISSING, None, "", (), [], {}):
-        return _shell_word(toml_value(plain(key.default)))
+        return _shell_word(toml_value(key.default))
     if key.setting.choices:
         return str(key.setting.choices[0])
     lowest = key.setting.ge if key.setting.ge is not None else 1

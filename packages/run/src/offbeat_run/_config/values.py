@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from itertools import repeat
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -83,8 +84,8 @@ def expand(value: Any) -> Any:
 
 def escape(value: Any) -> Any:
     """The inverse of `expand`; what a secret variable of the environment holds becomes a reference to it again."""
-    if isinstance(value, str):
-        text, marks = mark_secrets(value)
+    if isinstance(value, str | Path):
+        text, marks = mark_secrets(str(value))
         text = escape_text(text)
         for mark, reference in marks.items():
             text = text.replace(mark, reference)

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import FileStore
 
 from offbeat_liveness import current_frames, watch
 from offbeat_testing._processes import STACKS_SIGNAL
-from offbeat_testing._ranks._plugin import PerRank, RanksRequest
 from offbeat_testing._ranks._report import (
     Message,
     Outcome,
@@ -31,6 +30,7 @@ from offbeat_testing._ranks._report import (
     recorded_collectives,
     to_line,
 )
+from offbeat_testing._ranks._request import PerRank, RanksRequest
 
 PR_SET_PDEATHSIG: Final = 1
 LEAVE: Final = b"leave\n"

@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from offbeat_testing._processes import STACKS_SIGNAL, wait_for_leaving_threads
 from offbeat_testing._ranks._child import EXPLAIN, JUDGE, LEAVE, Rank, RankSeat
-from offbeat_testing._ranks._plugin import PRELOAD_INI, RanksRequest
 from offbeat_testing._ranks._report import (
     RankReport,
     RankState,
@@ -33,6 +32,7 @@ from offbeat_testing._ranks._report import (
     from_line,
     waiting_for_the_finished,
 )
+from offbeat_testing._ranks._request import PRELOAD_INI, RanksRequest
 
 PEER_IS_GONE: Final = ("gloo/transport/", "PeerFailedError: ")
 PLACE: Final = re.compile(r"\S+:\d+: in ")

@@ -28,14 +28,12 @@ from offbeat_recipes._imports.shell.nodes import (
     Text,
     Word,
 )
-from offbeat_recipes._imports.shell.syntax import ShellParser
+from offbeat_recipes._imports.shell.syntax import DECLARING, ShellParser
 from offbeat_recipes._imports.shell.values import MARK, OpenValueError, Values, fits
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/-]*(?:\.[\w@/-]+)+)=(?P<value>.*)", re.DOTALL)
 _MODULE: Final = re.compile(r"(verl|recipe|openrlhf)\.")
-_DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _PREFIXES: Final = frozenset({"exec", "command", "builtin", "nohup", "sudo", "env", "time"})
-_SETTINGS: Final = re.compile(r"[+-]\w*|errexit|nounset|pipefail|xtrace|allexport")
 _MAX_CALLS: Final = 20
 """Functions that call functions; one that calls itself never ends here."""
 _MAX_ROUNDS: Final = 100
@@ -249,16 +247,13 @@ class _Reader:
         for name, value in self.values.variables.items():
             different = dict.fromkeys(each.variables[name] for each in others if name in each.variables)
             different.pop(value, None)
-            if different and self._is_used(name):
+            if different and re.search(rf"\$\{{?{name}\b", self.text):
                 shown = " or ".join(_shown(_bare(each)) or "nothing" for each in different)
                 told.append(f"{name} = {_shown(_bare(value)) or 'nothing'} stands, not {shown}")
         for name, held in self.values.arrays.items():
             more = [word for each in others for word in each.arrays.get(name, {}).values() if word not in held.values()]
             told += [f"{_shown(_bare(word))} is left out" for word in dict.fromkeys(more) if _OVERRIDE.fullmatch(word)]
         return told
-
-    def _is_used(self, name: str) -> bool:
-        return re.search(rf"\$\{{?{name}\b", self.text) is not None
 
     def _assign(self, one: Assignment) -> None:
         if one.is_array:
@@ -290,7 +285,7 @@ class _Reader:
             words.pop(0)
             while words and (words[0].startswith("-") or re.match(r"[A-Za-z_]\w*=", words[0])):
                 words.pop(0)
-        if not words or words[0] in _DECLARING:
+        if not words or words[0] in DECLARING:
             for one in command.assignments:
                 self._assign(one)
             return True

@@ -29,7 +29,6 @@ from offbeat_recipes._imports.shell.nodes import (
     Word,
 )
 
-_NAME: Final = re.compile(r"[A-Za-z_]\w*")
 _BLANKS: Final = re.compile(r"(?:[ \t]|\\\n)+")
 _PLAIN: Final = re.compile(r"[^\s\\\"'$`;&|<>()]+")
 _PLAIN_QUOTED: Final = re.compile(r"[^\\\"$`]+")
@@ -40,7 +39,7 @@ _BARE_PARAMETER: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PARAMETER: Final = re.compile(r"([!#]?)(\w+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _RESERVED: Final = re.compile(r"(if|case|for|while|until|select|function|\{|!|\[\[|time)(?=[\s;]|$)")
 _CLOSING: Final = re.compile(r"(then|elif|else|fi|do|done|esac|\})(?=[\s;&|)<>]|$)")
-_DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
+DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _ESCAPES: Final = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -310,7 +309,7 @@ class ShellParser:
                 assignments.append(self._assignment(found))
                 continue
             words.append(self.word())
-            is_declaring = is_declaring or (len(words) == 1 and _literal(words[0]) in _DECLARING)
+            is_declaring = is_declaring or (len(words) == 1 and _literal(words[0]) in DECLARING)
         if self.at == start:
             raise ShellSyntaxError("expected a command")
         return Simple(tuple(assignments), tuple(words))

@@ -7,7 +7,7 @@ between two marks; a value with a mark is open: no condition is decided on it.
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any, Final
@@ -283,17 +283,10 @@ def fits(text: str, word: Word, values: Values) -> bool:
 
 def _pattern(text: str) -> str:
     """As a regular expression, without its anchors."""
-    return "".join(_pattern_parts(text))
 
+    def part(found: re.Match[str]) -> str:
+        if len(found[0]) > 1:
+            return found[0].replace("[!", "[^")
+        return {"*": ".*", "?": "."}.get(found[0], re.escape(found[0]))
 
-def _pattern_parts(text: str) -> Iterator[str]:
-    for found in re.finditer(r"\[[^\]]+\]|.", text, re.DOTALL):
-        match found[0]:
-            case "*":
-                yield ".*"
-            case "?":
-                yield "."
-            case each if each.startswith("[") and len(each) > 1:
-                yield each.replace("[!", "[^")
-            case each:
-                yield re.escape(each)
+    return re.sub(r"\[[^\]]+\]|.", part, text, flags=re.DOTALL)

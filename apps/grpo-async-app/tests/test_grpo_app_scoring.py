@@ -1,0 +1,319 @@
+"""Scorers: processes that are ended when a completion takes too long, side by side where a judge is slow."""
+
+import asyncio
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import offbeat_liveness as liveness
+from grpo_async_app._roles.scorer import prompt_to_json
+from grpo_async_app._run.scoring import ScorerPool
+from offbeat_actors import ClusterConfig
+from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_testing import wait_until_gone
+from offbeat_types import ConfigError, DeadlineError
+
+CODE = r"""
+import asyncio, os, signal, sys, time
+def judge(prompt, completion, worth=1.0):
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "die":
+        os._exit(9)
+    if completion == "raise":
+        raise ValueError("no")
+    if completion == "half":
+        raise ValueError("no \ud83d")
+    print("users print things")
+    return worth * len(prompt.ids)
+def wait(prompt, completion):
+    time.sleep(float(completion))
+    return os.getpid()
+def moody(prompt, completion):
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "interrupt":
+        signal.raise_signal(signal.SIGINT)
+    if completion == "raise":
+        raise ValueError("no bread today")
+    return {"nan": float("nan"), "none": None, "list": [1], "huge": 10**5000}.get(completion, 1.0)
+def busy(prompt, completion):
+    def ring(*_):
+        raise TimeoutError
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        time.sleep(60)
+    except TimeoutError:
+        return asyncio.run(asyncio.sleep(0.01, prompt.fields["large"] % 10))
+def forking(prompt, completion):
+    if os.fork() == 0:
+        time.sleep(600)
+    return 1.0
+def exiting(prompt, completion):
+    raise SystemExit(7)
+"""
+PROMPT = Prompt(index=3, ids=np.array([4, 5], np.int32), text="日本", answer="12", fields={"large": 10**30 + 4})
+NAME = "rewards_guarded:judge"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardConfig:
+    (tmp_path / "rewards_guarded.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    return RewardConfig(name=NAME, function_options={NAME: {"worth": 0.5}}, timeout_s=30.0)
+
+
+def reward_of(function: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=f"rewards_guarded:{function}", **settings)
+
+
+@asynccontextmanager
+async def scoring(
+    config: RewardConfig, log: Path | None = None, start_timeout_s: float = 60.0
+) -> AsyncIterator[ScorerPool]:
+    pool = ScorerPool(config, ClusterConfig(start_timeout_s=start_timeout_s), log)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 90))
+
+    return run
+
+
+def scorer_pids(pool: ScorerPool) -> list[int]:
+    return [actor.pid for actor in pool._launcher._actors.values()]
+
+
+async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:
+    scores = await asyncio.gather(*(pool.score(PROMPT, each) for each in completions))
+    return [None if score is None else score.value for score in scores]
+
+
+@in_loop
+async def test_scores_are_those_of_this_process_and_errors_come_back_typed(config: RewardConfig) -> None:
+    async with scoring(config) as pool:
+        score, plain = await pool.judge(PROMPT, "fine"), build_reward(config).score(PROMPT, "fine")
+        assert score == RewardScore(value=plain.value, parts={**plain.parts, "timed_out": 0.0})
+        for completion, text in (("raise", "no"), ("half", r"no \\ud83d")):
+            with pytest.raises(RewardError, match=f"{NAME} raised ValueError on prompt 3: {text}$") as caught:
+                await pool.judge(PROMPT, completion)
+            assert "in judge\n    raise ValueError" in caught.value.__notes__[0]
+        assert await values_of(pool, *["fine"] * 4) == [1.0] * 4
+        [pid] = scorer_pids(pool)
+        assert os.getsid(pid) != os.getsid(0), "Ctrl-C is for whoever has started it"
+
+
+@in_loop
+async def test_a_function_has_the_main_thread_and_may_use_signals_and_event_loops(config: RewardConfig) -> None:
+    async with scoring(reward_of("busy")) as pool:
+        assert await values_of(pool, "", "") == [4.0, 4.0]
+
+
+def test_a_scorer_is_sent_no_picture() -> None:
+    prompt = replace(PROMPT, pictures=(Picture(data=b"", height=8, width=8),))
+    assert sorted(json.loads(prompt_to_json(prompt))) == ["answer", "fields", "ids", "index", "text"]
+
+
+@in_loop
+async def test_what_takes_too_long_is_worth_nothing_and_costs_itself_alone(config: RewardConfig) -> None:
+    async with scoring(replace(config, timeout_s=1.0)) as pool:
+        [slow] = scorer_pids(pool)
+        late = asyncio.create_task(pool.score(PROMPT, "hang"))
+        await asyncio.sleep(0.1)
+        pool._config = config
+        assert await values_of(pool, *["fine"] * 3) == [1.0] * 3
+        assert await late == RewardScore(value=0.0, parts={NAME: 0.0, "timed_out": 1.0})
+        wait_until_gone([slow], 0.1)
+
+
+@in_loop
+async def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) -> None:
+    async with scoring(config) as pool:
+        with pytest.raises(RewardError, match="the process that scores ended with code 9 on prompt 3"):
+            await pool.judge(PROMPT, "die")
+        assert await values_of(pool, "fine") == [1.0]
+        for _ in range(2):  # and one killed from outside costs no score
+            pool.kill()
+            assert await values_of(pool, "fine") == [1.0]
+    async with scoring(reward_of("exiting")) as pool:
+        with pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
+            await pool.judge(PROMPT, "fine")
+
+
+@in_loop
+async def test_whoever_no_longer_waits_leaves_the_scorer_its_time(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", num_processes=1)) as pool:
+        nobodys = asyncio.create_task(pool.score(PROMPT, "1"))
+        await asyncio.sleep(0.3)
+        nobodys.cancel()
+        [pid] = await values_of(pool, "0")
+        assert scorer_pids(pool) == [pid]
+
+
+@in_loop
+async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="importing nowhere failed"):
+        await ScorerPool(RewardConfig(name="nowhere:f"), ClusterConfig()).start()
+    with pytest.raises(ConfigError, match="got neither"):
+        await ScorerPool(RewardConfig(), ClusterConfig()).start()
+
+
+SCRIPT = """
+import asyncio, numpy as np
+from grpo_async_app._run.scoring import ScorerPool
+from offbeat_actors import ClusterConfig
+from offbeat_data import Prompt, RewardConfig
+async def main():
+    pool = ScorerPool(RewardConfig(name="rewards_guarded:{function}", timeout_s=600.0), ClusterConfig())
+    await pool.start()
+    print(*(actor.pid for actor in pool._launcher._actors.values()), flush=True)
+    score = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), "hang")
+    print(score.value)
+    await pool.close()
+asyncio.run(main())
+"""
+
+
+def test_a_closed_pool_leaves_nothing_that_a_reward_has_started(config: RewardConfig) -> None:
+    """Such a process holds the pipe that its run writes to: whoever reads that would wait for it."""
+    command = [sys.executable, "-c", SCRIPT.format(function="forking")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()[1:]) == (0, ["1.0"]), done.stderr
+
+
+def test_a_busy_scorer_ends_by_itself_when_its_driver_is_killed(config: RewardConfig) -> None:
+    command = [sys.executable, "-c", SCRIPT.format(function="judge")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        scorer = int(driver.stdout.readline())
+        driver.kill()
+        driver.wait()
+    wait_until_gone([scorer], 30)
+
+
+@in_loop
+async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", timeout_s=600.0, num_processes=3)) as pool:
+        [pid] = await values_of(pool, "0")
+        waiting = [asyncio.create_task(pool.score(PROMPT, "600")) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        begun_s = time.monotonic()
+        await pool.close()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert time.monotonic() - begun_s < 10
+        assert [type(outcome) for outcome in outcomes] == [RewardError] * 5
+        with pytest.raises(RewardError, match="closed"):  # the next one must not bring it back
+            await pool.score(PROMPT, "0")
+        assert pid is not None
+        wait_until_gone([int(pid)], 0.1)
+        assert pool.num_scored == 1
+
+
+@in_loop
+async def test_a_scorer_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards_stillborn.py").write_text("raise SystemExit(7)\n")
+    with pytest.raises(RewardError, match="the process that scores ended with code 7 before it was ready"):
+        await ScorerPool(RewardConfig(name="rewards_stillborn:judge"), ClusterConfig()).start()
+
+
+@in_loop
+async def test_how_long_a_scorer_may_take_to_start_is_a_setting(config: RewardConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards_slow.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(DeadlineError, match=r"waited 1.5 s for scorer-0.*raise cluster.start_timeout_s"):
+        await ScorerPool(RewardConfig(name="rewards_slow:judge"), ClusterConfig(start_timeout_s=1.5)).start()
+
+
+@in_loop
+async def test_a_scorer_that_did_not_start_again_is_started_for_the_next(config: RewardConfig, tmp_path: Path) -> None:
+    module = tmp_path / "rewards_guarded.py"
+    module.write_text(
+        "from pathlib import Path\n"
+        "starts = Path('starts')\n"
+        "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
+        "if len(starts.read_text()) == 2:\n    raise SystemExit(7)\n" + module.read_text()
+    )
+    async with scoring(config) as pool:
+        with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
+            await pool.judge(PROMPT, "die")
+        assert await values_of(pool, "fine") == [1.0]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc")
+@in_loop
+async def test_a_function_that_stands_still_is_named_where_the_driver_is_watched(config: RewardConfig) -> None:
+    found: queue.Queue[liveness.Verdict] = queue.Queue()
+    monitor = liveness.watch(stall_after_s=2, name="driver", on_verdict=found.put)
+    try:
+        async with scoring(config) as pool:
+            hanging = asyncio.create_task(pool.score(PROMPT, "hang"))
+            verdict = await asyncio.to_thread(found.get, timeout=60)
+            hanging.cancel()
+    finally:
+        monitor.close()
+    assert "scorer-0.score" in verdict.headline
+    assert "rewards_guarded.py" in verdict.text
+
+
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+@in_loop
+async def test_what_cannot_be_scored_costs_one_completion(on_error: str, config: RewardConfig, tmp_path: Path) -> None:
+    log, name = tmp_path / "errors.log", "rewards_guarded:moody"
+    bad = ["nan", "none", "list", "huge", "raise", "exit", "interrupt"]
+    async with scoring(reward_of("moody", on_error=on_error), log) as pool:
+        scores = {text: await pool.score(PROMPT, text) for text in (*bad, "fine")}
+        fine = scores.pop("fine")
+        assert fine is not None
+        assert fine.value == 1.0
+        given_up = None if on_error == "drop" else RewardScore(value=0.0, parts={name: 0.0, "failed": 1.0})
+        assert scores == dict.fromkeys(bad, given_up)
+        assert pool.num_scored == 8
+        assert "the process that scores ended with code" in pool.last_error
+    kept = log.read_text()
+    assert 'in moody\n    raise ValueError("no bread today")' in kept
+    assert kept.count("RewardError:") >= len(bad)
+
+
+@in_loop
+async def test_a_run_ends_when_too_many_cannot_be_scored_or_none_may(config: RewardConfig, tmp_path: Path) -> None:
+    async with scoring(reward_of("moody", max_error_share=0.01), tmp_path / "errors.log") as pool:
+        assert [await pool.score(PROMPT, "raise") for _ in range(2)] == [None, None]
+        with pytest.raises(RewardError, match=r"3 of the last 3 .* reward.max_error_share = 0.01 .*bread.*errors.log"):
+            await pool.score(PROMPT, "raise")
+    async with scoring(reward_of("moody", on_error="fail")) as pool:
+        with pytest.raises(RewardError, match="raised ValueError on prompt 3: no bread today"):
+            await pool.score(PROMPT, "raise")
+
+
+@in_loop
+async def test_one_scorer_serves_a_quick_reward(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", num_processes=3)) as pool:
+        assert len(set(await values_of(pool, *["0"] * 20))) == 1
+        assert pool.num_scored == 20
+
+
+@pytest.mark.nightly
+@in_loop
+async def test_a_slow_judge_gets_as_many_scorers_as_there_may_be(config: RewardConfig) -> None:
+    async with scoring(reward_of("wait", num_processes=3)) as pool:
+        assert len(set(await values_of(pool, *["1.5"] * 9))) == 3

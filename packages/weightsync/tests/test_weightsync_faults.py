@@ -1,0 +1,73 @@
+"""Weights arrive whole and proved, or every side says what went wrong and the next sync works: by each transport."""
+
+import time
+
+import pytest
+from weightsync_peers import Sync
+
+between_processes = pytest.mark.parametrize("sync", ["shared-memory", "tcp", "group"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("flip wide", "the engine holds other bytes than were sent, in bucket 3 of 5"),
+        ("flip head", "the engine holds other bytes than were sent, in bucket 4 of 5"),
+        ("lose norm", "norm: was sent, but the engine holds no tensor of that name"),
+        ("reshape wide", "wide: planned with shape (1000, 3), the engine has (3000,)"),
+        ("widen norm", "norm: planned as bfloat16, the engine has float64"),
+        ("forget", "{engine} {took} the weights of version 1 but did not confirm them"),
+        ("refuse wide", "ValueError: no room for wide"),
+        ("refuse head", "ValueError: no room for head"),
+    ],
+)
+def test_an_engine_that_does_not_hold_what_was_sent_fails_all_sides(sync: Sync, fault: str, words: str) -> None:
+    trainer, bad, good = sync.run(fault)
+    words = words.format(engine=sync.engine, took="took" if sync.trainer else "read")
+    assert trainer.startswith(f"WeightSyncError: {sync.engine} gave up: {words}")
+    assert bad.removeprefix("WeightSyncError: ") == trainer.removeprefix(f"WeightSyncError: {sync.engine} gave up: ")
+    heard = trainer.removeprefix("WeightSyncError: ")
+    assert good == (f"WeightSyncError: {sync.told}{heard}" if sync.trainer else "has 8")  # by disk each for itself
+
+
+@between_processes
+def test_a_false_proof_is_found(sync: Sync) -> None:
+    trainer, *engines = sync.run("lie")
+    found = f"{sync.engine} holds other bytes than were sent, in bucket 0 of 5"
+    assert trainer.startswith(f"WeightSyncError: {found}")
+    assert all(said.startswith(f"WeightSyncError: {sync.told}{found}") for said in engines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("lost", "WeightSyncError: head: planned, but the trainer's tensors ended before it"),
+        ("extra", "WeightSyncError: extra: names and order must be those of the plan"),
+        ("again", "WeightSyncError: wide: it was sent already: the name comes twice"),
+        ("twice", "WeightSyncError: embed: came where wide was planned; it was sent already: the name comes twice"),
+        ("swap", "WeightSyncError: wide: came where embed was planned; names and order must be those of the plan"),
+        ("shape", "WeightSyncError: wide: planned with shape (1000, 3), the trainer has (3, 1000)"),
+        ("raise", "RuntimeError: the merge of LoRA failed"),
+    ],
+)
+def test_tensors_that_differ_from_the_plan_fail_all_sides(sync: Sync, fault: str, words: str) -> None:
+    trainer, *engines = sync.run(fault)
+    assert trainer == words
+    assert len(engines) == (2 if sync.trainer else 0)  # by disk there is no version to read
+    for said in engines:
+        assert said == f"WeightSyncError: {sync.trainer} gave up: {words.removeprefix('WeightSyncError: ')}"
+
+
+@between_processes
+@pytest.mark.parametrize("fault", ["die at embed", "die at wide", "die at head"])
+def test_an_engine_that_dies_is_named_at_once_on_all_sides(sync: Sync, fault: str) -> None:
+    begin = time.monotonic()
+    trainer, dead, other = sync.run(fault)
+    assert time.monotonic() - begin < 15  # within seconds: the deadlines are 20 and 30
+    assert dead == ""
+    if sync.engine == "rank 1":
+        assert trainer.startswith("PeerFailedError: rank 1 (dp 1) failed: its process ended"), trainer
+        assert other.startswith("PeerFailedError: rank 1 (dp 1) failed: its process ended"), other
+    else:
+        assert trainer.startswith("WeightSyncError: rollout-0 hung up or died"), trainer
+        assert other.startswith("WeightSyncError: trainer-0 gave up: rollout-0 hung up or died"), other
