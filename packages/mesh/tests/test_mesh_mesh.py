@@ -149,7 +149,7 @@ def test_a_member_that_dies_before_a_group_is_made_is_named(run_ranks):
 
 @pytest.mark.mesh(dp=2)
 def test_a_rank_keeps_the_device_it_has(mesh):
-    assert open_device("auto", mesh) is mesh.device
-    assert open_device(mesh.device.kind, mesh) is mesh.device
+    assert open_device("auto", mesh.device) is mesh.device
+    assert open_device(mesh.device.kind, mesh.device) is mesh.device
     with pytest.raises(ConfigError, match=f"the mesh computes on {mesh.device.kind}, the device is set to abacus:1"):
-        open_device("abacus:1", mesh)
+        open_device("abacus:1", mesh.device)

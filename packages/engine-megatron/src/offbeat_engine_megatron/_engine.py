@@ -145,7 +145,7 @@ class MegatronTrainEngine(StepCounts):
         """
         require_megatron()
         plan = plan_engine(config, None if mesh is None else mesh.axes)
-        device = open_device(config.device, mesh)
+        device = open_device(config.device, mesh.device if mesh else None)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device.prepare("megatron", plan.parallel.in_megatrons_words())

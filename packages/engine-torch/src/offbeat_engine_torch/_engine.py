@@ -112,7 +112,7 @@ class TorchTrainEngine(StepCounts):
         """
         options = TorchEngineOptions.parse(config.options)
         check_schedule(config)
-        device = open_device(config.device, mesh)
+        device = open_device(config.device, mesh.device if mesh else None)
         mesh = arrange(mesh, options)
         if FORMATS[config.dtype] not in (None, *device.autocast_dtypes):
             raise ConfigError(f"device {device.torch_device} does not compute in {config.dtype}; use float32")

@@ -14,14 +14,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
-
-if TYPE_CHECKING:
-    from offbeat_mesh._calls import Calls
 
 LENGTH: Final = struct.Struct("!I")
 MAX_FRAME_BYTES: Final = 1 << 20
@@ -273,6 +270,18 @@ class ControlServer:
                 self._relay(Record(kind="died", rank=rank))
 
 
+class Listener(Protocol):
+    """A group's calls, as this connection sees them. `key` names the group alike on all members."""
+
+    key: str
+
+    def hear(self, record: Record) -> None:
+        """Take in a failure or an end; from any thread."""
+
+    def standing(self) -> tuple[int, str, bool]:
+        """See `Standing`: collectives entered, the newest call, and whether it is in it."""
+
+
 class ControlClient:
     """The connection of this rank to the control server; DeadlineError: the server does not let it in."""
 
@@ -280,7 +289,7 @@ class ControlClient:
         self.rank = rank
         self.records: list[Record] = []
         self.closed = False
-        self._listeners: weakref.WeakSet[Calls] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._standings: dict[int, dict[int, Standing]] = {}
         self._asked = 0
         self._changed = threading.Condition()
@@ -308,7 +317,7 @@ class ControlClient:
         connection.settimeout(None)
         return connection
 
-    def listen(self, listener: "Calls") -> None:
+    def listen(self, listener: Listener) -> None:
         """Tell `listener` of every record, past ones too."""
         with self._changed:
             self._listeners.add(listener)

@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import record_function
 
 from offbeat_types import ConfigError, TracePlan, available_devices, load_backend
-
-if TYPE_CHECKING:
-    from offbeat_mesh._mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +105,21 @@ class Device(Protocol):
         """
 
 
-def open_device(name: str = "auto", mesh: "Mesh | None" = None) -> Device:
+def open_device(name: str = "auto", own: Device | None = None) -> Device:
     """Open a device by name.
 
     Args:
         name: "auto", a kind such as "cpu", or a kind with an index such as "cuda:0"; a kind alone means index 0.
-        mesh: of which this process is a rank: it has its device already, and the name may say of which kind.
+        own: the device of this process's mesh, where it has one: the name may then only say of which kind it is.
 
     Raises:
         ConfigError: the kind is unknown, or it or the index is not here; the text names the devices that are. Or the
             mesh computes on another kind.
     """
-    if mesh is not None:
-        if name.partition(":")[0] not in ("auto", mesh.device.kind):
-            raise ConfigError(f"the mesh computes on {mesh.device.kind}, the device is set to {name}; use auto")
-        return mesh.device
+    if own is not None:
+        if name.partition(":")[0] not in ("auto", own.kind):
+            raise ConfigError(f"the mesh computes on {own.kind}, the device is set to {name}; use auto")
+        return own
     here = available_devices()
     kind, _, index_text = name.partition(":")
     if kind == "auto" and not index_text:
