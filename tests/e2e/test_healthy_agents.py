@@ -12,12 +12,10 @@ from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 # Each ended wrongly in about one run of 25.
 NUM_EXITS = int(os.environ.get("OFFBEAT_HEALTHY_EXITS", "4"))
 LIMIT_S = 90.0
-ENVIRONMENT = {
-    "OFFBEAT_STALL_AFTER_S": "2",
-    "PAUSE_S": "6",
-    # Without it an agent that is new waits for an address that torch 2.13 sets in the first round alone.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
+ENVIRONMENT = {"OFFBEAT_STALL_AFTER_S": "2", "PAUSE_S": "6"}
+# Without it an agent that is new waits for an address that torch 2.13 sets in the first round alone. With it rank 0
+# listens at a port that somebody else may have taken since the agent has found it free.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly]
 
 
@@ -34,7 +32,8 @@ def test_one_of_two_agents_is_replaced(tmp_path):
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=zoo", "--local-addr=127.0.0.1"]
     patience = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2", patience, *meeting]
-    program, environment = Path(__file__).with_name("elastic_run.py"), ENVIRONMENT | {"FOLDER": str(tmp_path)}
+    program = Path(__file__).with_name("elastic_run.py")
+    environment = ENVIRONMENT | OWN_STORE | {"FOLDER": str(tmp_path)}
     agents: list[Torchrun] = []
 
     def start(name: str) -> Torchrun:
