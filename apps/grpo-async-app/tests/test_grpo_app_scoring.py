@@ -73,6 +73,7 @@ NAME = "rewards_guarded:judge"
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardConfig:
     (tmp_path / "rewards_guarded.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # where a reward is built, this folder is added for good
     return RewardConfig(name=NAME, function_options={NAME: {"worth": 0.5}}, timeout_s=30.0)
 
 
