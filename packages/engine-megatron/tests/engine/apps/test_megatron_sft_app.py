@@ -92,9 +92,9 @@ def test_a_run_killed_at_a_random_moment_goes_on_in_another_layout(
 def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
     sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
+    run, words = tmp_path / "run", ["--data.epochs=3000", "--cluster.max_restarts=0"]
     with RunningCommand(
-        sft_main, "train", sft_config, "--out", run, *MEGATRON, *LAYOUTS["tp 2 × cp 2"], "--data.epochs=3000"
+        sft_main, "train", sft_config, "--out", run, *MEGATRON, *LAYOUTS["tp 2 × cp 2"], *words
     ) as process:
         process.wait_until((run / "checkpoints" / "step-000002").is_dir, "a checkpoint")
         started = process.descendants()
