@@ -27,6 +27,7 @@ ON_RAY = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_one_key_trains_on_ray_as_one_process_does(command: CommandLine, config: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-actors[ray]'")
