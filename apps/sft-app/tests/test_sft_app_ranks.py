@@ -45,6 +45,20 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(config: Path
 
 
 @pytest.mark.nightly
+def test_a_run_that_was_asked_to_end_starts_no_rank_again(config: Path, tmp_path: Path) -> None:
+    run, words = tmp_path / "run", [*WORDS, *RANKS, "--data.epochs=3000", "--checkpoint.every=3"]
+    with RunningCommand(_cli.main, "train", config, "--out", run, *words) as process:
+        process.wait_until((run / "checkpoints" / "step-000003").is_dir, "a checkpoint")
+        signal_role(process, "trainer-1", signal.SIGSTOP)  # no update comes to its end
+        process.press_ctrl_c()
+        process.wait_until(lambda: "the update in hand is finished and saved" in process.output, "the notice")
+        signal_role(process, "trainer-1", signal.SIGKILL)
+        assert process.wait(60) == 3, process.output
+        assert "trainer-1 failed: its process was killed by SIGKILL" in process.output
+        assert f"resume {run}" in process.output
+
+
+@pytest.mark.nightly
 def test_a_rank_that_says_nothing_is_named_and_started_again(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*WORDS, *RANKS, "--data.epochs=15", "--checkpoint.every=3", "--cluster.silent_after_s=5"]

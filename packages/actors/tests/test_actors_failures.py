@@ -170,6 +170,17 @@ def test_a_call_past_its_deadline_names_role_method_and_seconds(start_role: Any)
     asyncio.run(scenario())
 
 
+def test_an_answer_that_came_while_the_caller_stood_still_misses_no_deadline(start_role: Any) -> None:
+    async def scenario() -> None:
+        async with start_role("Patient") as role:
+            call = asyncio.ensure_future(role.call("compute", 0.1, returns=str, deadline_s=2.0))
+            await asyncio.sleep(0.1)
+            time.sleep(3.0)  # a process that was stopped, or a long step in its event loop
+            assert await call == "computed"
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("target", "kwargs", "kind", "words"),
     [

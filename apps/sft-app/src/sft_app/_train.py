@@ -106,20 +106,21 @@ def resume(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
 def _train(preflight: Preflight, run: RunFolder, engine: Engine, *, start: int, resume_step: int | None) -> None:
     """Train to the end. Ranks of which one dies are started again, and go on as a resumed run does."""
     death: PeerFailedError | None = None
-    while True:
-        with RunLog(run, preflight.config.log, preflight.num_updates, resume_step) as log:
-            if death is not None:
-                assert isinstance(engine, RanksEngine)
-                engine.restart(death, log.message)
-                start = _restore(engine, preflight, run)
-                log.message(f"the run goes on from update {start}: what was trained since is trained again")
-            try:
-                return _Session(preflight, run, engine, log, start).run()
-            except OffbeatError as error:
-                death = engine.death(error) if isinstance(engine, RanksEngine) else None
-                if death is None or not preflight.config.checkpoint.save_optimizer:
-                    raise
-        resume_step = progress_of(run).updates or -1
+    with deferred_interrupts() as is_asked_to_end:
+        while True:
+            with RunLog(run, preflight.config.log, preflight.num_updates, resume_step) as log:
+                if death is not None:
+                    assert isinstance(engine, RanksEngine)
+                    engine.restart(death, log.message)
+                    start = _restore(engine, preflight, run)
+                    log.message(f"the run goes on from update {start}: what was trained since is trained again")
+                try:
+                    return _Session(preflight, run, engine, log, start, is_asked_to_end).run()
+                except OffbeatError as error:
+                    death = engine.death(error) if isinstance(engine, RanksEngine) else None
+                    if death is None or is_asked_to_end() or not preflight.config.checkpoint.save_optimizer:
+                        raise
+            resume_step = progress_of(run).updates or -1
 
 
 def _restore(engine: Engine, preflight: Preflight, run: RunFolder) -> int:
@@ -156,9 +157,17 @@ def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
 class _Session:
     """One process's part of a run."""
 
-    def __init__(self, preflight: Preflight, run: RunFolder, engine: Engine, log: RunLog, start: int) -> None:
+    def __init__(
+        self,
+        preflight: Preflight,
+        run: RunFolder,
+        engine: Engine,
+        log: RunLog,
+        start: int,
+        is_asked_to_end: Callable[[], bool],
+    ) -> None:
         self._preflight, self._config, self._run = preflight, preflight.config, run
-        self._engine, self._log, self._start = engine, log, start
+        self._engine, self._log, self._start, self._is_asked_to_end = engine, log, start, is_asked_to_end
 
     def run(self) -> None:
         """Train to the end, or until asked to end.
@@ -166,16 +175,15 @@ class _Session:
         A checkpoint comes after the validation of its update, so what a resumed run finds saved is validated too.
         """
         trace = open_tracer(self._preflight, self._run, self._engine)
-        with deferred_interrupts() as is_asked_to_end:
-            if not self._start:
-                self._validate(0)
-            for update in range(self._start, self._preflight.num_updates):
-                if is_asked_to_end():
-                    raise KeyboardInterrupt
-                self._update(update, trace)
-                self._validate(update + 1)
-                if self._is_saved_at(update + 1) or is_asked_to_end():
-                    self._save(update + 1)
+        if not self._start:
+            self._validate(0)
+        for update in range(self._start, self._preflight.num_updates):
+            if self._is_asked_to_end():
+                raise KeyboardInterrupt
+            self._update(update, trace)
+            self._validate(update + 1)
+            if self._is_saved_at(update + 1) or self._is_asked_to_end():
+                self._save(update + 1)
 
     def _is_saved_at(self, done: int) -> bool:
         every = self._config.checkpoint.every

@@ -38,6 +38,14 @@ _STATE_TIMEOUT_S: Final = 2.0
 """For asking what a process that did not answer in time is doing."""
 
 
+_STOOD_STILL_S: Final = 0.1
+"""A deadline noticed later than this was not noticed in time: this process was stopped, or in a long step."""
+
+
+_CATCH_UP_S: Final = 1.0
+"""For reading what came while this process stood still."""
+
+
 class RoleProcess(Protocol):
     """The process of a role, here or on another machine."""
 
@@ -154,8 +162,7 @@ class ActorHandle:
         self._calls[call_id] = (method, time.monotonic(), deadline_s)
         try:
             with liveness.waiting(waiting, on=self.name, deadline_s=deadline_s):
-                async with asyncio.timeout(deadline_s):
-                    answer = await self.request(call_id, frame)
+                answer = await self.request(call_id, frame, deadline_s)
         except TimeoutError:
             raise DeadlineError(waiting, self.name, deadline_s, await self._advise()) from None
         finally:
@@ -175,16 +182,16 @@ class ActorHandle:
             for method, since_s, deadline_s in self._calls.values()
         ]
 
-    async def request(self, call_id: int, frame: Bytes) -> Frame:
-        """Send one frame and wait for the answer to `call_id`; abandoned when cancelled."""
+    async def request(self, call_id: int, frame: Bytes, deadline_s: float | None = None) -> Frame:
+        """Send one frame and wait for the answer to `call_id`; abandoned when cancelled, or by TimeoutError."""
         if self._reason is not None:
             raise self._death()
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = answer
         self._channel.send(frame)
         try:
-            return await answer
-        except asyncio.CancelledError:
+            return await _in_time(answer, deadline_s)
+        except (asyncio.CancelledError, TimeoutError):
             self._channel.send(write_frame(Cancel(call_id)))
             raise
         finally:
@@ -294,6 +301,18 @@ class ActorHandle:
 
     def _log_tail(self) -> str:
         return read_log_tail(self._spec.log_path) if self._spec.log_path else ""
+
+
+async def _in_time(answer: "asyncio.Future[Frame]", deadline_s: float | None) -> Frame:
+    """Await an answer; one that came while this process stood still is read after its deadline, and is not late."""
+    if deadline_s is not None:
+        end_s = time.monotonic() + deadline_s
+        await asyncio.wait({answer}, timeout=deadline_s)
+        if not answer.done() and time.monotonic() - end_s > _STOOD_STILL_S:
+            await asyncio.wait({answer}, timeout=_CATCH_UP_S)
+        if not answer.done():
+            raise TimeoutError
+    return await answer
 
 
 def _write_call(call_id: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bytes:
