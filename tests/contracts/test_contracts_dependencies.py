@@ -56,10 +56,6 @@ def test_every_dependency_is_used(package: Package) -> None:
     assert {name for name in unused if not found_by_entry_point(name)} == set()
 
 
-# Packages whose modules still import each other in a circle. A name goes from here with its last circle.
-CIRCULAR = {"liveness"}
-
-
 def modules_imported(path: Path, package: Package) -> set[str]:
     """Every module that a module may mean by its imports, in functions and for type checkers too."""
     home = path.relative_to(package.folder / "src").parts
@@ -74,14 +70,7 @@ def modules_imported(path: Path, package: Package) -> set[str]:
     return named
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        pytest.param(package, marks=[pytest.mark.xfail(strict=True)] if package.key in CIRCULAR else [])
-        for package in PACKAGES
-    ],
-    ids=lambda package: package.key,
-)
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.key)
 def test_modules_of_a_package_import_each_other_in_one_direction(package: Package) -> None:
     modules = {
         ".".join(path.relative_to(package.folder / "src").with_suffix("").parts): path

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from offbeat_liveness._network.peers import Invitation, Peers, read_invitation
+from offbeat_liveness._network.address_book import Invitation, read_invitation
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, ask
 from offbeat_liveness._process.proc import HOST as THIS_HOST
 

@@ -267,7 +267,7 @@ WITHOUT_DESCRIPTORS = """
 import errno, sys, threading, time
 import torch.distributed as dist
 import offbeat_liveness as liveness
-from offbeat_liveness._network import peers
+from offbeat_liveness._network import address_book
 from offbeat_liveness._process import process_groups
 
 tries = []
@@ -278,7 +278,7 @@ def fails(*_):
 
 seen = []
 threading.excepthook = seen.append
-peers.Listener = fails
+address_book.Listener = fails
 monitor = liveness.watch(stall_after_s=60, directory=sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 end_s = time.monotonic() + 20

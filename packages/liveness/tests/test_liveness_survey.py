@@ -14,7 +14,8 @@ import pytest
 
 from offbeat_liveness._diagnosis import find_verdict
 from offbeat_liveness._diagnosis.graph import WaitGraph
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.address_book import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, Listener, Message
 from offbeat_liveness._network.survey import (
     FEW,

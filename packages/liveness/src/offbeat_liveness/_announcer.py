@@ -18,7 +18,8 @@ from typing import Final
 
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.address_book import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, Message, ask_all
 from offbeat_liveness._process.exceptions import describe
 from offbeat_liveness._process.nccl_recorder import remove_folder

@@ -14,7 +14,8 @@ from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.address_book import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
 from offbeat_liveness._network.survey import Survey, head_answer, states_of_pids
 from offbeat_liveness._process import flight_recorder, ledger

@@ -19,7 +19,7 @@ from typing import Any, Final
 from offbeat_liveness._announcer import say
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._monitor import Monitor
-from offbeat_liveness._network.peers import read_invitation
+from offbeat_liveness._network.address_book import read_invitation
 from offbeat_liveness._process import ledger, process_groups
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._settings import Policy, Settings, read_settings

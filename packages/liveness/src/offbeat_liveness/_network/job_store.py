@@ -10,29 +10,21 @@ one that is long gone: it counts once its owner has answered.
 
 import hashlib
 import json
-import math
 import os
 import secrets
 import socket
 import sys
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from offbeat_liveness import _dumps
-from offbeat_liveness._network.side_channel import Address, address_toward, ask, ask_all, is_loopback
-from offbeat_liveness._process import flight_recorder, process_groups
-from offbeat_liveness._process.proc import HOST
+from offbeat_liveness._network.side_channel import Address
+from offbeat_liveness._process import process_groups
 from offbeat_liveness._process.process_groups import bottom
 from offbeat_liveness._process.snapshot import from_data
 from offbeat_liveness._process.stacks import main_thread_ident, thread_frames
-
-if TYPE_CHECKING:
-    from offbeat_liveness._network.peers import AddressBook
 
 STORE_TIMEOUT: Final = timedelta(seconds=2)
 CONNECT_S: Final = 1.0
@@ -46,8 +38,6 @@ LAST_PAUSE_S: Final = 2.0
 HASTE_S: Final = 1.0  # in which most have come; pauses grow from then on
 RANKS_PER_S: Final = 256  # that may ask the store on and on
 RANKS_IN_HASTE_PER_S: Final = 4096
-RETRY_S: Final = 3.0
-HELLO_S: Final = 0.5
 
 
 class NobodyThereError(OSError):
@@ -276,174 +266,3 @@ class World:
 
     def is_reachable(self) -> bool:
         return is_reachable(self._keys.store)
-
-
-class StoreMeeting:
-    """Ranks of a world of torch: each writes its address into the store of the world, and reads those of the others.
-
-    Attributes:
-        problem: why the store cannot be read, "" while it can.
-    """
-
-    def __init__(self, book: "AddressBook", directory: Path | None) -> None:
-        self._book, self._directory = book, directory
-        self.problem = ""
-        self._not_before_s, self._read_again_s = 0.0, -math.inf
-        self._formed_group: Callable[[], Any] = _no_group  # weak, so that a destroyed group closes its connections
-        self._joined_group: Callable[[], Any] = _no_group
-        self._formed_s = -math.inf
-
-    def is_joined(self) -> bool:
-        """Whether this process has written itself down in the world of its default group."""
-        group = process_groups.default_group()
-        return group is not None and group is self._joined_group()
-
-    def needs_to_join(self) -> bool:
-        """Whether there is a group to join, or it is time to look for somebody who is missing."""
-        group = process_groups.default_group()
-        if group is not None and group is not self._joined_group():
-            return True
-        world = self._book.joined
-        return world is not None and world.is_due and time.monotonic() >= self._not_before_s
-
-    def is_before_any_world(self) -> bool:
-        is_outside = process_groups.default_group() is None and self._book.joined is None
-        return is_outside and flight_recorder.is_loaded()
-
-    def may_enter_early(self, *, waits_long: bool) -> bool:
-        """Whether to look for the store of a world that the main thread is still trying to enter."""
-        return time.monotonic() >= self._not_before_s and (waits_long or is_wrapped_rank())
-
-    def may_read_again(self) -> bool:
-        """Whether addresses that were read long ago may be read again."""
-        return self._book.joined is not None and time.monotonic() >= self._read_again_s
-
-    def join(self, *, waits_long: bool) -> None:
-        """Join as soon as there is a world, and read addresses until all are known."""
-        if time.monotonic() < self._not_before_s:
-            return
-        try:
-            self._enter(waits_long=waits_long)
-            self._read(waits_long=waits_long)
-        except NobodyThereError as error:
-            self.problem = str(error) if waits_long else ""
-            self._not_before_s = time.monotonic() + RETRY_S
-        except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
-            self.problem = f"the job's store did not answer: {error}"
-            self._not_before_s = time.monotonic() + RETRY_S
-
-    def _enter(self, *, waits_long: bool) -> None:
-        group = process_groups.default_group()
-        if group is not None and group is not self._joined_group():
-            c10d = sys.modules["torch.distributed.distributed_c10d"]
-            store = c10d._get_default_store()
-            if not is_reachable(store):  # a new connection would be tried for the store's own timeout
-                raise NobodyThereError("nobody answers where the job's store should be")
-            self._publish(store.clone(), int(group.rank()), int(group.size()), is_formed=True)
-            self._joined_group = weakref.ref(group)
-        elif group is None and self._book.joined is None and (waits_long or is_wrapped_rank()):
-            early = early_world() if flight_recorder.is_loaded() else None
-            if early is not None:
-                self._publish(*early, is_formed=False)
-
-    def _publish(self, store: Any, rank: int, size: int, *, is_formed: bool) -> None:
-        """Write down where this process listens, and agree on a secret with whoever came first."""
-        book = self._book
-        store.set_timeout(STORE_TIMEOUT)
-        proposed = book.secret or (_dumps.shared_secret(self._directory) if self._directory else "")
-        world = World(store, rank, size, proposed or secrets.token_hex(16), is_formed=is_formed)
-        world.take_token()
-        self._forget_ranks()
-        book.secret, book.joined = world.secret, world
-        book.rank, book.world_size = rank, size
-        listener = book.listen(address_toward(host_of(bottom(store))))
-        world.write(book.describe_anew(listener))
-        self.problem = ""
-
-    def _forget_ranks(self) -> None:
-        """Those of an earlier world; whoever is of this one as well is found again."""
-        for key, each in self._book.known().items():
-            if each.rank is not None:
-                self._book.drop(key)
-
-    def _read(self, *, waits_long: bool) -> None:
-        """Read addresses; where some are of other hosts, which do not reach this process yet, listen for them too."""
-        book, world = self._book, self._book.joined
-        waits_long = waits_long and time.monotonic() >= self._read_again_s
-        if world is None or not (world.is_due or waits_long):
-            return
-        if waits_long:
-            self._read_again_s = time.monotonic() + RETRY_S
-        if not world.is_reachable():
-            raise NobodyThereError("nobody answers any more where the job's store was")
-        if world.take_token():
-            self._forget_ranks()
-            world.write(book.describe_anew(book.listen()))
-        found = world.read(world.missing | (self._doubtful() if waits_long else set()), now=waits_long)
-        self._take_in(world, found)
-        me = book.me()
-        far = next((each.host for each in self._ranks_elsewhere() if not is_loopback(each.host)), "")
-        if me and far and is_loopback(me.host):
-            world.write(book.describe_anew(book.listen(address_toward(far))))
-        self._greet_first(world)
-
-    def _take_in(self, world: World, found: Sequence[Address]) -> None:
-        """What was in the store, if it is of this world: those that may be of an earlier one are asked."""
-        unsure = {number: each for number, each in enumerate(found) if not world.is_of_now(each)}
-        there = ask_all(unsure, {"ask": "ping"}, self._book.secret, HELLO_S)
-        for number, each in enumerate(found):
-            if number not in unsure or number in there:
-                self._forget_rank(each)
-                self._book.add(each)
-                world.missing.discard(each.rank or 0)
-
-    def _forget_rank(self, newer: Address) -> None:
-        """Whoever had the same rank in this world before is replaced."""
-        for key, each in self._book.known().items():
-            is_same = each.rank == newer.rank and self._book.is_own_world(each.world)
-            if is_same and key != (newer.machine, newer.pid):
-                self._book.drop(key)
-
-    def _greet_first(self, world: World) -> None:
-        """Let rank 0 know of this process, and hear whether it is of the same world."""
-        first = next((each for each in self._book.known().values() if each.rank == 0), None)
-        if world.rank == 0 or first is None or not self._book.is_own_world(first.world):
-            return
-        reply = ask(first, {"ask": "ping", **self._book.introduce()}, self._book.secret, HELLO_S)
-        if reply is not None:
-            world.confirm(str(reply.get("world", "")))
-
-    def _doubtful(self) -> set[int]:
-        """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
-        return {each.rank for each in self._ranks_elsewhere() if each.rank is not None and is_loopback(each.host)}
-
-    def _ranks_elsewhere(self) -> list[Address]:
-        """Ranks of this world on other hosts."""
-        known = [each for each in self._book.known().values() if each.machine != HOST and each.rank is not None]
-        return [each for each in known if self._book.is_own_world(each.world)]
-
-    def note_rank(self, address: Address) -> None:
-        """A rank of this world has come to be known by a message, or rank 0 speaks of another world."""
-        world = self._book.joined
-        if world is None or address.rank is None:
-            return
-        if self._book.is_own_world(address.world):
-            world.missing.discard(address.rank)
-            if address.rank == 0:
-                world.confirm(address.world)
-        elif address.rank == 0 and world.is_formed:
-            world.doubt()
-
-    def is_meeting(self, patience_s: float) -> bool:
-        """Whether the world has formed so lately that an address that is missing says nothing yet."""
-        group = process_groups.default_group()
-        if group is not None and group is not self._formed_group():
-            self._formed_group, self._formed_s = weakref.ref(group), time.monotonic()
-        is_missing = bool(self._book.unknown_ranks())
-        is_partial = group is not None and (group is not self._joined_group() or is_missing)
-        return is_partial and time.monotonic() - self._formed_s < patience_s
-
-
-def _no_group() -> Any:
-    """Stands for a weak reference before there is a group."""
-    return None

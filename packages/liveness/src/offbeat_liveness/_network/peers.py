@@ -1,4 +1,4 @@
-"""Who else is in the run, and where their monitors listen: an address book, and four ways in which it is filled.
+"""Who else is in the run, and where their monitors listen: four ways in which the address book is filled.
 
 - `StoreMeeting`: the ranks of a world of torch, through a connection of our own to the job's store (`job_store`), so
   nothing that the main thread does with the store can hold this up.
@@ -8,187 +8,209 @@
 - `Peers.learn`: whoever sends a message says where it listens.
 """
 
-import dataclasses
 import math
 import os
 import secrets
-import threading
+import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness import _dumps
-from offbeat_liveness._network import job_store
-from offbeat_liveness._network.job_store import RETRY_S, StoreMeeting, World
-from offbeat_liveness._network.side_channel import (
-    LOOPBACK,
-    Address,
-    Answer,
-    Listener,
-    address_toward,
-    ask,
-    ask_all,
-    is_loopback,
+from offbeat_liveness._network.address_book import AddressBook, Invitation
+from offbeat_liveness._network.job_store import (
+    STORE_TIMEOUT,
+    NobodyThereError,
+    World,
+    early_world,
+    host_of,
+    is_reachable,
+    is_wrapped_rank,
 )
-from offbeat_liveness._process import flight_recorder
-from offbeat_liveness._process.proc import HOST, birth, pid_state
+from offbeat_liveness._network.side_channel import Address, Answer, address_toward, ask, ask_all, is_loopback
+from offbeat_liveness._process import flight_recorder, process_groups
+from offbeat_liveness._process.proc import HOST, pid_state
+from offbeat_liveness._process.process_groups import bottom
 from offbeat_liveness._process.snapshot import from_data
 
-MEETING: Final = "OFFBEAT_LIVENESS_MEETING"
-SECRET: Final = "OFFBEAT_LIVENESS_SECRET"
 MEET_S: Final = 0.5
 RIVAL_S: Final = 0.2
-Key = tuple[str, int]
+RETRY_S: Final = 3.0
+HELLO_S: Final = 0.5
 
 
-@dataclass(frozen=True)
-class Invitation:
-    """Where the monitor of the process that started this one listens, and what messages within the run must hold."""
-
-    host: str
-    port: int
-    secret: str
-
-    def variables(self) -> dict[str, str]:
-        return {MEETING: f"{self.host}:{self.port}", SECRET: self.secret}
-
-
-def read_invitation(environment: Mapping[str, str] = os.environ) -> Invitation | None:
-    """The invitation that this process was started with, None without a place or without a secret."""
-    host, _, port = environment.get(MEETING, "").rpartition(":")
-    secret = environment.get(SECRET, "")
-    return Invitation(host, int(port), secret) if host and port.isdecimal() and secret else None
-
-
-class AddressBook:
-    """All processes that are known, and where this one listens.
+class StoreMeeting:
+    """Ranks of a world of torch: each writes its address into the store of the world, and reads those of the others.
 
     Attributes:
-        secret: what messages within this run must hold; "" before there is one.
-        rank, world_size: of this process; of a rank that the wrapper runs, at first as its environment promises.
-        joined: the world of torch that this process is in, or enters; None before.
-        invitation: that this process was started with.
-        heard: what the inviter has told of others.
+        problem: why the store cannot be read, "" while it can.
     """
 
-    def __init__(self, name: str, answer: Answer) -> None:
-        self._name, self._answer = name, answer
-        self._listeners: list[Listener] = []  # the last one's address is told
-        self._listening = threading.Lock()
-        self._book: dict[Key, Address] = {}
-        self.heard: dict[Key, Address] = {}
-        self.invitation = read_invitation()
-        self.secret = self.invitation.secret if self.invitation else ""
-        self.joined: World | None = None
-        self.rank: int | None
-        self._promised, self.rank, self.world_size = job_store.promised_world() or ("", None, 0)
+    def __init__(self, book: AddressBook, directory: Path | None) -> None:
+        self._book, self._directory = book, directory
+        self.problem = ""
+        self._not_before_s, self._read_again_s = 0.0, -math.inf
+        self._formed_group: Callable[[], Any] = _no_group  # weak, so that a destroyed group closes its connections
+        self._joined_group: Callable[[], Any] = _no_group
+        self._formed_s = -math.inf
 
-    @property
-    def world(self) -> str:
-        """Token of the world, the same in all of its processes."""
-        return self.joined.name if self.joined else self._promised
+    def is_joined(self) -> bool:
+        """Whether this process has written itself down in the world of its default group."""
+        group = process_groups.default_group()
+        return group is not None and group is self._joined_group()
 
-    def is_own_world(self, world: str) -> bool:
-        """Whether a process that names its world so is of this one; it may not know the newest name yet."""
-        own = self.joined.names if self.joined else frozenset()
-        return world in own | {self._promised} - {""}
+    def needs_to_join(self) -> bool:
+        """Whether there is a group to join, or it is time to look for somebody who is missing."""
+        group = process_groups.default_group()
+        if group is not None and group is not self._joined_group():
+            return True
+        world = self._book.joined
+        return world is not None and world.is_due and time.monotonic() >= self._not_before_s
 
-    def add(self, address: Address) -> None:
-        self._book[(address.machine, address.pid)] = address
+    def is_before_any_world(self) -> bool:
+        is_outside = process_groups.default_group() is None and self._book.joined is None
+        return is_outside and flight_recorder.is_loaded()
 
-    def known(self) -> dict[Key, Address]:
-        """Without what the inviter has told; a copy, since threads add to it."""
-        return self._book.copy()
+    def may_enter_early(self, *, waits_long: bool) -> bool:
+        """Whether to look for the store of a world that the main thread is still trying to enter."""
+        return time.monotonic() >= self._not_before_s and (waits_long or is_wrapped_rank())
 
-    def drop(self, key: Key) -> None:
-        self._book.pop(key, None)
+    def may_read_again(self) -> bool:
+        """Whether addresses that were read long ago may be read again."""
+        return self._book.joined is not None and time.monotonic() >= self._read_again_s
 
-    def me(self) -> Address | None:
-        return self._book.get((HOST, os.getpid()))
+    def join(self, *, waits_long: bool) -> None:
+        """Join as soon as there is a world, and read addresses until all are known."""
+        if time.monotonic() < self._not_before_s:
+            return
+        try:
+            self._enter(waits_long=waits_long)
+            self._read(waits_long=waits_long)
+        except NobodyThereError as error:
+            self.problem = str(error) if waits_long else ""
+            self._not_before_s = time.monotonic() + RETRY_S
+        except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
+            self.problem = f"the job's store did not answer: {error}"
+            self._not_before_s = time.monotonic() + RETRY_S
 
-    def own_name(self) -> str:
-        """What verdicts call this process."""
-        me = self.me()
-        return me.name if me else self._name or f"pid {os.getpid()}"
+    def _enter(self, *, waits_long: bool) -> None:
+        group = process_groups.default_group()
+        if group is not None and group is not self._joined_group():
+            c10d = sys.modules["torch.distributed.distributed_c10d"]
+            store = c10d._get_default_store()
+            if not is_reachable(store):  # a new connection would be tried for the store's own timeout
+                raise NobodyThereError("nobody answers where the job's store should be")
+            self._publish(store.clone(), int(group.rank()), int(group.size()), is_formed=True)
+            self._joined_group = weakref.ref(group)
+        elif group is None and self._book.joined is None and (waits_long or is_wrapped_rank()):
+            early = early_world() if flight_recorder.is_loaded() else None
+            if early is not None:
+                self._publish(*early, is_formed=False)
 
-    def others(self) -> dict[Key, Address]:
-        """Everybody known but this process, the lowest first."""
-        known = self.known()
-        for key, each in self.heard.items():
-            if key not in known or known[key].rank is None:
-                known[key] = each
-        known.pop((HOST, os.getpid()), None)
-        known = _without_replaced({key: self._with_own_world_name(each) for key, each in known.items()})
-        return dict(sorted(known.items(), key=lambda item: item[1].order))
+    def _publish(self, store: Any, rank: int, size: int, *, is_formed: bool) -> None:
+        """Write down where this process listens, and agree on a secret with whoever came first."""
+        book = self._book
+        store.set_timeout(STORE_TIMEOUT)
+        proposed = book.secret or (_dumps.shared_secret(self._directory) if self._directory else "")
+        world = World(store, rank, size, proposed or secrets.token_hex(16), is_formed=is_formed)
+        world.take_token()
+        self._forget_ranks()
+        book.secret, book.joined = world.secret, world
+        book.rank, book.world_size = rank, size
+        listener = book.listen(address_toward(host_of(bottom(store))))
+        world.write(book.describe_anew(listener))
+        self.problem = ""
 
-    def _with_own_world_name(self, address: Address) -> Address:
-        """With this process's name for their common world, which the other may call by an older one."""
-        return dataclasses.replace(address, world=self.world) if self.is_own_world(address.world) else address
+    def _forget_ranks(self) -> None:
+        """Those of an earlier world; whoever is of this one as well is found again."""
+        for key, each in self._book.known().items():
+            if each.rank is not None:
+                self._book.drop(key)
 
-    def running(self) -> dict[Key, Address]:
-        """Those of the others that may answer: not the ones of this machine that are seen to be stopped or gone."""
-        here = ("runs", "unknown")
-        return {
-            key: each
-            for key, each in self.others().items()
-            if each.machine != HOST or pid_state(each.pid, each.born) in here
-        }
+    def _read(self, *, waits_long: bool) -> None:
+        """Read addresses; where some are of other hosts, which do not reach this process yet, listen for them too."""
+        book, world = self._book, self._book.joined
+        waits_long = waits_long and time.monotonic() >= self._read_again_s
+        if world is None or not (world.is_due or waits_long):
+            return
+        if waits_long:
+            self._read_again_s = time.monotonic() + RETRY_S
+        if not world.is_reachable():
+            raise NobodyThereError("nobody answers any more where the job's store was")
+        if world.take_token():
+            self._forget_ranks()
+            world.write(book.describe_anew(book.listen()))
+        found = world.read(world.missing | (self._doubtful() if waits_long else set()), now=waits_long)
+        self._take_in(world, found)
+        me = book.me()
+        far = next((each.host for each in self._ranks_elsewhere() if not is_loopback(each.host)), "")
+        if me and far and is_loopback(me.host):
+            world.write(book.describe_anew(book.listen(address_toward(far))))
+        self._greet_first(world)
 
-    def listen(self, host: str = LOOPBACK) -> Listener:
-        """Listen; at one more address where others cannot reach those that there are."""
-        with self._listening:
-            if not is_loopback(host) and host not in {each.host for each in self._listeners}:
-                self._open(host)
-            elif not self._listeners:
-                inviter = self.invitation.host if self.invitation else ""
-                self._open(address_toward(inviter, job_store.host_of(None)))
-            return self._listeners[-1]
+    def _take_in(self, world: World, found: Sequence[Address]) -> None:
+        """What was in the store, if it is of this world: those that may be of an earlier one are asked."""
+        unsure = {number: each for number, each in enumerate(found) if not world.is_of_now(each)}
+        there = ask_all(unsure, {"ask": "ping"}, self._book.secret, HELLO_S)
+        for number, each in enumerate(found):
+            if number not in unsure or number in there:
+                self._forget_rank(each)
+                self._book.add(each)
+                world.missing.discard(each.rank or 0)
 
-    def _open(self, host: str) -> None:
-        self._listeners.append(Listener(host, lambda: self.secret, self._answer))
+    def _forget_rank(self, newer: Address) -> None:
+        """Whoever had the same rank in this world before is replaced."""
+        for key, each in self._book.known().items():
+            is_same = each.rank == newer.rank and self._book.is_own_world(each.world)
+            if is_same and key != (newer.machine, newer.pid):
+                self._book.drop(key)
 
-    def describe(self, listener: Listener) -> Address:
-        """The address of this process at one of its listeners."""
-        name = self._name or (f"rank {self.rank}" if self.rank is not None else f"pid {os.getpid()}")
-        return Address(
-            host=listener.host,
-            port=listener.port,
-            machine=HOST,
-            pid=os.getpid(),
-            born=birth(os.getpid()),
-            name=name,
-            rank=self.rank,
-            world=self.world,
-        )
+    def _greet_first(self, world: World) -> None:
+        """Let rank 0 know of this process, and hear whether it is of the same world."""
+        first = next((each for each in self._book.known().values() if each.rank == 0), None)
+        if world.rank == 0 or first is None or not self._book.is_own_world(first.world):
+            return
+        reply = ask(first, {"ask": "ping", **self._book.introduce()}, self._book.secret, HELLO_S)
+        if reply is not None:
+            world.confirm(str(reply.get("world", "")))
 
-    def describe_anew(self, listener: Listener) -> Address:
-        """`describe`, written down in the book."""
-        mine = self.describe(listener)
-        self.add(mine)
-        return mine
+    def _doubtful(self) -> set[int]:
+        """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
+        return {each.rank for each in self._ranks_elsewhere() if each.rank is not None and is_loopback(each.host)}
 
-    def introduce(self) -> dict[str, Any]:
-        """What to put into a message so that the receiver knows its sender."""
-        me = self.me()
-        return {"address": asdict(me)} if me else {}
+    def _ranks_elsewhere(self) -> list[Address]:
+        """Ranks of this world on other hosts."""
+        known = [each for each in self._book.known().values() if each.machine != HOST and each.rank is not None]
+        return [each for each in known if self._book.is_own_world(each.world)]
 
-    def unknown_ranks(self) -> set[int]:
-        """Ranks of the world that never gave an address."""
-        return set(self.joined.missing) if self.joined else set()
+    def note_rank(self, address: Address) -> None:
+        """A rank of this world has come to be known by a message, or rank 0 speaks of another world."""
+        world = self._book.joined
+        if world is None or address.rank is None:
+            return
+        if self._book.is_own_world(address.world):
+            world.missing.discard(address.rank)
+            if address.rank == 0:
+                world.confirm(address.world)
+        elif address.rank == 0 and world.is_formed:
+            world.doubt()
+
+    def is_meeting(self, patience_s: float) -> bool:
+        """Whether the world has formed so lately that an address that is missing says nothing yet."""
+        group = process_groups.default_group()
+        if group is not None and group is not self._formed_group():
+            self._formed_group, self._formed_s = weakref.ref(group), time.monotonic()
+        is_missing = bool(self._book.unknown_ranks())
+        is_partial = group is not None and (group is not self._joined_group() or is_missing)
+        return is_partial and time.monotonic() - self._formed_s < patience_s
 
 
-def _without_replaced(known: dict[Key, Address]) -> dict[Key, Address]:
-    """Without the dead of this machine whose name and rank somebody else has by now."""
-    holders = Counter(each.seat for each in known.values())
-
-    def is_replaced(each: Address) -> bool:
-        shared = each.seat is not None and holders[each.seat] > 1
-        return shared and each.machine == HOST and pid_state(each.pid, each.born) == "gone"
-
-    return {key: each for key, each in known.items() if not is_replaced(each)}
+def _no_group() -> Any:
+    """Stands for a weak reference before there is a group."""
+    return None
 
 
 class FolderMeeting:

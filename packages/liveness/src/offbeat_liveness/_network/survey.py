@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_liveness._diagnosis.graph import BUSY, Absent, Fate, WaitGraph
-from offbeat_liveness._network.peers import Key, Peers
+from offbeat_liveness._network.address_book import Key
+from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, ask_all
 from offbeat_liveness._process.exceptions import read_crash
 from offbeat_liveness._process.proc import HOST, TreeUsage, pid_state, rates, tree_usage
