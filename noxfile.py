@@ -1,11 +1,14 @@
-"""Checks of the workspace, named by package and backend. `nox -l` lists them; `nox -t cpu` is what CI runs.
+"""Checks of the workspace, named by package and backend. `nox -l` lists them; `nox -t cpu` runs those of CI together.
 
 Packages are found by folder, so a new one gets its sessions without a change here. All tests share one environment
 (.nox/cpu): a heavy one costs seconds each time, and what isolation there is to prove, `wheels` proves.
 """
 
+import fcntl
 import os
 import sys
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,17 +20,19 @@ sys.path.insert(0, str(ROOT / "tools"))
 from find_chromium import find_if_required  # noqa: E402
 from find_links import find_links  # noqa: E402
 from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
+from side_by_side import run_side_by_side  # noqa: E402
 from workspace import Package, packages  # noqa: E402
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "none"
+nox.options.sessions = ["cpu"]
 
 PACKAGES: Final = packages(ROOT)
 HARDWARE: Final = hardware_tests(PACKAGES)
 NOX: Final = ROOT / ".nox"
 WHEELS: Final = NOX / "wheels"
-# Suites whose wall-clock time two workers shorten: they compute, or wait. The others start processes that compute, or
-# are over before a second worker has imported torch (measured: docs/decisions.md).
+# Suites whose wall-clock time two workers shorten where they run alone: they compute, or wait. The others start
+# processes that compute, or are over before a second worker has imported torch (measured: docs/decisions.md).
 TWO_WORKERS: Final = {
     **dict.fromkeys(
         ("grpo-async-app", "liveness", "mesh", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
@@ -35,6 +40,7 @@ TWO_WORKERS: Final = {
     # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
     "engine-megatron-engine": "loadfile",
 }
+MAX_AT_ONCE: Final = 8
 PER_TEST_TIMEOUT_S: Final = 120
 BY_DAY_AND_NIGHT: Final = "nightly or not nightly"
 OLDEST_TORCH: Final = "2.11.0"
@@ -46,8 +52,9 @@ TEST_TOOLS: Final = (
 )
 # Training frameworks that liveness lets be; nothing of ours needs them, so the lock does not have them.
 FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
-# Environments and folders made by this run of nox.
-MADE: Final[set[Path]] = set()
+# Of this run of nox, which the session `cpu` hands to those that it runs side by side.
+RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
+IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
 
 
 def python_version() -> str:
@@ -86,6 +93,18 @@ def install(session: nox.Session, venv: Path, *what: str | Path, fresh: bool = F
     run(session, "uv", "pip", "install", "--quiet", f"--python={venv}", *links, *what)
 
 
+def make_once(what: Path, make: Callable[[], None]) -> None:
+    """Make an environment or folder once in a run of nox; sessions beside this one wait for it."""
+    NOX.mkdir(exist_ok=True)
+    with (NOX / f"{what.name}.made").open("a+") as made:
+        fcntl.flock(made, fcntl.LOCK_EX)
+        made.seek(0)
+        if made.read() != RUN:
+            make()
+            made.truncate(0)
+            made.write(RUN)
+
+
 def install_workspace(session: nox.Session, venv: Path) -> None:
     """Install every package in editable form, with its light extras, and the tools for tests and linting."""
     editable = [
@@ -98,21 +117,17 @@ def install_workspace(session: nox.Session, venv: Path) -> None:
 def engine_environment(session: nox.Session, package: Package) -> Path:
     """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
-    if venv not in MADE:
-        own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
-        beside = ["testing", *package.engine_tests_beside]
-        others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
-        install(session, venv, own, *others, "--group=test")
-        MADE.add(venv)
+    own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
+    beside = ["testing", *package.engine_tests_beside]
+    others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
+    make_once(venv, lambda: install(session, venv, own, *others, "--group=test"))
     return venv / "bin"
 
 
 def shared_environment(session: nox.Session) -> Path:
     """The environment of all tests, made once per run of nox; its bin folder."""
     venv = NOX / "cpu"
-    if venv not in MADE:
-        install_workspace(session, venv)
-        MADE.add(venv)
+    make_once(venv, lambda: install_workspace(session, venv))
     return venv / "bin"
 
 
@@ -129,7 +144,7 @@ def pytest(
     junit = NOX / "junit" / f"{name}.xml"
     limits = ["-m", marks, f"--timeout={PER_TEST_TIMEOUT_S}"]
     told = [f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
-    workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS else []
+    workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS and not IS_SIDE_BY_SIDE else []
     run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *told, *arguments, *session.posargs, **extra)
     return junit
 
@@ -139,7 +154,7 @@ def by_package(found: list[Package]) -> list[Any]:
     return [nox.param(package, id=package.key) for package in found]
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, types and layers."""
     bin_folder = shared_environment(session)
@@ -161,19 +176,19 @@ def lint(session: nox.Session) -> None:
         session.error(f"not clean: {', '.join(failed)}")
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 def contracts(session: nox.Session) -> None:
     """What holds for every package."""
     pytest(session, "contracts", "tests/contracts")
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 def tools(session: nox.Session) -> None:
     """Tests of tools/: the lock, the benchmarks, what the other sessions ask of the machine."""
     pytest(session, "tools", "tools/tests")
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 def lock_check(session: nox.Session) -> None:
     """The committed lock agrees with the packages' metadata, and a fresh clone resolves to it."""
     run(session, shared_environment(session) / "python", "tools/lock.py", "--check")
@@ -185,7 +200,7 @@ TESTED: Final = [
 ]
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 @nox.parametrize("package, engine", TESTED)
 def test(session: nox.Session, package: Package, engine: bool) -> None:
     """Tests of one package or application; "+engine": those on the real engine that it adapts."""
@@ -221,7 +236,7 @@ def long(session: nox.Session, package: Package, engine: bool) -> None:
 ENGINE_PAIRS: Final = [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))]
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 @nox.parametrize("folder", ENGINE_PAIRS)
 def engines(session: nox.Session, folder: Path) -> None:
     """Two engines whose environments exclude each other: tests run in that of the first, and get the other's Python."""
@@ -250,13 +265,12 @@ def chromium(session: nox.Session) -> str | None:
         session.error(str(error))
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 @nox.parametrize("package", by_package(PACKAGES))
 def wheels(session: nox.Session, package: Package) -> None:
     """One wheel, built and installed alone in an empty environment, imports."""
-    if WHEELS not in MADE:
-        run(session, "uv", "build", "--quiet", "--all-packages", "--wheel", "--clear", f"--out-dir={WHEELS}")
-        MADE.add(WHEELS)
+    build = ("uv", "build", "--quiet", "--all-packages", "--wheel", "--clear", f"--out-dir={WHEELS}")
+    make_once(WHEELS, lambda: run(session, *build))
     # The same folder each time: bytecode is then found again, and an import of torch costs a third.
     venv = NOX / "wheel"
     # uv's cache knows a wheel of a folder by its path and version, and would install the one that lay here before.
@@ -343,10 +357,28 @@ def nightly(session: nox.Session) -> None:
     run(session, sys.executable, "-m", "nox", f"--noxfile={__file__}", "--tags", "nightly")
 
 
-@nox.session(tags=["cpu"])
+@nox.session
 def e2e(session: nox.Session) -> None:
     """Tests that cross packages."""
     pytest(session, "e2e", "tests/e2e")
+
+
+# Begun first: the others fill the time until they end.
+LONGEST: Final = ("test(engine-megatron+engine)", "e2e", "test(rollout-vllm+engine)", "test(engine-torch)")
+
+
+@nox.session(tags=["cpu"])
+def cpu(session: nox.Session) -> None:
+    """All that CI runs, several sessions at a time: one alone leaves two cores idle for a third of its time."""
+    tests = [f"test({param.id})" for param in TESTED] + [f"engines({param.id})" for param in ENGINE_PAIRS]
+    names = ["lint", "contracts", "tools", "lock_check", *tests, "wheels", "e2e"]
+    names.sort(key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
+    nox_command = (sys.executable, "-m", "nox", f"--noxfile={__file__}", "--session")
+    commands = {name: (*nox_command, name, "--", *session.posargs) for name in names}
+    at_once = min((os.cpu_count() or 1) + 1, MAX_AT_ONCE)
+    failed = run_side_by_side(commands, at_once, {**os.environ, "OFFBEAT_NOX_RUN": RUN})
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(tags=["nightly"], default=False)

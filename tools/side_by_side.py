@@ -1,0 +1,67 @@
+"""Commands run several at a time; the output of each is shown in one piece when it has ended."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Final
+
+LOOK_EVERY_S: Final = 0.2
+END_WITHIN_S: Final = 20.0
+"""For a command to end after it was asked to."""
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    began_s: float
+
+
+def run_side_by_side(
+    commands: Mapping[str, Sequence[str]], at_once: int, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """Run commands in this order, `at_once` of them at a time; return the names of those that failed.
+
+    When this is interrupted, those that run are asked to end, and killed if they do not within seconds.
+    """
+    waiting, running, failed = list(commands), dict[str, _Running](), list[str]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                running[name] = _start(commands[name], environment)
+            time.sleep(LOOK_EVERY_S)
+            for name in [name for name, each in running.items() if each.process.poll() is not None]:
+                each = running.pop(name)
+                _show(name, each)
+                if each.process.returncode:
+                    failed.append(name)
+    finally:
+        for each in running.values():
+            each.process.terminate()
+        for name, each in running.items():
+            try:
+                each.process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                each.process.kill()
+            _show(name, each)
+    return failed
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> _Running:
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_show`
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+    )
+    return _Running(process, output, time.monotonic())
+
+
+def _show(name: str, each: _Running) -> None:
+    how = {None: "was stopped", 0: "passed"}.get(each.process.returncode, f"failed ({each.process.returncode})")
+    with each.output as output:
+        output.seek(0)
+        sys.stdout.write(output.read().decode(errors="replace"))
+    print(f"== {name} {how} after {time.monotonic() - each.began_s:.0f} s", flush=True)
