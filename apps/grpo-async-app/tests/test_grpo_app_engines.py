@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_async_app._run.engines import Engine, Engines, EngineSpeeds
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.sampling import Scored, Validation
 from grpo_async_app._run.scaling import take_asked_engines
-from grpo_async_app._run.trainers import transfer_weights
+from grpo_async_app._run.weights import bring_weights, transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
@@ -38,6 +38,7 @@ from offbeat_types import (
     SamplingParams,
     Trajectory,
     VersionSegment,
+    WeightSyncError,
 )
 
 REQUEST = GenerateRequest(request_id="1", prompt_ids=(1,), params=SamplingParams(max_tokens=1))
@@ -48,8 +49,9 @@ class Handle:
 
     address = "127.0.0.1"
 
-    def __init__(self, name: str, fails_in: str = "") -> None:
+    def __init__(self, name: str, fails_in: str = "", error: OffbeatError | None = None) -> None:
         self.name, self._fails_in = name, fails_in
+        self._error = error or PeerFailedError(name, "CUDA out of memory")
         self.calls: list[str] = []
         self._gone = asyncio.Event()
 
@@ -72,7 +74,7 @@ class Handle:
     async def call(self, method: str, *_: Any, **__: Any) -> Any:
         self.calls.append(method)
         if method == self._fails_in:
-            raise PeerFailedError(self.name, "CUDA out of memory")
+            raise self._error
         if method == "health":
             return EngineHealth(version=0, num_running=1, num_waiting=0, num_tokens=7, busy_s=0.0, uptime_s=1.0)
         return 0 if method in ("sleep", "wake") else None
@@ -113,10 +115,67 @@ def test_an_engine_that_ends_while_it_fetches_weights_keeps_no_trainer_waiting()
             withdrawn.set()
 
         send = asyncio.ensure_future(withdrawn.wait())
-        with pytest.raises(PeerFailedError, match="killed"):
-            await transfer_weights(take(), send, withdraw)
+        (error,) = await transfer_weights([take()], send, withdraw)
+        assert isinstance(error, PeerFailedError)
         assert send.done()
         assert not send.cancelled(), "the trainer itself has ended it"
+
+    run(scenario)
+
+
+class Offer:
+    """As much of a `WeightOffer` as engines are brought weights with; notes how many each transfer was for."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    async def source_for(self, hosts: Collection[str]) -> str:
+        return "@here"
+
+    async def send(self, source: str, num_engines: int) -> None:
+        self.sent.append(num_engines)
+
+    async def withdraw(self) -> None:
+        pass
+
+
+async def bring(*handles: Handle, offer: Offer, given_up: list[str]) -> list[str]:
+    engines = [Engine(handle.name, handle) for handle in handles]  # type: ignore[arg-type]
+    for engine in engines:
+        engine.serves.set()
+
+    def give_up(engine: Engine, actor: Any, why: str) -> None:
+        engine.give_up(actor)
+        given_up.append(f"{engine.name}: {why}")
+
+    return [engine.name for engine in await bring_weights(engines, offer, True, 30.0, None, give_up)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", ["pause", "receive_weights", "resume"])
+def test_an_engine_that_is_lost_in_a_sync_is_given_up_and_the_others_get_the_weights(step: str) -> None:
+    async def scenario() -> None:
+        good, bad = Handle("rollout-0"), Handle("rollout-1", step)
+        offer, given_up = Offer(), list[str]()
+        assert await bring(good, bad, offer=offer, given_up=given_up) == ["rollout-0"]
+        assert given_up == ["rollout-1: peer rollout-1 failed: CUDA out of memory"]
+        assert offer.sent == {"pause": [1], "receive_weights": [2, 1], "resume": [2]}[step]
+        assert good.calls.count("receive_weights") == len(offer.sent)
+        assert good.calls[-1] == "resume"
+
+    run(scenario)
+
+
+def test_a_sync_ends_with_the_error_of_the_engine_that_failed_and_not_of_one_that_heard_of_it() -> None:
+    async def scenario() -> None:
+        heard = WeightSyncError("trainer-0 gave up: rollout-1 gave up: it holds other bytes")
+        first = Handle("rollout-0", "receive_weights", heard)
+        second = Handle("rollout-1", "receive_weights", WeightSyncError("it holds other bytes"))
+        given_up: list[str] = []
+        with pytest.raises(WeightSyncError, match="^it holds other bytes"):
+            await bring(first, second, offer=Offer(), given_up=given_up)
+        assert not given_up
 
     run(scenario)
 
@@ -146,8 +205,9 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
             fleet._trainer = await fleet._start_trainers(1, None)
             for version in (1, 1, 2):
                 offer = fleet.offer_weights(version)
-                with pytest.raises(PeerFailedError, match="before it connected"):
-                    await transfer_weights(take(), offer.send(await offer.source_for("127.0.0.1")), offer.withdraw)
+                source = await offer.source_for({"127.0.0.1"})
+                (error,) = await transfer_weights([take()], offer.send(source, 1), offer.withdraw)
+                assert "before it connected" in str(error)
             await fleet.trainer.call("listen", "127.0.0.1", returns=str, deadline_s=60)  # in the same thread
 
     asyncio.run(asyncio.wait_for(scenario(), 200))

@@ -48,7 +48,7 @@ def test_an_engine_gets_the_trainers_weights(model: Path, address: str, over_tcp
     try:
         where = role.listen("127.0.0.1") if over_tcp else ""
         thread = take(where or address, held)
-        (proof,) = role.send_weights(1, 30, where)
+        (proof,) = role.send_weights(1, 1, 30, where)
         thread.join()
         expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights()}
     finally:
@@ -57,12 +57,35 @@ def test_an_engine_gets_the_trainers_weights(model: Path, address: str, over_tcp
     assert all(torch.equal(held[name], expected[name]) for name in expected)
 
 
+def test_engines_get_the_weights_of_one_gathering_at_the_same_time(model: Path, address: str) -> None:
+    held: list[dict[str, Tensor]] = [{}, {}]
+    role = open_role(model, address)
+    gathered, weights = [0], role._engine.weights
+
+    def count() -> Any:
+        gathered[0] += 1
+        return weights()
+
+    role._engine.weights = count  # type: ignore[method-assign]
+    try:
+        threads = [take(address, each) for each in held]
+        proofs = role.send_weights(1, 2, 30)
+        for thread in threads:
+            thread.join()
+    finally:
+        role.close()
+    assert gathered == [1]
+    assert proofs[0] == proofs[1]
+    assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
+    assert len(held[0]) == proofs[0].num_tensors
+
+
 def test_an_engine_gets_the_merged_weights_of_an_adapter(model: Path, address: str) -> None:
     held: dict[str, Tensor] = {}
     role = open_role(model, address, lora_rank=2)
     try:
         thread = take(address, held)
-        role.send_weights(1, 30)
+        role.send_weights(1, 1, 30)
         thread.join()
     finally:
         role.close()
@@ -77,7 +100,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
 
     def wait_for_nobody(transfer_id: int) -> None:
         try:
-            role.send_weights(1, 600, where, transfer_id)
+            role.send_weights(1, 1, 600, where, transfer_id)
         except WeightSyncError as error:
             errors.append(error)
 
@@ -92,7 +115,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
         wait_for_nobody(2)
         assert ["was withdrawn" in str(error) for error in errors] == [True, True]
         thread = take(where or address, held)
-        role.send_weights(1, 60, where, 3)
+        role.send_weights(1, 1, 60, where, 3)
         thread.join()
     finally:
         role.close()

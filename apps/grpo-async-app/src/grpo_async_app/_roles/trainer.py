@@ -1,11 +1,10 @@
 """The trainer role: the training engine in a process of its own."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
@@ -110,30 +109,29 @@ class TrainerRole:
         return sender.address
 
     def send_weights(
-        self, version: int, deadline_s: float, address: str = "", transfer_id: int = 0
+        self, version: int, num_engines: int, deadline_s: float, address: str = "", transfer_id: int = 0
     ) -> list[WeightProof]:
-        """Give the weights to one rollout engine that asks for `version`; the other ranks hand over their parts.
+        """Give the weights to so many rollout engines that ask for `version`; the other ranks hand over their parts.
 
         A `transfer_id` grows with each call, for `withdraw`; 0 cannot be withdrawn.
         """
-        weights = iter(self._engine.weights())
-        try:
-            return self._send(weights, version, deadline_s, address, transfer_id) if self._leads else []
-        finally:
-            deque(weights, maxlen=0)  # all ranks gather every tensor, also when the receiver has failed
 
-    def _send(
-        self, weights: Iterable[tuple[str, Any]], version: int, deadline_s: float, address: str, transfer_id: int
-    ) -> list[WeightProof]:
         def is_withdrawn() -> bool:
             return 0 < transfer_id <= self._last_withdrawn
 
-        if self._as_fp8:
-            weights = quantize_tensors(weights)
-        return self._senders[address].send(weights, version, 1, deadline_s=deadline_s, is_withdrawn=is_withdrawn)
+        weights = iter(self._engine.weights())
+        try:
+            if not self._leads:
+                return []
+            tensors = quantize_tensors(weights) if self._as_fp8 else weights
+            return self._senders[address].send(
+                tensors, version, num_engines, deadline_s=deadline_s, is_withdrawn=is_withdrawn
+            )
+        finally:
+            deque(weights, maxlen=0)  # all ranks gather every tensor, also when a receiver has failed
 
     async def withdraw(self, transfer_id: int) -> None:
-        """The engine of this transfer does not come any more: wait for it no longer, also if that has not begun yet.
+        """Not all engines of this transfer will come: wait for them no longer, also if that has not begun yet.
 
         A coroutine, so that it is heard while `send_weights` waits in its thread.
         """

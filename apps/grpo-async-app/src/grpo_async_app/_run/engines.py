@@ -9,7 +9,7 @@ from typing import Final
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.colocation import ColocationSchedule
-from grpo_async_app._run.trainers import WeightOffer, is_lost, transfer_weights
+from grpo_async_app._run.weights import WeightOffer, bring_weights
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,
@@ -28,8 +28,6 @@ from offbeat_types import (
     OffbeatError,
     PeerFailedError,
     PlacementError,
-    WeightProof,
-    WeightSyncError,
 )
 
 
@@ -53,31 +51,6 @@ class Engine(Supervised):
         """It answers at once whatever it computes."""
         health: EngineHealth = await self.actor.call("health", returns=EngineHealth, deadline_s=deadline_s)
         self.num_tokens = health.num_tokens
-
-
-async def bring_weights(
-    engine: Engine, offer: WeightOffer, interrupt: bool, deadline_s: float, turns: ColocationSchedule | None
-) -> None:
-    """Pause an engine, let it take the trainer's weights, and let it go on; colocated ones go on all together."""
-    handle = engine.actor
-    source = await offer.source_for(handle.address)
-    if engine.serves.is_set():
-        await handle.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
-    if turns is not None:
-        await turns.make_room(handle)
-    take = handle.call(
-        "receive_weights",
-        source,
-        offer.version,
-        deadline_s,
-        engine.name,
-        returns=WeightProof,
-        deadline_s=deadline_s + 5,
-    )
-    await transfer_weights(take, offer.send(source), offer.withdraw)
-    if turns is None:
-        await handle.call("resume", deadline_s=deadline_s)
-        engine.serves.set()
 
 
 STRAGGLER_FACTOR: Final = 3.0
@@ -282,10 +255,10 @@ class Engines:
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, offer: WeightOffer, interrupt: bool) -> None:
-        """Bring weights to every engine, one after the other: with devices of their own they never stop all at once."""
+        """Bring weights to every engine."""
         await self.to_training()
         # One that does not live gets its weights when it is up again.
-        await self._sync_each(self.living, offer, interrupt)
+        await self._bring_weights(self.living, offer, interrupt)
 
     async def to_training(self) -> None:
         """Where trainer and engines share devices: let the engines finish and sleep."""
@@ -300,25 +273,15 @@ class Engines:
         engine = self._engines.get(name)
         late = self._turns is not None and self._turns.is_training  # the next sync is about to do it
         if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
-            await self._sync_each([engine], offer, interrupt=False)
+            await self._bring_weights([engine], offer, interrupt=False)
 
-    async def _sync_each(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
-        if self._turns is not None:
-            await self._turns.show_weights()
-        synced = [engine for engine in engines if await self._sync_unless_lost(engine, offer, interrupt)]
-        if self._turns is not None:
-            await self._turns.to_generation(synced)
-
-    async def _sync_unless_lost(self, engine: Engine, offer: WeightOffer, interrupt: bool) -> bool:
-        handle = engine.actor
-        try:
-            await bring_weights(engine, offer, interrupt, self._config.async_.sync_deadline_s, self._turns)
-        except (PeerFailedError, WeightSyncError) as error:
-            if not await is_lost(handle, error):
-                raise  # it is not a matter of starting the engine again
-            self._give_up(engine, handle, str(error))
-            return False
-        return True
+    async def _bring_weights(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
+        turns, deadline_s = self._turns, self._config.async_.sync_deadline_s
+        if turns is not None:
+            await turns.show_weights()
+        synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self._give_up)
+        if turns is not None:
+            await turns.to_generation(synced)
 
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,8 @@ from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.environments import EnvironmentProcess
 from grpo_async_app._run.scoring import ScorerPool
 from grpo_async_app._run.teachers import Teachers
-from grpo_async_app._run.trainers import Trainers, WeightOffer, start_trainers
+from grpo_async_app._run.trainers import Trainers, start_trainers
+from grpo_async_app._run.weights import WeightOffer
 from offbeat_actors import (
     ActorHandle,
     Launcher,

@@ -1,13 +1,12 @@
 """The trainer's ranks, called and watched as one."""
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_ranks
-from offbeat_types import OffbeatError, PeerFailedError, WeightProof, WeightSyncError
+from offbeat_types import PeerFailedError, WeightSyncError
 
 
 class Trainers(ActorGroup):
@@ -61,64 +60,6 @@ async def start_trainers(
 
 DEATH_SEEN_AFTER_S: Final = 2.0
 """A call that fails and the death that made it fail are seen one after the other; how long to wait for the second."""
-
-
-class WeightOffer:
-    """The trainer's weights, to be fetched by one engine after the other: through memory where that can be.
-
-    Args:
-        trainer: that holds them.
-        version: policy version.
-        deadline_s: for one engine to come, load and prove.
-    """
-
-    def __init__(self, trainer: Trainers, version: int, deadline_s: float) -> None:
-        self._trainer, self.version, self._deadline_s, self._transfer_id = trainer, version, deadline_s, 0
-
-    async def source_for(self, host: str) -> str:
-        """Where an engine on the machine of this IP address fetches them."""
-        trainer = self._trainer
-        return trainer.socket_path if host == trainer.address else await trainer.listen(self._deadline_s)
-
-    async def send(self, source: str) -> None:
-        """Make the trainer give them to the one engine that asks at this source."""
-        self._transfer_id = next(self._trainer.transfer_ids)
-        address = "" if source == self._trainer.socket_path else source
-        args, deadline_s = (self.version, self._deadline_s, address, self._transfer_id), self._deadline_s + 5
-        await self._trainer.call("send_weights", *args, returns=list[WeightProof], deadline_s=deadline_s)
-
-    async def withdraw(self) -> None:
-        """Tell the trainer that the engine of the last `send` does not come any more."""
-        await self._trainer.call("withdraw", self._transfer_id, deadline_s=self._deadline_s)
-
-
-async def transfer_weights(
-    take: Coroutine[Any, Any, object], send: Awaitable[object], withdraw: Callable[[], Awaitable[object]]
-) -> None:
-    """Await both sides of a transfer. When it fails, the engine's own error says more than what the trainer saw.
-
-    Args:
-        take: the engine's side.
-        send: the trainer's. It sends in its only thread, which no cancellation reaches: one that waits for an engine
-            that is gone would stand in the way of the next.
-        withdraw: ends `send` while it waits for the engine.
-    """
-    sides = [asyncio.ensure_future(take), asyncio.ensure_future(send)]
-    try:
-        _, others = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
-        if others:
-            await asyncio.wait(others, timeout=DEATH_SEEN_AFTER_S)
-        if not sides[1].done():
-            with contextlib.suppress(OffbeatError):  # a trainer that is gone sends nothing either
-                await withdraw()
-            await asyncio.wait({sides[1]})  # it has a deadline of its own
-    finally:
-        for side in sides:
-            side.cancel()
-        await asyncio.gather(*sides, return_exceptions=True)
-    for side in sides:
-        if not side.cancelled():
-            side.result()
 
 
 async def is_lost(handle: ActorHandle, error: PeerFailedError | WeightSyncError) -> bool:

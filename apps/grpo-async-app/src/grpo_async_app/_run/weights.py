@@ -1,0 +1,173 @@
+"""One version of the trainer's weights, brought to all rollout engines at the same time."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from grpo_async_app._run.colocation import ColocationSchedule
+from grpo_async_app._run.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
+from offbeat_actors import ActorHandle, Supervised
+from offbeat_types import OffbeatError, PeerFailedError, WeightProof, WeightSyncError
+
+E = TypeVar("E", bound=Supervised)
+
+
+class WeightOffer:
+    """The trainer's weights of one version.
+
+    Args:
+        trainer: that holds them.
+        version: policy version.
+        deadline_s: for all engines to come, load and prove.
+    """
+
+    def __init__(self, trainer: Trainers, version: int, deadline_s: float) -> None:
+        self._trainer, self.version, self._deadline_s, self._transfer_id = trainer, version, deadline_s, 0
+
+    async def source_for(self, hosts: Collection[str]) -> str:
+        """Where engines on the machines of these IP addresses fetch them: in memory, if that is one for all."""
+        trainer = self._trainer
+        return trainer.socket_path if set(hosts) == {trainer.address} else await trainer.listen(self._deadline_s)
+
+    async def send(self, source: str, num_engines: int) -> None:
+        """Make the trainer give them to the engines that ask at this source."""
+        self._transfer_id = next(self._trainer.transfer_ids)
+        address = "" if source == self._trainer.socket_path else source
+        args, deadline_s = (self.version, num_engines, self._deadline_s), self._deadline_s + 5
+        to = {"address": address, "transfer_id": self._transfer_id}
+        await self._trainer.call("send_weights", *args, **to, returns=list[WeightProof], deadline_s=deadline_s)
+
+    async def withdraw(self) -> None:
+        """Tell the trainer that not all engines of the last `send` will come."""
+        await self._trainer.call("withdraw", self._transfer_id, deadline_s=self._deadline_s)
+
+
+async def bring_weights(
+    engines: Sequence[E],
+    offer: WeightOffer,
+    interrupt: bool,
+    deadline_s: float,
+    turns: ColocationSchedule | None,
+    give_up: Callable[[E, ActorHandle, str], None],
+) -> list[E]:
+    """Pause engines, let all of them take the trainer's weights, and let them go on; colocated ones do so later.
+
+    Args:
+        engines: those that serve are paused first.
+        offer: of the trainer.
+        deadline_s: for each engine to pause, to take the weights, and to go on.
+        turns: where the engines share their devices with the trainer.
+        interrupt: what they sample is held, and goes on under the new weights; otherwise it is finished before.
+        give_up: takes an engine that is lost on the way, its process, and why. The others begin anew without it.
+
+    Returns:
+        Those that have got the weights.
+
+    Raises:
+        OffbeatError: of the trainer, or of an engine that no new process would mend.
+    """
+
+    async def pause(actor: ActorHandle) -> None:
+        if actor in serving:
+            await actor.call("pause", "keep" if interrupt else "wait", deadline_s=deadline_s)
+        if turns is not None:
+            await turns.make_room(actor)
+
+    async def transfer(actors: Sequence[ActorHandle]) -> Outcomes:
+        source = await offer.source_for({actor.address for actor in actors})
+        takes = [
+            actor.call(
+                "receive_weights",
+                *(source, offer.version, deadline_s, actor.name),
+                returns=WeightProof,
+                deadline_s=deadline_s + 5,
+            )
+            for actor in actors
+        ]
+        return await transfer_weights(takes, offer.send(source, len(takes)), offer.withdraw)
+
+    async def resume(actor: ActorHandle) -> None:
+        await actor.call("resume", deadline_s=deadline_s)
+
+    processes = {engine.actor: engine for engine in engines}
+    serving = {actor for actor, engine in processes.items() if engine.serves.is_set()}
+
+    async def without_lost(outcomes: Outcomes) -> None:
+        for actor, error in (await lost_engines(list(processes), outcomes)).items():
+            give_up(processes.pop(actor), actor, str(error))
+
+    await without_lost(await each(processes, pause))
+    while processes and any(outcomes := await transfer(list(processes))):
+        await without_lost(outcomes)
+    if turns is None:
+        await without_lost(await each(processes, resume))
+        for engine in processes.values():
+            engine.serves.set()
+    return list(processes.values())
+
+
+Outcomes = Sequence[BaseException | None]
+"""Of a step that engines took: for each the error, or None."""
+
+
+async def each(actors: Iterable[ActorHandle], step: Callable[[ActorHandle], Awaitable[object]]) -> Outcomes:
+    """One step of all engines at once."""
+    outcomes = await asyncio.gather(*map(step, actors), return_exceptions=True)
+    return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
+
+
+async def lost_engines(actors: Sequence[ActorHandle], outcomes: Outcomes) -> dict[ActorHandle, BaseException]:
+    """Engines that failed so that only a new process mends it, with the error. Where none did, an error is raised."""
+    failed = {actor: error for actor, error in zip(actors, outcomes, strict=True) if error is not None}
+
+    async def is_gone(actor: ActorHandle, error: BaseException) -> bool:
+        return isinstance(error, PeerFailedError | WeightSyncError) and await is_lost(actor, error)
+
+    gone = await asyncio.gather(*(is_gone(*item) for item in failed.items()))
+    if failed and not any(gone):
+        raise root_cause(failed.values())
+    return {actor: error for (actor, error), it_is in zip(failed.items(), gone, strict=True) if it_is}
+
+
+def root_cause(errors: Iterable[BaseException]) -> BaseException:
+    """The error that says most: one of the side that failed, and not of those that heard of it."""
+    return min(errors, key=lambda error: " gave up: " in str(error))
+
+
+async def transfer_weights(
+    takes: Sequence[Coroutine[Any, Any, object]], send: Awaitable[object], withdraw: Callable[[], Awaitable[object]]
+) -> Outcomes:
+    """Await all sides of a transfer.
+
+    Args:
+        takes: the engines' sides.
+        send: the trainer's. It sends in its only thread, which no cancellation reaches: one that waits for an engine
+            that is gone would stand in the way of the next.
+        withdraw: ends `send` while it waits for the engines.
+
+    Returns:
+        The engines' errors.
+
+    Raises:
+        OffbeatError: the trainer failed, and no engine did.
+    """
+    sides = [asyncio.ensure_future(side) for side in (*takes, send)]
+    sending = sides[-1]
+    try:
+        _, others = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
+        if others:
+            await asyncio.wait(others, timeout=DEATH_SEEN_AFTER_S)
+        if not sending.done():
+            with contextlib.suppress(OffbeatError):  # a trainer that is gone sends nothing either
+                await withdraw()
+            await asyncio.wait({sending})  # it has a deadline of its own
+            await asyncio.wait(sides, timeout=DEATH_SEEN_AFTER_S)
+    finally:
+        for side in sides:
+            side.cancel()
+        outcomes = await asyncio.gather(*sides, return_exceptions=True)
+    errors = [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
+    if errors[-1] is not None and not any(errors[:-1]):
+        raise errors[-1]
+    return errors[:-1]
