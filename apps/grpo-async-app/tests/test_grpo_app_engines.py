@@ -159,7 +159,7 @@ def test_an_engine_that_is_lost_in_a_sync_is_given_up_and_the_others_get_the_wei
         good, bad = Handle("rollout-0"), Handle("rollout-1", step)
         offer, given_up = Offer(), list[str]()
         assert await bring(good, bad, offer=offer, given_up=given_up) == ["rollout-0"]
-        assert given_up == ["rollout-1: peer rollout-1 failed: CUDA out of memory"]
+        assert given_up == ["rollout-1: rollout-1 failed: CUDA out of memory"]
         assert offer.sent == {"pause": [1], "receive_weights": [2, 1], "resume": [2]}[step]
         assert good.calls.count("receive_weights") == len(offer.sent)
         assert good.calls[-1] == "resume"
@@ -173,7 +173,7 @@ def test_a_sync_ends_with_the_error_of_the_engine_that_failed_and_not_of_one_tha
         first = Handle("rollout-0", "receive_weights", heard)
         second = Handle("rollout-1", "receive_weights", WeightSyncError("it holds other bytes"))
         given_up: list[str] = []
-        with pytest.raises(WeightSyncError, match="^it holds other bytes"):
+        with pytest.raises(WeightSyncError, match=r"^it holds other bytes"):
             await bring(first, second, offer=Offer(), given_up=given_up)
         assert not given_up
 
