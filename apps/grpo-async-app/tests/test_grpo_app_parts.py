@@ -63,7 +63,7 @@ def group(group_id: int, lengths: list[int], rewards: list[float], num_turns: in
 
 
 def _trajectory(completion: Completion, num_turns: int) -> Trajectory:
-    """ColocationSchedule that all say the same, with three tokens read between them."""
+    """Turns that all say the same, with three tokens read between them."""
     told = Reply(ids=np.array([60, 61, 62], np.int32), text="told")
     return Trajectory(turns=(completion,) * num_turns, replies=(told,) * (num_turns - 1), ended="max_turns")
 
@@ -126,6 +126,16 @@ def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
         np.testing.assert_allclose(sequence.extras["old_logprobs"][mask], -1.0)
         np.testing.assert_allclose(sequence.extras["advantages"][mask], advantage)
         assert not sequence.extras["advantages"][~mask].any()
+
+
+def test_the_only_step_of_an_update_asks_the_engine_for_nothing() -> None:
+    class NotAsked:
+        def logprobs(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("the ratio is 1 by construction")
+
+    groups = [group(0, [3, 2], [1.0, 0.0])]
+    [sequences], _ = build_batches(groups, AlgorithmConfig(), NotAsked(), 1, needs_logprobs=False)  # type: ignore[arg-type]
+    assert all("old_logprobs" not in sequence.extras for sequence in sequences)
 
 
 def test_what_an_environment_says_is_read_and_never_learned() -> None:

@@ -152,11 +152,26 @@ def test_settings_are_few_and_documented():
         assert field.metadata[METADATA_KEY].complaint(getattr(AlgorithmConfig(), field.name)) is None
 
 
+@pytest.mark.parametrize(
+    ("needed", "settings"),
+    [
+        (False, {}),
+        (False, {"kl_coefficient": 0.1}),
+        (True, {"kl_coefficient": 0.1, "kl_in": "reward"}),
+        (True, {"correction": "token_tis"}),
+        (True, {"distillation_coefficient": 1.0}),
+        (False, {"correction": "token_tis", "correction_form": "bypass"}),
+    ],
+)
+def test_the_only_step_of_an_update_recomputes_what_is_compared_alone(needed, settings):
+    assert AlgorithmConfig(**settings).needs_train_logprobs(single_step=True) == needed
+
+
 def test_a_configuration_says_what_it_needs():
     assert not AlgorithmConfig().needs_reference
     assert AlgorithmConfig(kl_coefficient=0.1).needs_reference
-    assert AlgorithmConfig().needs_train_logprobs
-    assert not AlgorithmConfig(correction_form="bypass").needs_train_logprobs
+    assert AlgorithmConfig().needs_train_logprobs()
+    assert not AlgorithmConfig(correction_form="bypass").needs_train_logprobs()
     assert AlgorithmConfig(entropy_coefficient=0.01).needs_entropy_gradient
     assert AlgorithmConfig(advantage="remax").needs_greedy_reward
     assert AlgorithmConfig(kl_coefficient=0.1).resolved_kl_estimator == "k3"

@@ -429,3 +429,20 @@ def test_in_the_bypass_form_the_loss_rejects_by_the_policy_of_now(tokens):
             rejected += 1
     assert value.item() == pytest.approx(-total / tokens.total_tokens, abs=1e-12)
     assert metrics["correction/share_tokens_rejected"].value == pytest.approx(rejected / len(tokens.logprobs_N))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(tokens=batches())
+@settings(max_examples=10, deadline=None)
+def test_the_only_step_of_an_update_is_that_with_the_trainers_own_logprobs(loss, tokens):
+    config = AlgorithmConfig(loss=loss)
+    advantages = {"advantages": tokens.extras["advantages"]}
+    with_old = {**advantages, "old_logprobs": tokens.logprobs_N.detach().clone()}
+    found = []
+    for single_step, extras in ((False, with_old), (True, advantages)):
+        value, metrics = build_loss(config, single_step=single_step)(replace(tokens, extras=extras))
+        (gradient_N,) = torch.autograd.grad(value, tokens.logprobs_N)
+        found.append((value, gradient_N, metrics["policy/ratio_mean"].value))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2] == 1.0

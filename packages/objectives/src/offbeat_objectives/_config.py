@@ -152,10 +152,17 @@ class AlgorithmConfig:
         """Whether log-probabilities of the reference policy are needed."""
         return self.kl_coefficient > 0
 
-    @property
-    def needs_train_logprobs(self) -> bool:
-        """Whether the trainer must recompute log-probabilities before an update (extra `old_logprobs`)."""
-        return self.correction_form == "decoupled"
+    def needs_train_logprobs(self, *, single_step: bool = False) -> bool:
+        """Whether the trainer must recompute log-probabilities before an update (extra `old_logprobs`).
+
+        Args:
+            single_step: an update is one optimizer step. The old policy is then the one in training, and the ratio is
+                1: nothing is recomputed, unless a correction, a penalty in the reward or a teacher needs the numbers.
+        """
+        if self.correction_form == "bypass":
+            return False
+        compares = self.correction != "none" or self.needs_teacher
+        return not single_step or compares or (self.needs_reference and self.kl_in == "reward")
 
     @property
     def needs_entropy_gradient(self) -> bool:

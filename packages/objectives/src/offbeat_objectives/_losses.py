@@ -31,7 +31,8 @@ class PolicyLoss:
 
     Extras it reads, each [N] float32:
         advantages: as made by `compute_advantages`.
-        old_logprobs: nats, recomputed by the trainer before the update (decoupled form).
+        old_logprobs: nats, recomputed by the trainer before the update (decoupled form); the
+            loss takes its own, without gradient, where `AlgorithmConfig.needs_train_logprobs` says no.
         rollout_logprobs: nats, of the rollout engine (bypass form, where they are the old policy).
         ref_logprobs: nats, of the reference policy; needed with a KL penalty in the loss, otherwise only measured.
         correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection.
@@ -42,6 +43,7 @@ class PolicyLoss:
     """
 
     config: AlgorithmConfig
+    single_step: bool = False
 
     @property
     def _objective(self) -> Objective:
@@ -55,7 +57,7 @@ class PolicyLoss:
         preset = read_preset(self.config)
         wanted = {
             ADVANTAGES: True,
-            OLD: not bypass,
+            OLD: self.config.needs_train_logprobs(single_step=self.single_step),
             ROLLOUT: bypass,
             REFERENCE: self.config.needs_reference and self.config.kl_in == "loss",
             WEIGHTS: preset.weight is not None,
@@ -75,7 +77,7 @@ class PolicyLoss:
         """
         self._check(tokens)
         keep_N, metrics = self._keep(tokens)
-        old_N = tokens.extras[ROLLOUT if self.config.correction_form == "bypass" else OLD]
+        old_N = self._old_logprobs(tokens)
         # A rejected token may hold an infinity, which no later 0 could take out of the gradient.
         rejected_N = keep_N == 0
         policy_tokens = PolicyTokens(
@@ -92,6 +94,14 @@ class PolicyLoss:
         measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
         measures |= {f"loss/{name}": (term, 1.0, "sum") for name, term in terms.items()}
         return loss, metrics | read_metrics(measures | _measures(tokens, policy_tokens, surrogate))
+
+    def _old_logprobs(self, tokens: LossTokens[Any]) -> Tensor:
+        own_N: Tensor = tokens.logprobs_N.detach()
+        bypass = self.config.correction_form == "bypass"
+        if not bypass and not self.config.needs_train_logprobs(single_step=self.single_step):
+            return own_N
+        old_N: Tensor = tokens.extras[ROLLOUT if bypass else OLD]
+        return old_N
 
     def _check(self, tokens: LossTokens[Any]) -> None:
         missing = [name for name in self.required_extras if name not in tokens.extras]
@@ -136,9 +146,14 @@ class PolicyLoss:
         )
 
 
-def build_loss(config: AlgorithmConfig) -> PolicyLoss:
-    """The `LossFunction` of a configuration that `check_algorithm` has passed."""
-    return PolicyLoss(config)
+def build_loss(config: AlgorithmConfig, *, single_step: bool = False) -> PolicyLoss:
+    """The `LossFunction` of a configuration that `check_algorithm` has passed.
+
+    Args:
+        config: what to compute.
+        single_step: see `AlgorithmConfig.needs_train_logprobs`.
+    """
+    return PolicyLoss(config, single_step)
 
 
 def sft_loss(tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:

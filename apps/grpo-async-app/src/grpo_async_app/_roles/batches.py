@@ -15,9 +15,21 @@ from offbeat_types import Floats, Metrics, TrainEngine, TrainSequence
 
 
 def build_batches(
-    groups: list[SampledGroup], config: AlgorithmConfig, engine: TrainEngine, num_batches: int
+    groups: list[SampledGroup],
+    config: AlgorithmConfig,
+    engine: TrainEngine,
+    num_batches: int,
+    *,
+    needs_logprobs: bool = True,
 ) -> tuple[list[list[TrainSequence]], Metrics]:
     """Turn groups into sequences with every extra the loss reads; the engine is asked for log-probabilities.
+
+    Args:
+        groups: sampled, with their rewards.
+        config: of the loss.
+        engine: that trains.
+        num_batches: at most so many.
+        needs_logprobs: as `AlgorithmConfig.needs_train_logprobs` says.
 
     Returns:
         Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
@@ -29,9 +41,9 @@ def build_batches(
     lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     metrics: Metrics = {}
-    if config.needs_train_logprobs:
+    if needs_logprobs:
         packed["old_logprobs"] = _loss_values(plain, engine.logprobs(plain))
-    else:
+    elif config.correction_form == "bypass":
         packed["old_logprobs"] = packed["rollout_logprobs"]
     if config.needs_reference:
         packed["ref_logprobs"] = _loss_values(plain, engine.logprobs(plain, reference=True))
@@ -41,7 +53,7 @@ def build_batches(
         distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_S)
         packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
         metrics.update(distilled.metrics)
-    if config.correction != "none" and config.needs_train_logprobs:
+    if config.correction != "none" and needs_logprobs:
         correction = correct_rollouts(
             torch.from_numpy(packed["old_logprobs"]),
             torch.from_numpy(packed["rollout_logprobs"]),
