@@ -11,6 +11,7 @@ from grpo_async_app._config.estimates import BatchArithmetic
 from grpo_async_app._config.placement import place_run, request_resources
 from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.fleet import plan_threads
 from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
@@ -251,6 +252,15 @@ def small(**cluster: int) -> GrpoConfig:
     text = '[model]\npath = "m"\n[data]\npath = "d"\n[rollout]\nnum_engines = 2\ntensor_parallel = 4\n'
     config = parse_config(text, GrpoConfig)
     return replace(config, cluster=replace(config.cluster, **cluster))
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_those_that_train_and_those_that_sample_share_all_cpus(colocate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async_app._run.fleet.available_cpus", lambda: 8)
+    config = small(colocate=colocate)
+    config = replace(config, engine=replace(config.engine, num_ranks=4))
+    assert plan_threads(config) == {"trainer": 2, "rollout": 4, "teacher": 1}
+    assert plan_threads(replace(config, cluster=replace(config.cluster, rollout_threads=3)))["rollout"] == 3
 
 
 def test_threads_are_cpus_where_they_are_reserved() -> None:

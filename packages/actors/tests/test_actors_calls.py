@@ -186,6 +186,19 @@ def test_a_wrong_call_is_refused_and_named(start_role: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_threads_that_wait_sleep_unless_told_otherwise(start_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def scenario() -> None:
+        async with start_role("Patient") as role:
+            names = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
+            assert [await role.call("environment", name, returns=str) for name in names] == ["PASSIVE", "0", "7"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.nightly
 def test_num_threads_holds_for_torch(start_role: Any) -> None:
     pytest.importorskip("torch", reason="the package does without torch")

@@ -149,6 +149,10 @@ _THREAD_VARIABLES: Final = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
+_PASSIVE_WAITS: Final = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for the others of a product sleep. By default they spin, and take the cores of the other roles: two
+roles with all cores each then stand still. GNU's and Intel's OpenMP."""
+
 
 def child_command(fd: int, reaper_fd: int, name: str) -> list[str]:
     """Command line of the process of a role.
@@ -170,12 +174,13 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
         driver_address: IP address of this machine, as the role's machine sees it.
     """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
+    waits = {name: os.environ.get(name, value) for name, value in _PASSIVE_WAITS.items()}
     run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
     if spec.main_thread:
         run[MAIN_THREAD] = "1"
     monitor = current_monitor()
     invitation = monitor.invite(driver_address, policy=spec.liveness_policy) if monitor else {}
-    return {**run, **invitation, **threads, **spec.env}
+    return {**run, **invitation, **threads, **waits, **spec.env}
 
 
 def write_start(spec: RoleSpec) -> Bytes:

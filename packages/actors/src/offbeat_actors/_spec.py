@@ -72,7 +72,7 @@ class ClusterConfig:
     place_timeout_s: float = setting(120.0, "Longest wait for a Ray cluster to have room for all roles.", "s", gt=0)
     stop_timeout_s: float = setting(20.0, "Time a role has to close before it is killed.", "s", gt=0)
     silent_after_s: float = setting(60.0, "A role that answers nothing for so long is killed.", "s", gt=0)
-    trainer_threads: int = setting(0, "CPU threads of each trainer; 0 takes a share of all CPUs.", ge=0)
+    trainer_threads: int = setting(0, "CPU threads of each trainer rank; 0: all CPUs, shared by the ranks.", ge=0)
     max_restarts: int = setting(
         5, "Times one role is started again within restart_window_s; the next death ends the run.", "restarts", ge=0
     )

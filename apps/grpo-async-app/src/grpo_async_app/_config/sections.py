@@ -149,7 +149,7 @@ class RolesProfileConfig(ProfileConfig):
 class RolesConfig(ClusterConfig):
     """Section `cluster`: that of `ClusterConfig`, and how the roles share CPUs and devices."""
 
-    rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0 takes a share of all CPUs.", ge=0)
+    rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0: all CPUs, shared by the engines.", ge=0)
     colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
     sleep_level: int = setting(
         2, "What a colocated engine gives back while it sleeps: 1 its KV cache, 2 its weights too.", ge=1, le=2
