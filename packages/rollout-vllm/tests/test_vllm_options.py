@@ -29,7 +29,7 @@ def test_options_are_sorted_into_ours_and_vllms():
 
 
 def test_a_wrong_value_is_refused():
-    with pytest.raises(ConfigError, match="one of in_process, async"):
+    with pytest.raises(ConfigError, match="one of auto, in_process, async"):
         VllmRolloutOptions.parse({"form": "ray"})
 
 

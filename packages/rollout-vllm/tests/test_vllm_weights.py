@@ -175,12 +175,12 @@ def test_the_environment_is_as_it_was_afterwards(monkeypatch):
 def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 6, 7})
     config = RolloutEngineConfig(model_path="m", device="cpu")
-    assert start_variables(config, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|6,7"
-    assert start_variables(config, 1)["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,6,7"
+    assert start_variables(config, 2, is_cpu=True)["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|6,7"
+    assert start_variables(config, 1, is_cpu=True)["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,6,7"
     one = RolloutEngineConfig(model_path="m", device="cpu", num_threads=1)
-    assert start_variables(one, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "2|6"
-    assert len(start_variables(config, 8)["VLLM_CPU_OMP_THREADS_BIND"].split("|")) == 8
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in start_variables(RolloutEngineConfig(model_path="m", device="cuda:0"), 1)
+    assert start_variables(one, 2, is_cpu=True)["VLLM_CPU_OMP_THREADS_BIND"] == "2|6"
+    assert len(start_variables(config, 8, is_cpu=True)["VLLM_CPU_OMP_THREADS_BIND"].split("|")) == 8
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in start_variables(RolloutEngineConfig(model_path="m"), 1, is_cpu=False)
 
 
 def test_only_the_shared_memory_of_the_engine_is_removed(tmp_path, monkeypatch):

@@ -81,10 +81,10 @@ class VllmRolloutOptions:
     """Extras of this engine. What is not named here is passed on to vLLM as it is, checked against its own names."""
 
     form: str = setting(
-        "in_process",
+        "auto",
         "in_process: the engine runs in this process, in a thread. async: in child processes (AsyncLLM), so that it "
-        "never waits for Python here; starts more slowly.",
-        choices=("in_process", "async"),
+        "never waits for Python here; starts more slowly. auto: async on a device, in_process on a CPU.",
+        choices=("auto", "in_process", "async"),
     )
     kv_cache_gb: int = setting(1, "Memory for keys and values on a CPU, whole GiB; a GPU uses the rest.", "GiB", ge=1)
     start_deadline_s: float = setting(600.0, "The engine must serve after this time.", "s", gt=0)
@@ -229,7 +229,7 @@ def environment(defaults: Mapping[str, str], required: Mapping[str, str]) -> Ite
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
-def start_variables(config: RolloutEngineConfig, num_ranks: int) -> dict[str, str]:
+def start_variables(config: RolloutEngineConfig, num_ranks: int, *, is_cpu: bool) -> dict[str, str]:
     variables = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -237,7 +237,7 @@ def start_variables(config: RolloutEngineConfig, num_ranks: int) -> dict[str, st
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if config.device in ("auto", "cpu"):
+    if is_cpu:
         variables["TORCH_COMPILE_DISABLE"] = "1"  # one small function of the sampler: 26 s at the first token ever
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_core_lists(config.num_threads, num_ranks))
         variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"  # vLLM would leave a core idle for its scheduler

@@ -136,8 +136,10 @@ def choose_form(
 ) -> tuple[EngineForm, int]:
     arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
     num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
-    variables = start_variables(config, num_workers) | (READABLE_KERNELS if config.weight_format == FP8 else {})
-    if options.form == "async":
+    variables = start_variables(config, num_workers, is_cpu=is_cpu) | (
+        READABLE_KERNELS if config.weight_format == FP8 else {}
+    )
+    if options.form == "async" or (options.form == "auto" and not is_cpu):
         return AsyncForm(arguments, variables, required), num_workers
     return InProcessForm(arguments, variables, required, config.num_threads), num_workers
 

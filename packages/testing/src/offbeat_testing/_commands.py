@@ -219,6 +219,7 @@ max_prompt_tokens = 64
 name = "number_match"
 [rollout]
 device = "cpu"
+dtype = "float32"
 samples_per_prompt = 2
 max_tokens = 8
 max_model_len = 96

@@ -1,12 +1,13 @@
 """What `grpo-async-app plan` shows: a run here, on another cluster, and in rehearsal. Starts nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.estimates import BatchArithmetic, estimate_memory
 from grpo_async_app._config.placement import find_view, place_run, request_resources
+from grpo_async_app._config.platform import choose_for_platform
 from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.fleet import plan_threads
@@ -33,6 +34,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
 
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
         """Settings, places, batches, and memory where the model's config.json is here."""
+        config, choices = choose_for_platform(config, view.kind(config.rollout.device))
         placement = place_run(config, view)
         notices = [*check_settings(config), *_reward_notice(config)]
         engine = config.engine
@@ -42,7 +44,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         return plan_unseen(
             placement,
             lambda: estimate_memory(config, layout, placement),
-            rows=[*batch.rows(), layout_row(layout, engine.backend)],
+            rows=[*batch.rows(), layout_row(layout, engine.backend), *_chosen(choices)],
             notices=[*notices, *batch.notices()],
             facts={"batch": batch.as_data()},
         )
@@ -90,6 +92,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
         ("data", _describe_data(preflight)),
         ("processes", _describe_processes(preflight, threads)),
+        *_chosen(preflight.choices),
         *memory_rows,
         *batch.rows(),
         ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
@@ -114,6 +117,10 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     ]
     rows += [("notice", notice) for notice in [*notices, *(memory.notices(preflight.placement) if memory else [])]]
     return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
+
+
+def _chosen(choices: Sequence[str]) -> list[tuple[str, str]]:
+    return [("chosen", choice) for choice in choices]
 
 
 def _describe_objective(config: GrpoConfig) -> str:
@@ -166,8 +173,7 @@ def _thread_notice(preflight: Preflight, threads: dict[str, int]) -> list[str]:
     samplers = threads["rollout"] * config.rollout.num_engines
     if config.teacher.is_set:
         samplers += threads["teacher"] * config.teacher.num_replicas
-    kinds = threads["trainer"] * config.engine.num_ranks, samplers
-    wanted = max(kinds) if config.cluster.colocate else sum(kinds)  # colocated they take turns
+    wanted = max(threads["trainer"] * config.engine.num_ranks, samplers)  # each kind waits for the other
     if wanted <= available_cpus():
         return []
     return [

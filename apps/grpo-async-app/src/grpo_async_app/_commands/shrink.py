@@ -174,7 +174,7 @@ def _shrink_rollout(
         samples_per_prompt=min(rollout.samples_per_prompt, _SAMPLES),
         max_tokens=max_tokens,
         max_model_len=longest,
-        max_running=min(rollout.max_running, 16),
+        max_running=min(rollout.max_running or 16, 16),
         sync_bucket_bytes=min(rollout.sync_bucket_bytes, 2**16),  # so that weights take several buckets here too
         serve_port=rollout.serve_port and 0,
         options=own if backend == rollout.backend else {},

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
+from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.scoring import try_reward
 from offbeat_actors import check_kinds, check_processes
@@ -45,6 +46,7 @@ class Preflight:
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
         template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
+        choices: what the machine has decided, with reasons.
         reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
             takes part.
     """
@@ -58,6 +60,7 @@ class Preflight:
     memory: RunMemory | None = None
     template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     reward_trial: str = ""
 
     @property
@@ -110,6 +113,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
+    config, choices = choose_for_platform(config, sampling_kind(config, view))
     placement = place_run(config, view)
     notices = (*notices, *_engine_notices(config))
     _check_cut(config)
@@ -135,6 +139,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         memory=_estimate_memory(config, layout, placement),
         template=template,
         notices=notices,
+        choices=tuple(choices),
         reward_trial=_try_reward(config, prompts),
     )
 

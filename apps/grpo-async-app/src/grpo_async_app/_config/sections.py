@@ -1,7 +1,7 @@
 """The configuration of a run: one section per class, each declared where it is used."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
@@ -18,6 +18,9 @@ from offbeat_types import (
     TrainEngineSettings,
     setting,
 )
+
+AUTO: Final = "auto"
+"""A choice that is left to the machine: see `choose_for_platform`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,15 @@ class RolloutConfig(RolloutEngineSettings):
     """Section `rollout`: the engines that sample, and how they sample."""
 
     backend: str = setting("torch", "Rollout engine: torch (embedded), or another that is installed.")
+    dtype: str = setting(
+        AUTO,
+        "Number format of the weights while sampling; auto: bfloat16 where the device or the CPU multiplies in it, "
+        "else float32.",
+        choices=(AUTO, "float32", "bfloat16", "float16"),
+    )
+    max_running: int = setting(
+        0, "Samples decoded together at most; 0: 256 on an accelerator, 64 on CPUs.", "samples", ge=0, le=2**20
+    )
     num_engines: int = setting(1, "Engines side by side, each in a process of its own.", "engines", ge=1, le=65536)
     samples_per_prompt: int = setting(
         8, "n: completions of one prompt, which make one group.", "samples", ge=1, le=65536

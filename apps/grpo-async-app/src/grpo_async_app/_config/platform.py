@@ -1,0 +1,66 @@
+"""What the machine decides where the configuration leaves it open: format and batch of the rollout engines."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from grpo_async_app._config.sections import AUTO, GrpoConfig
+from offbeat_placement import ClusterView
+
+RUNNING_ON_A_CPU: Final = 64
+RUNNING_ON_A_DEVICE: Final = 256
+"""Samples decoded together: a device has room and bandwidth for more, and vLLM's own default is the same."""
+_CPU_FLAGS: Final = ("amx_bf16", "avx512_bf16")
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+
+
+def choose_for_platform(config: GrpoConfig, kind: str) -> tuple[GrpoConfig, list[str]]:
+    """Fill in `rollout.dtype = "auto"` and `rollout.max_running = 0`.
+
+    Args:
+        config: as it was written.
+        kind: of the accelerator that samples, such as GPU; "" for CPUs.
+
+    Returns:
+        The configuration without open choices, and each choice with its reason.
+    """
+    rollout, said = config.rollout, list[str]()
+    if rollout.dtype == AUTO:
+        flag = next((flag for flag in _CPU_FLAGS if flag in _cpu_flags()), "")
+        dtype = "bfloat16" if kind or flag else "float32"
+        why = (
+            f"samples on a {kind}" if kind else f"this CPU has {flag}" if flag else "this CPU has no bfloat16 products"
+        )
+        rollout = replace(rollout, dtype=dtype)
+        said.append(f"rollout.dtype = {dtype} ({why})")
+    if not rollout.max_running:
+        rollout = replace(rollout, max_running=RUNNING_ON_A_DEVICE if kind else RUNNING_ON_A_CPU)
+        said.append(f"rollout.max_running = {rollout.max_running} (samples on {f'a {kind}' if kind else 'CPUs'})")
+    return replace(config, rollout=rollout), said
+
+
+def sampling_kind(config: GrpoConfig, view: ClusterView) -> str:
+    """Kind of accelerator that samples, "" for CPUs. Imports torch where only torch can tell."""
+    name = config.rollout.device.partition(":")[0]
+    if view.reserves or name == "cpu":
+        return view.kind(config.rollout.device)
+    if name == AUTO:
+        from offbeat_mesh import open_device
+
+        name = open_device(AUTO).torch_device.type
+    return "" if name == "cpu" else "GPU" if name == "cuda" else name.upper()
+
+
+def _cpu_format() -> tuple[str, str]:
+    flag = next((flag for flag in _CPU_FLAGS if flag in _cpu_flags()), "")
+    return ("bfloat16", f"this CPU has {flag}") if flag else ("float32", "this CPU has no products in bfloat16")
+
+
+def _cpu_flags() -> Sequence[str]:
+    """Of the first CPU; none where the system does not tell."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return ()
+    return next((line.split() for line in lines if line.startswith("flags")), ())

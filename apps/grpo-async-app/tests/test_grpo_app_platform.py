@@ -1,0 +1,52 @@
+"""What is left to the machine: number format and batch of the rollout engines."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_async_app._config import platform
+from grpo_async_app._config.platform import choose_for_platform, sampling_kind
+from grpo_async_app._config.sections import GrpoConfig
+from offbeat_placement import ClusterView, grid_nodes
+from offbeat_run import parse_config
+
+PLAIN = '[model]\npath = "m"\n[data]\npath = "d"\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "dtype", "max_running"),
+    [
+        ("", "fpu avx512f", "float32", 64),
+        ("", "fpu avx512f avx512_bf16", "bfloat16", 64),
+        ("", "amx_bf16 amx_tile", "bfloat16", 64),
+        ("GPU", "fpu", "bfloat16", 256),
+        ("NPU", "fpu", "bfloat16", 256),
+    ],
+)
+def test_a_machine_decides_what_is_left_open_and_says_why(
+    kind: str, flags: str, dtype: str, max_running: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor : 0\nflags : {flags}\n")
+    monkeypatch.setattr(platform, "_CPU_INFO", info)
+    config, choices = choose_for_platform(parse_config(PLAIN, GrpoConfig), kind)
+    assert (config.rollout.dtype, config.rollout.max_running) == (dtype, max_running)
+    assert [choice.partition(" (")[0] for choice in choices] == [
+        f"rollout.dtype = {dtype}",
+        f"rollout.max_running = {max_running}",
+    ]
+
+
+def test_what_is_written_stays_as_it_is() -> None:
+    config = parse_config(PLAIN + '[rollout]\ndtype = "float16"\nmax_running = 3\n', GrpoConfig)
+    assert choose_for_platform(config, "GPU") == (config, [])
+
+
+@pytest.mark.parametrize(
+    ("device", "reserves", "kind"),
+    [("auto", True, "GPU"), ("cuda:0", False, "GPU"), ("cpu", True, ""), ("npu", False, "NPU")],
+)
+def test_where_it_samples_tells_the_kind(device: str, reserves: bool, kind: str) -> None:
+    config = parse_config(f'{PLAIN}[rollout]\ndevice = "{device}"\n', GrpoConfig)
+    view = ClusterView(nodes=tuple(grid_nodes(1, 8)) if reserves else (), reserves=reserves)
+    assert sampling_kind(config, view) == kind
