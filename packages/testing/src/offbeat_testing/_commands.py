@@ -220,6 +220,7 @@ name = "number_match"
 [rollout]
 device = "cpu"
 dtype = "float32"
+max_running = 64
 samples_per_prompt = 2
 max_tokens = 8
 max_model_len = 96
