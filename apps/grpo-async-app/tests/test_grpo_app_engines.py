@@ -180,6 +180,20 @@ def test_a_sync_ends_with_the_error_of_the_engine_that_failed_and_not_of_one_tha
     run(scenario)
 
 
+def test_a_trainer_that_fails_before_any_engine_does_ends_the_sync_with_its_own_error() -> None:
+    async def scenario() -> None:
+        async def send() -> None:
+            raise WeightSyncError("the gradients were not finite")
+
+        async def withdraw() -> None:
+            raise AssertionError("it sends no more")
+
+        with pytest.raises(WeightSyncError, match="gradients"):
+            await transfer_weights([asyncio.sleep(30), asyncio.sleep(30)], send(), withdraw)
+
+    run(scenario)
+
+
 def test_an_engine_that_answers_with_errors_alone_is_ended_as_one_that_is_silent() -> None:
     async def scenario() -> None:
         handle = Handle("rollout-0", fails_in="health")

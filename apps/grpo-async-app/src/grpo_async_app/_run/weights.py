@@ -34,9 +34,8 @@ class WeightOffer:
         """Make the trainer give them to the engines that ask at this source."""
         self._transfer_id = next(self._trainer.transfer_ids)
         address = "" if source == self._trainer.socket_path else source
-        args, deadline_s = (self.version, num_engines, self._deadline_s), self._deadline_s + 5
-        to = {"address": address, "transfer_id": self._transfer_id}
-        await self._trainer.call("send_weights", *args, **to, returns=list[WeightProof], deadline_s=deadline_s)
+        args = (self.version, num_engines, self._deadline_s, address, self._transfer_id)
+        await self._trainer.call("send_weights", *args, returns=list[WeightProof], deadline_s=self._deadline_s + 5)
 
     async def withdraw(self) -> None:
         """Tell the trainer that not all engines of the last `send` will come."""
@@ -131,8 +130,8 @@ async def lost_engines(actors: Sequence[ActorHandle], outcomes: Outcomes) -> dic
 
 
 def root_cause(errors: Iterable[BaseException]) -> BaseException:
-    """The error that says most: one of the side that failed, and not of those that heard of it."""
-    return min(errors, key=lambda error: " gave up: " in str(error))
+    """The error that says most: one of the side that failed, and not of those that heard of it, or were cancelled."""
+    return min(errors, key=lambda error: (isinstance(error, asyncio.CancelledError), " gave up: " in str(error)))
 
 
 async def transfer_weights(
@@ -167,7 +166,7 @@ async def transfer_weights(
         for side in sides:
             side.cancel()
         outcomes = await asyncio.gather(*sides, return_exceptions=True)
-    errors = [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
-    if errors[-1] is not None and not any(errors[:-1]):
-        raise errors[-1]
-    return errors[:-1]
+    *errors, trainers = [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
+    if trainers is not None and all(isinstance(error, asyncio.CancelledError | None) for error in errors):
+        raise trainers
+    return errors
