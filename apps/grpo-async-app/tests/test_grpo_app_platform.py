@@ -20,7 +20,7 @@ PLAIN = '[model]\npath = "m"\n[data]\npath = "d"\n'
         ("", "fpu avx512f avx512_bf16", "bfloat16", 64),
         ("", "amx_bf16 amx_tile", "bfloat16", 64),
         ("GPU", "fpu", "bfloat16", 256),
-        ("NPU", "fpu", "bfloat16", 256),
+        ("XPU", "fpu", "bfloat16", 256),
     ],
 )
 def test_a_machine_decides_what_is_left_open_and_says_why(
@@ -44,7 +44,7 @@ def test_what_is_written_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("device", "reserves", "kind"),
-    [("auto", True, "GPU"), ("cuda:0", False, "GPU"), ("cpu", True, ""), ("npu", False, "NPU")],
+    [("auto", True, "GPU"), ("cuda:0", False, "GPU"), ("cpu", True, ""), ("xpu", False, "XPU")],
 )
 def test_where_it_samples_tells_the_kind(device: str, reserves: bool, kind: str) -> None:
     config = parse_config(f'{PLAIN}[rollout]\ndevice = "{device}"\n', GrpoConfig)
