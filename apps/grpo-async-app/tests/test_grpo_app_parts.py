@@ -134,7 +134,7 @@ def test_the_only_step_of_an_update_asks_the_engine_for_nothing() -> None:
             raise AssertionError("the ratio is 1 by construction")
 
     groups = [group(0, [3, 2], [1.0, 0.0])]
-    [sequences], _ = build_batches(groups, AlgorithmConfig(), NotAsked(), 1, needs_logprobs=False)  # type: ignore[arg-type]
+    [sequences], _ = build_batches(groups, AlgorithmConfig(), NotAsked(), 1, single_step=True)  # type: ignore[arg-type]
     assert all("old_logprobs" not in sequence.extras for sequence in sequences)
 
 

@@ -20,7 +20,7 @@ def build_batches(
     engine: TrainEngine,
     num_batches: int,
     *,
-    needs_logprobs: bool = True,
+    single_step: bool = False,
 ) -> tuple[list[list[TrainSequence]], Metrics]:
     """Turn groups into sequences with every extra the loss reads; the engine is asked for log-probabilities.
 
@@ -29,7 +29,7 @@ def build_batches(
         config: of the loss.
         engine: that trains.
         num_batches: at most so many.
-        needs_logprobs: as `AlgorithmConfig.needs_train_logprobs` says.
+        single_step: see `AlgorithmConfig.needs_train_logprobs`.
 
     Returns:
         Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
@@ -41,6 +41,7 @@ def build_batches(
     lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     metrics: Metrics = {}
+    needs_logprobs = config.needs_train_logprobs(single_step=single_step)
     if needs_logprobs:
         packed["old_logprobs"] = _loss_values(plain, engine.logprobs(plain))
     elif config.correction_form == "bypass":

@@ -73,9 +73,8 @@ class TrainerRole:
         if checkpoint:
             self._engine.load(Path(checkpoint))
         self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
-        single_step = config.async_.require_batches == 1
-        self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=single_step)
-        self._needs_logprobs = config.algorithm.needs_train_logprobs(single_step=single_step)
+        self._single_step = config.async_.require_batches == 1
+        self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
         specs = describe_tensors(self._engine.weights(), config.rollout.dtype)
         self._as_fp8 = config.rollout.weight_format == "fp8"
         self._plan = BucketPlan.build(fp8_specs(specs) if self._as_fp8 else specs, config.rollout.sync_bucket_bytes)
@@ -92,7 +91,7 @@ class TrainerRole:
 
     def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
         batches, metrics = build_batches(
-            groups, self._algorithm, self._engine, num_batches, needs_logprobs=self._needs_logprobs
+            groups, self._algorithm, self._engine, num_batches, single_step=self._single_step
         )
         return merge_metrics([metrics, *map(self._step, batches)])
 
