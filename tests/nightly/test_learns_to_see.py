@@ -55,6 +55,7 @@ epochs = 0
 [reward]
 name = "math_verify"
 [rollout]
+dtype = "float32"
 samples_per_prompt = 16
 max_tokens = 4
 max_model_len = 144
