@@ -89,8 +89,14 @@ def show(rows: Sequence[Row], *, as_json: bool = False, title: str = "") -> None
         print(json.dumps(list(rows), indent=1))
         return
     print(f"{title}{'; ' if title else ''}{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}\n")
-    for cells in (list(rows[0]), ["---"] * len(rows[0]), *(map(_cell, row.values()) for row in rows)):
-        print(f"| {' | '.join(cells)} |")
+    print("\n".join(table(rows)))
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of Markdown, from rows; a key that some rows lack leaves a cell empty."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [keys, ["---"] * len(keys), *([_cell(row.get(key, "")) for key in keys] for row in rows)]
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def _cell(value: object) -> str:

@@ -7,6 +7,7 @@ metrics.jsonl, means over updates weighed by the updates' seconds. Exit code 1 w
 held-out accuracy at most 0.5 before, at least 0.9 after, within 300 s in all.
 """
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,8 @@ MEANS = (
 )
 
 
-def summarise(lines: Iterable[Row], seed: int, total_s: float) -> Row:
-    """Figures of one run from the values of its metrics."""
+def summarise(lines: Iterable[Row], seed: int, total_s: float, reached_s: float = math.nan) -> Row:
+    """Figures of one run from the values of its metrics; `reached_s` after its start the accuracy was high enough."""
     lines = list(lines)
     updates = [line for line in lines if "perf/update_s" in line]
     accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
@@ -41,7 +42,8 @@ def summarise(lines: Iterable[Row], seed: int, total_s: float) -> Row:
     means = {name: sum(line[name] * line["perf/update_s"] for line in updates) / training_s for name in MEANS}
     lag_max = max(line["train/lag_max"] for line in updates)
     ends = {"before": accuracies[0], "after": accuracies[-1]}
-    return {"seed": seed, "total_s": total_s, "training_s": training_s, **ends, **means, "train/lag_max": lag_max}
+    times = {"total_s": total_s, f"to_{AFTER_AT_LEAST}_s": reached_s, "training_s": training_s}
+    return {"seed": seed, **times, **ends, **means, "train/lag_max": lag_max}
 
 
 def broken(row: Row) -> list[str]:
@@ -57,13 +59,16 @@ def broken(row: Row) -> list[str]:
 def run_quickstart(seed: int, folder: Path) -> Row:
     """Run the command once and read what it wrote."""
     command = [sys.executable, "-m", "grpo_async_app", "quickstart", "--seed", str(seed), "--out", str(folder)]
-    start_s = time.monotonic()
+    start_s, began_s = time.monotonic(), time.time()
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
     total_s = time.monotonic() - start_s
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise SystemExit(f"seed {seed}: {' '.join(command)} ended with {done.returncode}:\n{said}")
-    return summarise((line.values for line in read_metrics(folder / "metrics.jsonl")), seed, total_s)
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    accuracies = ((line.time_s, line.values.get("eval/accuracy")) for line in lines)
+    reached = (at_s for at_s, value in accuracies if isinstance(value, float) and value >= AFTER_AT_LEAST)
+    return summarise((line.values for line in lines), seed, total_s, next(reached, math.nan) - began_s)
 
 
 def main(arguments: list[str] | None = None) -> int:

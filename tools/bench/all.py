@@ -1,0 +1,237 @@
+"""Every row of the table of speeds, one benchmark after the other, in at most an hour; writes docs/performance.md.
+
+    uv run python tools/bench/all.py [--model FOLDER] [--vllm-python PYTHON] [--only NAME ...] [--out FILE]
+
+Without a folder the model is SmolLM2-135M-Instruct, made by tools/make_smollm2.py and kept in the cache. vLLM is
+compared where `--vllm-python` is the Python of an environment that has it, such as
+.nox/rollout-vllm-engine/bin/python. Run it on a machine that does nothing else. With --only, the other parts of the
+page stay as they were.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.harness import Row, table
+
+ROOT: Final = Path(__file__).parents[2]
+BENCH: Final = Path(__file__).parent
+BENCH_TIMEOUT_S: Final = 2400
+BEGINS: Final = "<!-- {0} -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A row of the first table: one number of a benchmark, and what it should be.
+
+    Args:
+        what: in words.
+        of: picks the number from the benchmark's rows; raises StopIteration where there is no such row.
+        at_least: bound, in the number's unit; `is_most`: it is an upper bound.
+        aim: in words.
+    """
+
+    what: str
+    of: Callable[[Sequence[Row]], float]
+    at_least: float
+    aim: str = ""
+    is_most: bool = False
+
+    def is_met(self, value: float) -> bool:
+        """Whether a number is on the right side of the bound."""
+        return value <= self.at_least if self.is_most else value >= self.at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A benchmark: its script, what it is told, and what is read from its rows."""
+
+    title: str
+    words: tuple[str, ...]
+    measures: tuple[Measure, ...] = ()
+    takes_model: bool = True
+
+
+def number(field: str, **where: object) -> Callable[[Sequence[Row]], float]:
+    """The field of the first row that has these values."""
+    return lambda rows: float(next(row[field] for row in rows if all(row.get(k) == v for k, v in where.items())))
+
+
+GRPO, SFT, MEMORY = "GRPO, samples/s", "SFT, tokens/s", "GRPO step of 4,096 tokens, MiB"
+BENCHES: Final = {
+    "generation": Bench(
+        title="Generation with log-probabilities, bfloat16",
+        words=("vs_generate.py", "--dtype", "bfloat16", "--temperature", "0.3"),
+        measures=(
+            *(
+                Measure(
+                    what=f"batch {batch}, beside vLLM",
+                    of=number("ratio to vllm", work=f"batch {batch}"),
+                    at_least=1.1,
+                    aim="1.3",
+                )
+                for batch in (1, 8, 32)
+            ),
+            Measure(
+                what="a group of 8, prompt of 1,024, beside transformers",
+                of=number("ratio to generate", work="group 8"),
+                at_least=3.0,
+                aim="prefix read once",
+            ),
+            Measure(what="the same, beside vLLM", of=number("ratio to vllm", work="group 8"), at_least=1.2),
+            Measure(
+                what="top_p 0.95 at batch 32, speed beside itself without",
+                of=number("ratio to without top_p", work="top_p 0.95"),
+                at_least=1 / 1.1,
+            ),
+        ),
+    ),
+    "training": Bench(
+        title="Forward and backward of 64 samples, shared prompts",
+        words=("train_step.py", "--only-shared", "--prompt-tokens", "48", "--completion-tokens", "41"),
+        measures=(
+            Measure(
+                what="bfloat16, s",
+                of=number("forward_backward_s", dtype="bfloat16"),
+                at_least=5.0,
+                aim="60 % of the floor",
+                is_most=True,
+            ),
+        ),
+    ),
+    "trl": Bench(
+        title="Beside TRL 1.16",
+        words=("vs_trl.py",),
+        measures=(
+            Measure(what="GRPO, float32", of=number("ratio", what=GRPO, dtype="float32"), at_least=3.0, aim="4"),
+            Measure(what="GRPO, bfloat16", of=number("ratio", what=GRPO, dtype="bfloat16"), at_least=4.0, aim="6"),
+            Measure(what="SFT, float32", of=number("ratio", what=SFT, dtype="float32"), at_least=1.5),
+            Measure(what="SFT, bfloat16", of=number("ratio", what=SFT, dtype="bfloat16"), at_least=1.5),
+            Measure(
+                what="memory of a GRPO step, bfloat16",
+                of=number("ratio", what=MEMORY, dtype="bfloat16"),
+                at_least=0.5,
+                is_most=True,
+            ),
+        ),
+    ),
+    "weights": Bench(title="Weight sync, 135M", words=("weightsync.py", "--size", "smollm2-135m"), takes_model=False),
+    "changes": Bench(title="What optimizer steps change in bfloat16", words=("weight_changes.py",)),
+    "quickstart": Bench(
+        title="The quickstart",
+        words=("quickstart.py", "--seeds", "0"),
+        takes_model=False,
+        measures=(Measure(what="to 0.9 held out, s", of=number("to_0.9_s"), at_least=100.0, aim="60", is_most=True),),
+    ),
+}
+
+
+def run(bench: Bench, model: Path, python: str) -> tuple[list[Row], float]:
+    """Its rows, and the seconds it took."""
+    script, *words = bench.words
+    command = [python, str(BENCH / script), *([str(model)] if bench.takes_model else []), *words, "--json"]
+    started_s = time.monotonic()
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if python != sys.executable:  # another environment has the peer, and our sources from here
+        sources = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]
+        env["PYTHONPATH"] = os.pathsep.join(map(str, sources))
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False, timeout=BENCH_TIMEOUT_S)
+    start = done.stdout.find("[\n")
+    if done.returncode or start < 0:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-2000:]}")
+    rows, _ = json.JSONDecoder().raw_decode(done.stdout[start:])
+    return rows, time.monotonic() - started_s
+
+
+def section(name: str, bench: Bench, rows: Sequence[Row], seconds: float) -> str:
+    """A benchmark's part of the page."""
+    words = " ".join([*bench.words[:1], *(["MODEL"] if bench.takes_model else []), *bench.words[1:]])
+    lines = [f"## {bench.title}", "", f"`python tools/bench/{words}`: {seconds / 60:.1f} min, {when()}.", ""]
+    if found := [(measure, value_of(measure, rows)) for measure in bench.measures]:
+        lines += [*table([judge(measure, value) for measure, value in found]), ""]
+    return "\n".join([BEGINS.format(name), *lines, *table(rows), ""])
+
+
+def value_of(measure: Measure, rows: Sequence[Row]) -> float | None:
+    """The number, None where the benchmark did not measure it."""
+    try:
+        return measure.of(rows)
+    except (StopIteration, KeyError, ValueError):  # no such row, no such side in it, or an empty cell
+        return None
+
+
+def judge(measure: Measure, value: float | None) -> Row:
+    """A row of a section's first table."""
+    bound = f"{'at most' if measure.is_most else 'at least'} {measure.at_least:.3g}"
+    verdict = "not measured" if value is None else "met" if measure.is_met(value) else "missed"
+    seen = "" if value is None else f"{value:.3g}"
+    return {"measure": measure.what, "seen": seen, "wanted": bound, "aim": measure.aim, "verdict": verdict}
+
+
+def when() -> str:
+    """Day, processor and load, in words."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+    return f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} x {model}, load average {os.getloadavg()[0]:.1f}"
+
+
+def read_sections(page: Path) -> dict[str, str]:
+    """Parts of the page as it is, by name."""
+    text = page.read_text() if page.exists() else ""
+    parts = [part.partition(" -->\n") for part in text.split("<!-- ")[1:]]
+    return {name: f"{BEGINS.format(name)}\n{rest}" for name, _, rest in parts}
+
+
+def write_page(page: Path, sections: dict[str, str]) -> None:
+    """All parts, in the order of the benchmarks."""
+    intro = (
+        "# Speed\n\nWhat `python tools/bench/all.py` has measured: side by side, SmolLM2-135M on two threads where "
+        "nothing\nelse is said. Each part has its command, what was wanted, and the raw rows. Why a bound is missed is "
+        "said in\n[decisions.md](decisions.md).\n\n"
+    )
+    page.write_text(intro + "\n".join(sections[name].rstrip() + "\n" for name in BENCHES if name in sections))
+
+
+def find_model(folder: Path | None) -> Path:
+    """The folder that was given, or SmolLM2-135M made once."""
+    if folder is not None:
+        return folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "bench" / "smollm2-135m"
+    if not (cache / "config.json").exists():
+        subprocess.run([sys.executable, str(BENCH.parent / "make_smollm2.py"), str(cache)], check=True)
+    return cache
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Measure and write; 1 when a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--vllm-python", default=sys.executable)
+    parser.add_argument("--only", nargs="+", choices=list(BENCHES), default=list(BENCHES))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "performance.md")
+    args = parser.parse_args(list(arguments) if arguments is not None else None)
+    model, sections, missed = find_model(args.model), read_sections(args.out), list[str]()
+    for name in args.only:
+        bench = BENCHES[name]
+        rows, seconds = run(bench, model, args.vllm_python if name == "generation" else sys.executable)
+        sections[name] = section(name, bench, rows, seconds)
+        write_page(args.out, sections)  # after each: an interrupted hour leaves what it has measured
+        values: list[tuple[Measure, Any]] = [(measure, value_of(measure, rows)) for measure in bench.measures]
+        missed += [f"{name}: {measure.what}" for measure, value in values if value is None or not measure.is_met(value)]
+        print(sections[name], flush=True)
+    print("missed: " + "; ".join(missed) if missed else "every bound is met")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
