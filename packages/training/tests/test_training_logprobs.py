@@ -1,17 +1,23 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from offbeat_training import token_logprobs
+from offbeat_training import VocabularyPart, token_logprobs
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 16, 40], ids=["one token", "one chunk", "three chunks"])
 @pytest.mark.parametrize("matmul_dtype", [torch.float64, None], ids=["rounded", "as they are"])
+@pytest.mark.parametrize("kept", [0, 20, 100], ids=["computed again", "some kept", "all kept"])
 def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(
-    num_tokens, entropy_gradient, matmul_dtype, monkeypatch
+    num_tokens, entropy_gradient, matmul_dtype, kept, monkeypatch
 ):
     """In float64, gradients included."""
     monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 1)
+    monkeypatch.setattr("offbeat_training._logprobs.BLOCK_BYTES", 5 * 11 * 8)
+    monkeypatch.setattr("offbeat_training._logprobs.KEPT_BYTES", kept * 11 * 8)
     torch.manual_seed(num_tokens)
     hidden = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
@@ -38,3 +44,83 @@ def test_logits_of_bfloat16_weights_are_not_rounded():
     rounded = token_logprobs(hidden, weight, None, target, matmul_dtype=torch.bfloat16)[0]
     torch.testing.assert_close(exact.double(), wanted, atol=1e-5, rtol=1e-5)
     assert (rounded.double() - wanted).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kept", [0, 40, 200], ids=["computed again", "some kept", "all kept"])
+def test_gradients_of_bfloat16_factors_stay_within_half_a_percent(kept, monkeypatch):
+    """Of the float64 gradient's norm; log-probabilities and entropies are those of float32 to the bit.
+
+    Each factor is rounded to 8 bits, 0.2 % at most, and so is each product before it is added up.
+    """
+    monkeypatch.setattr("offbeat_training._logprobs.KEPT_BYTES", kept * 300 * 2)
+    monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 30 * 300 * 4)
+    monkeypatch.setattr("offbeat_training._logprobs.PRODUCT_ROWS", 128)
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(200, 64), torch.randn(300, 64), torch.randint(300, (200,))
+    target[::2] = (hidden @ weight.T).argmax(1)[::2]  # probabilities near 1: their gradients are small differences
+    factor = torch.randn(200)
+
+    def differentiate(dtype, **formats):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        found = token_logprobs(*leaves, None, target, **formats)
+        return found, torch.autograd.grad((found[0] * factor).sum(), leaves)
+
+    exact = differentiate(torch.float64, matmul_dtype=torch.float64)[1]
+    plain = differentiate(torch.float32)[0]
+    found, gradients = differentiate(torch.float32, gradient_dtype=torch.bfloat16)
+    assert torch.equal(torch.stack(found), torch.stack(plain))
+    for gradient, wanted in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient - wanted).norm() < 0.005 * wanted.norm()
+
+
+def test_no_more_is_kept_for_the_backward_pass_than_agreed(monkeypatch):
+    """And nothing where gradient flows through the entropy, which needs more."""
+    monkeypatch.setattr("offbeat_training._logprobs.KEPT_BYTES", 16 * 300 * 4)
+    hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
+    target, kept = torch.randint(300, (200,)), []
+    monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 16 * 300 * 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+        token_logprobs(hidden, weight, None, target)
+        assert (16, 300) in kept
+        assert max(size.numel() for size in kept) == 16 * 300
+        kept.clear()
+        token_logprobs(hidden, weight, None, target, entropy_gradient=True)
+    assert max(size.numel() for size in kept) == weight.numel()
+
+
+def test_ranks_that_share_the_vocabulary_find_what_one_finds():
+    """Two parts in one process: each adds up over both what the other has found in a pass before."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(20, 8, dtype=torch.float64), torch.randn(12, 8, dtype=torch.float64)
+    target, factor = torch.randint(12, (20,)), torch.randn(20, dtype=torch.float64)
+
+    def differentiate(rows, part=None):
+        leaves = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()]
+        found = token_logprobs(*leaves, None, target, matmul_dtype=torch.float64, part=part)
+        return [*found, *torch.autograd.grad((found[0] * factor).sum(), leaves)]
+
+    wanted = differentiate(slice(None))
+    meeting = threading.Barrier(2, timeout=10)
+    shared: list[torch.Tensor | None] = [None, None]
+
+    def exchange(rank, tensor, join):
+        shared[rank] = tensor.clone()
+        meeting.wait()
+        joined = join(*shared)
+        meeting.wait()
+        return tensor.copy_(joined)
+
+    def be(rank):
+        part = VocabularyPart(
+            first=6 * rank,
+            add=lambda tensor: exchange(rank, tensor, torch.add),
+            largest=lambda tensor: exchange(rank, tensor, torch.maximum),
+        )
+        return differentiate(slice(6 * rank, 6 * rank + 6), part)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(be, range(2)))
+    for *alike, _ in found:
+        torch.testing.assert_close(alike, wanted[:3])
+    torch.testing.assert_close(torch.cat([grad_weight for *_, grad_weight in found]), wanted[3])

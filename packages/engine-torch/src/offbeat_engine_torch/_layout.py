@@ -21,7 +21,7 @@ class TorchEngineOptions:
     train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     head_dtype: str = setting(
         "float32",
-        "Number format of the products of the vocabulary head; bfloat16 is coarser by 0.01 to 0.1 nats.",
+        "Number format in which the vocabulary head computes logits; bfloat16 is coarser by 0.01 to 0.1 nats.",
         choices=("float32", "bfloat16"),
     )
 

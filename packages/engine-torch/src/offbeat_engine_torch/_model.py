@@ -34,7 +34,7 @@ class HeadQuery:
         predictor_N: packed index of the token whose hidden state predicts each loss token.
         target_N: id of each loss token.
         temperature: the sampler's.
-        coarse: compute the head's matrix products in bfloat16.
+        coarse: compute the logits in bfloat16. (The products of gradients are in the format of the backbone's.)
         entropy_gradient: let gradient flow through the entropy.
     """
 
@@ -134,7 +134,8 @@ class CausalModel(nn.Module):
             plan: who attends to whom.
             kernel: of the packed attention.
             query: what the head computes.
-            autocast: format of the backbone's matrix products; None for that of the weights.
+            autocast: format of the backbone's matrix products, and of those of the head's gradients; None for that of
+                the weights.
             patches: of the pack's images; None where no rank has one in this micro-batch.
         """
         computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
@@ -159,6 +160,7 @@ class CausalModel(nn.Module):
             query.target_N,
             scale=self.logit_scale / query.temperature,
             matmul_dtype=torch.bfloat16 if query.coarse else weight_VE.dtype,
+            gradient_dtype=autocast,
             entropy_gradient=query.entropy_gradient,
             part=self.part,
         )

@@ -1,14 +1,16 @@
-"""Log-probability and entropy of chosen tokens, without ever holding [tokens, vocabulary].
+"""Log-probability and entropy of chosen tokens, without ever holding [tokens, vocabulary] in float32.
 
-The vocabulary head runs over a few hundred tokens at a time; the backward pass computes each chunk's logits again
-(unless there was one chunk only), so memory is bounded by the chunk whatever the batch and the vocabulary.
+The vocabulary head runs over a few hundred tokens at a time. Of the first tokens the forward pass keeps what the
+products of the backward pass need, up to `KEPT_BYTES`; of all others the backward pass computes the logits again. So
+memory is bounded whatever the batch and the vocabulary.
 Source: the idea of Cut Cross-Entropy (arXiv:2411.09009) and Liger's fused linear cross-entropy, for any loss; the
 vocabulary cut over ranks is that of Megatron-LM (arXiv:1909.08053).
 
-Shapes: N loss tokens, C of them in a chunk, E hidden size, V vocabulary (of this rank, where it is cut).
+Shapes: N loss tokens, C of them in a chunk, B of them in a block, E hidden size, V vocabulary (of this rank, where it
+is cut).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,14 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
+"""Of a chunk's logits."""
 MIN_CHUNK_TOKENS = 16
+KEPT_BYTES = 128 * 2**20
+"""Of what the forward pass keeps for the backward pass: 1,365 tokens of a vocabulary of 49,152 in bfloat16."""
+BLOCK_BYTES = 4 * 2**20
+"""Of the logits that a processor passes over at a time, one operation after the other: they stay in its cache."""
+PRODUCT_ROWS = 8192
+"""Rows of the weight's gradient that are multiplied at a time, where it is of a wider format than its factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,7 @@ def token_logprobs(
     *,
     scale: float = 1.0,
     matmul_dtype: torch.dtype | None = torch.float32,
+    gradient_dtype: torch.dtype | None = None,
     entropy_gradient: bool = False,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -62,14 +72,19 @@ def token_logprobs(
         matmul_dtype: format to which factors and results of matrix products are rounded; everything after them is
             float32 (float64 for float64). None for factors as they are, and products added up in float32: logits are
             not rounded.
+        gradient_dtype: format of the factors of the products that gradients are; None for that of the factors above.
+            Gradients of several chunks are added up in float32.
         entropy_gradient: let gradient flow through the entropy too.
         part: which rows of the head `weight_VE` and `bias_V` are; None for all.
 
     Returns:
         [N] log-probabilities and [N] entropies, nats, float32 (float64 when the products are), alike on all ranks.
     """
+    formats = _Formats.of(hidden_NE, weight_VE, matmul_dtype, gradient_dtype)
+    wants_gradient = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
+    kept_bytes = KEPT_BYTES if wants_gradient and not entropy_gradient else 0
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, bias_V, target_N, scale, matmul_dtype, part
+        hidden_NE, weight_VE, bias_V, target_N, scale, formats, part, kept_bytes
     )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -91,8 +106,27 @@ def logprobs_of_logits(logits_NV: Tensor, target_N: Tensor, part: VocabularyPart
     return chosen_N - lse_N
 
 
+@dataclass(frozen=True)
+class _Formats:
+    """Of the factors of the logits, rounded results included or (None) not; of the gradients' factors; of all else."""
+
+    matmul: torch.dtype | None
+    gradient: torch.dtype
+    sums: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, matmul: torch.dtype | None, gradient: torch.dtype | None) -> "_Formats":
+        sums = torch.float64 if (matmul or hidden.dtype) == torch.float64 else torch.float32
+        return cls(matmul, gradient or matmul or weight.dtype, sums)
+
+
 class _HeadLogprobs(torch.autograd.Function):
-    """The head in chunks. Autocast does not reach inside: formats are chosen here."""
+    """The head in chunks. Autocast does not reach inside: formats are chosen here.
+
+    The gradient of a token's logits is `factor · apart_V`, where apart is its probabilities, less 1 at the target, and
+    factor is -grad · scale. The factor goes onto rows of E numbers, so that what the forward pass keeps of `apart`
+    enters the products of the backward pass as it is.
+    """
 
     @staticmethod
     def forward(
@@ -102,68 +136,162 @@ class _HeadLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         scale: float,
-        matmul: torch.dtype | None,
+        formats: _Formats,
         part: VocabularyPart | None,
+        kept_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        floats = torch.float64 if (matmul or hidden.dtype) == torch.float64 else torch.float32
-        chosen, lse, mean = (hidden.new_empty(len(hidden), dtype=floats) for _ in range(3))
-        chunks, kept = _chunks(len(hidden), len(weight)), None
+        chosen, lse, mean = (hidden.new_empty(len(hidden), dtype=formats.sums) for _ in range(3))
         column, here_N = _columns(target, len(weight), part)
         with _without_autocast(hidden):
-            cast = weight.to(matmul or weight.dtype)
-            for here in chunks:
-                logits_CV = _logits(hidden[here], cast, bias, scale, floats, rounded=matmul is not None)
-                chosen_C = logits_CV.gather(1, column[here, None])[:, 0]
-                top_C1 = logits_CV.amax(1, keepdim=True)
-                if part is not None:
-                    part.largest(top_C1)
-                logits_CV -= top_C1
-                odds_CV = logits_CV.exp()
-                total_C, weighted_C = odds_CV.sum(1), torch.linalg.vecdot(odds_CV, logits_CV)
-                if part is not None and here_N is not None:
-                    sums = torch.stack([total_C, weighted_C, chosen_C * here_N[here]])
-                    total_C, weighted_C, chosen_C = part.add(sums)
-                chosen[here] = chosen_C
-                lse[here] = total_C.log() + top_C1[:, 0]
-                mean[here] = weighted_C / total_C + top_C1[:, 0]
-                if len(chunks) == 1:  # small enough to keep: the backward pass need not compute it again
-                    kept = logits_CV.sub_(total_C.log()[:, None])
+            head = _Head(weight, bias, scale, formats)
+            chunks = head.chunks(0, len(hidden))  # alike whatever is kept, and so are the bits of what is found
+            most = kept_bytes // (formats.gradient.itemsize * len(weight))
+            num_kept = max((rows.stop for rows in chunks if rows.stop <= most), default=0)
+            kept_KV = hidden.new_empty((num_kept, len(weight)), dtype=formats.gradient)
+            for rows in chunks:
+                for block, logits_BV in _blocks(rows, head.logits(hidden[rows]), together=part is not None):
+                    found = None if here_N is None else here_N[block]
+                    keep_BV = kept_KV[block] if block.stop <= num_kept else None
+                    results = _reduce(logits_BV, column[block], found, part, keep_BV)
+                    chosen[block], lse[block], mean[block] = results
         entropy = lse - mean
-        ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept)
-        ctx.scale, ctx.matmul, ctx.rounded, ctx.part = scale, matmul or weight.dtype, matmul is not None, part
+        ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept_KV)
+        ctx.scale, ctx.formats, ctx.part = scale, formats, part
         ctx.set_materialize_grads(False)
         return chosen - lse, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, lse, entropy, kept = ctx.saved_tensors
-        column, here_N = _columns(target, len(weight), ctx.part)
+        hidden, weight, bias, _, lse, *_ = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         with _without_autocast(hidden):
-            cast = weight.to(ctx.matmul)
-            for here in _chunks(len(hidden), len(weight)):
-                if kept is None:
-                    logp_CV = _logits(hidden[here], cast, bias, ctx.scale, lse.dtype, rounded=ctx.rounded)
-                    logp_CV.sub_(lse[here, None])
-                else:
-                    logp_CV = kept.clone()
-                pieces = [None if grad is None else grad[here] for grad in grads]
-                found = None if here_N is None else here_N[here]
-                grad_CV = _grad_logits(logp_CV, column[here], found, entropy[here], *pieces)
-                grad_CV = grad_CV.mul_(ctx.scale).to(ctx.matmul)
-                if grad_hidden is not None:
-                    grad_hidden[here] = grad_CV @ cast
+            cast_VE = weight.to(ctx.formats.gradient) if wants_hidden else None
+            for rows, apart_CV, factor_C1 in _apart_chunks(ctx, grads):
+                if grad_hidden is not None and cast_VE is not None:
+                    grad_hidden[rows] = (apart_CV @ cast_VE) * factor_C1
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad_CV.T, hidden[here].to(ctx.matmul))
+                    _add_product(grad_weight, apart_CV.T, (hidden[rows] * factor_C1).to(apart_CV.dtype))
                 if grad_bias is not None:
-                    grad_bias += grad_CV.sum(0)
+                    grad_bias += (factor_C1.T.to(apart_CV.dtype) @ apart_CV)[0]
             if ctx.part is not None and ctx.part.adds_gradient and grad_hidden is not None:
                 ctx.part.add(grad_hidden)  # each rank has it through its own rows
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+
+
+def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows, `apart` [C, V] in the gradients' format and `factor` [C, 1]: what was kept, then the rest computed again.
+
+    A chunk is overwritten by the next.
+    """
+    hidden, weight, bias, target, lse, entropy, kept_KV = ctx.saved_tensors
+    grad_logp, grad_entropy = grads
+    column, here_N = _columns(target, len(weight), ctx.part)
+    factor = torch.full_like(lse, -ctx.scale)[:, None]
+    if grad_entropy is None:
+        assert grad_logp is not None
+        factor *= grad_logp[:, None]
+    if len(kept_KV):
+        rows = slice(0, len(kept_KV))
+        yield rows, kept_KV, factor[rows]
+    head = _Head(weight, bias, ctx.scale, ctx.formats)
+    cast = None
+    for rows in head.chunks(len(kept_KV), len(hidden)):
+        logits_CV = head.logits(hidden[rows])
+        if cast is None:
+            cast = logits_CV if logits_CV.dtype == kept_KV.dtype else torch.empty_like(logits_CV, dtype=kept_KV.dtype)
+        for block, logp_BV in _blocks(rows, logits_CV):
+            logp_BV.sub_(lse[block, None])
+            found = None if here_N is None else here_N[block]
+            if grad_entropy is None:
+                apart_BV = _less_at(logp_BV.exp_(), column[block], found)
+            else:
+                piece = None if grad_logp is None else grad_logp[block]
+                apart_BV = _both_apart(logp_BV, column[block], found, entropy[block], piece, grad_entropy[block])
+            cast[block.start - rows.start : block.stop - rows.start].copy_(apart_BV)
+        yield rows, cast[: len(logits_CV)], factor[rows]
+
+
+class _Head:
+    """Logits of one chunk of tokens after the other, in the same memory."""
+
+    def __init__(self, weight_VE: Tensor, bias_V: Tensor | None, scale: float, formats: _Formats) -> None:
+        self._wider = formats.matmul is None and weight_VE.dtype != formats.sums and weight_VE.is_cuda
+        # A wider result of a product than its factors is known to CUDA alone.
+        matmul = formats.matmul or (weight_VE.dtype if self._wider else formats.sums)
+        self._weight_VE, self._bias_V = weight_VE.to(matmul), bias_V
+        self._scale, self._formats = scale, formats
+        self._chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * len(weight_VE)))
+        self._buffer_CV: Tensor | None = None
+
+    def chunks(self, start: int, stop: int) -> list[slice]:
+        """Tokens from `start` on, a chunk at a time."""
+        size = self._chunk_tokens
+        return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+    def logits(self, hidden_CE: Tensor) -> Tensor:
+        """[C, V] scaled logits, free to be overwritten; the next call overwrites them."""
+        if self._buffer_CV is None or len(self._buffer_CV) < len(hidden_CE):
+            self._buffer_CV = hidden_CE.new_empty((len(hidden_CE), len(self._weight_VE)), dtype=self._formats.sums)
+        logits_CV = self._buffer_CV[: len(hidden_CE)]
+        weight_EV = self._weight_VE.T
+        if self._wider:
+            torch.mm(hidden_CE.to(weight_EV.dtype), weight_EV, out_dtype=logits_CV.dtype, out=logits_CV)
+        elif weight_EV.dtype == logits_CV.dtype:
+            torch.mm(hidden_CE.to(weight_EV.dtype), weight_EV, out=logits_CV)
+        else:
+            logits_CV.copy_(hidden_CE.to(weight_EV.dtype) @ weight_EV)
+        if self._bias_V is not None:
+            logits_CV += self._bias_V
+        return logits_CV if self._scale == 1.0 else logits_CV.mul_(self._scale)
+
+
+def _reduce(
+    logits_BV: Tensor, column_B: Tensor, here_B: Tensor | None, part: VocabularyPart | None, keep_BV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B] each: the target's logit, log-sum-exp and mean of all logits (overwritten); fills `keep_BV` with `apart`."""
+    chosen_B = logits_BV.gather(1, column_B[:, None])[:, 0]
+    top_B1 = logits_BV.amax(1, keepdim=True)
+    if part is not None:
+        part.largest(top_B1)
+    logits_BV -= top_B1
+    odds_BV = logits_BV.exp()
+    total_B, weighted_B = odds_BV.sum(1), torch.linalg.vecdot(odds_BV, logits_BV)
+    if part is not None and here_B is not None:
+        total_B, weighted_B, chosen_B = part.add(torch.stack([total_B, weighted_B, chosen_B * here_B]))
+    if keep_BV is not None:
+        odds_BV *= total_B.reciprocal()[:, None]
+        keep_BV.copy_(_less_at(odds_BV, column_B, here_B))
+    top_B = top_B1[:, 0]
+    return chosen_B, total_B.log() + top_B, weighted_B / total_B + top_B
+
+
+def _less_at(values_BV: Tensor, column_B: Tensor, here_B: Tensor | None, less_B: Tensor | None = None) -> Tensor:
+    """Take 1, or `less_B`, away from one number of each row, in place, where that column is here."""
+    less_B = values_BV.new_ones(len(values_BV)) if less_B is None else less_B
+    less_B = less_B if here_B is None else less_B * here_B
+    return values_BV.scatter_add_(1, column_B[:, None], -less_B[:, None])
+
+
+def _both_apart(
+    logp_BV: Tensor,
+    column_B: Tensor,
+    here_B: Tensor | None,
+    entropy_B: Tensor,
+    grad_logp_B: Tensor | None,
+    grad_entropy_B: Tensor,
+) -> Tensor:
+    """Minus the gradient of the scaled logits through log-probability and entropy (`logp_BV` is overwritten).
+
+    d logp[y] / d l_j = [j = y] - p_j and d entropy / d l_j = -p_j (log p_j + entropy).
+    """
+    weight_B = torch.zeros_like(entropy_B) if grad_logp_B is None else grad_logp_B
+    shift_B1 = (weight_B + grad_entropy_B * entropy_B)[:, None]
+    apart_BV = logp_BV.exp().mul_(logp_BV.mul_(grad_entropy_B[:, None]).add_(shift_B1))
+    return _less_at(apart_BV, column_B, here_B, weight_B)
 
 
 def _columns(target_N: Tensor, num_rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
@@ -179,53 +307,20 @@ def _without_autocast(like: Tensor) -> Any:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
-    size = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * vocabulary))
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+def _blocks(rows: slice, values_CV: Tensor, *, together: bool = False) -> list[tuple[slice, Tensor]]:
+    """Rows of a chunk and their values, a few at a time; all `together` on what is no processor."""
+    size = len(values_CV)
+    if values_CV.is_cpu and not together:
+        size = max(1, BLOCK_BYTES // (values_CV.element_size() * values_CV.shape[1]))
+    starts = range(0, len(values_CV), size)
+    return [(slice(rows.start + s, min(rows.start + s + size, rows.stop)), values_CV[s : s + size]) for s in starts]
 
 
-def _logits(
-    hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, scale: float, dtype: torch.dtype, *, rounded: bool
-) -> Tensor:
-    """[C, V] scaled logits in `dtype`: a fresh tensor, free to be overwritten."""
-    if rounded:
-        logits_CV = (hidden_CE.to(weight_VE.dtype) @ weight_VE.T).to(dtype)
-    elif hidden_CE.is_cuda and hidden_CE.dtype != dtype:
-        logits_CV = torch.mm(hidden_CE, weight_VE.T, out_dtype=dtype)
-    else:  # a wider result of a product is known to GPUs alone
-        logits_CV = hidden_CE.to(dtype) @ weight_VE.to(dtype).T
-    if bias_V is not None:
-        logits_CV += bias_V
-    return logits_CV if scale == 1.0 else logits_CV.mul_(scale)
-
-
-def _grad_logits(
-    logp_CV: Tensor,
-    column_C: Tensor,
-    here_C: Tensor | None,
-    entropy_C: Tensor,
-    grad_logp_C: Tensor | None,
-    grad_entropy_C: Tensor | None,
-) -> Tensor:
-    """Gradient of the scaled logits, from log-probabilities (overwritten).
-
-    d logp[y] / d l_j = [j = y] - p_j and d entropy / d l_j = -p_j (log p_j + entropy).
-    """
-    minus = torch.zeros_like(entropy_C) if grad_logp_C is None else -grad_logp_C
-    if grad_entropy_C is None:
-        grad_CV = logp_CV.exp_().mul_(minus[:, None])
-    else:
-        shift_C1 = (minus - grad_entropy_C * entropy_C)[:, None]
-        grad_CV = logp_CV.exp().mul_(logp_CV.mul_(-grad_entropy_C[:, None]).add_(shift_C1))
-    if grad_logp_C is not None:
-        chosen_C = grad_logp_C if here_C is None else grad_logp_C * here_C
-        grad_CV.scatter_add_(1, column_C[:, None], chosen_C[:, None])
-    return grad_CV
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may be of a wider format than they are."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _add_product(total_VE: Tensor, left_VC: Tensor, right_CE: Tensor) -> None:
+    """Add left @ right to `total_VE`, which may be of a wider format than they are."""
+    if total_VE.dtype == left_VC.dtype:
+        total_VE.addmm_(left_VC, right_CE)
+        return
+    for start in range(0, len(total_VE), PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        total_VE[rows] += left_VC[rows] @ right_CE
