@@ -1,6 +1,9 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
@@ -25,6 +28,54 @@ def test_bfloat16_stays_near_float32_and_learns(model_folder, make_groups, head)
         losses.append(coarse.forward_backward(sequences, nll)["loss"].value)
         assert coarse.step()["steps_refused"].value == 0
     assert losses[-1] < losses[0] - 0.1
+
+
+class Conversions(TorchDispatchMode):
+    """Counts copies of matrices of float32 in bfloat16, by shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **kwargs)
+
+
+def test_each_weight_is_converted_once_for_all_micro_batches(model_folder, make_groups, weighted_loss):
+    """And anew after each step: the loss moves."""
+    settings = {"model_path": str(model_folder), "device": "cpu", "dtype": "bfloat16", "learning_rate": 1e-2}
+    engine = TorchTrainEngine.create(TrainEngineConfig(**settings, max_tokens_per_microbatch=16))
+    weights = [layer.weight for layer in engine._policy.model.backbone.modules() if isinstance(layer, torch.nn.Linear)]
+    wanted, losses = Counter(tuple(weight.shape) for weight in weights), []
+    for _ in range(2):
+        with Conversions() as conversions:
+            metrics = engine.forward_backward(make_groups(), weighted_loss)
+        assert metrics["num_microbatches"].value > 2
+        assert {shape: conversions.shapes[shape] for shape in wanted} == wanted
+        losses.append(metrics["loss"].value)
+        engine.step()
+    assert losses[1] < losses[0]
+    with Conversions() as conversions:
+        engine.logprobs(make_groups())
+    assert {shape: conversions.shapes[shape] for shape in wanted} == wanted
+
+
+def test_gradients_of_bfloat16_are_near_those_of_float32(model_folder, make_groups, weighted_loss):
+    """Of each weight, in one micro-batch and in many, within 3 % of its gradient's norm."""
+
+    def gradients(**settings):
+        engine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(model_folder), device="cpu", **settings))
+        engine.forward_backward(make_groups(), weighted_loss)
+        return {name: parameter.grad for name, parameter in engine._optimizer.parameters.items()}
+
+    exact = gradients()
+    for budget_tokens in (32, 8192):
+        for name, found in gradients(dtype="bfloat16", max_tokens_per_microbatch=budget_tokens).items():
+            assert found.dtype == torch.float32
+            assert (found - exact[name]).norm() < 0.03 * exact[name].norm(), name
 
 
 def test_experts_compute_in_bfloat16(tmp_path, make_groups, monkeypatch):

@@ -144,13 +144,15 @@ class TorchTrainEngine(StepCounts):
         with_loss = with_loss_tokens(sequences)
         losses = LossCalls(with_loss, loss)
         shares = self._plan("forward_backward", with_loss, self._policy)
-        for families, tower in zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True):
-            if families and losses.failure is None:
-                batch = self._policy.lay_out(with_loss, families)
-                logprobs, entropy = self._policy.ask(batch, through_tower=tower)
-                self._backward(losses.of(batch, logprobs, entropy), logprobs)
-            elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then tell them
-                self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
+        rounds = zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True)
+        with self._policy.weights_converted_once():
+            for families, tower in rounds:
+                if families and losses.failure is None:
+                    batch = self._policy.lay_out(with_loss, families)
+                    logprobs, entropy = self._policy.ask(batch, through_tower=tower)
+                    self._backward(losses.of(batch, logprobs, entropy), logprobs)
+                elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then tell them
+                    self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
         self._bad_loss |= losses.not_finite
         try:
             return self._ranks.merge(losses.results, losses.failure)
@@ -188,7 +190,7 @@ class TorchTrainEngine(StepCounts):
         policy, scope = self._asked_policy(reference=reference)
         shares = self._plan("logprobs of the first policy" if reference else "logprobs", sequences, policy)
         answers = []
-        with scope:
+        with scope, policy.weights_converted_once():
             for batch, tower in zip(shares[self._ranks.share], rounds_with_images(sequences, shares), strict=True):
                 pack = policy.lay_out(sequences, batch) if batch else idle_micro_batch()
                 answer = policy.ask(pack, through_tower=tower)[0]

@@ -4,7 +4,7 @@ Shapes: T tokens, N loss tokens, V vocabulary (of this rank, where it is cut).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,6 +67,14 @@ class Policy:
     def vocabulary_size(self) -> int:
         """Rows of the vocabulary head: token ids are below it."""
         return self.model.head.out_features
+
+    def weights_converted_once(self) -> AbstractContextManager[Any]:
+        """Within it autocast converts each weight once for all packs; weights must not be updated within it.
+
+        Autocast forgets what it has converted when the outermost of its contexts ends, and this is one around those
+        of all packs, though it changes no format itself.
+        """
+        return torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext()
 
     def ask(self, pack: MicroBatch, *, through_tower: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] and entropies [N] of a pack's loss tokens.
