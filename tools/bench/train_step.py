@@ -2,9 +2,11 @@
 
     python tools/bench/train_step.py MODEL_FOLDER [--threads 2] [--prompts 8] [--samples 8] [--steps 2] [--profile]
 
-`cpu_s` is processor time over all threads: on a busy machine the steadier figure. A step is `forward_backward` over
-prompts x samples sequences with a policy-gradient loss, then `step`; the best of all counts. By layout of ranks:
-tools/bench/megatron_step.py.
+A step is `forward_backward` over prompts x samples sequences with a policy-gradient loss, then `step`; the best of all
+counts. `cpu_s` is processor time of `forward_backward` over all threads, on a busy machine the steadier figure, and
+`all_cpu_s` that of each step. `floor_s` is what its matrix products would take at `gflops`, the rate of one large
+product in the same format, measured in processor time after each step: three products for each weight and token, and
+attention not counted. By layout of ranks: tools/bench/megatron_step.py.
 """
 
 import argparse
@@ -47,6 +49,22 @@ def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
     return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
+def matrix_rate(dtype: str) -> float:
+    """GFLOP/s of processor time, over all threads, of a product of the size of a micro-batch."""
+    left, right = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((2048, 1536), (1536, 1536)))
+    start = time.process_time()
+    torch.mm(left, right)
+    return 2 * left.numel() * right.shape[1] / (time.process_time() - start) / 1e9
+
+
+def count_flops(engine: Any, packed: float, sequences: list[TrainSequence]) -> float:
+    """Of the products of the blocks for each packed token, and of the head for each loss token."""
+    matrices = {name: tensor for name, tensor in engine.weights() if tensor.ndim == 2}
+    blocks = sum(tensor.numel() for name, tensor in matrices.items() if ".layers." in name)
+    head = max(tensor.numel() for tensor in matrices.values() if len(tensor) == engine.vocabulary_size)
+    return 6 * (packed * blocks + head * sum(int(sequence.loss_mask.sum()) for sequence in sequences))
+
+
 def measure(args: argparse.Namespace, dtype: str, *, share_prompts: bool) -> Row:
     """One row."""
     options = {"share_prompts": share_prompts, "head_dtype": "float32"}
@@ -59,14 +77,15 @@ def measure(args: argparse.Namespace, dtype: str, *, share_prompts: bool) -> Row
     )
     engine = load_backend("offbeat.engine", "torch").create(config)
     sequences = make_sequences(args, engine.vocabulary_size)
-    seconds, packed = [], 0.0
+    seconds, packed, gflops = [], 0.0, 0.0
     for _ in range(args.steps):
         start, start_processor = time.perf_counter(), time.process_time()
         packed = engine.forward_backward(sequences, policy_gradient)["packed_tokens"].value
-        middle = time.perf_counter()
+        middle, middle_processor = time.perf_counter(), time.process_time()
         engine.step()
-        end, end_processor = time.perf_counter(), time.process_time()
-        seconds.append((middle - start, end - middle, end_processor - start_processor))
+        seconds.append((middle - start, time.perf_counter() - middle, middle_processor - start_processor))
+        gflops = max(gflops, *(matrix_rate(dtype) for _ in range(3)))
+    floor_s = count_flops(engine, packed, sequences) / gflops / 1e9
     if args.profile:
         with torch.profiler.profile() as profile:
             engine.forward_backward(sequences, policy_gradient)
@@ -76,7 +95,9 @@ def measure(args: argparse.Namespace, dtype: str, *, share_prompts: bool) -> Row
     work_s, step_s, cpu_s = map(min, zip(*seconds, strict=True))
     speed = {"samples_per_s": len(sequences) / (work_s + step_s), "packed": packed, "tokens_per_s": packed / work_s}
     what = {"dtype": dtype, "prompts": "shared" if share_prompts else "unshared"}
-    return {**what, "forward_backward_s": work_s, "step_s": step_s, "cpu_s": cpu_s, **speed}
+    floor = {"gflops": gflops, "floor_s": floor_s, "above_floor": cpu_s / floor_s}
+    raw = {"all_cpu_s": " ".join(f"{each[2]:.2f}" for each in seconds)}
+    return {**what, "forward_backward_s": work_s, "step_s": step_s, "cpu_s": cpu_s, **floor, **speed, **raw}
 
 
 def main() -> None:
