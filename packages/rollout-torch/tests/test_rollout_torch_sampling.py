@@ -98,6 +98,22 @@ def test_invert_draws_each_token_as_often_as_its_probability():
     assert invert(probs, torch.zeros(1)).item() == 1
 
 
+@pytest.mark.parametrize("vocabulary", [1, 63, 64, 5000, 49152])
+@pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
+def test_invert_finds_the_token_of_the_running_sum(vocabulary, spread):
+    """To within float32's rounding of a float64 sum over all tokens."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    probs = torch.softmax(torch.randn(20, vocabulary, generator=generator) * spread, -1)
+    numbers = uniforms(range(20), [0] * 20)
+    drawn = invert(probs, numbers)
+    after = torch.cumsum(probs.double(), -1)
+    total, after = after[:, -1], after.gather(-1, drawn)[:, 0]
+    chosen = probs.gather(-1, drawn)[:, 0].double()
+    assert (chosen > 0).all()
+    assert (after - chosen - 1e-5 <= numbers * total).all()
+    assert (numbers * total <= after + 1e-5).all()
+
+
 def test_a_row_of_high_entropy_does_not_have_the_others_sorted(monkeypatch):
     sorted_rows = []
     topk = torch.topk
