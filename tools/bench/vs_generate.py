@@ -1,17 +1,28 @@
-"""Generation with log-probabilities: rollout-torch beside transformers `generate()`, by turns in one process.
+"""Generation with log-probabilities: rollout-torch beside transformers `generate()` and vLLM, by turns in one process.
 
-    python tools/bench/vs_generate.py MODEL_FOLDER [--batch 8 32] [--new 64] [--threads 2] [--repeats 3] [--json]
+    python tools/bench/vs_generate.py MODEL_FOLDER [--batch 1 8 32] [--group 8] [--new 64] [--threads 2] [--repeats 3]
+        [--dtype bfloat16] [--temperature 1.0] [--json]
 
-Both get the same prompts (48 tokens each, drawn once), sample at temperature 1 without an end-of-sequence token, and
-return the log-probability of every token. Printed: the median tokens/s of each, and the median of the turns' ratios.
+All get the same prompts, new ones at every turn, sample without an end-of-sequence token, and return the
+log-probability of every token. A peer that is not installed is left out. The rows:
+
+- `batch B`: B prompts of 48 tokens, one sample each.
+- `group N`: N samples of one prompt of 1,024 tokens.
+- `top_p 0.95`: the largest batch, beside itself without top_p.
+
+Printed: the median tokens/s of each, and for each peer the median of the turns' ratios, ours over the peer's. Random
+weights have nearly flat logits: give a low --temperature, such as 0.3, to have a top_p that keeps few tokens.
 """
 
 import asyncio
+import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,82 +35,167 @@ from bench.harness import parser_of, show, take_turns
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
-PROMPT_TOKENS = 48
+PROMPT_TOKENS, GROUP_PROMPT_TOKENS = 48, 1024
+TOP_P = 0.95
 WARM_UP_TOKENS = 4
-
-Prompts = np.ndarray[Any, np.dtype[np.int32]]
-Generate = Callable[[Prompts, int], int]
-"""Generates so many tokens for each prompt, and counts log-probabilities."""
+MAX_MODEL_LEN = 2048
+OURS, WITHOUT = "rollout_torch", "without top_p"
 
 
-def ours(folder: Path, threads: int) -> Generate:
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is generated in one turn: `num_samples` of `num_new` tokens for each of `prompts`, [P, T] int32."""
+
+    prompts: np.ndarray[Any, np.dtype[np.int32]]
+    num_samples: int = 1
+    num_new: int
+    temperature: float
+    top_p: float = 1.0
+
+
+Generate = Callable[[Work], int]
+"""Does a turn's work, and counts log-probabilities."""
+
+
+def ours(folder: Path, dtype: str, threads: int) -> Generate:
     """With rollout-torch."""
     loop = asyncio.new_event_loop()
-    config = RolloutEngineConfig(model_path=str(folder), num_threads=threads, device="cpu", max_model_len=1024)
+    config = RolloutEngineConfig(
+        model_path=str(folder), num_threads=threads, device="cpu", dtype=dtype, max_model_len=MAX_MODEL_LEN
+    )
     engine = loop.run_until_complete(TorchRolloutEngine.create(config))
 
-    async def generate(prompts: Prompts, num_new: int) -> int:
-        params = SamplingParams(max_tokens=num_new, ignore_eos=True)
+    async def generate(work: Work) -> int:
+        params = SamplingParams(
+            max_tokens=work.num_new, temperature=work.temperature, top_p=work.top_p, ignore_eos=True
+        )
         requests = [
-            GenerateRequest(request_id=str(i), prompt_ids=prompt, params=params) for i, prompt in enumerate(prompts)
+            GenerateRequest(request_id=str(i), prompt_ids=prompt, num_samples=work.num_samples, params=params)
+            for i, prompt in enumerate(work.prompts)
         ]
         done = await asyncio.gather(*map(engine.generate, requests))
-        return sum(len(completion.logprobs) for (completion,) in done)
+        return sum(len(completion.logprobs) for group in done for completion in group)
 
-    return lambda prompts, num_new: loop.run_until_complete(generate(prompts, num_new))
+    return lambda work: loop.run_until_complete(generate(work))
 
 
-def peer(folder: Path, threads: int) -> Generate:
+def transformers_generate(folder: Path, dtype: str, threads: int) -> Generate:
     """With transformers."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.eval()
 
     @torch.inference_mode()
-    def generate(prompts: Prompts, num_new: int) -> int:
+    def generate(work: Work) -> int:
         torch.set_num_threads(threads)
-        ids = torch.from_numpy(prompts).long()
-        lengths = {"max_new_tokens": num_new, "min_new_tokens": num_new}
-        told = {"return_dict_in_generate": True, "output_logits": True}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **lengths, **told)
+        ids = torch.from_numpy(work.prompts).long()
+        lengths = {"max_new_tokens": work.num_new, "min_new_tokens": work.num_new}
+        drawn = {"do_sample": True, "top_k": 0, "top_p": work.top_p, "temperature": work.temperature}
+        told = {"return_dict_in_generate": True, "output_logits": True, "num_return_sequences": work.num_samples}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **drawn, **lengths, **told)
         # Token by token: all [batch, new, vocabulary] log-probabilities at once would need gigabytes.
         chosen = [
-            logits.log_softmax(-1).gather(-1, ids_B[:, None])
-            for logits, ids_B in zip(out.logits, out.sequences[:, PROMPT_TOKENS:].unbind(1), strict=True)
+            (logits.float() / work.temperature).log_softmax(-1).gather(-1, ids_B[:, None])
+            for logits, ids_B in zip(out.logits, out.sequences[:, ids.shape[1] :].unbind(1), strict=True)
         ]
         return sum(column.numel() for column in chosen)
 
     return generate
 
 
-def compare(sides: dict[str, Generate], prompts: Prompts, num_new: int, repeats: int) -> dict[str, float]:
-    """One row."""
+def vllm_generate(folder: Path, dtype: str, threads: int) -> Generate:
+    """With vLLM in this process."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+    }
+    os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
+    import vllm
 
-    def tokens_per_s(generate: Generate) -> float:
+    engine: Any = vllm.LLM(
+        str(folder), dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, logprobs_mode="processed_logprobs"
+    )
+
+    def generate(work: Work) -> int:
+        params = vllm.SamplingParams(
+            n=work.num_samples,
+            max_tokens=work.num_new,
+            temperature=work.temperature,
+            top_p=work.top_p,
+            ignore_eos=True,
+            logprobs=0,
+        )
+        prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in work.prompts]
+        done = engine.generate(prompts, params, use_tqdm=False)
+        return sum(len(completion.logprobs) for request in done for completion in request.outputs)
+
+    return generate
+
+
+def compare(sides: dict[str, tuple[Generate, Work]], vocabulary: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Tokens/s of each side by name, and our ratio to each other one; every turn has prompts of its own."""
+    turn = dict.fromkeys(sides, 0)
+
+    def tokens_per_s(name: str) -> float:
+        turn[name] += 1
+        generate, work = sides[name]
+        prompts = np.random.default_rng(turn[name]).integers(3, vocabulary, work.prompts.shape, dtype=np.int32)
         start_s = time.perf_counter()
-        return generate(prompts, num_new) / (time.perf_counter() - start_s)
+        return generate(replace(work, prompts=prompts)) / (time.perf_counter() - start_s)
 
-    for generate in sides.values():
-        generate(prompts, WARM_UP_TOKENS)
-    turns = take_turns({name: lambda side=side: tokens_per_s(side) for name, side in sides.items()}, repeats)  # type: ignore[misc]
-    ratio = statistics.median(one / other for one, other in zip(*turns.values(), strict=True))
-    return {"batch": len(prompts), **{name: statistics.median(each) for name, each in turns.items()}, "ratio": ratio}
+    for generate, work in sides.values():
+        generate(replace(work, num_new=WARM_UP_TOKENS))
+    turns = take_turns({name: lambda name=name: tokens_per_s(name) for name in sides}, repeats)  # type: ignore[misc]
+    ratios = {
+        name: statistics.median(one / other for one, other in zip(turns[OURS], theirs, strict=True))
+        for name, theirs in turns.items()
+        if name != OURS
+    }
+    return {"tokens/s": {name: statistics.median(each) for name, each in turns.items()}, "ratio": ratios}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Compare and print."""
-    parser = parser_of(__doc__, new=64, threads=2, repeats=3)
+    parser = parser_of(__doc__, new=64, threads=2, repeats=3, group=8)
     parser.add_argument("folder", type=Path, metavar="MODEL_FOLDER")
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args(arguments)
     vocabulary = json.loads((args.folder / "config.json").read_text())["vocab_size"]
-    sides = {"rollout_torch": ours(args.folder, args.threads), "generate": peer(args.folder, args.threads)}
-    rows = []
-    for batch in args.batch:
-        prompts = np.random.default_rng(batch).integers(3, vocabulary, (batch, PROMPT_TOKENS), dtype=np.int32)
-        rows.append(compare(sides, prompts, args.new, args.repeats))
-    show(rows, as_json=args.json, title=f"tokens/s, float32, {args.threads} threads, {args.new} new tokens")
+    builders = {"generate": ("transformers", transformers_generate), "vllm": ("vllm", vllm_generate)}
+    engines = {OURS: ours(args.folder, args.dtype, args.threads)}
+    for name, (module, build) in builders.items():
+        if importlib.util.find_spec(module) is not None:
+            engines[name] = build(args.folder, args.dtype, args.threads)
+
+    def work(num_prompts: int, num_tokens: int, **changes: Any) -> Work:
+        prompts = np.full((num_prompts, num_tokens), 3, np.int32)
+        return Work(prompts=prompts, num_new=args.new, temperature=args.temperature, **changes)
+
+    works = {f"batch {batch}": work(batch, PROMPT_TOKENS) for batch in args.batch}
+    works[f"group {args.group}"] = work(1, GROUP_PROMPT_TOKENS, num_samples=args.group)
+    found = {
+        title: compare({name: (engine, one) for name, engine in engines.items()}, vocabulary, args.repeats)
+        for title, one in works.items()
+    }
+    plain = work(max(args.batch), PROMPT_TOKENS)
+    with_and_without = {OURS: (engines[OURS], replace(plain, top_p=TOP_P)), WITHOUT: (engines[OURS], plain)}
+    found[f"top_p {TOP_P}"] = compare(with_and_without, vocabulary, args.repeats)
+    names = [*engines, WITHOUT]
+    rows = [
+        {
+            "work": title,
+            **{name: each["tokens/s"].get(name, "") for name in names},
+            **{f"ratio to {name}": each["ratio"].get(name, "") for name in names if name != OURS},
+        }
+        for title, each in found.items()
+    ]
+    show(rows, as_json=args.json, title=f"tokens/s, {args.dtype}, {args.threads} threads, {args.new} new tokens")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import asyncio
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 12, 70])
+@pytest.mark.parametrize("prompt", [1, 2, 12, 70, 128, 129, 300])
 async def test_a_shared_prompt_gives_what_separate_prompts_give(folder, prompt, open_engine):
     async with open_engine(folder) as engine:
         shared = await engine.generate(request(num_samples=6, prompt=prompt))
@@ -84,6 +85,61 @@ async def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder
     tight = await run(folder, check, options={"kv_cache_tokens": 512})
     assert_same(tight, roomy)
     assert all(len(one.ids) == 200 for one in tight)
+
+
+async def test_groups_of_long_prompts_set_back_and_cut_into_chunks_sample_as_in_a_roomy_engine(folder, run):
+    """Three groups, and room for one prompt and few of its samples, whose ends are far apart."""
+    requests = [request(str(i), prompt=140 + 3 * i, seed=10 * i, num_samples=4, max_tokens=90) for i in range(3)]
+
+    async def check(engine):
+        return await together(engine, requests)
+
+    tight = await run(folder, check, options={"kv_cache_tokens": 512, "max_prefill_tokens": 64})
+    roomy = await run(folder, check)
+    assert_same(tight, roomy)
+    assert_same(await run(folder, check, max_running=3), roomy)
+    # Too little for a prompt held beside a row of its sample: each sample computes its own.
+    assert_same(await run(folder, check, options={"kv_cache_tokens": 256}), roomy)
+
+
+async def test_a_sample_that_ends_early_leaves_its_group_as_it_is(folder, open_engine):
+    """Samples of one group stop at different tokens, and another group is aborted beside them."""
+    stop = tuple(range(3, 40))
+    group = request(num_samples=6, prompt=200, stop_token_ids=stop, temperature=2.0, max_tokens=80)
+    async with open_engine(folder) as engine:
+        other = asyncio.create_task(engine.generate(request("other", num_samples=3, prompt=150, max_tokens=300)))
+        while not (await engine.health()).num_tokens:
+            await asyncio.sleep(0.001)
+        beside = asyncio.create_task(engine.generate(group))
+        while (await engine.health()).num_tokens < 12:
+            await asyncio.sleep(0.001)
+        await engine.abort("other")
+        together = await beside
+        await other
+        assert len({len(one.ids) for one in together}) > 2
+        separate = [
+            (
+                await engine.generate(
+                    replace(group, request_id=f"{i}", num_samples=1, params=replace(group.params, seed=1 + i))
+                )
+            )[0]
+            for i in range(6)
+        ]
+        assert_same(together, separate)
+
+
+async def test_a_long_prompt_of_a_group_is_held_once(folder, open_engine):
+    async with open_engine(folder) as engine:
+        cache = engine._worker._runner.scheduler.cache
+        task = asyncio.create_task(engine.generate(request(num_samples=8, prompt=300, max_tokens=60)))
+        while (await engine.health()).num_tokens < 20:
+            await asyncio.sleep(0.001)
+        await engine.pause("keep")
+        assert cache.held_tokens == cache.allocated_tokens == 299 + 8 * 64
+        await engine.resume()
+        await task
+        assert cache.held_tokens == 0
+        assert cache.allocated_tokens == cache.kept_tokens == 299 + 8 * 60
 
 
 async def test_allocated_keys_and_values_stay_within_the_budget_and_one_block(folder, monkeypatch, run):
@@ -149,13 +205,14 @@ async def test_a_group_larger_than_the_batch_is_finished_in_turns(folder, run):
     assert_same(await run(folder, check, max_running=2), await run(folder, check))
 
 
-async def test_updates_between_every_few_tokens_keep_every_segment_exact(folder, run):
+@pytest.mark.parametrize(("prompt", "budget"), [(12, 1536), (160, 2048)])
+async def test_updates_between_every_few_tokens_keep_every_segment_exact(folder, run, prompt, budget):
     """Three versions over a group and a tight cache; each segment's log-probabilities are its own policy's."""
 
     async def check(engine):
         models = [reference_model(folder)]
         tasks = [
-            asyncio.create_task(engine.generate(request(str(i), num_samples=3, max_tokens=400, seed=9 * i)))
+            asyncio.create_task(engine.generate(request(str(i), prompt, num_samples=3, max_tokens=340, seed=9 * i)))
             for i in range(2)
         ]
         for version in (1, 2):
@@ -171,13 +228,13 @@ async def test_updates_between_every_few_tokens_keep_every_segment_exact(folder,
                 end = 0
                 for segment in one.segments:
                     start, end = end, end + segment.num_tokens
-                    ids = np.concatenate([request().prompt_ids, one.ids[:end]])
-                    expected = reference_logprobs(models[segment.version], ids)[12 + start :]
+                    ids = np.concatenate([request(prompt=prompt).prompt_ids, one.ids[:end]])
+                    expected = reference_logprobs(models[segment.version], ids)[prompt + start :]
                     np.testing.assert_allclose(one.logprobs[start:end], expected, atol=1e-4)
-                assert end == 400
+                assert end == 340
         return [one for task in tasks for one in task.result()]
 
-    completions = await run(folder, check, options={"kv_cache_tokens": 1536})
+    completions = await run(folder, check, options={"kv_cache_tokens": budget})
     assert any(len(one.segments) == 3 for one in completions)
 
 

@@ -112,6 +112,17 @@ async def test_new_weights_look_again(qwen3, open_engine):
         assert yardstick.error(request, held, held.segments[0].num_tokens) < 1e-4
 
 
+async def test_what_was_computed_of_images_is_not_kept_for_other_prompts(qwen3, open_engine):
+    """Placeholders are the same tokens whatever the image."""
+    yardstick = Yardstick(qwen3)
+    async with open_engine(qwen3, max_model_len=256) as engine:
+        cache = engine._worker._runner.scheduler.cache
+        await engine.generate(ask(yardstick, 1, max_tokens=100))
+        assert cache.kept_tokens == 0
+        await engine.generate(ask(yardstick, 0, max_tokens=100))
+        assert cache.kept_tokens > 0
+
+
 async def test_sleep_gives_the_tower_back_and_an_update_brings_it(qwen3, open_engine):
     yardstick = Yardstick(qwen3)
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_rollout_torch._attention import Chunk, DecodeAttention, KVCache, PrefillAttention, prefill_group
+from offbeat_rollout_torch import _attention
+from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAttention, prefill_group
+from offbeat_rollout_torch._cache import KVCache
 from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter, decode_hidden, decode_logits, load_weights
 from offbeat_rollout_torch._families import read_architecture, rotations
 from offbeat_testing import reference_model, tiny_model
@@ -121,6 +123,61 @@ def test_every_tensor_reads_back_as_it_is_in_the_folder(folder, monkeypatch):
             writer.write(name, tensor + 1)
         for name, tensor in parameters.items():
             assert torch.equal(weights.read(name), tensor + 1), f"{name} after an update"
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_a_prefix_that_is_read_once_attends_as_copies_of_it(tmp_path, dtype, bound):
+    """Rows behind one prefix, in two bands, beside a row of its own, against rows that hold all their tokens."""
+    architecture, num_prefix = read_architecture(tiny_model(tmp_path / "m")), 150
+    like, own = torch.empty(0, dtype=dtype), [3, 70, 20, 64]
+    generator = torch.Generator().manual_seed(0)
+    heads, num_kv, dim = architecture.num_heads, architecture.num_kv_heads, architecture.head_dim
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    shared, plain = (KVCache(architecture, 1 << 14, 512, like) for _ in range(2))
+    prefix = shared.add_prefix(num_prefix)
+    rows = [shared.add(num + 1, prefix) for num in own] + [shared.add(31)]
+    wholes = [plain.add(num_prefix + num + 1) for num in own] + [plain.add(31)]
+    shared.allocate()
+    plain.allocate()
+    prefix.row.kv.copy_(draw(*prefix.row.kv.shape))
+    prefix.row.cached = num_prefix
+    for row, whole, num in zip(rows, wholes, [*own, 30], strict=True):
+        start = num_prefix if row.band.prefix else 0
+        row.kv[:, :, :, :num] = draw(*row.kv.shape[:3], num, dim)
+        row.cached, whole.cached = num, start + num
+        if start:
+            whole.kv[:, :, :, :start] = prefix.row.kv
+        whole.kv[:, :, :, start : start + num] = row.kv[:, :, :, :num]
+    qkv = draw(len(rows), heads + 2 * num_kv, dim)
+    found = []
+    for cache, places in ((shared, rows), (plain, wholes)):
+        order = [places.index(row) for band in cache.sample_bands for row in band.rows]
+        attention = DecodeAttention(cache.sample_bands, architecture, like)
+        assert attention.positions_N.tolist() == [places[i].end for i in order]
+        out = torch.empty(len(rows), heads * dim, dtype=dtype)
+        out[order] = attention(1, qkv[order])
+        found.append(out.float())
+    assert float((found[0] - found[1]).abs().max()) < bound
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_fused_attention_of_few_short_rows_agrees_with_two_products(tmp_path, monkeypatch, num_rows):
+    architecture, like = read_architecture(tiny_model(tmp_path / "m")), torch.empty(0, dtype=torch.bfloat16)
+    cache = KVCache(architecture, 1 << 14, 512, like)
+    for number in range(num_rows):
+        cache.add(60).cached = 50 - 9 * number
+    cache.allocate()
+    cache.bands[0].blocks[0].kv.normal_(generator=torch.Generator().manual_seed(0))
+    shape = (num_rows, architecture.num_heads + 2 * architecture.num_kv_heads, architecture.head_dim)
+    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    fused = DecodeAttention(cache.bands, architecture, like)(0, qkv)
+    monkeypatch.setattr(_attention, "FUSED_UP_TO_TOKENS", 0)
+    plain = DecodeAttention(cache.bands, architecture, like)(0, qkv)
+    assert not torch.equal(fused, plain), "the same operators ran twice"
+    assert float((fused - plain).abs().max()) < 0.03
 
 
 def test_bfloat16_stays_close(tmp_path):

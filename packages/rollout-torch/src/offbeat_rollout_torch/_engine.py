@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 import torch
 
 from offbeat_mesh import Device, open_device
-from offbeat_rollout_torch._attention import SMALLEST_CAPACITY, KVCache
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
 from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
 from offbeat_rollout_torch._images import ImageProcessor, RequestImages
@@ -57,6 +57,13 @@ class TorchRolloutOptions:
         "max_model_len, or a quarter of memory.",
         "tokens",
         ge=0,
+    )
+    prefix_cache_share: float = setting(
+        0.25,
+        "Share of kv_cache_tokens that may keep what ended samples have computed, for prompts that begin with their "
+        "tokens, such as the next turn of an episode; 0: nothing is kept.",
+        ge=0,
+        le=1,
     )
     max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
     pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
@@ -138,7 +145,9 @@ class TorchRolloutEngine:
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         weights = DecoderWeights(self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights)
         load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
-        cache = KVCache(self._architecture, self._budget_tokens, self._stop_criteria.max_model_len, weights.final_norm)
+        budget, longest = self._budget_tokens, self._stop_criteria.max_model_len
+        kept = int(self._options.prefix_cache_share * budget)
+        cache = KVCache(self._architecture, budget, longest, weights.final_norm, kept)
         scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
         return ModelRunner(scheduler, weights, self._stop_criteria)
 

@@ -16,11 +16,10 @@ from offbeat_rollout_torch._attention import (
     Attention,
     Chunk,
     DecodeAttention,
-    KVCache,
     PrefillAttention,
-    Row,
     prefill_group,
 )
+from offbeat_rollout_torch._cache import KVCache, Row
 from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_image_inputs, token_rotations
@@ -36,7 +35,7 @@ class ModelRunner:
     def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
         self.version = 0
-        self.num_tokens, self.busy_s = 0, 0.0
+        self.num_tokens, self.num_prefilled, self.busy_s = 0, 0, 0.0
         self._device = weights.final_norm.device
         self._rotations = rotations(weights.architecture, stop_criteria.max_model_len).to(self._device)
         self._axes = torch.tensor(weights.architecture.axes, dtype=torch.int64, device=self._device)
@@ -47,8 +46,7 @@ class ModelRunner:
         scheduler = self.scheduler
         scheduler.make_room()
         scheduler.admit()
-        for leader, followers in scheduler.late_followers():
-            self._share(leader, followers)
+        scheduler.copy_prefixes()
         if chunks := scheduler.prefill_chunks():
             self._prefill(*zip(*chunks, strict=True))
         else:
@@ -62,8 +60,9 @@ class ModelRunner:
         """
         start_s = time.monotonic()
         weights, samples = self.weights, self.scheduler.cache
-        longest = samples.band_for(request.longest).capacity
-        if samples.allocated_tokens + 2 * longest > samples.budget_tokens:  # the prompt, and one continuation
+        longest = samples.capacity_for(request.longest)
+        samples.make_free(2 * longest)  # the prompt, and one continuation
+        if samples.allocated_tokens + 2 * longest > samples.budget_tokens:
             samples.drop()
         room = samples.budget_tokens - samples.allocated_tokens
         cache = KVCache(weights.architecture, room, self._stop_criteria.max_model_len, weights.final_norm)
@@ -86,9 +85,10 @@ class ModelRunner:
         scheduler = self.scheduler
         samples = scheduler.decode_order()
         scheduler.cache.allocate()
-        attention = DecodeAttention(scheduler.cache.bands, self.weights.architecture, self.weights.final_norm)
+        attention = DecodeAttention(scheduler.cache.sample_bands, self.weights.architecture, self.weights.final_norm)
         ids = [sample.tokens[-1] for sample in samples]
-        hidden = self.forward(ids, attention, [_token_range(sample, 1) for sample in samples])
+        ranges = [TokenRange(sample.request.images, sample.num_cached, 1) for sample in samples]
+        hidden = self.forward(ids, attention, ranges)
         for sample in samples:
             assert sample.row is not None
             sample.row.cached += 1
@@ -100,34 +100,21 @@ class ModelRunner:
         pairs = list(zip(samples, chunks, strict=True))
         ids: list[int] = []
         for sample, chunk in pairs:
-            ids += sample.tokens[chunk.row.cached : chunk.row.cached + chunk.num_tokens]
-        hidden = self.forward(ids, attention, [_token_range(sample, chunk.num_tokens) for sample, chunk in pairs])
+            ids += sample.tokens[chunk.row.end : chunk.row.end + chunk.num_tokens]
+        ranges = [TokenRange(sample.request.images, chunk.row.end, chunk.num_tokens) for sample, chunk in pairs]
+        hidden = self.forward(ids, attention, ranges)
+        self.num_prefilled += len(ids)
         ready: list[Sample] = []
         ends: list[int] = []
         end = -1
         for sample, chunk in pairs:
             end += chunk.num_tokens
             chunk.row.cached += chunk.num_tokens
-            followers = self.scheduler.followers(sample)
-            fresh = [one for one in followers if not one.num_drawn] if not sample.num_drawn else []
-            if followers:
-                self._share(sample, followers, fresh)
             if not sample.num_pending:
-                ready += [sample, *fresh]
-                ends += [end] * (1 + len(fresh))
+                ready.append(sample)
+                ends.append(end)
         if ready:
             self._draw(ready, hidden.index_select(0, torch.tensor(ends, device=self._device)))
-
-    def _share(self, leader: Sample, followers: Sequence[Sample], ready: Sequence[Sample] = ()) -> None:
-        """Copy the prompt's keys and values. A follower that cannot draw with the leader computes its last token."""
-        assert leader.row is not None
-        prompt = len(leader.request.prompt)
-        wholes = [one for one in followers if one.num_drawn or one in ready]
-        others = [one for one in followers if not (one.num_drawn or one in ready)]
-        for members, num_tokens in ((wholes, prompt), (others, prompt - 1)):
-            if members:
-                rows = [one.row for one in members if one.row is not None]
-                self.scheduler.cache.share(leader.row, rows, num_tokens)
 
     def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
         logits = decode_logits(self.weights, hidden)
@@ -141,10 +128,6 @@ class ModelRunner:
         for sample, token, logprob in zip(samples, drawn.ids, drawn.logprobs, strict=True):
             sample.push(token, logprob, self.version, self._stop_criteria)
         self.num_tokens += len(samples)
-
-
-def _token_range(sample: Sample, num_tokens: int) -> TokenRange:
-    return TokenRange(sample.request.images, sample.num_cached, num_tokens)
 
 
 @dataclass

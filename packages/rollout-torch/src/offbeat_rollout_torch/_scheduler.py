@@ -1,7 +1,6 @@
 """Requests in flight, the samples they are made of, and which of these the next forward pass computes."""
 
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -9,7 +8,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from offbeat_rollout_torch._attention import Chunk, KVCache, Row, prefill_group
+from offbeat_rollout_torch._attention import Chunk, prefill_group
+from offbeat_rollout_torch._cache import KVCache, Prefix, Row
 from offbeat_rollout_torch._images import RequestImages
 from offbeat_types import Completion, GenerateRequest, SamplingParams, StopReason, TellToken, new_future
 
@@ -61,7 +61,7 @@ class Sample:
     @property
     def num_cached(self) -> int:
         """Tokens whose keys and values are held."""
-        return self.row.cached if self.row else 0
+        return self.row.end if self.row else 0
 
     @property
     def num_pending(self) -> int:
@@ -96,6 +96,10 @@ class RequestState:
         tokenizer: for stop strings and text.
         images: the request's images, prepared; None without any.
         tell: called for each token in the engine's thread; None: nobody listens.
+
+    Attributes:
+        prefix: what its samples share of the prompt, while one of them has a row: all but the last token, which each
+            sample computes for itself and draws from.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class RequestState:
         self.images, self.tell = images, tell
         self.request_id, self.params = request.request_id, request.params
         self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
+        self.prefix: Prefix | None = None
         self.done: Future[list[Completion]] = new_future()
         self._tokenizer, first, stop = tokenizer, self.params.first_seed(), self.params.stop
         self.samples = [
@@ -118,6 +123,11 @@ class RequestState:
     @property
     def is_done(self) -> bool:
         return all(sample.stop_reason for sample in self.samples)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that more than one sample begins with, and none draws from."""
+        return len(self.prompt) - 1 if len(self.samples) > 1 else 0
 
     def finish(self) -> None:
         """Hand the completions over; samples that have not ended are marked aborted."""
@@ -157,6 +167,8 @@ class Scheduler:
         if not ended:
             return []
         for sample in ended:
+            if sample.row is not None and sample.request.images is None:
+                self.cache.keep(sample.tokens, sample.row)
             self._leave(sample)
         self.running = [sample for sample in self.running if not sample.stop_reason]
         self._hold_admission = False
@@ -168,64 +180,74 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting samples, oldest first, while there is room."""
         while self.waiting and len(self.running) < self._max_running:
-            length = len(self.waiting[0].tokens) + 1
-            if self.running and (self._hold_admission or not self.cache.fits(length)):
+            sample = self.waiting[0]
+            request = sample.request
+            shared = request.shared_tokens if self._has_prefix(request) else 0
+            own = len(sample.tokens) + 1 - (shared if self.cache.shares(shared) else 0)
+            new = 0 if request.prefix else shared
+            if self.running and (self._hold_admission or not self.cache.fits(own, prefix_tokens=new)):
                 return
-            sample = self.waiting.popleft()
-            sample.row = self.cache.add(length)
-            self.running.append(sample)
+            if new:
+                request.prefix = self.cache.add_prefix(new)
+            sample.row = self.cache.add(own, request.prefix)
+            self.running.append(self.waiting.popleft())
+            if request.images is None and new and request.prefix:
+                self.cache.reuse(request.prompt[:new], request.prefix.row)
+            elif request.images is None and not request.prefix:
+                self.cache.reuse(sample.tokens[:-1], sample.row)
+
+    def _has_prefix(self, request: RequestState) -> bool:
+        """Whether its samples share a prefix: not where a prefix and one sample might be more than the budget."""
+        shared = request.shared_tokens
+        longest = min(len(request.prompt) + request.params.max_tokens, self.cache.longest)
+        own = longest - shared if self.cache.shares(shared) else longest
+        return shared > 0 and shared + self.cache.capacity_for(own) <= self.cache.budget_tokens
 
     def prefill_chunks(self) -> list[tuple[Sample, Chunk]]:
         """Choose what to prefill next, sorted for attention; empty when all running samples can decode.
 
-        Of the samples of one request that hold nothing yet, only the first computes; the others copy its prompt.
+        A prefix goes first, with one of the samples that share it; these wait for it.
         """
-        chosen, budget, leading = [], self.max_prefill_tokens, set[str]()
+        chosen, budget, prefixes = list[tuple[Sample, Chunk]](), self.max_prefill_tokens, set[str]()
         for sample in self.running:
-            if sample.num_pending < 2 or not budget:
-                continue
-            request = sample.request
-            if sample.num_cached < len(request.prompt) and len(request.prompt) > 1:
-                if request.request_id in leading:
+            prefix, row, num_tokens = sample.request.prefix, sample.row, sample.num_pending
+            if prefix is not None and not prefix.is_computed:
+                if sample.request.request_id in prefixes:
                     continue
-                leading.add(request.request_id)
-            assert sample.row is not None
-            chunk = Chunk(sample.row, min(sample.num_pending, budget))
-            budget -= chunk.num_tokens
-            chosen.append((sample, chunk))
+                prefixes.add(sample.request.request_id)
+                row, num_tokens = prefix.row, prefix.num_tokens - prefix.row.cached
+            elif num_tokens < 2:
+                continue
+            assert row is not None
+            if num_tokens := min(num_tokens, budget):
+                budget -= num_tokens
+                chosen.append((sample, Chunk(row, num_tokens)))
         return sorted(chosen, key=lambda pair: (prefill_group(pair[1]), pair[1].row.index))
 
-    def followers(self, leader: Sample) -> list[Sample]:
-        """Siblings that hold nothing and want the leader's prompt, once it has all of it."""
-        prompt = leader.request.prompt
-        if leader.num_cached < len(prompt) or len(prompt) < 2:
-            return []
-        return [
-            sample
-            for sample in leader.request.samples
-            if sample is not leader and sample.row is not None and not sample.num_cached and not sample.stop_reason
-        ]
-
-    def late_followers(self) -> Iterable[tuple[Sample, list[Sample]]]:
-        """Samples admitted after a sibling's prefill, with that sibling."""
-        for request in {sample.request.request_id: sample.request for sample in self._empty()}.values():
-            leader = max(request.samples, key=lambda sample: sample.num_cached)
-            if followers := self.followers(leader):
-                yield leader, followers
-
-    def _empty(self) -> list[Sample]:
-        return [sample for sample in self.running if not sample.num_cached]
+    def copy_prefixes(self) -> None:
+        """Give samples that hold nothing the short prefix of their group, once it is computed."""
+        empty: dict[str, list[Row]] = {}
+        prefixes: dict[str, Prefix] = {}
+        for sample in self.running:
+            prefix, row = sample.request.prefix, sample.row
+            if prefix is None or prefix.bands or not prefix.is_computed or row is None or row.cached:
+                continue
+            prefixes[sample.request.request_id] = prefix
+            empty.setdefault(sample.request.request_id, []).append(row)
+        for name, prefix in prefixes.items():
+            self.cache.share(prefix.row, empty[name], prefix.num_tokens)
 
     def make_room(self) -> None:
         """Give every running sample a row that holds its tokens; set the youngest back when the budget ends."""
         for sample in list(self.running):
             row = sample.row
-            if row is None or len(sample.tokens) <= row.band.capacity:
+            if row is None or len(sample.tokens) - row.band.prefix_tokens <= row.band.capacity:
                 continue
-            while not self.cache.fits(len(sample.tokens), row.band.capacity) and self.running[-1] is not sample:
+            own = len(sample.tokens) - row.band.prefix_tokens
+            while not self.cache.fits(own, row.band.capacity) and self.running[-1] is not sample:
                 self._set_back(self.running[-1])
-            if self.cache.fits(len(sample.tokens), row.band.capacity):
-                sample.row = self.cache.grow(row, len(sample.tokens))
+            if self.cache.fits(own, row.band.capacity):
+                sample.row = self.cache.grow(row, own)
             else:
                 self._set_back(sample)
 
@@ -240,8 +262,12 @@ class Scheduler:
         if sample.row is not None:
             self.cache.remove(sample.row)
             sample.row = None
+        request = sample.request
+        if request.prefix is not None and all(one.row is None for one in request.samples):
+            self.cache.remove_prefix(request.prefix)
+            request.prefix = None
 
     def decode_order(self) -> list[Sample]:
         """Return running samples in the order of their rows, band by band."""
         by_row = {id(sample.row): sample for sample in self.running}
-        return [by_row[id(row)] for band in self.cache.bands for row in band.rows]
+        return [by_row[id(row)] for band in self.cache.sample_bands for row in band.rows]
