@@ -1,13 +1,13 @@
 """Generation with log-probabilities: rollout-torch beside transformers `generate()` and vLLM, by turns in one process.
 
-    python tools/bench/vs_generate.py MODEL_FOLDER [--batch 1 8 32] [--group 8] [--new 64] [--threads 2] [--repeats 3]
-        [--dtype bfloat16] [--temperature 1.0] [--json]
+    python tools/bench/vs_generate.py MODEL_FOLDER [--batch 1 8 32] [--group 8] [--group-prompt 1024] [--new 64]
+        [--threads 2] [--repeats 3] [--dtype bfloat16] [--temperature 1.0] [--json]
 
 All get the same prompts, new ones at every turn, sample without an end-of-sequence token, and return the
 log-probability of every token. A peer that is not installed is left out. The rows:
 
 - `batch B`: B prompts of 48 tokens, one sample each.
-- `group N`: N samples of one prompt of 1,024 tokens.
+- `group N`: N samples of one long prompt.
 - `top_p 0.95`: the largest batch, beside itself without top_p.
 
 Printed: the median tokens/s of each, and for each peer the median of the turns' ratios, ours over the peer's. Random
@@ -35,10 +35,9 @@ from bench.harness import parser_of, show, take_turns
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
-PROMPT_TOKENS, GROUP_PROMPT_TOKENS = 48, 1024
+PROMPT_TOKENS = 48
 TOP_P = 0.95
 WARM_UP_TOKENS = 4
-MAX_MODEL_LEN = 2048
 OURS, WITHOUT = "rollout_torch", "without top_p"
 
 
@@ -53,15 +52,29 @@ class Work:
     top_p: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What an engine is made for."""
+
+    folder: Path
+    dtype: str
+    threads: int
+    max_model_len: int
+
+
 Generate = Callable[[Work], int]
 """Does a turn's work, and counts log-probabilities."""
 
 
-def ours(folder: Path, dtype: str, threads: int) -> Generate:
+def ours(setup: Setup) -> Generate:
     """With rollout-torch."""
     loop = asyncio.new_event_loop()
     config = RolloutEngineConfig(
-        model_path=str(folder), num_threads=threads, device="cpu", dtype=dtype, max_model_len=MAX_MODEL_LEN
+        model_path=str(setup.folder),
+        num_threads=setup.threads,
+        device="cpu",
+        dtype=setup.dtype,
+        max_model_len=setup.max_model_len,
     )
     engine = loop.run_until_complete(TorchRolloutEngine.create(config))
 
@@ -79,16 +92,16 @@ def ours(folder: Path, dtype: str, threads: int) -> Generate:
     return lambda work: loop.run_until_complete(generate(work))
 
 
-def transformers_generate(folder: Path, dtype: str, threads: int) -> Generate:
+def transformers_generate(setup: Setup) -> Generate:
     """With transformers."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=getattr(torch, setup.dtype))
     model.eval()
 
     @torch.inference_mode()
     def generate(work: Work) -> int:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(setup.threads)
         ids = torch.from_numpy(work.prompts).long()
         lengths = {"max_new_tokens": work.num_new, "min_new_tokens": work.num_new}
         drawn = {"do_sample": True, "top_k": 0, "top_p": work.top_p, "temperature": work.temperature}
@@ -104,20 +117,24 @@ def transformers_generate(folder: Path, dtype: str, threads: int) -> Generate:
     return generate
 
 
-def vllm_generate(folder: Path, dtype: str, threads: int) -> Generate:
+def vllm_generate(setup: Setup) -> Generate:
     """With vLLM in this process."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}",
     }
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     import vllm
 
     engine: Any = vllm.LLM(
-        str(folder), dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, logprobs_mode="processed_logprobs"
+        str(setup.folder),
+        dtype=setup.dtype,
+        max_model_len=setup.max_model_len,
+        max_num_seqs=64,
+        logprobs_mode="processed_logprobs",
     )
 
     def generate(work: Work) -> int:
@@ -158,32 +175,41 @@ def compare(sides: dict[str, tuple[Generate, Work]], vocabulary: int, repeats: i
     return {"tokens/s": {name: statistics.median(each) for name, each in turns.items()}, "ratio": ratios}
 
 
+def works_of(args: Any) -> dict[str, Work]:
+    """The rows that every engine has a part in, by name."""
+
+    def work(num_prompts: int, num_tokens: int, num_samples: int = 1) -> Work:
+        prompts = np.full((num_prompts, num_tokens), 3, np.int32)
+        return Work(prompts=prompts, num_samples=num_samples, num_new=args.new, temperature=args.temperature)
+
+    batches = {f"batch {batch}": work(batch, PROMPT_TOKENS) for batch in args.batch}
+    return {**batches, f"group {args.group}": work(1, args.group_prompt, args.group)}
+
+
+def engines_of(args: Any) -> dict[str, Generate]:
+    """Ours, and the peers that are installed."""
+    longest = max(PROMPT_TOKENS, args.group_prompt) + args.new
+    setup = Setup(folder=args.folder, dtype=args.dtype, threads=args.threads, max_model_len=longest)
+    peers = {"generate": ("transformers", transformers_generate), "vllm": ("vllm", vllm_generate)}
+    there = {name: build for name, (module, build) in peers.items() if importlib.util.find_spec(module) is not None}
+    return {name: build(setup) for name, build in {OURS: ours, **there}.items()}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Compare and print."""
-    parser = parser_of(__doc__, new=64, threads=2, repeats=3, group=8)
+    parser = parser_of(__doc__, new=64, threads=2, repeats=3, group=8, group_prompt=1024)
     parser.add_argument("folder", type=Path, metavar="MODEL_FOLDER")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args(arguments)
     vocabulary = json.loads((args.folder / "config.json").read_text())["vocab_size"]
-    builders = {"generate": ("transformers", transformers_generate), "vllm": ("vllm", vllm_generate)}
-    engines = {OURS: ours(args.folder, args.dtype, args.threads)}
-    for name, (module, build) in builders.items():
-        if importlib.util.find_spec(module) is not None:
-            engines[name] = build(args.folder, args.dtype, args.threads)
-
-    def work(num_prompts: int, num_tokens: int, **changes: Any) -> Work:
-        prompts = np.full((num_prompts, num_tokens), 3, np.int32)
-        return Work(prompts=prompts, num_new=args.new, temperature=args.temperature, **changes)
-
-    works = {f"batch {batch}": work(batch, PROMPT_TOKENS) for batch in args.batch}
-    works[f"group {args.group}"] = work(1, GROUP_PROMPT_TOKENS, num_samples=args.group)
+    engines, works = engines_of(args), works_of(args)
     found = {
-        title: compare({name: (engine, one) for name, engine in engines.items()}, vocabulary, args.repeats)
-        for title, one in works.items()
+        title: compare({name: (engine, work) for name, engine in engines.items()}, vocabulary, args.repeats)
+        for title, work in works.items()
     }
-    plain = work(max(args.batch), PROMPT_TOKENS)
+    plain = works[f"batch {max(args.batch)}"]
     with_and_without = {OURS: (engines[OURS], replace(plain, top_p=TOP_P)), WITHOUT: (engines[OURS], plain)}
     found[f"top_p {TOP_P}"] = compare(with_and_without, vocabulary, args.repeats)
     names = [*engines, WITHOUT]

@@ -58,11 +58,26 @@ def test_the_brief_look_of_a_large_run_comes_to_the_same_verdict_and_reads_a_par
 
 
 @pytest.mark.nightly
-def test_generation_is_compared_at_every_batch(tmp_path):
-    words = ("--batch", "2", "3", "--new", "8", "--threads", "1", "--repeats", "1")
+def test_generation_is_compared_at_every_batch_in_a_group_and_with_top_p(tmp_path):
+    words = (
+        "--batch",
+        "2",
+        "3",
+        "--group",
+        "2",
+        "--group-prompt",
+        "150",
+        "--new",
+        "8",
+        "--threads",
+        "1",
+        "--repeats",
+        "1",
+    )
     rows = run("vs_generate.py", tiny_model(tmp_path / "model"), *words, cwd=tmp_path)
-    assert [row["batch"] for row in rows] == [2, 3]
-    assert all(min(row["rollout_torch"], row["generate"], row["ratio"]) > 0 for row in rows)
+    assert [row["work"] for row in rows] == ["batch 2", "batch 3", "group 2", "top_p 0.95"]
+    assert all(min(row["rollout_torch"], row["generate"], row["ratio to generate"]) > 0 for row in rows[:-1])
+    assert min(rows[-1]["without top_p"], rows[-1]["ratio to without top_p"]) > 0
 
 
 @pytest.mark.nightly
