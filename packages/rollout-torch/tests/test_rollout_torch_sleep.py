@@ -8,14 +8,15 @@ import pytest
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import GenerateRequest, OffbeatError, SamplingParams
 
-NUM_SAMPLES, PROMPT_TOKENS = 8, 480
+NUM_SAMPLES, PROMPT_TOKENS = 32, 120
+"""Of one group, with a prompt so short that each of its samples has a copy."""
 STATUS = Path("/proc/self/status")
 pytestmark = pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With 50 MiB of weights and 5 MiB of keys and values a sequence, so that they can be seen in a process."""
+    """With 50 MiB of weights and over 1 MiB of keys and values a sequence, so that they can be seen in a process."""
     path = tmp_path_factory.mktemp("sleep") / "model"
     return tiny_model(path, hidden_size=512, num_layers=5, spread=0.03, config={"head_dim": 128})
 

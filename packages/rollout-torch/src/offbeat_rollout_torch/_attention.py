@@ -68,9 +68,9 @@ class DecodeAttention:
         length = part.mask.shape[-1]
         keys, values = part.block.keys[layer][: n * K, :length], part.block.values[layer][: n * K, :length]
         if part.is_small:
-            by_row = [x.view(n, K, -1, D) for x in (queries, keys, values)]
+            q, k, v = (x.view(n, K, -1, D) for x in (queries, keys, values))
             mask = part.mask.view(n, K, 1, length)
-            return F.scaled_dot_product_attention(*by_row, attn_mask=mask, scale=self._scale).reshape(n, H * D)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale).reshape(n, H * D)
         scores = torch.baddbmm(part.mask, queries, keys.transpose(1, 2), alpha=self._scale)
         if part.prefix is None:
             return torch.bmm(torch.softmax(scores, -1), values).view(n, H * D)

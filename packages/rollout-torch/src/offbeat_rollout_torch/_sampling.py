@@ -91,7 +91,7 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """
     vocabulary = probs_BV.shape[-1]
     num_blocks, rest = divmod(vocabulary, BLOCK_TOKENS)
-    sums = probs_BV[:, : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
+    sums = probs_BV[:, : num_blocks * BLOCK_TOKENS].view(len(probs_BV), num_blocks, BLOCK_TOKENS).sum(-1)
     if rest:
         sums = torch.cat((sums, probs_BV[:, -rest:].sum(-1, keepdim=True)), -1)
     running = torch.cumsum(sums, -1)
