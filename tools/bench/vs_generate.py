@@ -15,6 +15,7 @@ weights have nearly flat logits: give a low --temperature, such as 0.3, to have 
 """
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import os
@@ -127,7 +128,7 @@ def vllm_generate(setup: Setup) -> Generate:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}",
     }
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
-    import vllm
+    vllm: Any = importlib.import_module("vllm")
 
     engine: Any = vllm.LLM(
         str(setup.folder),
