@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._attention import AttentionPlan
+from offbeat_engine_torch._attention import AttentionPlan, packed_attention
 from offbeat_testing import tiny_model
 from offbeat_training import lay_out, plan_packs
 from offbeat_types import TrainEngineConfig
@@ -147,3 +147,44 @@ def test_the_flat_form_for_variable_length_kernels_says_the_same_as_rows(make_gr
             wanted[int(query[row, column])] = key[row][rows.mask[row, 0, column]].tolist()
     assert seen == wanted
     assert sorted(seen) == list(range(len(pack.ids_T)))
+
+
+def varlen_as_documented(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """What torch says that `varlen_attn` computes: [T, H, D], a sequence at a time."""
+    assert window_size[1] == 0, "causal"
+    parts = []
+    for n in range(len(cu_q) - 1):
+        q, (k, v) = query[cu_q[n] : cu_q[n + 1]], (each[cu_k[n] : cu_k[n + 1]] for each in (key, value))
+        assert len(q) <= max_q
+        assert len(k) <= max_k
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        back = (torch.arange(len(q))[:, None] + len(k) - len(q)) - torch.arange(len(k))[None]
+        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(parts)
+
+
+def varlen_before_2_13(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale, window_size):
+    return varlen_as_documented(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("call", [varlen_as_documented, varlen_before_2_13])
+def test_variable_length_attention_is_asked_for_what_rows_compute(window, call, make_groups, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", call)
+    sequences = make_groups()
+    pack = lay_out(sequences, plan_packs(sequences, budget=10**4, share_prompts=True)[0])
+    plan = AttentionPlan(pack.segments, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(1, heads, len(pack.ids_T), 16, generator=draw).bfloat16().requires_grad_() for heads in (4, 2, 2)
+    ]
+    found = {}
+    for kernel in ("varlen", "rows"):
+        out, _ = packed_attention(None, *tensors, sliding_window=window, plan=plan, kernel=kernel)
+        if kernel == "varlen":
+            assert not any(name != "flat" for name in plan._made), "a mask was made"
+        found[kernel] = [out.float(), *torch.autograd.grad(out.float().square().sum(), tensors)]
+    for one, other in zip(found["varlen"], found["rows"], strict=True):
+        assert (one.float() - other.float()).abs().max() <= 0.02 * other.float().abs().max()

@@ -5,7 +5,8 @@ Three kernels, each exact; the device says which suits it (`Device.packed_attent
   log-sum-exps, as ring attention joins its blocks; the backward pass runs the same two calls with the joined
   statistics. No key is ever copied per completion, and only packed tensors are kept for the backward pass.
   Source: FlashAttention-2 (arXiv:2307.08691) for the backward by log-sum-exp, Ring Attention (arXiv:2310.01889).
-- `varlen`: torch's variable-length flash attention; a query's keys are its prompt's and its own, aligned at the end.
+- `varlen`: torch's variable-length flash attention, sliding windows too; a query's keys are its prompt's and its own,
+  aligned at the end.
 - `rows`: padded rows with a mask; every device, head size and sliding window.
 
 For a kernel the segments of a pack become padded rows. Rows of like length share a call. A row is padded by repeating
@@ -17,6 +18,7 @@ Shapes: T packed tokens, H query heads, K key heads, D head size, R rows, L quer
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -183,6 +185,7 @@ def _joined_mask(queries: Sequence[int], keys: Sequence[int], window: int | None
 
 
 ATTENTION_NAME = "offbeat_packed"
+MAX_FLASH_HEAD_SIZE = 256
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -230,8 +233,8 @@ def packed_attention(
         out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
             query.to(floats), key.to(floats), value.to(floats), plan, scale
         )
-    elif kernel == "varlen" and plain and value.dtype in (torch.float16, torch.bfloat16):
-        out = _varlen(query.to(value.dtype), key.to(value.dtype), value, plan, scale)
+    elif kernel == "varlen" and _fits_varlen(query, value):
+        out = _varlen(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
     else:
         out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
     return out.to(value.dtype)[None], None
@@ -359,12 +362,26 @@ def _masked_rows(
     return torch.cat(parts).index_select(0, torch.cat(tokens).argsort())
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Torch's variable-length flash attention, causal from the end of the keys."""
-    from torch.nn.attention.varlen import varlen_attn
+def _fits_varlen(query_THD: Tensor, value_TKD: Tensor) -> bool:
+    """Source: torch 2.11 and 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd."""
+    size = query_THD.shape[-1]
+    return (
+        size == value_TKD.shape[-1]
+        and size % 8 == 0
+        and size <= MAX_FLASH_HEAD_SIZE
+        and value_TKD.dtype in (torch.float16, torch.bfloat16)
+    )
 
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
+    """Torch's variable-length flash attention, causal from the end of the keys."""
+    from torch.nn.attention import varlen
+
+    # Before torch 2.13 the call has no such argument, and takes fewer key heads without it.
+    is_told = "enable_gqa" in signature(varlen.varlen_attn).parameters
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if is_told else {}
     index, queries, keys, longest_query, longest_key = plan.flat()
-    out = varlen_attn(
+    out = varlen.varlen_attn(
         query.contiguous(),
         key.index_select(0, index),
         value.index_select(0, index),
@@ -373,8 +390,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scal
         longest_query,
         longest_key,
         scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and none after it
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out
