@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -29,6 +30,12 @@ NATIVE_DTYPES: Final = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 """What every backend can reduce. Other dtypes are moved as bytes and cannot be reduced."""
+
+
+# torch 2.13 gives the two a name without an underscore; 2.11 has the other.
+_HAS_SINGLE: Final = hasattr(dist.ProcessGroup, "all_gather_single")
+all_gather_single: Final = attrgetter("all_gather_single" if _HAS_SINGLE else "_allgather_base")
+reduce_scatter_single: Final = attrgetter("reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_base")
 
 
 def to_flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,7 +238,7 @@ class Group(DataGroup):
             self._agree("all_gather", tensor)
             rows = tensor.new_empty((self.size, *tensor.shape))
             own, flat = as_movable(to_flat(tensor)), as_movable(rows.view(-1))
-            self._run(own, lambda group, timeout: group.all_gather_single(flat, own, gather_options(timeout)))
+            self._run(own, lambda group, timeout: all_gather_single(group)(flat, own, gather_options(timeout)))
             return rows if self.size > 1 else rows.copy_(tensor.detach().unsqueeze(0))
 
     def gather(
@@ -280,7 +287,7 @@ class Group(DataGroup):
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
             options.timeout = self._calls.backend_timeout()
-            self._run(flat, lambda group, _: group.reduce_scatter_single(flat, own, options))
+            self._run(flat, lambda group, _: reduce_scatter_single(group)(flat, own, options))
             if self.size == 1:
                 flat.copy_(own)
             self._averaged(flat, op)
