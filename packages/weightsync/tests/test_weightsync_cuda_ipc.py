@@ -50,7 +50,7 @@ def test_the_methods_exist_on_the_storages_that_we_use() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_without_cuda_says_so_and_so_do_we(address: str, weights: Weights) -> None:
     new: Any = torch.UntypedStorage._new_shared_cuda
-    with pytest.raises(RuntimeError, match="CUDA is not available|CUDA driver"):  # of a build without CUDA, or with it
+    with pytest.raises(RuntimeError, match=r"CUDA is not available|CUDA driver"):  # of a build without CUDA, or with
         new(0, b"", 1, 0, b"", 0, b"", False)
     plan = plan_of(weights)
     with pytest.raises(WeightSyncError, match="CUDA IPC needs a CUDA device, and there is none here"):

@@ -1,0 +1,157 @@
+"""Weights from process to process through device memory, proved, and after either side was killed.
+
+On a CPU the same goes through shared host memory.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from gpu.piece import Figures, Place, main, require
+from torch import Tensor
+
+from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors, new_socket_path, receive
+
+DEADLINE_S = 60.0
+SPAWN = multiprocessing.get_context("spawn")
+ERRORS = WeightSyncError, DeadlineError
+
+
+def make_weights(num_tensors: int, rows: int, seed: int, device: str) -> dict[str, Tensor]:
+    """Named bfloat16 matrices; the last one is longer than a bucket."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(rows, 1024)] * (num_tensors - 1) + [(20 * rows, 1024)]
+    return {f"layer.{i}": torch.randn(s, generator=draw).bfloat16().to(device) for i, s in enumerate(shapes)}
+
+
+def total_of(weights: dict[str, Tensor]) -> float:
+    """A number that changes with the weights."""
+    return sum(float(tensor.double().sum()) for tensor in weights.values())
+
+
+def be_engine(told: Connection, address: str, device: str, num_tensors: int, rows: int, dies: bool) -> None:
+    """Receive one version into tensors of its own, prove it, say what it holds; or die amid loading."""
+    held = make_weights(num_tensors, rows, 0, device)
+    told.send("ready")
+    try:
+        with receive(address, 1, DEADLINE_S, name="rollout-0") as stream:
+            if dies:
+                next(iter(stream))
+                os.kill(os.getpid(), signal.SIGKILL)
+            stream.load(held.__getitem__)
+            stream.confirm(stream.prove(held.__getitem__))
+        told.send(total_of(held))
+    except ERRORS as error:
+        told.send(f"{type(error).__name__}: {error}")
+
+
+def be_trainer_that_dies(told: Connection, device: str, slots: str | None, num_tensors: int, rows: int) -> None:
+    """Send two tensors, and die while the third is asked for."""
+    weights = make_weights(num_tensors, rows, 2, device)
+    sender = SharedMemorySender(new_socket_path(), plan_of(weights), deadline_s=DEADLINE_S, device=slots)
+    told.send(sender.address)
+
+    def give() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(weights.items()):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+
+    sender.send(give(), 1, 1)
+
+
+def plan_of(weights: dict[str, Tensor]) -> BucketPlan:
+    """Buckets of the usual size."""
+    return BucketPlan.build(describe_tensors(weights.items()))
+
+
+@contextmanager
+def process(target: object, *args: object) -> Iterator[Connection]:
+    """A process of its own, and what it tells; it is gone afterwards."""
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    child = SPAWN.Process(target=target, args=(theirs, *args))  # type: ignore[arg-type]
+    child.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def next_of(told: Connection) -> object:
+    """What a process says next."""
+    require(told.poll(2 * DEADLINE_S), "a process says nothing")
+    return told.recv()
+
+
+def sync(place: Place, slots: str | None, weights: dict[str, Tensor], rows: int, *, dies: bool) -> float:
+    """One sync with a new engine; seconds. With `dies` the engine does, and the sender has to hear of it in time."""
+    with SharedMemorySender(new_socket_path(), plan_of(weights), deadline_s=DEADLINE_S, device=slots) as sender:
+        engine = process(be_engine, sender.address, place.name, len(weights), rows, dies)
+        with engine as told:
+            next_of(told)
+            start_s = time.perf_counter()
+            try:
+                sender.send(weights.items(), 1, 1)
+                heard = ""
+            except ERRORS as error:
+                heard = str(error)
+            taken_s = time.perf_counter() - start_s
+            if dies:
+                require("rollout-0" in heard and taken_s < DEADLINE_S / 2, f"after {taken_s:.1f} s: {heard!r}")
+            else:
+                require(not heard, heard)
+                require(next_of(told) == total_of(weights), "the engine holds other weights")
+    return taken_s
+
+
+def sender_dies(place: Place, slots: str | None, num_tensors: int, rows: int) -> float:
+    """Seconds until a receiver whose sender was killed says so."""
+    held = make_weights(num_tensors, rows, 0, place.name)
+    with process(be_trainer_that_dies, place.name, slots, num_tensors, rows) as told:
+        address, start_s = str(next_of(told)), time.perf_counter()
+        try:
+            with receive(address, 1, DEADLINE_S, name="rollout-0") as stream:
+                stream.load(held.__getitem__)
+        except ERRORS:
+            return time.perf_counter() - start_s
+    require(False, "the receiver did not notice that its sender was gone")
+    return 0.0
+
+
+def run(place: Place) -> Figures:
+    """A sync, one whose engine is killed, the next one, and one whose sender is killed."""
+    slots = place.name if place.is_accelerator else None
+    num_tensors, rows = place.pick(4, 40), place.pick(8, 4096)
+    weights = make_weights(num_tensors, rows, 1, place.name)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    before = place.device.memory().allocated_bytes
+    first_s = sync(place, slots, weights, rows, dies=False)
+    held = place.device.memory().allocated_bytes - before
+    noticed_s = sync(place, slots, weights, rows, dies=True)
+    held_after_kill = place.device.memory().allocated_bytes - before
+    again_s = sync(place, slots, weights, rows, dies=False)
+    return {
+        "gib": num_bytes / 2**30,
+        "gb_per_s_with_proof": num_bytes / min(first_s, again_s) / 1e9,
+        "engine_killed_noticed_s": noticed_s,
+        "sender_killed_noticed_s": sender_dies(place, slots, num_tensors, rows),
+        "mib_held_after_a_sync": held / 2**20,
+        "mib_held_after_a_kill": held_after_kill / 2**20,
+    }
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,89 @@
+"""Tokens a second of the embedded engine at batch 1 and 64, and the share of the memory's bandwidth.
+
+A Qwen3 of 0.6 B parameters with random weights, bfloat16, prompts of 128 tokens, 256 new ones. A step reads every
+weight once and the keys and values of each sample; what it reads, over its time, is the bandwidth that was reached.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from gpu.piece import Figures, Place, device_name, main, peaks_of, share
+
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import tiny_model
+from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
+
+BFLOAT16_BYTES = 2
+LAYERS, KV_HEADS, HEAD_SIZE, HIDDEN, WIDTH, VOCABULARY = 28, 8, 128, 1024, 3072, 151936
+"""Of Qwen3-0.6B, with 16 query heads and a tied embedding."""
+QUERY_HEADS = 16
+
+
+def make_model(folder: Path, *, tiny: bool) -> Path:
+    """Of Qwen3-0.6B's shape with random weights; in a test of a tiny one's."""
+    if tiny:
+        return tiny_model(folder, "qwen3")
+    widths = {"intermediate_size": WIDTH, "head_dim": HEAD_SIZE, "max_position_embeddings": 40960}
+    heads = {"num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "num_layers": LAYERS}
+    return tiny_model(folder, "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN, **heads, spread=0.02, config=widths)
+
+
+def num_parameters() -> int:
+    """Of that shape, all of which a decoding step reads: the tied embedding is its head."""
+    attention = HIDDEN * HEAD_SIZE * (2 * QUERY_HEADS + 2 * KV_HEADS)
+    return LAYERS * (attention + 3 * HIDDEN * WIDTH) + HIDDEN * VOCABULARY
+
+
+async def seconds_of(engine: TorchRolloutEngine, batch: int, prompt: int, new: int) -> float:
+    """Of one batch, prompts included."""
+    rng = np.random.default_rng(batch)
+    params = SamplingParams(max_tokens=new, ignore_eos=True, seed=1)
+    requests = [
+        GenerateRequest(request_id=str(i), prompt_ids=rng.integers(3, 300, prompt).astype(np.int32), params=params)
+        for i in range(batch)
+    ]
+    start_s = time.perf_counter()
+    await asyncio.gather(*map(engine.generate, requests))
+    return time.perf_counter() - start_s
+
+
+async def measure(place: Place, folder: Path) -> dict[str, float | None]:
+    """The two batches. What prompts take is left out: the time of one new token is subtracted."""
+    prompt, new = place.pick(8, 128), place.pick(9, 256)
+    settings = RolloutEngineConfig(
+        model_path=str(folder), device=place.name, dtype="bfloat16", max_model_len=place.pick(64, 512), max_running=64
+    )
+    engine = await TorchRolloutEngine.create(settings)
+    peaks = peaks_of(device_name(place.device))
+    figures: dict[str, float | None] = {}
+    for batch in (1, place.pick(4, 64)):
+        await seconds_of(engine, batch, prompt, 8)
+        times = [
+            await seconds_of(engine, batch, prompt, new) - await seconds_of(engine, batch, prompt, 1) for _ in range(3)
+        ]
+        step_s = sorted(times)[1] / (new - 1)
+        cached = batch * (prompt + new / 2) * 2 * LAYERS * KV_HEADS * HEAD_SIZE
+        gb_per_s = BFLOAT16_BYTES * (num_parameters() + cached) / step_s / 1e9
+        figures[f"tokens_per_s_batch_{batch}"] = batch / step_s
+        if not place.tiny:
+            figures[f"gb_per_s_batch_{batch}"] = gb_per_s
+            figures[f"share_of_bandwidth_batch_{batch}"] = share(gb_per_s, peaks and peaks.memory_gb_per_s)
+    await engine.close()
+    return figures
+
+
+def run(place: Place) -> Figures:
+    """Make the model and measure."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_model(Path(temporary) / "model", tiny=place.tiny)
+        return asyncio.run(measure(place, folder))
+
+
+if __name__ == "__main__":
+    main(run)

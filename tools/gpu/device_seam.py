@@ -1,0 +1,93 @@
+"""The device as every other part sees it: memory, random state, autocast, profiler.
+
+Bounds: memory is counted to the byte on an accelerator, and at least grows by what was taken on a CPU.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from gpu.piece import Figures, Place, main, require
+
+from offbeat_mesh import Device, open_device
+
+TAKEN_BYTES = 256 * 2**20
+
+
+def check_memory(place: Place) -> dict[str, float]:
+    """What is taken is seen, at its peak too, and given back."""
+    device = place.device
+    device.release_unused()
+    before = device.memory()
+    taken = torch.ones(TAKEN_BYTES, dtype=torch.uint8, device=device.torch_device)
+    during = device.memory()
+    grown = during.allocated_bytes - before.allocated_bytes
+    require(grown >= 0.9 * TAKEN_BYTES, f"{TAKEN_BYTES} bytes were taken, and memory() has grown by {grown}")
+    del taken
+    device.release_unused()
+    after = device.memory()
+    require(after.allocated_bytes < during.allocated_bytes - 0.9 * TAKEN_BYTES, "what was let go is still counted")
+    exact = 1.0 if place.is_accelerator else 0.95  # Linux counts a process's memory in batches
+    require(after.peak_bytes >= exact * during.allocated_bytes, "the peak is below what was held")
+    device.reset_peak_memory()
+    require(device.memory().peak_bytes < during.peak_bytes, "the peak does not start anew")
+    return {"total_gib": after.total_bytes / 2**30}
+
+
+def check_random_state(device: Device) -> None:
+    """A state that is put back gives the same numbers."""
+    state = device.rng_state()
+    first = torch.rand(1000, device=device.torch_device)
+    second = torch.rand(1000, device=device.torch_device)
+    device.set_rng_state(state)
+    again = torch.rand(1000, device=device.torch_device)
+    require(torch.equal(first, again), "the random state was not put back")
+    require(not torch.equal(first, second), "random numbers repeat")
+
+
+def check_autocast(device: Device) -> str:
+    """Products come in each format that the device declares; their names."""
+    one = torch.ones(64, 64, device=device.torch_device)
+    for dtype in device.autocast_dtypes:
+        with torch.autocast(device.kind, dtype=dtype):
+            require((one @ one).dtype == dtype, f"autocast does not compute in {dtype}")
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in device.autocast_dtypes)
+
+
+def check_profiler(place: Place) -> int:
+    """A trace is written, with the accelerator's own kernels in it; their number."""
+    device = place.device
+    one = torch.ones(256, 256, device=device.torch_device)
+    profiler = device.profiler()
+    profiler.start()
+    for _ in range(10):
+        one = torch.tanh(one @ one)
+    device.synchronize()
+    profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    wanted = "kernel" if place.is_accelerator else "cpu_op"
+    found = sum(event.get("cat") == wanted for event in events)
+    require(found >= 20, f"the trace has {found} events of the kind {wanted}")
+    return found
+
+
+def run(place: Place) -> Figures:
+    """All of it."""
+    auto = open_device("auto")
+    require(not place.is_accelerator or auto.kind == place.device.kind, f"auto opens {auto.kind}")
+    memory = check_memory(place)
+    check_random_state(place.device)
+    formats, kernels = check_autocast(place.device), check_profiler(place)
+    attention = place.device.packed_attention
+    return {**memory, "autocast": formats, "packed_attention": attention, "events_in_trace": kernels}
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,61 @@
+"""Packs what a GPU machine without a network needs beside torch and transformers into one folder.
+
+    python tools/gpu/pack.py FOLDER [--python 3.12]
+
+Wheels of ours by `uv build`, and the few others that they import, unpacked for that Python on Linux x86-64. There:
+`PYTHONPATH=FOLDER python tools/gpu/run.py --out gpu-out`, from the root of this tree.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from workspace import packages
+
+ROOT: Final = Path(__file__).parents[2]
+OTHERS: Final = (
+    *("msgspec", "xxhash", "rich", "markdown-it-py", "mdurl", "pygments"),
+    *("plotly", "narwhals", "tensorboardX", "protobuf"),
+)
+"""Imported by ours, and needed by neither torch nor transformers; at the versions of the lock."""
+LEFT_OUT: Final = frozenset({"npu", "rollout-vllm", "rollout-trtllm", "engine-megatron", "sft-app"})
+"""No piece imports these."""
+MAX_BYTES: Final = 60 * 10**6
+
+
+def commands(folder: Path, wheels: Path, python: str) -> list[list[str]]:
+    """Build, and unpack."""
+    ours = [package.name for package in packages(ROOT) if package.key not in LEFT_OUT]
+    build = [["uv", "build", "--quiet", "--wheel", f"--package={name}", f"--out-dir={wheels}"] for name in ours]
+    target = ["uv", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", f"--target={folder}"]
+    platform = [f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28"]
+    return [*build, [*target, *platform, "--no-sources", f"--find-links={wheels}", *ours, *OTHERS]]
+
+
+def num_bytes(folder: Path) -> int:
+    """Of all files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Pack, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--python", default="3.12", help="version on the GPU machine")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as wheels:
+        for command in commands(args.folder.resolve(), Path(wheels), args.python):
+            subprocess.run(command, cwd=ROOT, check=True)
+    size = num_bytes(args.folder)
+    print(f"{args.folder}: {size / 1e6:.1f} MB, {MAX_BYTES / 1e6:.0f} allowed")
+    return 0 if size <= MAX_BYTES else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Memory that trainer and engine give back, and take again with the same values.
+
+A trainer that has slept at level 2 and woken up takes the same next step as one that has not, bit for bit; the embedded
+engine samples the same tokens.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from gpu.piece import Figures, Place, main, require
+from gpu.trainer_against_cpu import make_sequences, policy_gradient
+
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import FakeWeightStream, reference_model, tiny_model
+from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainEngineConfig
+
+LEFT_SHARE = 0.1
+"""Of the memory awake, what a sleeping trainer may hold: indices, workspaces of libraries."""
+
+
+def step_after(engine: TorchTrainEngine, num_tokens: int) -> tuple[float, float]:
+    """Loss and gradient norm of one step."""
+    loss = engine.forward_backward(make_sequences(2, 4, num_tokens), policy_gradient)["loss"].value
+    return loss, engine.step()["grad_norm"].value
+
+
+def park_trainer(place: Place, folder: Path) -> dict[str, float]:
+    """Sleep and wake between two steps, beside an engine that stays awake."""
+    config = TrainEngineConfig(model_path=str(folder), device=place.name, learning_rate=1e-3)
+    num_tokens = place.pick(8, 64)
+    steady = TorchTrainEngine.create(config)
+    wanted = [step_after(steady, num_tokens) for _ in range(2)]
+    steady.close()
+    del steady
+    place.device.release_unused()
+    engine = TorchTrainEngine.create(config)
+    first = step_after(engine, num_tokens)
+    place.device.release_unused()
+    awake = place.device.memory().allocated_bytes
+    start_s = time.perf_counter()
+    engine.sleep(2)
+    parked_s = time.perf_counter() - start_s
+    asleep = place.device.memory().allocated_bytes
+    start_s = time.perf_counter()
+    engine.wake()
+    place.device.synchronize()
+    woken_s = time.perf_counter() - start_s
+    second = step_after(engine, num_tokens)
+    engine.close()
+    require([first, second] == wanted, f"steps {[first, second]} with sleep, {wanted} without")
+    if place.is_accelerator:
+        require(asleep < LEFT_SHARE * awake, f"{asleep} of {awake} bytes are still held asleep")
+    gib = (awake - asleep) / 2**30
+    return {"trainer_freed_gib": gib, "trainer_parked_s": parked_s, "trainer_woken_s": woken_s}
+
+
+async def park_engine(place: Place, folder: Path) -> dict[str, float]:
+    """Sleep at both levels between samples; after level 2 whole new weights come."""
+    engine = await TorchRolloutEngine.create(
+        RolloutEngineConfig(model_path=str(folder), device=place.name, max_model_len=256, max_running=32)
+    )
+    params = SamplingParams(max_tokens=place.pick(6, 64), ignore_eos=True, seed=3)
+    request = GenerateRequest(request_id="r", prompt_ids=np.arange(5, 25, dtype=np.int32), num_samples=8, params=params)
+    before = await engine.generate(request)
+    freed = []
+    for level in (1, 2):
+        await engine.pause("wait")
+        awake = place.device.memory().allocated_bytes
+        await engine.sleep(level)
+        freed.append((awake - place.device.memory().allocated_bytes) / 2**30)
+        await engine.wake()
+        if level == 2:
+            weights = list(reference_model(folder).named_parameters())
+            await engine.update_weights(FakeWeightStream(weights, 1), 1)
+        await engine.resume()
+        after = await engine.generate(request)
+        same = all(np.array_equal(a.ids, b.ids) for a, b in zip(before, after, strict=True))
+        require(same, f"other samples after level {level}")
+    await engine.close()
+    if place.is_accelerator:
+        require(freed[1] > freed[0] >= 0, f"freed {freed} GiB at levels 1 and 2")
+    return {"engine_level_1_freed_gib": freed[0], "engine_level_2_freed_gib": freed[1]}
+
+
+def run(place: Place) -> Figures:
+    """The trainer, then the engine."""
+    with tempfile.TemporaryDirectory() as temporary:
+        shape = {"hidden_size": place.pick(64, 2048), "num_layers": place.pick(2, 8)}
+        folder = tiny_model(Path(temporary) / "model", "qwen3", **shape)
+        trainer = park_trainer(place, folder)
+        place.device.release_unused()
+        return {**trainer, **asyncio.run(park_engine(place, folder))}
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,182 @@
+"""What the pieces share: where they run, how long something takes there, and the JSON that they leave.
+
+A piece is a script of this folder with a function `run`, which takes a `Place`, raises where something is wrong, and
+returns figures. `python tools/gpu/PIECE.py --device cuda --out FILE` runs it alone.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from offbeat_mesh import Device, open_device
+
+Figure = float | int | str | bool | None
+Figures = Mapping[str, Figure]
+FOLDER: Final = Path(__file__).parent
+PEAKS_FILE: Final = FOLDER / "accelerators.toml"
+FAILED: Final = 1
+
+
+class CheckError(Exception):
+    """What a piece found was not what it should be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a piece runs.
+
+    Args:
+        device: opened.
+        tiny: the sizes are those of a test on a CPU; figures of speed mean nothing then.
+    """
+
+    device: Device
+    tiny: bool
+
+    @property
+    def name(self) -> str:
+        """As settings take it, such as "cuda:0"."""
+        return str(self.device.torch_device)
+
+    @property
+    def is_accelerator(self) -> bool:
+        """It has memory of its own; the CPU is the one device without a number."""
+        return self.device.torch_device.index is not None
+
+    def pick(self, tiny: int, full: int) -> int:
+        """A size."""
+        return tiny if self.tiny else full
+
+    def seconds(self, work: Callable[[], Any], repeats: int = 5) -> float:
+        """Median over some calls, each until the device is done; one call before them is not counted."""
+        work()
+        taken = []
+        for _ in range(1 if self.tiny else repeats):
+            self.device.synchronize()
+            start_s = time.perf_counter()
+            work()
+            self.device.synchronize()
+            taken.append(time.perf_counter() - start_s)
+        return statistics.median(taken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What an accelerator can do at most, by its maker.
+
+    Args:
+        bfloat16_tflops: dense products, 10^12 operations a second.
+        memory_gb_per_s: 10^9 bytes a second.
+    """
+
+    bfloat16_tflops: float
+    memory_gb_per_s: float
+
+
+def peaks_of(device_name: str) -> Peaks | None:
+    """By the longest name in `accelerators.toml` that is a part of the device's own; None for one that is not there."""
+    known: dict[str, dict[str, Any]] = tomllib.loads(PEAKS_FILE.read_text())
+    fitting = sorted((name for name in known if name in device_name), key=len)
+    if not fitting:
+        return None
+    numbers = known[fitting[-1]]
+    return Peaks(bfloat16_tflops=numbers["bfloat16_tflops"], memory_gb_per_s=numbers["memory_gb_per_s"])
+
+
+def share(reached: float, peak: float | None) -> float | None:
+    """Of what is possible; None where that is not known."""
+    return None if peak is None else reached / peak
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise unless it holds.
+
+    Raises:
+        CheckError: with `what`.
+    """
+    if not holds:
+        raise CheckError(what)
+
+
+def require_close(what: str, error: float, bound: float) -> float:
+    """The error, at most the bound; NaN is not.
+
+    Raises:
+        CheckError: it is larger.
+    """
+    require(error <= bound, f"{what}: {error:.3g} off, {bound:.3g} allowed")
+    return error
+
+
+def device_name(device: Device) -> str:
+    """Of an accelerator as its driver says it; else the kind."""
+    at = device.torch_device
+    return str(torch.cuda.get_device_name(at)) if at.type == "cuda" else device.kind
+
+
+def record(piece: str, what: str, device: str) -> dict[str, Any]:
+    """What every piece's JSON says, whether it came to its end or not."""
+    return {
+        "piece": piece,
+        "what": what,
+        "device": device,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "tiny": False,
+        "seconds": 0.0,
+        "passed": False,
+        "figures": {},
+        "error": "",
+    }
+
+
+def _commit() -> str:
+    """Of the tree, "" where it is not a clone."""
+    command = ["git", "-C", str(FOLDER), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def title_of(doc: str | None) -> str:
+    """The first line of a docstring, without its full stop."""
+    return (doc or "").strip().splitlines()[0].rstrip(".")
+
+
+def main(run: Callable[[Place], Figures]) -> None:
+    """Run a piece as the command line says, write its JSON, and end with 0, or 1 where it failed."""
+    script = sys.modules["__main__"]
+    parser = argparse.ArgumentParser(description=script.__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu: as it runs in tests, in a tiny form")
+    parser.add_argument("--out", type=Path, required=True, help="file for the JSON")
+    args = parser.parse_args()
+    device = open_device(args.device)
+    place = Place(device=device, tiny=device.torch_device.index is None)
+    told = record(Path(str(script.__file__)).stem, title_of(script.__doc__), device_name(device))
+    told["tiny"] = place.tiny
+    start_s = time.monotonic()
+    try:
+        told["figures"] = dict(run(place))
+        told["passed"] = True
+    except Exception as error:  # noqa: BLE001  the boundary of the piece
+        traceback.print_exc()
+        told["error"] = f"{type(error).__name__}: {error}"
+    told["seconds"] = round(time.monotonic() - start_s, 1)
+    args.out.write_text(json.dumps(told, indent=1) + "\n")
+    sys.exit(0 if told["passed"] else FAILED)

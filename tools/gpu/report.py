@@ -1,0 +1,88 @@
+"""Writes docs/gpu.md from the JSONs that the pieces have left on an accelerator.
+
+    python tools/gpu/report.py [FOLDER]
+
+New JSONs of FOLDER go to tools/gpu/results first, which is committed; those of a CPU are refused. A piece that has no
+JSON there has a row that says so.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpu.piece import FOLDER
+from gpu.run import PIECES
+
+RESULTS: Final = FOLDER / "results"
+PAGE: Final = FOLDER.parents[1] / "docs" / "gpu.md"
+NOT_RUN: Final = "not run yet"
+HEAD: Final = """# On a GPU
+
+What was run on a GPU, when and on what; a row that says "not run yet" is code that no GPU has seen. The page is written
+by `python tools/gpu/report.py` from what `python tools/gpu/run.py` leaves; `tools/gpu/README.md` says how to run it.
+Each piece runs in a tiny form on a CPU in the tests.
+
+| piece | what | last run | on | passed |
+|---|---|---|---|---|
+"""
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """By piece."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return {told["piece"]: told for told in found}
+
+
+def take_results(folder: Path, into: Path = RESULTS) -> list[str]:
+    """Copy the JSONs of accelerators; the names of those refused."""
+    into.mkdir(exist_ok=True)
+    refused = []
+    for path in sorted(folder.glob("*.json")):
+        if json.loads(path.read_text())["tiny"]:
+            refused.append(path.name)
+        else:
+            shutil.copyfile(path, into / path.name)
+    return refused
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page."""
+    rows = [_row(name, what, results.get(name)) for name, what in PIECES.items()]
+    figures = [_figures(results[name]) for name in PIECES if name in results]
+    return HEAD + "\n".join(rows) + "\n" + "".join(figures)
+
+
+def _row(name: str, what: str, told: Mapping[str, Any] | None) -> str:
+    if told is None:
+        return f"| `{name}` | {what} | {NOT_RUN} | – | – |"
+    at = f" ({told['commit']})" if told["commit"] else ""
+    passed = "yes" if told["passed"] else "no: " + told["error"].splitlines()[0].replace("|", "/")
+    return f"| `{name}` | {what} | {told['date']}{at} | {told['device']}, torch {told['torch']} | {passed} |"
+
+
+def _figures(told: Mapping[str, Any]) -> str:
+    lines = [f"\n## {told['piece']}\n\n{told['what']}. {told['seconds']} s.\n\n| figure | value |\n|---|---|\n"]
+    lines += [f"| {name} | {_cell(value)} |\n" for name, value in told["figures"].items()]
+    return "".join(lines) if told["figures"] else ""
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "unknown peak of this device"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Take new results in, and write the page."""
+    for name in take_results(Path(sys.argv[1])) if len(sys.argv) > 1 else []:
+        print(f"{name} is of a CPU: left out")
+    PAGE.write_text(page(read_results()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A step of 0.6 B parameters at 8,192 tokens: tokens a second, and the share of the peak (MFU).
+
+A Qwen3 with random weights, products of the layers in bfloat16, 8 sequences of 1,024 tokens in one micro-batch, every
+token but the first a loss token; forward, backward and AdamW. Operations are those of the products and of causal
+attention; what is computed a second time does not count. Source: PaLM (arXiv:2204.02311), appendix B.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from gpu.decoding_speed import HEAD_SIZE, LAYERS, QUERY_HEADS, make_model, num_parameters
+from gpu.piece import Figures, Place, device_name, main, peaks_of, share
+from gpu.trainer_against_cpu import policy_gradient
+
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_types import TrainEngineConfig, TrainSequence
+
+
+def make_sequences(num: int, length: int) -> list[TrainSequence]:
+    """Random tokens."""
+    rng = np.random.default_rng(0)
+    extras = {"advantage": np.ones(length, np.float32)}
+    return [
+        TrainSequence(ids=rng.integers(3, 300, length).astype(np.int32), loss_mask=np.arange(length) > 0, extras=extras)
+        for _ in range(num)
+    ]
+
+
+def operations(num: int, length: int) -> float:
+    """Of a forward and a backward pass: 6 for each parameter and token, and 6 for each entry of a head's scores that
+    causal attention uses, times its size.
+    """
+    attention = 6 * LAYERS * QUERY_HEADS * HEAD_SIZE * num * length**2
+    return 6.0 * num_parameters() * num * length + attention
+
+
+def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | None]:
+    """One engine."""
+    num, length = 8, place.pick(16, 1024)
+    config = TrainEngineConfig(
+        model_path=str(folder),
+        device=place.name,
+        dtype="bfloat16",
+        learning_rate=1e-6,
+        max_tokens_per_microbatch=num * length,
+        options={"head_dtype": head_dtype},
+    )
+    engine = TorchTrainEngine.create(config)
+    sequences = make_sequences(num, length)
+    place.device.reset_peak_memory()
+
+    def step() -> None:
+        engine.forward_backward(sequences, policy_gradient)
+        engine.step()
+
+    passes_s = place.seconds(lambda: engine.forward_backward(sequences, policy_gradient))
+    step_s = place.seconds(step)
+    peak_gib = place.device.memory().peak_bytes / 2**30
+    engine.close()
+    peaks = peaks_of(device_name(place.device))
+    tflops = operations(num, length) / step_s / 1e12
+    name = f", head {head_dtype}"
+    speed = {f"tokens_per_s{name}": num * length / step_s, f"peak_gib{name}": peak_gib}
+    times = {f"step_s{name}": step_s, f"forward_backward_s{name}": passes_s}
+    if place.tiny:
+        return {**speed, **times}
+    mfu = share(tflops, peaks and peaks.bfloat16_tflops)
+    return {**speed, **times, f"tflops{name}": tflops, f"mfu{name}": mfu}
+
+
+def run(place: Place) -> Figures:
+    """Both formats of the head."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_model(Path(temporary) / "model", tiny=place.tiny)
+        return {**measure(place, folder, "float32"), **measure(place, folder, "bfloat16")}
+
+
+if __name__ == "__main__":
+    main(run)
