@@ -129,7 +129,8 @@ def test_the_flat_form_for_variable_length_kernels_says_the_same_as_rows(make_gr
     sequences = make_groups()
     pack = lay_out(sequences, plan_packs(sequences, budget=10**4, share_prompts=True)[0])
     plan = AttentionPlan(pack.segments, torch.device("cpu"))
-    index, queries, keys, longest_query, longest_key = plan.flat()
+    index, bounds = plan.flat()
+    queries, keys, longest_query, longest_key = vars(bounds).values()
     seen = {}
     for row in range(len(queries) - 1):
         row_keys = index[keys[row] : keys[row + 1]].tolist()

@@ -18,7 +18,6 @@ Shapes: T packed tokens, H query heads, K key heads, D head size, R rows, L quer
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from offbeat_training import Indices, Segment
+from offbeat_training import Indices, Segment, VarlenBounds, fits_varlen, varlen_attention
 from offbeat_types import ModelError
 
 Made = TypeVar("Made")
@@ -82,8 +81,8 @@ class AttentionPlan:
         """Each segment as a row whose keys are its parent's tokens and its own, masked."""
         return self._once(("joined", window), lambda: self._joined_rows(window))
 
-    def flat(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """Unpadded form: keys [sum K] int64, cumulative queries and keys [S + 1] int32, longest of each."""
+    def flat(self) -> tuple[Tensor, VarlenBounds]:
+        """Unpadded form: packed index [sum K] int64 of every segment's keys, and where segments begin and end."""
         return self._once("flat", self._flat)
 
     def _once(self, name: Any, make: Callable[[], Made]) -> Made:
@@ -118,13 +117,13 @@ class AttentionPlan:
             blocks.append(self._rows(bucket, keys, mask))
         return blocks
 
-    def _flat(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    def _flat(self) -> tuple[Tensor, VarlenBounds]:
         keys = [_key_indices(self.segments, segment) for segment in self.segments]
         queries = [segment.length for segment in self.segments]
         lengths = [len(key) for key in keys]
         cumulative = [np.cumsum([0, *each]).astype(np.int32) for each in (queries, lengths)]
-        index, *bounds = (self._tensor(each) for each in (np.concatenate(keys), *cumulative))
-        return index, bounds[0], bounds[1], max(queries), max(lengths)
+        index, *both = (self._tensor(each) for each in (np.concatenate(keys), *cumulative))
+        return index, VarlenBounds(queries=both[0], keys=both[1], longest_query=max(queries), longest_key=max(lengths))
 
     def _rows(self, queries: Sequence[tuple[int, int]], keys: Sequence[Any], mask: Any = None) -> Rows:
         query_RL, lengths = _pad([np.arange(start, start + length) for start, length in queries])
@@ -185,7 +184,6 @@ def _joined_mask(queries: Sequence[int], keys: Sequence[int], window: int | None
 
 
 ATTENTION_NAME = "offbeat_packed"
-MAX_FLASH_HEAD_SIZE = 256
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -233,8 +231,10 @@ def packed_attention(
         out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
             query.to(floats), key.to(floats), value.to(floats), plan, scale
         )
-    elif kernel == "varlen" and _fits_varlen(query, value):
-        out = _varlen(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
+    elif kernel == "varlen" and fits_varlen(query.shape[-1], value.shape[-1], value.dtype):
+        index, bounds = plan.flat()
+        key, value = key.to(value.dtype).index_select(0, index), value.index_select(0, index)
+        out = varlen_attention(query.to(value.dtype), key, value, bounds, scale=scale, window=window)
     else:
         out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
     return out.to(value.dtype)[None], None
@@ -360,38 +360,3 @@ def _masked_rows(
         parts.append(_unpad(out, rows))
         tokens.append(rows.token)
     return torch.cat(parts).index_select(0, torch.cat(tokens).argsort())
-
-
-def _fits_varlen(query_THD: Tensor, value_TKD: Tensor) -> bool:
-    """Source: torch 2.11 and 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd."""
-    size = query_THD.shape[-1]
-    return (
-        size == value_TKD.shape[-1]
-        and size % 8 == 0
-        and size <= MAX_FLASH_HEAD_SIZE
-        and value_TKD.dtype in (torch.float16, torch.bfloat16)
-    )
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
-    """Torch's variable-length flash attention, causal from the end of the keys."""
-    from torch.nn.attention import varlen
-
-    # Before torch 2.13 the call has no such argument, and takes fewer key heads without it.
-    is_told = "enable_gqa" in signature(varlen.varlen_attn).parameters
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if is_told else {}
-    index, queries, keys, longest_query, longest_key = plan.flat()
-    out = varlen.varlen_attn(
-        query.contiguous(),
-        key.index_select(0, index),
-        value.index_select(0, index),
-        queries,
-        keys,
-        longest_query,
-        longest_key,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and none after it
-        **grouped,
-    )
-    assert isinstance(out, Tensor)
-    return out

@@ -57,6 +57,7 @@ from offbeat_training._trainer_state import (
     random_state,
     write_state,
 )
+from offbeat_training._varlen import VarlenBounds, fits_varlen, varlen_attention
 
 __all__ = [
     "ADAPTER_FILE",
@@ -85,6 +86,7 @@ __all__ = [
     "TensorFolder",
     "TrainerRanks",
     "TrainerState",
+    "VarlenBounds",
     "VocabularyPart",
     "adapter_shapes",
     "add_lora",
@@ -92,6 +94,7 @@ __all__ = [
     "check_adapter_folder",
     "clip_gradients",
     "describe_part",
+    "fits_varlen",
     "idle_micro_batch",
     "initial_adapters",
     "lay_out",
@@ -113,6 +116,7 @@ __all__ = [
     "spec_of",
     "stage",
     "token_logprobs",
+    "varlen_attention",
     "whole_box",
     "with_loss_tokens",
     "without_lora",

@@ -1,0 +1,83 @@
+"""Attention over sequences of different lengths that lie one after the other: torch's variable-length flash attention.
+
+Shapes: T queries and K keys of all sequences, H query heads, G key heads, D head size, S sequences.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+MAX_FLASH_HEAD_SIZE: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenBounds:
+    """Where sequences begin and end.
+
+    Args:
+        queries: [S + 1] int32, cumulative numbers of queries.
+        keys: [S + 1] int32, cumulative numbers of keys.
+        longest_query: most queries of a sequence.
+        longest_key: most keys of a sequence.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+
+def fits_varlen(head_size: int, value_size: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes heads of this size in this format.
+
+    Source: torch 2.11 to 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd.
+    """
+    fits_size = head_size == value_size and head_size % 8 == 0 and head_size <= MAX_FLASH_HEAD_SIZE
+    return fits_size and dtype in (torch.float16, torch.bfloat16)
+
+
+def varlen_attention(
+    query_THD: Tensor, key_KGD: Tensor, value_KGD: Tensor, bounds: VarlenBounds, *, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention within each sequence, its last query aligned with its last key. Needs a GPU.
+
+    Args:
+        query_THD: float16 or bfloat16, like the others.
+        key_KGD: H is a multiple of G.
+        value_KGD: like the keys.
+        bounds: of the sequences.
+        scale: factor on the scores.
+        window: most keys that a query sees, its own included; None: all of them.
+
+    Returns:
+        [T, H, D].
+    """
+    from torch.nn.attention import varlen
+
+    more: dict[str, Any] = {}
+    if _takes_enable_gqa(varlen.varlen_attn):
+        more["enable_gqa"] = query_THD.shape[1] != key_KGD.shape[1]
+    out = varlen.varlen_attn(
+        query_THD.contiguous(),
+        key_KGD,
+        value_KGD,
+        bounds.queries,
+        bounds.keys,
+        bounds.longest_query,
+        bounds.longest_key,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and none after it
+        **more,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+@cache
+def _takes_enable_gqa(function: Any) -> bool:
+    """Before torch 2.13 there is no such argument, and fewer key heads are taken without it."""
+    return "enable_gqa" in signature(function).parameters
