@@ -44,8 +44,11 @@ MAX_AT_ONCE: Final = 8
 PER_TEST_TIMEOUT_S: Final = 120
 BY_DAY_AND_NIGHT: Final = "nightly or not nightly"
 OLDEST_TORCH: Final = "2.11.0"
-# What the tests of offbeat-liveness use; offbeat-mesh itself wants a newer torch, and only lends its names here.
-BESIDE_LIVENESS: Final = {"liveness", "mesh", "testing", "types"}
+# Whose suites run with it: machines with a GPU often hold it, and some can fetch no other.
+ON_OLDEST_TORCH: Final = frozenset(
+    ("types", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
+)
+BESIDE_OLDEST_TORCH: Final = {*ON_OLDEST_TORCH, "data", "placement", "recipes", "run", "testing"}
 TEST_TOOLS: Final = (
     *("aiohttp", "httpx", "requests", "hypothesis", "openai>=3.50", "pillow"),
     *("pytest>=9", "pytest-asyncio>=1.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8"),
@@ -339,16 +342,27 @@ def zoo(session: nox.Session) -> None:
     pytest(session, "zoo", "tests/nightly/test_healthy_frameworks.py", bin_folder=venv / "bin")
 
 
-@nox.session(tags=["nightly"], default=False)
-def oldest_torch(session: nox.Session) -> None:
-    """offbeat-liveness with the oldest torch that it supports, which machines with a GPU often hold."""
+def oldest_torch_environment(session: nox.Session) -> Path:
+    """An environment with the oldest torch, without the pins of the lock, which hold another; its bin folder."""
     venv = NOX / "oldest-torch"
-    run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
-    command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}")
-    run(session, *command, f"torch=={OLDEST_TORCH}", "numpy", "msgspec", *TEST_TOOLS)
-    own = [f"--editable={package.folder}" for package in PACKAGES if package.key in BESIDE_LIVENESS]
-    run(session, *command, "--no-deps", *own)
-    pytest(session, "oldest-torch", "packages/liveness/tests", bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
+
+    def make() -> None:
+        run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
+        own = [f"--editable={package.folder}" for package in PACKAGES if package.key in BESIDE_OLDEST_TORCH]
+        command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}")
+        run(session, *command, f"torch=={OLDEST_TORCH}", *own, *TEST_TOOLS)
+
+    make_once(venv, make)
+    return venv / "bin"
+
+
+@nox.session(tags=["nightly"], default=False)
+@nox.parametrize("package", by_package([package for package in PACKAGES if package.key in ON_OLDEST_TORCH]))
+def oldest_torch(session: nox.Session, package: Package) -> None:
+    """Tests of one package with the oldest torch that it supports."""
+    bin_folder = oldest_torch_environment(session)
+    marks = BY_DAY_AND_NIGHT if package.key == "liveness" else "not nightly"
+    pytest(session, f"oldest-torch-{package.key}", package.folder / "tests", bin_folder=bin_folder, marks=marks)
 
 
 @nox.session(default=False)
