@@ -24,7 +24,7 @@ OTHERS: Final = (
     *("plotly", "narwhals", "tensorboardX", "protobuf"),
 )
 """Imported by ours, and needed by neither torch nor transformers; at the versions of the lock."""
-LEFT_OUT: Final = frozenset({"npu", "rollout-vllm", "rollout-trtllm", "engine-megatron", "sft-app"})
+LEFT_OUT: Final = frozenset({"rollout-vllm", "rollout-trtllm", "engine-megatron", "sft-app"})
 """No piece imports these."""
 MAX_BYTES: Final = 60 * 10**6
 
