@@ -6,16 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_engine_megatron._layout import Parallel
+from offbeat_engine_megatron._layout import Parallel, plan_layout
 from offbeat_engine_megatron._packing import (
+    attend,
+    causal_runs,
     cut,
     gather_values,
     lay_out_all,
     token_logprobs,
     zigzag,
 )
+from offbeat_testing import tiny_model
 from offbeat_training import Family
-from offbeat_types import TrainSequence
+from offbeat_types import TrainEngineConfig, TrainSequence
 
 
 def sequences_of(lengths, seed=0):
@@ -63,6 +66,80 @@ def test_the_ranks_answers_laid_end_to_end_are_those_of_the_pack(lengths, parall
 def test_the_zigzag_gives_each_rank_the_chunks_that_mirror_each_other():
     assert zigzag((8, 4), 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert zigzag((8, 4), 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+def dense_attention(query, key, value, lengths, scale):
+    """[T, H, D] of the whole pack, with one mask for all of it."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    order = torch.arange(len(owner))
+    seen = (owner[:, None] == owner) & (order[:, None] >= order)
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+def varlen_as_documented(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    """What torch says that `varlen_attn` computes, causal from the end of each sequence's keys."""
+    assert window_size == (-1, 0)
+    parts = []
+    for n in range(len(cu_q) - 1):
+        q, (k, v) = query[cu_q[n] : cu_q[n + 1]], (each[cu_k[n] : cu_k[n + 1]] for each in (key, value))
+        assert len(q) <= max_q
+        assert len(k) <= max_k
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kernel", ["runs", "varlen"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_runs_of_all_ranks_attend_as_one_mask_over_the_pack_does(num_ranks, kernel, monkeypatch):
+    """In float64, with the gradients of queries, keys and values; varlen needs a GPU: here by what it documents."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_as_documented)
+    lengths = tuple(2 * num_ranks * chunks for chunks in (3, 1, 5))
+    draw = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(sum(lengths), heads, 8, dtype=torch.float64, generator=draw).requires_grad_() for heads in (4, 2, 2)
+    ]
+    places = [torch.as_tensor(zigzag(lengths, rank, num_ranks)) for rank in range(num_ranks)]
+    end_to_end = torch.cat(places)
+    gathered_T = end_to_end.argsort() if num_ranks > 1 else None
+    query, key, value = tensors
+    found = torch.empty_like(query)
+    for rank, place in enumerate(places):
+        runs = causal_runs(lengths, gathered_T, rank, num_ranks)
+        own = slice(None) if runs.key_K is None else end_to_end[runs.key_K]
+        found = found.index_copy(0, place, attend(query[place], key[own], value[own], runs, scale=0.3, kernel=kernel))
+        assert sum(runs.num_keys) * 2 * num_ranks == (2 * num_ranks + 1) * sum(lengths) or num_ranks == 1
+    wanted = dense_attention(*tensors, lengths, 0.3)
+    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=draw)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad((each * weights).sum(), tensors) for each in (found, wanted)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_size", "asked", "wanted"),
+    [
+        ("varlen", "bfloat16", 32, "auto", "varlen"),
+        ("varlen", "bfloat16", 32, "runs", "runs"),
+        ("varlen", "bfloat16", 36, "auto", "runs"),
+        ("varlen", "float32", 32, "auto", "runs"),
+        ("split", "bfloat16", 32, "auto", "runs"),
+    ],
+)
+def test_flash_attention_is_taken_where_device_and_format_have_it(
+    device, dtype, head_size, asked, wanted, tmp_path, monkeypatch
+):
+    folder = tiny_model(tmp_path / "model", "qwen3", config={"head_dim": head_size})
+    monkeypatch.setattr("offbeat_mesh._cpu.CpuDevice.packed_attention", device)
+    config = TrainEngineConfig(
+        model_path=str(folder), device="cpu", dtype=dtype, options={"attention": asked, "tensor_parallel": 2}
+    )
+    assert str(plan_layout(config, 2)) == f"tp 2, attention by {wanted}"
 
 
 def test_interleaved_stages_get_packs_of_one_length():

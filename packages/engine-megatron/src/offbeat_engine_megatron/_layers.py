@@ -43,10 +43,9 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat_engine_megatron._layout import MegatronEngineOptions
-from offbeat_engine_megatron._packing import MtpInputs, PassInputs
+from offbeat_engine_megatron._packing import CausalRuns, MtpInputs, PassInputs, attend, causal_runs
 from offbeat_engine_megatron._weights import Slot
 from offbeat_mesh import Group, Mesh
 from offbeat_training import ImageProcessor
@@ -60,9 +59,10 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
         lengths: of the whole sequences, each a multiple of twice the context parallel ranks.
         gathered_T: for each packed token its place in the ranks' tokens laid end to end; None for one rank.
         device: where the boundaries lie.
+        kernel: of attention, see `attend`.
     """
 
-    def __init__(self, lengths: tuple[int, ...], gathered_T: Tensor | None, device: torch.device) -> None:
+    def __init__(self, lengths: tuple[int, ...], gathered_T: Tensor | None, device: torch.device, kernel: str) -> None:
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         super().__init__(
             qkv_format="thd",
@@ -71,7 +71,15 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
-        self.lengths, self.gathered_T = lengths, gathered_T
+        self.lengths, self.kernel = lengths, kernel
+        self._gathered_T, self._device = gathered_T, device
+        self._runs: CausalRuns | None = None
+
+    def runs(self, cp_group: Any) -> CausalRuns:
+        """Of this rank of the group; made by the first layer that asks."""
+        if self._runs is None:
+            self._runs = causal_runs(self.lengths, self._gathered_T, cp_group.rank(), cp_group.size(), self._device)
+        return self._runs
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -99,34 +107,16 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 f"each sequence of a pack needs a multiple of {2 * cp} tokens, of which this rank holds 1 in {cp}: "
                 f"got lengths {lengths} and {len(query_LHD)} tokens"
             )
-        if cp > 1:
-            key_LKD = self._gather(key_LKD, packed_seq_params.gathered_T)
-            value_LKD = self._gather(value_LKD, packed_seq_params.gathered_T)
-        heads = query_LHD.shape[1] // key_LKD.shape[1]
-        key, value = (torch.split(each.repeat_interleave(heads, 1), list(lengths)) for each in (key_LKD, value_LKD))
-        query = torch.split(query_LHD, [length // cp for length in lengths])
-        parts = [self._attend(*each) for each in zip(query, key, value, strict=True)]
-        return torch.cat(parts).flatten(1)
+        runs = packed_seq_params.runs(self.cp_group)
+        if runs.key_K is not None:
+            key_LKD, value_LKD = (self._gather(each, runs.key_K) for each in (key_LKD, value_LKD))
+        kernel = packed_seq_params.kernel
+        return attend(query_LHD, key_LKD, value_LKD, runs, scale=self.scale, kernel=kernel).flatten(1)
 
-    def _gather(self, x_LKD: Tensor, gathered_T: Tensor) -> Tensor:
-        """All ranks' tokens, in the order of the pack."""
+    def _gather(self, x_LKD: Tensor, key_K: Tensor) -> Tensor:
+        """Of all ranks' tokens those that this rank's runs see."""
         everywhere: Tensor = gather_from_sequence_parallel_region(x_LKD, group=self.cp_group)  # backward adds up
-        return everywhere.index_select(0, gathered_T)
-
-    def _attend(self, query_lHD: Tensor, key_tHD: Tensor, value_tHD: Tensor) -> Tensor:
-        """One sequence: [l, H, D]."""
-        query, key, value = (each.transpose(0, 1)[None] for each in (query_lHD, key_tHD, value_tHD))
-        whole = len(query_lHD) == len(key_tHD)
-        mask = None if whole else self._mask(len(query_lHD), len(key_tHD), query_lHD.device)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=whole, scale=self.scale)
-        return out[0].transpose(0, 1)
-
-    def _mask(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """[l, t] bool: which keys the queries of this rank's two chunks may see."""
-        cp, rank, chunk = self.cp_group.size(), self.cp_group.rank(), num_queries // 2
-        within = torch.arange(chunk, device=device)
-        position = torch.cat([rank * chunk + within, (2 * cp - 1 - rank) * chunk + within])
-        return position[:, None] >= torch.arange(num_keys, device=device)[None]
+        return everywhere.index_select(0, key_K)
 
 
 class SequenceNorm(torch.nn.RMSNorm):

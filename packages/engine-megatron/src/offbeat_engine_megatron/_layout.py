@@ -10,7 +10,8 @@ from typing import Any, Final, Self
 import torch
 
 from offbeat_engine_megatron._shape import ModelShape, read_model
-from offbeat_mesh import open_device
+from offbeat_mesh import Device, open_device
+from offbeat_training import fits_varlen
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 
 
@@ -34,6 +35,12 @@ class MegatronEngineOptions:
     )
     overlap_param_gather: bool = setting(
         False, "Gather updated weights while the next pass computes; needs distributed_optimizer, overlap_grad_reduce."
+    )
+    attention: str = setting(
+        "auto",
+        "Kernel: varlen, one flash attention call for a pack, where device and format have it; or runs, one call for "
+        "each sequence.",
+        choices=("auto", "runs"),
     )
     mtp_layers: int = setting(
         0, "Layers behind the model that predict later tokens; made anew where model_path holds none.", "layers", ge=0
@@ -223,6 +230,12 @@ class Plan:
         """Of the weights that the model computes with."""
         return _FORMATS[self.config.dtype]
 
+    def attention(self, device: Device) -> str:
+        """The kernel of attention on this device: "varlen" or "runs"."""
+        suits = device.packed_attention == "varlen"
+        fits = fits_varlen(self.shape.head_size, self.shape.head_size, self.dtype)
+        return "varlen" if self.options.attention == "auto" and suits and fits else "runs"
+
 
 def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -> Plan:
     """Check everything that can be checked without megatron-core and without other ranks.
@@ -260,10 +273,11 @@ def _check_tower(shape: ModelShape, config: TrainEngineConfig, options: Megatron
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """How so many ranks will share the model; see `offbeat_types.TrainBackend.plan`."""
-    open_device(config.device)
+    device = open_device(config.device)
     plan = plan_engine(config, {"dp": num_ranks, "cp": 1, "tp": 1, "pp": 1, "ep": 1})
     sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
-    layout = TrainLayout(**sizes, zero_stage=int(plan.options.distributed_optimizer))
+    kernels = f"attention by {plan.attention(device)}"
+    layout = TrainLayout(**sizes, zero_stage=int(plan.options.distributed_optimizer), kernels=kernels)
     if config.dtype == "float32":
         return layout
     return replace(layout, weight_bytes=plan.dtype.itemsize, optimizer_bytes=12)  # a float32 copy beside the moments

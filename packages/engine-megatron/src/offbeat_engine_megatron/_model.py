@@ -100,6 +100,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             **megatron,
         )
         self.mtp_loss, self.visual = mtp_loss, tower
+        self.attention = plan.attention(mesh.device)
         self.settings = HeadSettings(
             tp=mesh.group("tp"),
             cp=mesh.group("cp"),
@@ -125,7 +126,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
-        packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device)
+        packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device, self.attention)
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
         deeper: Tensor | None = None
         if self.visual is not None and asked.pixels_PC is not None:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import offbeat_training as training
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_mesh import Group
-from offbeat_training import ImageInputs, Indices, MicroBatch, Share
+from offbeat_training import ImageInputs, Indices, MicroBatch, Share, VarlenBounds, varlen_attention
 from offbeat_types import TrainSequence
 
 
@@ -229,3 +230,83 @@ class _Gathered(torch.autograd.Function):
         everywhere = grads[0].new_zeros(*grads[0].shape[:-1], size)
         everywhere.index_copy_(-1, place, grads[0])
         return everywhere[..., start : start + count], None, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalRuns:
+    """Which keys the queries of one context parallel rank see: runs of queries, each aligned with the end of its keys.
+
+    Alone a rank has a run for each sequence; else two, for the two chunks that it holds of each: the keys of a chunk
+    are those of the sequence up to the chunk's own end.
+
+    Args:
+        num_queries: of each run; together the rank's tokens in their order.
+        num_keys: of each run.
+        key_K: place of every run's keys, run after run, in the ranks' tokens laid end to end; None: the rank's own.
+        bounds: of the runs.
+    """
+
+    num_queries: tuple[int, ...]
+    num_keys: tuple[int, ...]
+    key_K: Tensor | None
+    bounds: VarlenBounds
+
+
+def causal_runs(
+    lengths: Sequence[int], gathered_T: Tensor | None, rank: int, num_ranks: int, device: torch.device | None = None
+) -> CausalRuns:
+    """Of one of the ranks that share a pack.
+
+    Args:
+        lengths: of the whole sequences, each a multiple of twice the ranks where there are several.
+        gathered_T: see `PassInputs`.
+        rank: in [0, num_ranks).
+        num_ranks: that share the pack.
+        device: of the rank; None for main memory.
+    """
+    parts = 2 * num_ranks if num_ranks > 1 else 1
+    held = (rank, 2 * num_ranks - 1 - rank) if num_ranks > 1 else (0,)
+    queries = [length // parts for length in lengths for _ in held]
+    keys = [(number + 1) * length // parts for length in lengths for number in held]
+    key_K = None
+    if gathered_T is not None:
+        starts = np.repeat(np.cumsum([0, *lengths[:-1]]), len(held))
+        packed_K = np.concatenate([start + np.arange(num) for start, num in zip(starts, keys, strict=True)])
+        key_K = gathered_T.index_select(0, torch.as_tensor(packed_K, device=device))
+    both = [torch.as_tensor(np.cumsum([0, *each]), dtype=torch.int32, device=device) for each in (queries, keys)]
+    bounds = VarlenBounds(queries=both[0], keys=both[1], longest_query=max(queries), longest_key=max(keys))
+    return CausalRuns(num_queries=tuple(queries), num_keys=tuple(keys), key_K=key_K, bounds=bounds)
+
+
+def attend(
+    query_LHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, runs: CausalRuns, *, scale: float, kernel: str
+) -> Tensor:
+    """Causal attention of each run: [L, H, D].
+
+    Args:
+        query_LHD: of this rank.
+        key_KGD: of the runs, one after the other.
+        value_KGD: like the keys.
+        runs: of this rank.
+        scale: factor on the scores.
+        kernel: "varlen", one call for all runs; or "runs", a call for each, with a mask of its queries and keys where
+            there are fewer queries.
+    """
+    if kernel == "varlen":
+        return varlen_attention(query_LHD, key_KGD, value_KGD, runs.bounds, scale=scale, window=None)
+    heads = query_LHD.shape[1] // key_KGD.shape[1]
+    key, value = (each.repeat_interleave(heads, 1).split(runs.num_keys) for each in (key_KGD, value_KGD))
+    query = query_LHD.split(runs.num_queries)
+    return torch.cat([_attend_run(*each, scale) for each in zip(query, key, value, strict=True)])
+
+
+def _attend_run(query_lHD: Tensor, key_kHD: Tensor, value_kHD: Tensor, scale: float) -> Tensor:
+    """[l, H, D]."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query_lHD, key_kHD, value_kHD))
+    num_queries, num_keys = len(query_lHD), len(key_kHD)
+    whole, mask = num_queries == num_keys, None
+    if not whole:
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_lHD.device)
+        mask = seen.tril(num_keys - num_queries)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=whole, scale=scale)
+    return out[0].transpose(0, 1)

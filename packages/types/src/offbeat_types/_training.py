@@ -172,6 +172,7 @@ class TrainLayout:
         weight_bytes: of one weight that the model computes with.
         gradient_bytes: of one gradient that is kept until the step.
         optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
+        kernels: what computes on the device, in words, where the backend has a choice.
     """
 
     dp: int = 1
@@ -183,6 +184,7 @@ class TrainLayout:
     weight_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
+    kernels: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -199,7 +201,8 @@ class TrainLayout:
 
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
-        return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+        shared = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+        return ", ".join(filter(None, (shared, self.kernels)))
 
 
 class TrainBackend(Protocol):
