@@ -192,8 +192,16 @@ class OptimizerState:
             main.copy_(values.reshape(-1)[start:stop].view_as(main))
 
     def count_steps(self, steps_taken: int) -> None:
-        """Set Adam's own count, a tensor for each parameter: it is counted up in place."""
+        """Set Adam's own count.
+
+        torch's has a tensor for each parameter, which is counted up in place. The fused ones, which megatron-core takes
+        where TransformerEngine or Apex is installed, have one for each group and nothing of the kind in their state.
+        Source: TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py (`step`, `state_dict`).
+        """
         for each in self._each:
+            if not isinstance(each.optimizer, torch.optim.Adam):  # of which AdamW is one
+                _count_groups(each.optimizer, steps_taken)
+                continue
             for main in each.get_parameters():
                 each.optimizer.state[main]["step"] = torch.tensor(float(steps_taken))
 
@@ -224,6 +232,16 @@ class OptimizerState:
         group, order = owner.model_param_group_index_map[parameter]
         span = owner._get_model_param_range_map(parameter)["param"]
         return owner.optimizer, owner.optimizer.param_groups[group]["params"][order], span.start, span.end
+
+
+def _count_groups(fused: Any, steps_taken: int) -> None:
+    """Groups without parameters are not counted; one that a CUDA graph can hold counts on the device."""
+    for group in fused.param_groups:
+        if not group["params"]:
+            continue
+        on_device = getattr(fused, "capturable", False)
+        device = group["params"][0].device
+        group["step"] = torch.tensor([steps_taken], dtype=torch.int, device=device) if on_device else steps_taken
 
 
 def _parameters_of(optimizer: Any) -> list[Any]:
