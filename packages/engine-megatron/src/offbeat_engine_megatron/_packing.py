@@ -295,8 +295,8 @@ def attend(
     if kernel == "varlen":
         return varlen_attention(query_LHD, key_KGD, value_KGD, runs.bounds, scale=scale, window=None)
     heads = query_LHD.shape[1] // key_KGD.shape[1]
-    key, value = (each.repeat_interleave(heads, 1).split(runs.num_keys) for each in (key_KGD, value_KGD))
-    query = query_LHD.split(runs.num_queries)
+    key, value = (torch.split(each.repeat_interleave(heads, 1), list(runs.num_keys)) for each in (key_KGD, value_KGD))
+    query = torch.split(query_LHD, list(runs.num_queries))
     return torch.cat([_attend_run(*each, scale) for each in zip(query, key, value, strict=True)])
 
 
