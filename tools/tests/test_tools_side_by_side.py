@@ -28,7 +28,8 @@ def test_an_interrupt_ends_what_runs(tmp_path):
     started = tmp_path / "started"
     sleeps = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     program = (
-        "import sys; from side_by_side import run_side_by_side; "
+        "import signal, sys; from side_by_side import run_side_by_side; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background jobs ignore it
         f"run_side_by_side({{'sleeps': [sys.executable, '-c', {sleeps!r}]}}, 1)"
     )
     tools = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

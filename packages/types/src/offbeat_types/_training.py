@@ -6,7 +6,7 @@ Shapes: T tokens of one sequence, N loss tokens of one micro-batch (packed, no p
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -184,7 +184,7 @@ class TrainLayout:
     weight_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
-    kernels: str = ""
+    kernels: str = field(default="", compare=False)
 
     @property
     def num_ranks(self) -> int:
