@@ -15,6 +15,9 @@ of the whole sync, from the call to the last proof; trainer and engine are two p
     write      a plain file of as many bytes, written and fsynced, on the same disk
     read       the same file, read after its pages were dropped from the cache
 
+`adapter` and `changes` bring less than all weights (a LoRA adapter of rank 16; the 3 % of the elements that have
+changed): their floor is a sync of all weights, so the ratio says how many times faster they are.
+
 On a machine that does other things too, run it at real-time priority: chrt -f 5 python tools/bench/weightsync.py ...
 
 Floor and sync take turns; the ratio is that of the medians, and that of the fastest of each.
@@ -50,12 +53,23 @@ from bench.weightsync_floors import (
     whole,
     write_plain,
 )
-from bench.weightsync_peers import Peer, be_broadcast_engine, be_shared_memory_engine, be_tcp_engine, take
+from bench.weightsync_payloads import adapter_tensors, flips, told_bytes
+from bench.weightsync_peers import (
+    Peer,
+    be_broadcast_engine,
+    be_payload_engine,
+    be_shared_memory_engine,
+    be_tcp_engine,
+    take,
+)
 
 from offbeat_mesh import Mesh, join_world
 from offbeat_weightsync import (
+    BucketPlan,
     SharedMemorySender,
+    WeightCopy,
     broadcast_weights,
+    describe_tensors,
     new_address,
     new_socket_path,
     open_sender,
@@ -69,13 +83,20 @@ class Times:
     """Seconds of each repeat, by what was measured: "sync" and floors."""
 
     num_bytes: int
+    sync_bytes: int = 0  # where a sync brings fewer than its floor
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def measure(self, what: str, function: Callable[[], object]) -> None:
         """Run once."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         function()
+        self.cpu_seconds.setdefault(what, []).append(time.process_time() - cpu_start)
         self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+
+
+def _warm_median(seconds: list[float]) -> float:
+    return statistics.median(seconds[1:] or seconds)
 
 
 def rows_of(size: str, transport: str, times: Times) -> Iterator[Row]:
@@ -90,11 +111,14 @@ def rows_of(size: str, transport: str, times: Times) -> Iterator[Row]:
             "size": size,
             "transport": transport,
             "sync_s": sync_s,
-            "sync_gb_per_s": times.num_bytes / sync_s / 1e9,
+            "sync_mb": (times.sync_bytes or times.num_bytes) / 1e6,
+            "sync_gb_per_s": (times.sync_bytes or times.num_bytes) / sync_s / 1e9,
             "floor": floor,
             "floor_gb_per_s": times.num_bytes / statistics.median(warm) / 1e9,
             "ratio_of_medians": statistics.median(warm) / sync_s,
             "ratio_of_fastest": min(warm) / min(sync),
+            "trainers_cpu_ms": 1e3 * _warm_median(times.cpu_seconds["sync"]),
+            "trainers_cpu_ratio": _warm_median(times.cpu_seconds[floor]) / _warm_median(times.cpu_seconds["sync"]),
         }
 
 
@@ -171,10 +195,43 @@ def time_disk_read(weights: Weights, times: Times, repeats: int) -> None:
             times.measure("sync", read)
 
 
+def time_adapter(weights: Weights, times: Times, repeats: int) -> None:
+    """A LoRA adapter alone, by shared memory; the floor is a sync of all weights."""
+    adapter = adapter_tensors(weights.size)
+    plan = BucketPlan.build(describe_tensors(adapter.items()))
+    times.sync_bytes = plan.num_bytes
+    both = BucketPlan.build([*weights.plan.specs, *plan.specs])
+    with (
+        SharedMemorySender(new_socket_path(), both, deadline_s=DEADLINE_S) as sender,
+        Peer(be_payload_engine, sender.address, weights.size, repeats, "adapter"),
+    ):
+        for version in range(repeats):
+            whole_sync = partial(sender.send, weights.tensors.items(), 2 * version, 1, plan=weights.plan)
+            times.measure("all weights", whole_sync)
+            times.measure("sync", partial(sender.send, adapter.items(), 2 * version + 1, 1, plan=plan))
+
+
+def time_changes(host: str, weights: Weights, times: Times, repeats: int) -> None:
+    """Changed elements alone; the floor is a sync of all weights by the same transport. The first brings all."""
+    copy, flip = WeightCopy(repeats), flips(weights.tensors)
+    with (
+        open_sender(new_address(host), weights.plan, deadline_s=DEADLINE_S) as sender,
+        Peer(be_payload_engine, sender.address, weights.size, repeats, "changes"),
+    ):
+        for version in range(repeats):
+            flip()
+            times.measure("all weights", partial(sender.send, weights.tensors.items(), 2 * version, 1))
+            times.measure("sync", partial(sender.send, weights.tensors.items(), 2 * version + 1, 1, copy=copy))
+    times.sync_bytes = told_bytes(weights.tensors, flip)
+
+
 TRANSPORTS: dict[str, Callable[[Weights, Times, int], None]] = {
     "shared-memory": time_shared_memory,
     "tcp": time_tcp,
     "broadcast": time_broadcast,
+    "adapter": time_adapter,
+    "changes": partial(time_changes, ""),
+    "changes-tcp": partial(time_changes, "127.0.0.1"),
     "disk-write": time_disk_write,
     "disk-read": time_disk_read,
 }

@@ -14,9 +14,10 @@ from bench.weightsync_floors import (
     receive_all,
     whole,
 )
+from bench.weightsync_payloads import adapter_tensors
 
 from offbeat_mesh import Mesh, join_world
-from offbeat_weightsync import ArrivingStream, receive, receive_broadcast
+from offbeat_weightsync import ArrivingStream, WeightCopy, receive, receive_broadcast
 
 
 class Peer:
@@ -75,6 +76,20 @@ def be_tcp_engine(commands: Connection, address: str, plain_port: int, size: str
             commands.send("received")
             with receive(address, version, DEADLINE_S) as stream:
                 take(weights, stream)
+
+
+def be_payload_engine(commands: Connection, address: str, size: str, repeats: int, payload: str) -> None:
+    """Take all weights and a payload in turns."""
+    weights = Weights(size)
+    held = adapter_tensors(size) if payload == "adapter" else weights.tensors
+    copy = WeightCopy() if payload == "changes" else None
+    commands.send("ready")
+    for version in range(repeats):
+        with receive(address, 2 * version, DEADLINE_S) as stream:
+            take(weights, stream)
+        with receive(address, 2 * version + 1, DEADLINE_S, copy=copy) as stream:
+            stream.load(held.__getitem__)
+            stream.confirm(stream.prove(held.__getitem__))
 
 
 def be_broadcast_engine(commands: Connection, address: str, plain_port: int, size: str, repeats: int) -> None:

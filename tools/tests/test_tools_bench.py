@@ -118,6 +118,7 @@ def test_every_transport_of_weights_is_measured_beside_its_floor(tmp_path):
         *(("shared-memory", floor) for floor in ("memcpy", "tensors", "two-copy")),
         *(("broadcast", "loopback"), ("broadcast", "gloo"), ("tcp", "loopback")),
         *(("disk-write", "write"), ("disk-read", "read")),
+        *((payload, "all weights") for payload in ("adapter", "changes", "changes-tcp")),
     }
     assert all(row["ratio_of_fastest"] > 0 for row in rows)
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from grpo_async_app._run.engines import Engine, Engines, EngineSpeeds
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.sampling import Scored, Validation
 from grpo_async_app._run.scaling import take_asked_engines
-from grpo_async_app._run.weights import bring_weights, transfer_weights
+from grpo_async_app._run.weights import WeightOffer, bring_weights, transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_async_policy import AsyncPolicy
@@ -38,6 +40,7 @@ from offbeat_types import (
     SamplingParams,
     Trajectory,
     VersionSegment,
+    WeightPart,
     WeightSyncError,
 )
 
@@ -123,19 +126,38 @@ def test_an_engine_that_ends_while_it_fetches_weights_keeps_no_trainer_waiting()
     run(scenario)
 
 
-class Offer:
-    """As much of a `WeightOffer` as engines are brought weights with; notes how many each transfer was for."""
+def test_a_trainer_that_fails_before_engines_have_come_is_heard() -> None:
+    async def scenario() -> None:
+        async def take() -> None:
+            await asyncio.sleep(3600)
 
-    version = 1
+        async def send() -> None:
+            raise WeightSyncError("the trainer has no such tensor")
 
-    def __init__(self) -> None:
+        async def withdraw() -> None:
+            pass
+
+        with pytest.raises(WeightSyncError, match="no such tensor"):
+            await transfer_weights([take(), take()], send(), withdraw)
+
+    run(scenario)
+
+
+class Offer(WeightOffer):
+    """A `WeightOffer` without a trainer; notes how many each transfer was for, and those of parts by name too."""
+
+    def __init__(self, parts: Sequence[WeightPart] = ("merged",), have_base: WeakSet[Any] | None = None) -> None:
+        trainer: Any = SimpleNamespace(have_base=WeakSet() if have_base is None else have_base)
+        super().__init__(trainer, 1, 30.0, parts)
         self.sent: list[int] = []
+        self.parts_sent: list[tuple[str, int]] = []
 
     async def source_for(self, hosts: Collection[str]) -> str:
         return "@here"
 
-    async def send(self, source: str, num_engines: int) -> None:
+    async def send(self, source: str, num_engines: int, part: WeightPart) -> None:
         self.sent.append(num_engines)
+        self.parts_sent.append((part, num_engines))
 
     async def withdraw(self) -> None:
         pass
@@ -163,6 +185,36 @@ def test_an_engine_that_is_lost_in_a_sync_is_given_up_and_the_others_get_the_wei
         assert offer.sent == {"pause": [1], "receive_weights": [2, 1], "resume": [2]}[step]
         assert good.calls.count("receive_weights") == len(offer.sent)
         assert good.calls[-1] == "resume"
+
+    run(scenario)
+
+
+def test_the_base_is_brought_once_to_each_process_and_the_adapter_with_every_sync() -> None:
+    async def scenario() -> None:
+        have_base: WeakSet[Any] = WeakSet()
+
+        async def sync(*handles: Handle) -> list[tuple[str, int]]:
+            offer = Offer(("base", "adapter"), have_base)
+            await bring(*handles, offer=offer, given_up=[])
+            return offer.parts_sent
+
+        first, second, third = (Handle(f"rollout-{number}") for number in range(3))
+        assert await sync(first, second) == [("base", 2), ("adapter", 2)]
+        assert await sync(first, second) == [("adapter", 2)]
+        assert await sync(first, second, third) == [("base", 1), ("adapter", 3)]
+        again = Handle("rollout-1")  # another process of the same engine
+        assert await sync(first, again) == [("base", 1), ("adapter", 2)]
+
+    run(scenario)
+
+
+def test_an_engine_that_is_lost_with_the_base_does_not_keep_the_others_from_it() -> None:
+    async def scenario() -> None:
+        good, bad = Handle("rollout-0"), Handle("rollout-1", "receive_weights")
+        offer, given_up = Offer(("base", "adapter")), list[str]()
+        assert await bring(good, bad, offer=offer, given_up=given_up) == ["rollout-0"]
+        assert offer.parts_sent == [("base", 2), ("base", 1), ("adapter", 1)]
+        assert len(given_up) == 1
 
     run(scenario)
 

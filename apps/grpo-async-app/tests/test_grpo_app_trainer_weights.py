@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.trainer import TrainerRole
 from offbeat_run import parse_config
-from offbeat_types import WeightSyncError
-from offbeat_weightsync import new_address, receive
+from offbeat_types import WeightPart, WeightSyncError
+from offbeat_weightsync import KeptStream, WeightCopy, new_address, receive
 
 
 @pytest.fixture
@@ -21,8 +22,12 @@ def address() -> str:
     return new_address()
 
 
-def open_role(model: Path, address: str, **options: Any) -> TrainerRole:
-    sections = {"rollout": {"dtype": "bfloat16", "sync_bucket_bytes": 64 << 10}, "engine": {"device": "cpu", **options}}
+def open_role(
+    model: Path, address: str, lora_sync: str = "merged", full_sync_every: int = 1, **options: Any
+) -> TrainerRole:
+    rollout = {"dtype": "bfloat16", "sync_bucket_bytes": 64 << 10}
+    rollout |= {"lora_sync": lora_sync, "full_sync_every": full_sync_every}
+    sections = {"rollout": rollout, "engine": {"device": "cpu", **options}}
     overrides = [f"--{section}.{key}={value}" for section, held in sections.items() for key, value in held.items()]
     config = parse_config(f'[model]\npath = "{model}"\n[data]\npath = "none"\n', GrpoConfig, overrides)
     return TrainerRole(config=config, model_path=str(model), num_updates=1, num_threads=1, socket_path=address)
@@ -62,9 +67,9 @@ def test_engines_get_the_weights_of_one_gathering_at_the_same_time(model: Path, 
     role = open_role(model, address)
     gathered, weights = [0], role._engine.weights
 
-    def count() -> Any:
+    def count(*given: Any, **options: Any) -> Any:
         gathered[0] += 1
-        return weights()
+        return weights(*given, **options)
 
     role._engine.weights = count  # type: ignore[method-assign]
     try:
@@ -90,6 +95,51 @@ def test_an_engine_gets_the_merged_weights_of_an_adapter(model: Path, address: s
     finally:
         role.close()
     assert held
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_an_engine_gets_the_base_and_then_the_adapter_alone(model: Path, address: str, over_tcp: bool) -> None:
+    parts: dict[WeightPart, dict[str, Tensor]] = {"base": {}, "adapter": {}}
+    role = open_role(model, address, lora_sync="adapter", lora_rank=2)
+    try:
+        where = role.listen("127.0.0.1") if over_tcp else ""
+        for part, held in parts.items():
+            thread = take(where or address, held)
+            (proof,) = role.send_weights(1, 1, 30, where, part=part)
+            thread.join()
+            expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights(part=part)}
+            assert proof.num_tensors == len(held) == len(expected)
+            assert all(torch.equal(held[name], expected[name]) for name in expected)
+    finally:
+        role.close()
+    assert sum(each.nbytes for each in parts["adapter"].values()) < sum(each.nbytes for each in parts["base"].values())
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_an_engine_that_keeps_a_copy_gets_what_has_changed_alone(model: Path, address: str, over_tcp: bool) -> None:
+    role, copy, told = open_role(model, address, full_sync_every=3), WeightCopy(), []
+
+    def take_kept(version: int) -> dict[str, Tensor]:
+        with receive(where or address, version, 30, copy=copy) as stream:
+            held = {name: tensor.clone() for name, tensor in stream}
+            stream.confirm(stream.prove(held.__getitem__))
+        assert isinstance(stream, KeptStream)
+        told.append(stream.brings_changes)
+        return held
+
+    try:
+        where = role.listen("127.0.0.1") if over_tcp else ""
+        for version in range(1, 6):
+            with ThreadPoolExecutor(1) as pool:
+                taken = pool.submit(take_kept, version)
+                role.send_weights(version, 1, 30, where)
+                held = taken.result()
+            expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights()}
+            assert all(torch.equal(held[name], expected[name]) for name in expected)
+            next(iter(dict(role._engine.weights()).values())).view(-1)[version] += 1.0
+    finally:
+        role.close()
+    assert told == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])

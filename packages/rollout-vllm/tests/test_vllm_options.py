@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def test_options_are_sorted_into_ours_and_vllms():
 def test_a_wrong_value_is_refused():
     with pytest.raises(ConfigError, match="one of auto, in_process, async"):
         VllmRolloutOptions.parse({"form": "ray"})
+
+
+@pytest.mark.parametrize(
+    ("options", "weight_format", "words"),
+    [
+        ({}, "dtype", "enable_lora = true"),
+        ({"enable_lora": True, "max_lora_rank": 8}, "dtype", "engine.lora_rank = 16 is more than .* = 8"),
+        ({"enable_lora": True}, "fp8", "adapters to FP8 blocks"),
+        ({"enable_lora": True}, "dtype", "^$"),
+    ],
+)
+def test_settings_tell_whether_adapters_are_taken(options, weight_format, words):
+    config = replace(CONFIG, options=options, weight_format=weight_format)
+    assert re.search(words, VllmRolloutEngine.refuses_adapters(config, 16))
 
 
 @pytest.mark.parametrize("name", sorted(GIVEN_BY))

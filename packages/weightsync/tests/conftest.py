@@ -11,6 +11,7 @@ import torch
 
 from offbeat_mesh import Group
 from offbeat_weightsync import (
+    WeightCopy,
     WeightSender,
     broadcast_weights,
     list_versions,
@@ -25,7 +26,7 @@ from offbeat_weightsync import (
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the processes of weightsync_peers
 
-from weightsync_peers import Sync, Weights, be_engine, give, plan_of, said_by, take
+from weightsync_peers import Sync, Weights, be_engine, be_keeping_engine, give, plan_of, said_by, take
 from weightsync_ranks import RankTeam, RunRanks
 
 # Processes are forked from a fresh one that has imported torch once, and nothing else has happened in.
@@ -141,12 +142,15 @@ def run_ranks() -> Iterator[RunRanks]:
     team.kill()
 
 
-@pytest.fixture(params=["shared-memory", "tcp", "group", "disk"])
+@pytest.fixture(params=["shared-memory", "tcp", "changes", "group", "disk"])
 def sync(request: pytest.FixtureRequest, weights: Weights, tmp_path: Path) -> Sync:
     if request.param == "group":
         return Sync(_by_group(weights, request.getfixturevalue("run_ranks")), "rank 0", "rank 1")
     if request.param == "disk":
         return Sync(_by_disk(weights, tmp_path), "", "rollout-0")
+    if request.param == "changes":
+        run = _by_changes(weights, request.getfixturevalue("start_peer"))
+        return Sync(run, "trainer-0", "rollout-0", "trainer-0 gave up: ")
     host = "127.0.0.1" if request.param == "tcp" else ""
     run = _by_connection(weights, host, request.getfixturevalue("start_engine"))
     return Sync(run, "trainer-0", "rollout-0", "trainer-0 gave up: ")
@@ -161,6 +165,29 @@ def _by_connection(weights: Weights, host: str, start_engine: Any) -> Callable[[
             later = start_engine(sender.address, version=2)
             sender.send(weights.items(), 2, 1)
             assert later.next_text().startswith("holds 8 tensors")
+            return said
+
+    return run
+
+
+def _by_changes(weights: Weights, start_peer: Any) -> Callable[[str], list[str]]:
+    """Engines that hold other weights are sent what is different."""
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    before["wide"].view(-1)[7::70] += 1
+    before["head"].view(-1)[3] += 1
+
+    def run(fault: str) -> list[str]:
+        copy = WeightCopy(max_changes=9)
+        with open_sender(new_address("127.0.0.1"), plan_of(weights), deadline_s=30) as sender:
+            names = ("rollout-0", fault), ("rollout-1", "")
+            engines = [start_peer(be_keeping_engine, sender.address, *each) for each in names]
+            sender.send(before.items(), 0, 2, copy=copy)
+            said = [said_by(lambda: sender.send(give(weights, fault), 1, 2, copy=copy))]
+            said += [engine.next_text() for engine in engines]
+            later = start_peer(be_keeping_engine, sender.address, "rollout-0", "", 2)
+            sender.send(before.items(), 2, 1, copy=copy)
+            sender.send(weights.items(), 3, 1, copy=copy)
+            assert later.next_text().startswith("holds 8 tensors, sent as changes")
             return said
 
     return run

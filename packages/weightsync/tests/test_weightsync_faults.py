@@ -5,7 +5,7 @@ import time
 import pytest
 from weightsync_peers import Sync
 
-between_processes = pytest.mark.parametrize("sync", ["shared-memory", "tcp", "group"], indirect=True)
+between_processes = pytest.mark.parametrize("sync", ["shared-memory", "tcp", "changes", "group"], indirect=True)
 
 
 @pytest.mark.parametrize(

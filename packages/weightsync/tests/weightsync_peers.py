@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from offbeat_types import OffbeatError, WeightProof
-from offbeat_weightsync import ArrivingStream, BucketPlan, describe_tensors, new_address, open_sender, receive
+from offbeat_weightsync import (
+    ArrivingStream,
+    BucketPlan,
+    KeptStream,
+    WeightCopy,
+    describe_tensors,
+    new_address,
+    open_sender,
+    receive,
+)
 
 Weights = dict[str, Tensor]
 ERRORS = OffbeatError, ValueError, RuntimeError, MemoryError
@@ -116,6 +125,22 @@ def be_engine(texts: Connection, address: str, name: str, version: int, deadline
             held = take(stream, fault)
         total = sum(float(tensor.double().sum()) for tensor in held.values())
         texts.send(f"holds {len(held)} tensors of version {version}, sum {total:.6f}")
+    except ERRORS as error:
+        texts.send(f"{type(error).__name__}: {error}")
+
+
+def be_keeping_engine(texts: Connection, address: str, name: str, fault: str, version: int = 0) -> None:
+    """Receive a version, and then what has changed in the next, and say what became of that."""
+    copy = WeightCopy()
+    texts.send("ready")
+    try:
+        with receive(address, version, 30.0, name=name, copy=copy) as stream:
+            take(stream)
+        with receive(address, version + 1, 30.0, name=name, copy=copy) as stream:
+            held = take(stream, fault)
+            how = "changes" if isinstance(stream, KeptStream) and stream.brings_changes else "all"
+        total = sum(float(tensor.double().sum()) for tensor in held.values())
+        texts.send(f"holds {len(held)} tensors, sent as {how}, sum {total:.6f}")
     except ERRORS as error:
         texts.send(f"{type(error).__name__}: {error}")
 

@@ -31,6 +31,7 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
+    WeightPart,
 )
 
 if TYPE_CHECKING:
@@ -219,24 +220,25 @@ class MegatronTrainEngine(StepCounts):
             with self._first_policy() as passes:
                 return self._updates.logprobs("logprobs of the first policy", sequences, passes)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate (Hugging Face name, float32 tensor) in one order, a tied head once, LoRA merged.
+    def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Iterate (Hugging Face name, tensor) in one order, a tied head once.
 
         With dtype bfloat16 the values are those that the trainer computes with, so that sending them in that format
         loses nothing; `save` and `save_weights` write the float32 copies that they are rounded from.
 
         Buckets are gathered over tp, ep and pp as the iteration goes on, so every rank iterates to the end. The
         tensors are copies.
+
+        Args:
+            dtype: what ranks round their parts to before these are gathered; None: float32.
+            part: see `TrainEngine.weights`.
         """
         self._offloader.require("weights", MemoryOffloader.WEIGHTS)
-        adapters = self._policy.adapters
-        return self._export(self._policy.weights.gather(Tensor.detach if adapters is None else adapters.merged))
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate (PEFT's name, float32 tensor) of the adapters; nothing without LoRA. As `weights` otherwise."""
-        self._offloader.require("adapter_weights", MemoryOffloader.WEIGHTS)
-        adapters = self._policy.adapters
-        return self._export(adapters.stream() if adapters is not None else iter(()))
+        adapters, wanted = self._policy.adapters, getattr(torch, dtype or "float32")
+        if part == "adapter":
+            return self._export(adapters.stream(dtype=wanted) if adapters is not None else iter(()))
+        values = adapters.merged if adapters is not None and part == "merged" else Tensor.detach
+        return self._export(self._policy.weights.gather(values, wanted))
 
     def _export(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         with self._shim:

@@ -171,9 +171,11 @@ class Adapters:
         """Run the base model."""
         return without_lora(self._by_weight.values())
 
-    def stream(self, values: Values = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, values: Values = Tensor.detach, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, whole tensor) on every rank, which all iterate to the end; see `HeldWeights.gather`."""
-        for name, tensor in self.held.gather(values):
+        for name, tensor in self.held.gather(values, dtype):
             yield peft_name(name), tensor
 
     def write_config(self, folder: Path, base_model: str) -> None:

@@ -365,10 +365,17 @@ class HeldWeights:
                     view.copy_(part.view_as(view))
             put(parameter, values)
 
-    def gather(self, values: Values = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on every rank, which all iterate to the end: each bucket is gathered."""
+    def gather(
+        self, values: Values = Tensor.detach, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) on every rank, which all iterate to the end: each bucket is gathered.
+
+        Args:
+            values: what to take of a parameter.
+            dtype: each rank rounds its part to this before it is gathered.
+        """
         for bucket in self.buckets():
-            yield from self.whole(bucket, values)
+            yield from self.whole(bucket, values, dtype)
 
     def first_not_finite(self) -> str:
         """Name of the first tensor of this rank whose gradient holds an infinity or NaN; empty when there is none."""
@@ -391,10 +398,12 @@ class HeldWeights:
         yield bucket
 
     @torch.no_grad()
-    def whole(self, bucket: Sequence[Slot], values: Values) -> Iterator[tuple[str, Tensor]]:
+    def whole(
+        self, bucket: Sequence[Slot], values: Values, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of one bucket, on every rank; the tensors are copies."""
-        ask = _ask_once(values)
-        flat = torch.empty(sum(slot.num_elements for slot in bucket), dtype=torch.float32, device=self._device)
+        ask = _ask_once(lambda parameter: narrowed(values(parameter), dtype))
+        flat = torch.empty(sum(slot.num_elements for slot in bucket), dtype=dtype, device=self._device)
 
         def part_of(slot: Slot) -> Tensor:
             return view_of(slot, ask(self._parameter(slot)), self._shape, self._tp.size)
@@ -411,6 +420,11 @@ class HeldWeights:
     def _box(self, slot: Slot) -> Box:
         """The part of a tensor that belongs on this rank."""
         return slot.box_at(tp=(self._tp.rank, self._tp.size))
+
+
+def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to `dtype` where that is shorter: what is gathered then takes fewer bytes, and no more otherwise."""
+    return values.to(dtype) if dtype.itemsize < values.dtype.itemsize else values
 
 
 def _ask_once(values: Values) -> Values:

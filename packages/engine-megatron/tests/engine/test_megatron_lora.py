@@ -25,7 +25,7 @@ def test_what_leaves_merged_is_the_base_and_what_leaves_alone(create, mesh, mode
     base = copied(engine)
     assert same(base, dict(reference_model(model_folder).named_parameters()))  # B is 0 at first
     train_steps(engine, 0, 2)
-    adapters = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
+    adapters = {name: tensor.clone() for name, tensor in engine.weights(part="adapter")}
     changed = 0
     for name, tensor in engine.weights():
         stem = f"{PREFIX}{name.removesuffix('.weight')}"
@@ -37,6 +37,17 @@ def test_what_leaves_merged_is_the_base_and_what_leaves_alone(create, mesh, mode
             assert torch.equal(tensor, base[name]), name
     assert not adapters
     assert changed == 7 * 4
+
+
+@pytest.mark.mesh(tp=2, pp=2)
+def test_rounding_before_gathering_gives_the_same(create, mesh):
+    engine = create(LORA, mesh)
+    train_steps(engine, 0, 1)
+    for part in ("merged", "base", "adapter"):
+        whole = {name: tensor.bfloat16() for name, tensor in engine.weights(part=part)}
+        rounded = {name: tensor.clone() for name, tensor in engine.weights("bfloat16", part=part)}
+        assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
+        assert same(rounded, whole), part
 
 
 @pytest.mark.mesh(tp=2)
@@ -80,7 +91,7 @@ def test_a_layout_saves_adapters(create, mesh, shared):
     engine = create(LORA, mesh)
     train_steps(engine, 0, 2)
     engine.save(shared / "saved")
-    adapters = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
+    adapters = {name: tensor.clone() for name, tensor in engine.weights(part="adapter")}
     told = train_steps(engine, 2, 4)
     if engine.leader:
         (shared / "told.json").write_text(json.dumps(told))

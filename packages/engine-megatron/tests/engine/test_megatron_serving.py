@@ -39,7 +39,7 @@ def test_the_embedded_engine_samples_from_the_adapted_policy(create, mesh, model
         tensors = [(name, tensor.clone()) for name, tensor in engine.weights()]
     else:
         base = dict(reference_model(model_folder).named_parameters())
-        adapter = select_adapter((name, tensor.clone()) for name, tensor in engine.adapter_weights())
+        adapter = select_adapter((name, tensor.clone()) for name, tensor in engine.weights(part="adapter"))
         tensors = list((base | dict(merge_adapter(base.__getitem__, adapter, scale=2.0))).items())
     told = mesh.group("tp").decide(lambda: asyncio.run(sample(model_folder, tensors)))
     ids = np.concatenate([PROMPT, np.array(told["ids"], np.int32)])

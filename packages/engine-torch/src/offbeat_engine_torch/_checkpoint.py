@@ -27,6 +27,7 @@ from offbeat_training import (
     lora_layers,
     num_elements,
     open_adapters,
+    peft_name,
     plan_files,
     random_state,
     save_adapter,
@@ -38,22 +39,36 @@ from offbeat_training import (
 from offbeat_types import TensorSpec, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 
 
-def iterate_weights(model: CausalModel, pieces: Sequence[Piece], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) in the model's own order; a tied head once, adapters merged.
+def iterate_weights(
+    model: CausalModel, pieces: Sequence[Piece], ranks: Ranks, *, dtype: torch.dtype | None = None, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) in the model's own order; a tied head once.
 
-    Every rank iterates to the end: each step gathers one tensor from all.
+    Every rank iterates to the end: each step gathers one tensor from all. What is gathered is rounded to `dtype` first;
+    None: float32. A sum of rounded parts is not the rounded sum, so layers to `merge` with their adapters are gathered
+    in float32. Without `merge` adapters are left out.
     """
     by_name = {piece.name: piece for piece in pieces}
-    scales = {f"{name}.weight": layer.scale for name, layer in lora_layers(model.whole).items()}
+    layers = lora_layers(model.whole) if merge else {}
+    scales = {f"{name}.weight": layer.scale for name, layer in layers.items()}
     for name, piece in by_name.items():
         if piece.is_adapter:
             continue
-        tensor = ranks.gather(piece)
+        tensor = ranks.gather(piece, None if name in scales else dtype)
         if name in scales:
             layer = name.removesuffix(".weight")
             low_A, low_B = (ranks.gather(by_name[layer + side]) for side in ADAPTER_SIDES)
             tensor = torch.addmm(tensor, low_B, low_A, alpha=scales[name])
         yield name, tensor
+
+
+def iterate_adapter(
+    pieces: Sequence[Piece], ranks: Ranks, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, whole tensor) of both sides of each layer's adapter; else as `iterate_weights`."""
+    for piece in pieces:
+        if piece.is_adapter:
+            yield peft_name(piece.name), ranks.gather(piece, dtype)
 
 
 def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:

@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offbeat_engine_torch._checkpoint import export_weights, iterate_weights, load_state, save_state
+from offbeat_engine_torch._checkpoint import (
+    export_weights,
+    iterate_adapter,
+    iterate_weights,
+    load_state,
+    save_state,
+)
 from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
@@ -41,6 +47,7 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainLayout,
     TrainSequence,
+    WeightPart,
     check_schedule,
     check_token_ids,
 )
@@ -199,14 +206,24 @@ class TorchTrainEngine(StepCounts):
         free_gathered(policy.model)
         return answers_of_all(self._ranks, sequences, shares, answers)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate (Hugging Face name, float32 tensor) in the model's order; a tied head once, LoRA merged.
+    def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Iterate (Hugging Face name, tensor) in the model's order; a tied head once.
 
         On a mesh each step gathers one whole tensor on every rank, so every rank iterates to the end. In one process
         a tensor is the trainer's own: read it before the next step, and do not write to it.
+
+        Args:
+            dtype: what ranks round their parts to before these are gathered; None: float32. Layers whose adapters are
+                merged are gathered in float32 all the same, and what is not gathered stays in it.
+            part: see `TrainEngine.weights`.
         """
         self._offloader.require("weights", MemoryOffloader.WEIGHTS)
-        return iterate_weights(self._policy.model, self._policy.pieces, self._ranks)
+        wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        if part == "adapter":
+            return iterate_adapter(self._policy.pieces, self._ranks, wanted)
+        return iterate_weights(
+            self._policy.model, self._policy.pieces, self._ranks, dtype=wanted, merge=part == "merged"
+        )
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder that plain transformers loads: weights with LoRA merged, config, tokenizer."""

@@ -43,8 +43,8 @@ class SingleRank:
             raise failure
         return merge_metrics(results)
 
-    def gather(self, piece: Piece) -> Tensor:
-        """It holds all."""
+    def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
+        """It holds all, in its own format."""
         return piece.local
 
     def share_out(self, whole: Tensor | None, piece: Piece) -> None:
@@ -74,18 +74,21 @@ class ShardedRanks(TrainerRanks):
         super().__init__(mesh.group("dp", "tp"), mesh.group("dp"), device, speaks=self._tp.rank == 0)
         self._layout = mesh.layout
 
-    def gather(self, piece: Piece) -> Tensor:
-        """The whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small."""
+    def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small.
+
+        Each part is rounded to `dtype` before it is gathered; None, or where nothing is gathered: its own format.
+        """
         group = self._dp if piece.tp_dim is None else self._all
         if group.size == 1 or piece.shared:
             return piece.local
-        whole = piece.local.new_empty(piece.shape)
+        whole = piece.local.new_empty(piece.shape, dtype=dtype)
         boxes = [self._box_of(piece, rank) for rank in group.ranks]
         num_rows = boxes[0][0][1] - boxes[0][0][0]  # nobody has more than the first
         step = max(1, GATHER_BYTES * num_rows // max(1, num_elements(boxes[0]) * whole.itemsize * group.size))
         for start in range(0, num_rows, step):
             length = min(step, num_rows - start)
-            rows = piece.local[start : start + length]
+            rows = piece.local[start : start + length].to(whole.dtype)
             if len(rows) < length:
                 rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
             for box, found in zip(boxes, group.all_gather(rows), strict=True):

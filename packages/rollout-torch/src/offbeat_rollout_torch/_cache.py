@@ -158,10 +158,11 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class KeptRow:
-    """A sequence that has ended: its tokens, [N] int64, and the row that holds them behind its group's prefix."""
+    """A sequence that has ended: its tokens, [N] int64, the row that holds them behind its group's prefix, its adapter."""
 
     ids: npt.NDArray[np.int64]
     row: Row
+    adapter: str = ""
 
 
 class KVCache:
@@ -322,13 +323,13 @@ class KVCache:
             spare -= more * band.capacity
             band.resize(len(band.rows) + more)
 
-    def keep(self, tokens: Sequence[int], row: Row) -> None:
+    def keep(self, tokens: Sequence[int], row: Row, adapter: str = "") -> None:
         """Copy a row that is about to be given back, with the tokens of its sequence; older ones make room."""
         num_tokens = row.end
         if not row.cached or not REUSE_FROM_TOKENS <= num_tokens <= self._keep_tokens:
             return
         ids = np.asarray(tokens[:num_tokens])
-        for one in [one for one in self._kept if _num_common(one.ids, ids) == len(one.ids)]:
+        for one in [one for one in self._kept if _num_common(one.ids, ids) == len(one.ids) and one.adapter == adapter]:
             self._forget(one)
         while self._kept and self.kept_tokens + num_tokens > self._keep_tokens:
             self._forget(self._kept[0])
@@ -339,12 +340,12 @@ class KVCache:
         kept.band.resize(1)
         kept.kv[:] = row.kv[:, :, :, : row.cached]
         kept.cached = row.cached
-        self._kept.append(KeptRow(ids, kept))
+        self._kept.append(KeptRow(ids, kept, adapter))
 
-    def reuse(self, tokens: Sequence[int], row: Row) -> None:
+    def reuse(self, tokens: Sequence[int], row: Row, adapter: str = "") -> None:
         """Begin an empty row of a sequence's first tokens with what is kept of them."""
         ids = np.asarray(tokens)
-        common = [_num_common(one.ids, ids) for one in self._kept]
+        common = [_num_common(one.ids, ids) if one.adapter == adapter else 0 for one in self._kept]
         num_tokens = max(common, default=0)
         if num_tokens < REUSE_FROM_TOKENS:
             return

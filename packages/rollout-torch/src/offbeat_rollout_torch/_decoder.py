@@ -10,10 +10,10 @@ it fuses SwiGLU and the residual addition into the products. These are the opera
 """
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -326,6 +326,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
         raise ModelError(f"{path} is not a whole safetensors file ({error}); download or write it again") from error
 
 
+class MatrixUpdate(Protocol):
+    """What is added to the products of a layer's matrices: a LoRA adapter, for some tokens of a pass."""
+
+    def add(self, layer: int, matrix: str, y: Tensor, x: Tensor) -> None:
+        """Add to the output y [N, out] of a matrix what the input x [N, in] makes of it, in place."""
+
+
 def decode_hidden(
     weights: DecoderWeights,
     ids_N: Tensor,
@@ -334,6 +341,7 @@ def decode_hidden(
     *,
     rotations_NC2: Tensor | None = None,
     image_inputs: ImageInputs | None = None,
+    adapters: Sequence[MatrixUpdate] = (),
 ) -> Tensor:
     """Run the layers.
 
@@ -344,6 +352,7 @@ def decode_hidden(
         attention: planned for these tokens.
         rotations_NC2: the rotation of each token, where its place in the cache does not say it.
         image_inputs: of the images among these tokens.
+        adapters: LoRA adapters, each with the tokens that it changes.
 
     Returns:
         [N, hidden] before the last norm.
@@ -355,15 +364,32 @@ def decode_hidden(
     if rotations_NC2 is None:
         rotations_NC2 = rotations_PC2.index_select(0, attention.positions_N)
     for index, layer in enumerate(weights.layers):
-        qkv = layer.qkv(F.rms_norm(x, (a.hidden_size,), layer.input_norm, a.norm_eps))
-        qkv = qkv.view(len(x), -1, a.head_dim)
+        h = F.rms_norm(x, (a.hidden_size,), layer.input_norm, a.norm_eps)
+        qkv = _adapted(layer.qkv(h), h, adapters, index, "qkv").view(len(x), -1, a.head_dim)
         _rotate(qkv[:, : a.num_heads + a.num_kv_heads], rotations_NC2[:, None], layer, a)
-        x = layer.out.plus(attention(index, qkv), x)
+        mixed = attention(index, qkv)
+        x = _adapted(layer.out.plus(mixed, x), mixed, adapters, index, "out")
         h = F.rms_norm(x, (a.hidden_size,), layer.mlp_norm, a.norm_eps)
-        x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+        wide = _gated(layer, h, adapters, index)
+        x = _adapted(layer.down.plus(wide, x), wide, adapters, index, "down")
         if image_inputs is not None and index < len(image_inputs.deeper):
             x.index_add_(0, image_inputs.placeholders_M, image_inputs.deeper[index].to(x.dtype))
     return x
+
+
+def _adapted(y: Tensor, x: Tensor, adapters: Sequence[MatrixUpdate], layer: int, matrix: str) -> Tensor:
+    """The output y of a matrix for the input x, with what adapters add to it; in place."""
+    for adapter in adapters:
+        adapter.add(layer, matrix, y, x)
+    return y
+
+
+def _gated(layer: LayerWeights, h: Tensor, adapters: Sequence[MatrixUpdate], index: int) -> Tensor:
+    """SwiGLU: fused into the products, unless an adapter comes between."""
+    if not adapters:
+        return layer.up.times(h, layer.gate.silu(h))
+    gate = F.silu(_adapted(layer.gate(h), h, adapters, index, "gate"), inplace=True)
+    return _adapted(layer.up(h), h, adapters, index, "up").mul_(gate)
 
 
 def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:

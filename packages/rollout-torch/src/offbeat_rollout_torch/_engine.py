@@ -88,6 +88,12 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     return CacheBudget(cache_bytes=int(wanted), advice=advice)
 
 
+def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:
+    """Why an engine of these settings takes no LoRA adapters of this rank; empty where it does."""
+    vision = read_architecture(Path(config.model_path).expanduser()).vision
+    return "rollout-torch takes no adapters of a vision-language model" if vision else ""
+
+
 class TorchRolloutEngine:
     """Samples completions in this process, in a thread of its own. Make it with `create`.
 
@@ -98,6 +104,7 @@ class TorchRolloutEngine:
 
     whole_logprobs: ClassVar[bool] = True
     cache_budget = staticmethod(cache_budget)
+    refuses_adapters = staticmethod(refuses_adapters)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()
@@ -114,6 +121,7 @@ class TorchRolloutEngine:
             sleep_levels=(1, 2),
             shares_prompt_prefix=True,
             multimodal=self._image_processor is not None,
+            lora=self._image_processor is None,
             scores=True,
             scores_images=self._image_processor is not None,
             whole_logprobs=self.whole_logprobs,
@@ -168,7 +176,8 @@ class TorchRolloutEngine:
 
         Raises:
             DataError: the prompt is empty, holds unknown ids, leaves no room, or does not fit its images.
-            ConfigError: a sampling parameter that cannot be, an adapter; an image, and the model takes none.
+            ConfigError: a sampling parameter that cannot be, an adapter that was not sent; an image, and the model
+                takes none.
             WeightSyncError: an update failed half way, and no whole one has come since.
         """
         return await self._generate(request, None)
@@ -240,16 +249,21 @@ class TorchRolloutEngine:
         """See `RolloutEngine`. Samples in flight go on, computed anew under the new weights.
 
         The stream is iterated in the worker's thread. When it fails after its first tensor the engine refuses to
-        serve until a whole update arrives, because weights are written in place. An adapter is refused. FP8 blocks are
-        held as the values they stand for, in the engine's format: precision is that of FP8, memory is not.
+        serve until a whole update arrives, because weights are written in place. FP8 blocks are held as the values they
+        stand for, in the engine's format: precision is that of FP8, memory is not.
+
+        An adapter is taken whole before anything changes, so a stream that fails leaves the old one in place. It stays
+        through `sleep`: it is small.
         """
         self.capabilities.check_adapter(adapter, "rollout-torch")
+        if adapter is not None:
+            return await self._call(self._worker.update_adapter, stream, version, adapter)
         if self._config.weight_format == FP8:
             stream = DequantizedStream(stream)
         return await self._call(self._worker.update_weights, stream, version)
 
     async def drop_adapter(self, name: str) -> None:
-        """See `RolloutEngine`. There is none."""
+        await self._call(self._worker.drop_adapter, name)
 
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat_rollout_torch._adapters import Adapters
 from offbeat_rollout_torch._attention import (
     Attention,
     Chunk,
@@ -34,11 +35,16 @@ HEAD_TOKENS: Final = 256
 class ModelRunner:
     def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
-        self.version = 0
+        self.adapters = Adapters()
         self.num_tokens, self.num_prefilled, self.busy_s = 0, 0, 0.0
         self._device = weights.final_norm.device
         self._rotations = rotations(weights.architecture, stop_criteria.max_model_len).to(self._device)
         self._axes = torch.tensor(weights.architecture.axes, dtype=torch.int64, device=self._device)
+
+    @property
+    def version(self) -> int:
+        """Of the last update, of the model or of an adapter."""
+        return self.adapters.last_version
 
     def step(self) -> None:
         """Prefill or decode once. Afterwards ask the scheduler to `retire`."""
@@ -70,8 +76,17 @@ class ModelRunner:
         self.busy_s += time.monotonic() - start_s
         return scores
 
-    def forward(self, ids: list[int], attention: Attention, ranges: Sequence[TokenRange]) -> Tensor:
-        """[N, hidden] of the tokens of a pass, which lie where `ranges` says."""
+    def forward(
+        self,
+        ids: list[int],
+        attention: Attention,
+        ranges: Sequence[TokenRange],
+        samples: Sequence[Sample] = (),
+    ) -> Tensor:
+        """[N, hidden] of the tokens of a pass, which lie where `ranges` says and belong to these samples, if any."""
+        uses = [
+            (sample.request.adapter, each.num_tokens) for sample, each in zip(samples, ranges, strict=bool(samples))
+        ]
         return decode_hidden(
             self.weights,
             torch.tensor(ids, device=self._device),
@@ -79,6 +94,7 @@ class ModelRunner:
             attention,
             rotations_NC2=token_rotations(ranges, self._rotations, self._axes),
             image_inputs=gather_image_inputs(ranges, self.weights.tower, self._device),
+            adapters=self.adapters.rows(uses, self._device),
         )
 
     def _decode(self) -> None:
@@ -88,7 +104,7 @@ class ModelRunner:
         attention = DecodeAttention(scheduler.cache.sample_bands, self.weights.architecture, self.weights.final_norm)
         ids = [sample.tokens[-1] for sample in samples]
         ranges = [TokenRange(sample.request.images, sample.num_cached, 1) for sample in samples]
-        hidden = self.forward(ids, attention, ranges)
+        hidden = self.forward(ids, attention, ranges, samples)
         for sample in samples:
             assert sample.row is not None
             sample.row.cached += 1
@@ -102,7 +118,7 @@ class ModelRunner:
         for sample, chunk in pairs:
             ids += sample.tokens[chunk.row.end : chunk.row.end + chunk.num_tokens]
         ranges = [TokenRange(sample.request.images, chunk.row.end, chunk.num_tokens) for sample, chunk in pairs]
-        hidden = self.forward(ids, attention, ranges)
+        hidden = self.forward(ids, attention, ranges, samples)
         self.num_prefilled += len(ids)
         ready: list[Sample] = []
         ends: list[int] = []
@@ -126,7 +142,8 @@ class ModelRunner:
                 "training has diverged or the model folder is damaged"
             )
         for sample, token, logprob in zip(samples, drawn.ids, drawn.logprobs, strict=True):
-            sample.push(token, logprob, self.version, self._stop_criteria)
+            version = self.adapters.version_of(sample.request.adapter)
+            sample.push(token, logprob, version, self._stop_criteria)
         self.num_tokens += len(samples)
 
 

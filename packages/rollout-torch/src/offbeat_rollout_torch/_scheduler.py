@@ -110,7 +110,7 @@ class RequestState:
         tell: TellToken | None = None,
     ) -> None:
         self.images, self.tell = images, tell
-        self.request_id, self.params = request.request_id, request.params
+        self.request_id, self.params, self.adapter = request.request_id, request.params, request.adapter
         self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
         self.prefix: Prefix | None = None
         self.done: Future[list[Completion]] = new_future()
@@ -168,7 +168,7 @@ class Scheduler:
             return []
         for sample in ended:
             if sample.row is not None and sample.request.images is None:
-                self.cache.keep(sample.tokens, sample.row)
+                self.cache.keep(sample.tokens, sample.row, sample.request.adapter)
             self._leave(sample)
         self.running = [sample for sample in self.running if not sample.stop_reason]
         self._hold_admission = False
@@ -192,9 +192,9 @@ class Scheduler:
             sample.row = self.cache.add(own, request.prefix)
             self.running.append(self.waiting.popleft())
             if request.images is None and new and request.prefix:
-                self.cache.reuse(request.prompt[:new], request.prefix.row)
+                self.cache.reuse(request.prompt[:new], request.prefix.row, request.adapter)
             elif request.images is None and not request.prefix:
-                self.cache.reuse(sample.tokens[:-1], sample.row)
+                self.cache.reuse(sample.tokens[:-1], sample.row, request.adapter)
 
     def _has_prefix(self, request: RequestState) -> bool:
         """Whether its samples share a prefix: not where a prefix and one sample might be more than the budget."""

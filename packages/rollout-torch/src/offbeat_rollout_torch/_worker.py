@@ -7,14 +7,17 @@ from concurrent.futures import Future
 import torch
 
 from offbeat_mesh import Device
+from offbeat_rollout_torch._adapters import Adapter
 from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter
 from offbeat_rollout_torch._images import RequestImages
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_rollout_torch._scheduler import RequestState
 from offbeat_types import (
+    ConfigError,
     EngineHealth,
     EngineThread,
     Floats,
+    LoraAdapter,
     OffbeatError,
     PauseMode,
     PeerFailedError,
@@ -96,6 +99,10 @@ class Worker:
         held = {one.request_id for one in self._held}
         if request.request_id in held | self._runner.scheduler.requests.keys():
             raise OffbeatError(f"request_id {request.request_id!r} is in flight already; give each request its own")
+        if request.adapter not in self._runner.adapters:
+            raise ConfigError(
+                f"the engine has no adapter {request.adapter!r} (it has: {self._runner.adapters}); send it first"
+            )
         if self._mode is not None:
             self._held.append(request)
             return
@@ -166,9 +173,38 @@ class Worker:
                 raise
             raise WeightSyncError(f"weight stream of version {version}: {error}") from error
         runner.weights.freeze()
-        runner.version, self._unusable = version, ""
+        runner.adapters.model_updated(version)
+        self._unusable = ""
         self._drop_computed()
         return proof
+
+    def update_adapter(self, stream: WeightStream, version: int, adapter: LoraAdapter) -> WeightProof:
+        """Take an adapter whole, prove it, and put it in the place of the old one, which serves until then."""
+        self._refuse_asleep("weights")
+        self._refuse_if_unusable()
+        if stream.version != version:
+            raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
+        runner, source = self._runner, f"adapter {adapter.name!r} of version {version}"
+        try:
+            taken = {name: torch.as_tensor(tensor).clone() for name, tensor in stream}
+            held = Adapter(runner.weights, taken, adapter.scale, source)
+            proof = stream.prove(held.read)
+        except OffbeatError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"{source}: {error}") from error
+        runner.adapters.put(adapter, held, version)
+        self._drop_computed()
+        return proof
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that no request in flight uses."""
+        users = [
+            one for one in (*self._runner.scheduler.requests.values(), *self._held) if name and one.adapter == name
+        ]
+        if users:
+            raise OffbeatError(f"request {users[0].request_id!r} uses the adapter {name!r}; abort it, or wait for it")
+        self._runner.adapters.drop(name)
 
     def _mark_unusable(self, reason: str) -> None:
         """Weights of two versions are mixed: serve nothing until a whole update arrives."""

@@ -32,6 +32,7 @@ from offbeat_rollout_vllm._setup import (
     check_torchvision,
     installed_engine,
     notices_of,
+    refuses_adapters,
     supported_version,
 )
 from offbeat_rollout_vllm._updates import WeightLoader
@@ -203,6 +204,7 @@ class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
 
     notices_of = staticmethod(notices_of)
+    refuses_adapters = staticmethod(refuses_adapters)
     cache_budget = staticmethod(cache_budget)
 
     def __init__(self, config: RolloutEngineConfig) -> None:

@@ -207,6 +207,21 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     return CacheBudget(cache_bytes=left, limit_bytes=0 if fixed else limit, advice=advice)
 
 
+def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:
+    """Why an engine of these settings takes no LoRA adapters of this rank; empty where it does."""
+    options, _ = VllmRolloutOptions.parse(config.options)
+    limits = AdapterLimits.read(options.engine)
+    if not limits.num_adapters:
+        return "vLLM holds adapters where rollout.options has enable_lora = true"
+    if rank > limits.max_rank:
+        return (
+            f"engine.lora_rank = {rank} is more than max_lora_rank = {limits.max_rank} of rollout.options: raise that"
+        )
+    if config.weight_format == FP8:
+        return "it was not proved that vLLM adds adapters to FP8 blocks (rollout.weight_format)"
+    return ""
+
+
 def notices_of(settings: RolloutEngineSettings) -> list[str]:
     """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here."""
     needs = engine_needs(LIBRARY, settings, releases=[row.release for row in SUPPORTED_VERSIONS])

@@ -277,6 +277,7 @@ class Endpoint:
                 prompt_ids=prompt,
                 num_samples=body.num_samples,
                 params=body.sampling(max(min(wanted, self._model.max_model_len - len(prompt)), 1)),
+                adapter=self._model.adapter,
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -74,11 +74,13 @@ class ServedModel:
         name: what clients call it.
         max_model_len: prompt and completion together at most, tokens.
         vocab_size: ids are below this; it may be more than the tokenizer has.
+        adapter: LoRA adapter of the engine with which every request is sampled; empty: none.
     """
 
     name: str
     max_model_len: int
     vocab_size: int
+    adapter: str = ""
 
     @classmethod
     def read(cls, config: RolloutEngineConfig, name: str = "") -> Self:

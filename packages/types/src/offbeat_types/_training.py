@@ -90,6 +90,10 @@ LossFunction = Callable[[LossTokens[Any]], tuple[Any, Metrics]]
 """Maps loss tokens to (scalar loss, metrics). The micro-batches' losses are summed, so divide by the totals."""
 
 
+WeightPart = Literal["merged", "base", "adapter"]
+"""Of a policy with LoRA: weights with the adapter merged in, weights without it, or its tensors alone, PEFT's names."""
+
+
 class TrainEngine(Protocol):
     """Holds a model and its optimizer. One update is any number of `forward_backward`, then one `step`.
 
@@ -119,10 +123,16 @@ class TrainEngine(Protocol):
     def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
         """[T] float32 nats per sequence; 0 where loss_mask is False. `reference` asks the frozen first policy."""
 
-    def weights(self) -> Any:
-        """Iterate (Hugging Face name, tensor) in one fixed order; LoRA is merged.
+    def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Any:
+        """Iterate (Hugging Face name, tensor) in one fixed order.
 
         On several ranks each step gathers a whole tensor, so every rank iterates to the end, whoever needs them.
+
+        Args:
+            dtype: format in which floating-point tensors are wanted, such as "bfloat16"; None: the engine's own. A rank
+                rounds its part before it is gathered, so that fewer bytes travel. What is not gathered may come in the
+                engine's own format: whoever wants another converts it.
+            part: of a policy with LoRA; without, "merged" and "base" are the same, and "adapter" is nothing.
         """
 
     def save_weights(self, folder: Path) -> None:
@@ -258,6 +268,11 @@ class TrainEngineSettings:
     lora_alpha: float = setting(0.0, "LoRA scale; 0 means twice the rank.", ge=0)
     seed: int = setting(0, "Seed of everything random in the engine.", ge=0)
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
+
+    @property
+    def lora_scale(self) -> float:
+        """What the product of an adapter's matrices is multiplied with: alpha / rank. There must be adapters."""
+        return (self.lora_alpha or 2.0 * self.lora_rank) / self.lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from offbeat_types import TensorSpec
 from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._broadcast import BroadcastStream, broadcast_weights, receive_broadcast
+from offbeat_weightsync._changes import WeightCopy
 from offbeat_weightsync._disk import (
     DiskStream,
     list_versions,
@@ -21,7 +22,7 @@ from offbeat_weightsync._fp8 import (
 )
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice, merge_adapter, select_adapter
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
-from offbeat_weightsync._receiver import PeerStream, SharedMemoryStream, TcpStream, receive
+from offbeat_weightsync._receiver import KeptStream, PeerStream, SharedMemoryStream, TcpStream, receive
 from offbeat_weightsync._sender import SharedMemorySender, TcpSender, WeightSender, open_sender
 from offbeat_weightsync._stream import ArrivingStream, InProcessStream
 from offbeat_weightsync._tensors import describe_tensors, tensor_checksums
@@ -39,6 +40,7 @@ __all__ = [
     "DiskStream",
     "Fusion",
     "InProcessStream",
+    "KeptStream",
     "NameMap",
     "PeerStream",
     "Piece",
@@ -48,6 +50,7 @@ __all__ = [
     "TcpStream",
     "TensorSlice",
     "TensorSpec",
+    "WeightCopy",
     "WeightSender",
     "broadcast_weights",
     "dequantize_blocks",

@@ -6,8 +6,8 @@
                   <-                 Offer; by shared memory then its descriptor
     Ready         ->
                   <-                 the weights: over TCP as frames of bytes, each hashed on its way;
-    Loaded        ->                 by shared memory Filled, as far as a bucket lies in its slot
-    ...
+    Loaded        ->                 by shared memory Filled, as far as a bucket lies in its slot; of changes
+    ...                              alone Changes, each with a frame
                   <-                 End
     Proof         ->
                   <-                 Accepted    once every receiver has proved
@@ -29,6 +29,7 @@ import msgspec
 
 from offbeat_liveness import waiting
 from offbeat_types import DeadlineError, OffbeatError, TensorSpec, WeightProof, WeightSyncError
+from offbeat_weightsync._tensors import Checksum
 
 T = TypeVar("T")
 
@@ -68,11 +69,16 @@ class CudaHandle(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A receiver asks for the weights of a version. `held`: a checksum of each tensor it has, for changes alone."""
+    """A receiver asks for the weights of a version.
+
+    `held`: a checksum of each tensor it has, for changed tensors alone. `copy`: the digest of the weights that it keeps
+    a copy of, for changed elements alone.
+    """
 
     name: str
     version: int
     held: dict[str, str] | None = None
+    copy: str = ""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -85,7 +91,8 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     """The sender says what will come. The receiver builds the plan itself, and the digests must be equal.
 
     `kept` is the digest of what will not come because the receiver holds it; "" when all will come. Slots of
-    `slot_bytes` lie at `cuda`, or in the memory whose descriptor follows; 0: the bytes come over the connection.
+    `slot_bytes` lie at `cuda`, or in the memory whose descriptor follows; 0: the bytes come over the connection. With
+    `changes` those elements alone come, over the connection, that differ from the receiver's copy.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -94,6 +101,8 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     kept: str = ""
     slot_bytes: int = 0
     cuda: CudaHandle | None = None
+    changes: bool = False
+    checksum: Checksum = "xxh3"
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -109,6 +118,13 @@ class Filled(msgspec.Struct, tag="filled", frozen=True):
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     bucket: int
+
+
+class Changes(msgspec.Struct, tag="changes", frozen=True):
+    """What has changed in a bucket: of each run how that is coded and how many elements it is; a frame follows."""
+
+    runs: list[tuple[str, int]]
+    num_bytes: int
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -131,7 +147,7 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
     text: str
 
 
-Message = Join | Welcome | Offer | Ready | Filled | Loaded | End | Proof | Accepted | Failure
+Message = Join | Welcome | Offer | Ready | Filled | Loaded | Changes | End | Proof | Accepted | Failure
 M = TypeVar("M", bound=Message)
 _DECODER: Final = msgspec.msgpack.Decoder(Message)
 

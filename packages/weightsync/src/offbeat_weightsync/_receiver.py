@@ -5,12 +5,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from offbeat_types import WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import TcpAddress, connect
+from offbeat_weightsync._changes import WeightCopy, apply_bucket
 from offbeat_weightsync._connection import (
     Accepted,
+    Changes,
     Connection,
     Deadline,
     End,
@@ -36,7 +39,8 @@ def receive(
     *,
     name: str = "rollout-0",
     held: Mapping[str, str] | None = None,
-) -> Iterator["PeerStream"]:
+    copy: WeightCopy | None = None,
+) -> Iterator["PeerStream | KeptStream"]:
     """Connect to a `WeightSender` and yield the stream of one version. Blocking: use a thread.
 
         with receive(address, version, deadline_s=60, name="rollout-1") as stream:
@@ -52,6 +56,8 @@ def receive(
         name: this side, for the sender's errors.
         held: checksum of each tensor the engine holds, from `tensor_checksums`, to be sent changes alone; the stream's
             plan then has only those. None: everything.
+        copy: of what came last, to be sent changed elements alone where the sender has kept the same. The stream gives
+            all tensors, whole, in any case.
 
     Raises:
         WeightSyncError: the sender is not there, refuses the token, failed or died, sends another version, or the
@@ -60,8 +66,10 @@ def receive(
     """
     connection = connect(address, Deadline(f"weight sync of version {version} at {name}", deadline_s))
     try:
-        connection.send(Join(name, version, None if held is None else dict(held)))
-        stream = _open_stream(connection, version, held, over_tcp=TcpAddress.parse(str(address)) is not None)
+        join = Join(name, version, None if held is None else dict(held), "" if copy is None else copy.digest)
+        connection.send(join)
+        over_tcp = TcpAddress.parse(str(address)) is not None
+        stream = _open_stream(connection, version, held, copy, over_tcp=over_tcp)
         try:
             yield stream
         finally:
@@ -75,8 +83,8 @@ def receive(
 
 
 def _open_stream(
-    connection: Connection, version: int, held: Mapping[str, str] | None, *, over_tcp: bool
-) -> "PeerStream":
+    connection: Connection, version: int, held: Mapping[str, str] | None, copy: WeightCopy | None, *, over_tcp: bool
+) -> "PeerStream | KeptStream":
     connection.peer = connection.receive(Welcome, "its plan").name
     offer = connection.receive(Offer, "its plan")
     plan = agreed_plan(offer.specs, offer.bucket_bytes, offer.digest, connection.peer)
@@ -88,8 +96,9 @@ def _open_stream(
         stream: PeerStream = TcpStream(connection, plan, version)
     else:
         stream = SharedMemoryStream(connection, plan, version, _open_slots(connection, offer))
+    stream.checksum = offer.checksum
     connection.send(Ready(plan.digest))
-    return stream
+    return stream if copy is None else KeptStream(stream, copy, changes=offer.changes)
 
 
 def _open_slots(connection: Connection, offer: Offer) -> list[Tensor]:
@@ -111,6 +120,23 @@ class PeerStream(ArrivingStream):
 
     def close(self) -> None:
         """Let go of memory that is shared with the sender."""
+
+    def take_changes(self, copy: WeightCopy) -> WeightProof:
+        """Write what has changed into the copy, and return what the copy should be now."""
+        for index, bucket in enumerate(self.plan.buckets):
+            told = self._connection.receive(Changes, self._bucket(index))
+            if not 0 <= told.num_bytes <= bucket.num_bytes:
+                raise WeightSyncError(f"{told.num_bytes} bytes of changes came for {self._bucket(index)}")
+            data = np.empty(told.num_bytes, np.uint8)
+            self._connection.receive_data(data.data, f"the changes in {self._bucket(index)}")
+            apply_bucket(bucket, told.runs, data, copy)
+        return self._end()
+
+    def take_all(self, copy: WeightCopy) -> WeightProof:
+        """Fill the copy, and return what it should be now."""
+        self.load(copy.tensor)
+        assert self._sent is not None
+        return self._sent
 
     def _end(self) -> WeightProof:
         return self._connection.receive(End, "the end of the weights").sent
@@ -164,3 +190,35 @@ class SharedMemoryStream(PeerStream):
                 f"{self._connection.peer} sent bucket {filled.bucket} where {index} was due, in {self._bucket(index)}"
             )
         return filled.num_bytes
+
+
+class KeptStream(ArrivingStream):
+    """A `WeightStream` out of a copy that is kept from version to version. Made by `receive`.
+
+    What has changed is written into the copy, and all tensors come out of it: an engine needs no case for changes, and
+    proves all that it holds.
+    """
+
+    def __init__(self, incoming: PeerStream, copy: WeightCopy, *, changes: bool) -> None:
+        super().__init__(incoming.plan, incoming.version)
+        self._incoming, self._copy, self.brings_changes = incoming, copy, changes
+        self.checksum = incoming.checksum
+        copy.begin(incoming.plan, changes=changes)
+
+    def close(self) -> None:
+        """See `PeerStream.close`; the copy stays."""
+        self._incoming.close()
+
+    def _arrive(self, room: Room) -> Runs:
+        take = self._incoming.take_changes if self.brings_changes else self._incoming.take_all
+        self._expected = take(self._copy)
+        for bucket in self.plan.buckets:
+            for piece in bucket.pieces:
+                yield piece, self._copy.run(piece)
+
+    def _end(self) -> WeightProof:
+        return self._expected
+
+    def _tell(self, proof: WeightProof) -> None:
+        self._incoming.confirm(proof)
+        self._copy.finish(proof)

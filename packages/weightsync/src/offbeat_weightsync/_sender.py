@@ -14,10 +14,12 @@ from torch import Tensor
 
 from offbeat_types import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import ANSWER_BYTES, TcpAddress, admit, greet, is_same_user, listen, remove_socket
+from offbeat_weightsync._changes import WeightCopy, coded_buckets
 from offbeat_weightsync._connection import (
     LOOK_UP_S,
     UNDECLARED_S,
     Accepted,
+    Changes,
     Connection,
     Deadline,
     End,
@@ -32,7 +34,14 @@ from offbeat_weightsync._connection import (
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._shared_memory import NUM_SLOTS, SharedSlots
 from offbeat_weightsync._stream import MAX_RUN_BYTES
-from offbeat_weightsync._tensors import PlannedTensors, compare_proofs, kept_digest, plan_changes, planned_checksums
+from offbeat_weightsync._tensors import (
+    Checksum,
+    PlannedTensors,
+    compare_proofs,
+    kept_digest,
+    plan_changes,
+    planned_checksums,
+)
 
 T = TypeVar("T")
 
@@ -44,7 +53,12 @@ _MAX_STRANGERS: Final = 64
 
 
 def open_sender(
-    address: str | Path, plan: BucketPlan, *, deadline_s: float = 300.0, name: str = "trainer-0"
+    address: str | Path,
+    plan: BucketPlan,
+    *,
+    deadline_s: float = 300.0,
+    name: str = "trainer-0",
+    device: str | None = None,
 ) -> "WeightSender":
     """Listen at an address from `new_address`: over TCP if it names a host, otherwise by shared memory.
 
@@ -53,12 +67,13 @@ def open_sender(
         plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
         deadline_s: time allowed for each sync, from `send` to the last proof.
         name: this side, for the receivers' errors.
+        device: of what is on its way, on this machine: see `SharedMemorySender`.
 
     Raises:
-        WeightSyncError: the address is taken, or no address; there is not enough memory.
+        WeightSyncError: the address is taken, or no address; there is not enough memory, or no such device.
     """
     if TcpAddress.parse(str(address)) is None:
-        return SharedMemorySender(address, plan, deadline_s=deadline_s, name=name)
+        return SharedMemorySender(address, plan, deadline_s=deadline_s, name=name, device=device)
     return TcpSender(str(address), plan, deadline_s=deadline_s, name=name)
 
 
@@ -87,6 +102,7 @@ class WeightSender(ABC):
         self._listener, self.address = listen(address)
         self.plan, self._deadline_s, self._name = plan, deadline_s, name
         self._strangers: dict[Connection, _Stranger] = {}
+        self._checksum: Checksum = "xxh3"
 
     @abstractmethod
     def _offer(self, peer: Connection, offer: Offer) -> None:
@@ -120,6 +136,8 @@ class WeightSender(ABC):
         *,
         deadline_s: float | None = None,
         is_withdrawn: Callable[[], bool] = lambda: False,
+        plan: BucketPlan | None = None,
+        copy: WeightCopy | None = None,
     ) -> list[WeightProof]:
         """Send one version to `num_receivers` receivers, and return what each has proved to hold.
 
@@ -129,6 +147,8 @@ class WeightSender(ABC):
             num_receivers: how many to wait for before sending, at least 1.
             deadline_s: overrides the sender's.
             is_withdrawn: asked while receivers are waited for: True ends the wait, as none will come or answer.
+            plan: of the tensors, where these are some of the sender's, with its bucket size; None: the sender's.
+            copy: of what was sent last: receivers that hold the same copy get the elements that have changed alone.
 
         Raises:
             WeightSyncError: tensors differ from the plan, a receiver failed or died, or holds other bytes; or it was
@@ -136,7 +156,15 @@ class WeightSender(ABC):
             DeadlineError: somebody did not come, load or prove in time.
         """
         with self._joined(version, num_receivers, deadline_s, is_withdrawn) as joined:
-            return self._send(list(joined), self.plan, tensors, version)
+            plan = plan or self.plan
+            if copy is None:
+                return self._send(list(joined), plan, tensors, version)
+            changes = copy.can_change(plan) and all(join.copy == copy.digest for join in joined.values())
+            copy.begin(plan, changes=changes)
+            given, base = (tensors, copy) if changes else (copy.kept(tensors), None)
+            proofs = self._send(list(joined), plan, given, version, changes_to=base)
+            copy.finish(proofs[0])
+            return proofs
 
     def send_changed(
         self,
@@ -172,16 +200,24 @@ class WeightSender(ABC):
         tensors: Iterable[tuple[str, Tensor]],
         version: int,
         kept: str = "",
+        changes_to: WeightCopy | None = None,
     ) -> list[WeightProof]:
         """Send to receivers that have joined; `kept` is the digest of what they hold already."""
+        checksum: Checksum = "xxh3" if changes_to is not None else self._checksum
+        offer = Offer(
+            plan.specs, plan.bucket_bytes, plan.digest, kept, changes=changes_to is not None, checksum=checksum
+        )
         for peer in peers:
-            self._offer(peer, Offer(plan.specs, plan.bucket_bytes, plan.digest, kept))
+            self._offer(peer, offer)
         ready = _collect(peers, lambda peer: peer.receive(Ready, "its answer to the plan"), "to get ready")
         for peer, answer in zip(peers, ready, strict=True):
             if answer.digest != plan.digest:
                 raise WeightSyncError(f"the plans differ: {plan.digest} here, {answer.digest} at {peer.peer}")
-        source = PlannedTensors(plan, tensors)
-        self._send_buckets(peers, plan, source)
+        source = PlannedTensors(plan, tensors, checksum)
+        if changes_to is None:
+            self._send_buckets(peers, plan, source)
+        else:
+            _send_changes(peers, plan, source, changes_to)
         sent = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
         for peer in peers:
             peer.send(End(sent))
@@ -330,6 +366,7 @@ class SharedMemorySender(WeightSender):
         self._slots: SharedSlots | None = None
         super().__init__(socket_path, plan, deadline_s=deadline_s, name=name)
         self.socket_path = self.address
+        self._checksum = "xxh3" if device is None else "words"
         try:
             self._slots = SharedSlots(plan, device)
         except BaseException:
@@ -402,6 +439,16 @@ class TcpSender(WeightSender):
                 for peer in peers:
                     peer.raise_if_spoken()  # the kernel would take the bytes all the same
                     peer.send_data(data)
+
+
+def _send_changes(peers: list[Connection], plan: BucketPlan, source: PlannedTensors, copy: WeightCopy) -> None:
+    """They are few, so the connection takes them, by whatever transport all weights would go."""
+    for coded in coded_buckets(plan, source, copy):
+        data = b"".join(run.data for run in coded)
+        for peer in peers:
+            peer.raise_if_spoken()
+            peer.send(Changes([(run.coding, run.num_changed) for run in coded], len(data)))
+            peer.send_data(memoryview(data))
 
 
 def _await_loaded(peers: list[Connection], plan: BucketPlan, index: int) -> None:

@@ -11,6 +11,7 @@ from offbeat_types import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan, Piece
 from offbeat_weightsync._tensors import (
     Bytes,
+    Checksum,
     TargetTensor,
     compare_proofs,
     describe_tensors,
@@ -44,6 +45,7 @@ class ArrivingStream(ABC):
 
     def __init__(self, plan: BucketPlan, version: int) -> None:
         self.version, self.plan = version, plan
+        self.checksum: Checksum = "xxh3"
         self._begun = self._confirmed = False
         self._sent: WeightProof | None = None
 
@@ -98,7 +100,7 @@ class ArrivingStream(ABC):
         """
         if self._sent is None:
             raise WeightSyncError("read the whole weight stream before you prove what you hold")
-        held = prove_tensors(self.plan, self.version, read)
+        held = prove_tensors(self.plan, self.version, read, checksum=self.checksum)
         compare_proofs(self.plan, self._sent, held, "the engine")
         return held
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,12 @@ from torch import Tensor
 
 from offbeat_types import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
+from offbeat_weightsync._word_sums import WordSum
 
 Bytes = npt.NDArray[np.uint8]
+
+Checksum = Literal["xxh3", "words"]
+"""Of a bucket: 64-bit xxh3, in host memory, or the sum of its words where they lie (`WordSum`)."""
 
 RUN_BYTES: Final = 512 << 10
 """Copied or sent, and hashed: short enough for what was read and written to be in the cache of the core (L2)."""
@@ -70,8 +74,8 @@ def check_tensor(tensor: Tensor, spec: TensorSpec, holder: str, *, dtype: bool =
 class PlannedTensors:
     """Takes tensors one by one from the trainer, checks them against the plan, and gives their bytes, hashed."""
 
-    def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._specs, self._tensors = plan.specs, iter(tensors)
+    def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]], checksum: Checksum = "xxh3") -> None:
+        self._specs, self._tensors, self._checksum = plan.specs, iter(tensors), checksum
         self._checksums: list[str] = []
         self._index = -1
         self._flat: Tensor | None = None  # of the present tensor: its elements, where they are converted or copied
@@ -82,13 +86,16 @@ class PlannedTensors:
 
         Run by run, and hashed as it lies there then. Buckets are filled in order.
         """
-        hasher = xxhash.xxh3_64()
+        hasher, words = xxhash.xxh3_64(), WordSum()
         for run in self._runs(bucket, RUN_BYTES if memory.is_cpu else bucket.num_bytes):
             target = memory[run.bucket_offset : run.bucket_offset + run.num_bytes]
             self._copy(run, target)
-            hasher.update(tensor_bytes(target).data)  # what has arrived, not what was sent off
+            if self._checksum == "words":  # what has arrived, not what was sent off
+                words.add(run.bucket_offset, target)
+            else:
+                hasher.update(tensor_bytes(target).data)
             yield run.bucket_offset + run.num_bytes
-        self._checksums.append(hasher.hexdigest())
+        self._checksums.append(words.hexdigest() if self._checksum == "words" else hasher.hexdigest())
 
     def runs(self, bucket: Bucket) -> Iterator[tuple[Piece, memoryview]]:
         """Each run of a bucket with its bytes, hashed; they are valid until the next is asked for. Raises as `fill`."""
@@ -204,12 +211,19 @@ MAX_HASHERS: Final = 4
 
 
 def prove_tensors(
-    plan: BucketPlan, version: int, read: Callable[[str], Any], holder: str = "the engine"
+    plan: BucketPlan,
+    version: int,
+    read: Callable[[str], Any],
+    holder: str = "the engine",
+    checksum: Checksum = "xxh3",
 ) -> WeightProof:
     """Read every tensor back and say what is there, in the form that `PlannedTensors` gives for the buckets sent.
 
     It looks at all of it, after all of it was loaded: a tensor that a later one has overwritten shows.
     """
+    if checksum == "words":
+        found = tuple(_word_sums(plan, read, holder))
+        return WeightProof(version=version, num_tensors=len(plan.specs), checksums=found)
     num_hashers = min(MAX_HASHERS, os.cpu_count() or 1, len(plan.buckets))
     checksums: list[Future[str]] = []
     with ThreadPoolExecutor(num_hashers, "offbeat-weight-proof") as hashers:
@@ -309,10 +323,27 @@ def _read_buckets(plan: BucketPlan, read: Callable[[str], Any], holder: str) -> 
         yield parts
 
 
+def _word_sums(plan: BucketPlan, read: Callable[[str], Any], holder: str) -> Iterator[str]:
+    """The same where tensors lie."""
+    index, held = -1, None
+    for bucket in plan.buckets:
+        words = WordSum()
+        for piece in bucket.pieces:
+            if held is None or index != piece.tensor:
+                index, tensor = piece.tensor, _read(plan.specs[piece.tensor], read, holder)
+                held = tensor.detach().reshape(-1).view(torch.uint8)
+            words.add(piece.bucket_offset, held[piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
+        yield words.hexdigest()
+
+
 def _read_bytes(spec: TensorSpec, read: Callable[[str], Any], holder: str) -> Bytes:
+    return tensor_bytes(_read(spec, read, holder))
+
+
+def _read(spec: TensorSpec, read: Callable[[str], Any], holder: str) -> Tensor:
     try:
-        tensor = read(spec.name)
+        tensor: Tensor = read(spec.name)
     except KeyError as error:
         raise WeightSyncError(f"{spec.name}: was sent, but {holder} holds no tensor of that name") from error
     check_tensor(tensor, spec, holder)
-    return tensor_bytes(tensor)
+    return tensor

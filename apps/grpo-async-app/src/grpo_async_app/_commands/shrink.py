@@ -177,6 +177,8 @@ def _shrink_rollout(
         max_running=min(rollout.max_running or 16, 16),
         sync_bucket_bytes=min(rollout.sync_bucket_bytes, 2**16),  # so that weights take several buckets here too
         serve_port=rollout.serve_port and 0,
+        lora_sync=rollout.lora_sync if backend == rollout.backend else "auto",
+        weight_transport="auto" if rollout.weight_transport == "cuda-ipc" else rollout.weight_transport,
         options=own if backend == rollout.backend else {},
     )
 

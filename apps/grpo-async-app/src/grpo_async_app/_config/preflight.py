@@ -6,6 +6,7 @@ from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.weight_sync import LoraSync, check_transport, choose_lora_sync
 from grpo_async_app._run.scoring import try_reward
 from offbeat_actors import check_kinds, check_processes
 from offbeat_data import (
@@ -47,6 +48,7 @@ class Preflight:
         template: puts an environment's words into tokens; None without an environment.
         notices: choices that work and are probably not meant.
         choices: what the machine has decided, with reasons.
+        lora_sync: what engines get of a policy with LoRA, and why.
         reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
             takes part.
     """
@@ -61,6 +63,7 @@ class Preflight:
     template: TurnTemplate | None = None
     notices: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    lora_sync: LoraSync = LoraSync(what="merged")
     reward_trial: str = ""
 
     @property
@@ -117,6 +120,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(config, view)
     notices = (*notices, *_engine_notices(config))
     _check_cut(config)
+    lora_sync = choose_lora_sync(config)
+    check_transport(config, placement)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, view)
@@ -140,6 +145,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         template=template,
         notices=notices,
         choices=tuple(choices),
+        lora_sync=lora_sync,
         reward_trial=_try_reward(config, prompts),
     )
 

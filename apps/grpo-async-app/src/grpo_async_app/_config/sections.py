@@ -16,6 +16,7 @@ from offbeat_types import (
     SamplingParams,
     TrainEngineConfig,
     TrainEngineSettings,
+    WeightPart,
     setting,
 )
 
@@ -107,6 +108,26 @@ class RolloutConfig(RolloutEngineSettings):
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
     stop: list[str] = setting([], "Texts that end a completion.", is_text=True)
     seed: int = setting(0, "Seed of sampling; every sample draws from a stream of its own.", ge=0, lt=2**24)
+    lora_sync: str = setting(
+        "auto",
+        "What engines get of a policy with engine.lora_rank: merged weights, or the adapter alone, if they take one; "
+        "auto: the adapter where they do.",
+        choices=("auto", "merged", "adapter"),
+    )
+    full_sync_every: int = setting(
+        1,
+        "Versions from one sync of all weights to the next; in between those elements travel that have changed, and "
+        "trainer and engines keep a copy of the weights in main memory. 1: always all.",
+        "versions",
+        ge=1,
+        le=2**30,
+    )
+    weight_transport: str = setting(
+        "auto",
+        "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere; "
+        "auto: shared-memory where all engines are on the trainer's machine, else tcp.",
+        choices=("auto", "shared-memory", "tcp", "cuda-ipc"),
+    )
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
     serve_port: int | None = setting(
         None,
@@ -114,6 +135,11 @@ class RolloutConfig(RolloutEngineSettings):
         ge=0,
         le=65535,
     )
+
+    @property
+    def weight_parts(self) -> tuple[WeightPart, ...]:
+        """What an engine gets, in order, once `lora_sync` is settled: the base once, the rest with every sync."""
+        return ("base", "adapter") if self.lora_sync == "adapter" else ("merged",)
 
     def sampling(self, seed: int) -> SamplingParams:
         """How training samples are drawn, with the seed of one group, and reported as the trainer scores them."""

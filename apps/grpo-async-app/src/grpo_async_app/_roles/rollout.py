@@ -15,14 +15,17 @@ from offbeat_types import (
     ConfigError,
     EngineHealth,
     GenerateRequest,
+    LoraAdapter,
     PauseMode,
     RolloutEngine,
     TracePlan,
     TracingEngine,
+    WeightPart,
     WeightProof,
+    WeightStream,
     load_backend,
 )
-from offbeat_weightsync import receive
+from offbeat_weightsync import WeightCopy, receive
 
 
 class ProcessRecorder:
@@ -91,7 +94,7 @@ if TYPE_CHECKING:
     from offbeat_serve import RolloutServer
 
 SERVED_NAME = "policy"
-"""What agents outside call the model."""
+"""What agents outside call the model, and what its adapter is called where it is a model with an adapter."""
 
 
 class RolloutRole:
@@ -115,6 +118,8 @@ class RolloutRole:
         self._settings = replace(settings, trace_folder=trace_folder) if self._plan else settings
         self._server: RolloutServer | None = None
         self._trace: VersionTrace | None = None
+        self._copy = WeightCopy() if config.rollout.full_sync_every > 1 else None
+        self._adapter = ""  # which completes the policy, once it has come
 
     async def start(self) -> None:
         """Load the model, or say why this backend cannot serve such a run."""
@@ -159,10 +164,13 @@ class RolloutRole:
             close_deadline_s=1.0,
         )
         tokenizer = load_tokenizer(self._settings.model_path, self._settings.trust_remote_code)
-        return RolloutServer(self._engine, tokenizer, ServedModel.read(self._settings, SERVED_NAME), settings)
+        model = ServedModel.read(self._settings, SERVED_NAME)
+        if "adapter" in self._config.rollout.weight_parts:
+            model = replace(model, adapter=SERVED_NAME)
+        return RolloutServer(self._engine, tokenizer, model, settings)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        return await self._engine.generate(request)
+        return await self._engine.generate(replace(request, adapter=self._adapter))
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -183,22 +191,36 @@ class RolloutRole:
         await self._engine.wake(tuple(tags))
         return resident_bytes()
 
-    async def receive_weights(self, socket_path: str, version: int, deadline_s: float, name: str) -> WeightProof:
-        """Take `version` from the trainer that listens on `socket_path`, and prove to it what arrived."""
+    async def receive_weights(
+        self, socket_path: str, version: int, deadline_s: float, name: str, part: WeightPart = "merged"
+    ) -> WeightProof:
+        """Take `version` from the trainer that listens on `socket_path`, and prove to it what arrived.
+
+        A base is completed by the adapter that follows; until then nothing is served.
+        """
         if self._trace is not None:
             await self._trace.end()
-        incoming = receive(socket_path, version, deadline_s, name=name)
+        incoming = receive(socket_path, version, deadline_s, name=name, copy=self._copy)
         stream = await asyncio.to_thread(incoming.__enter__)
         try:
-            proof = await self._engine.update_weights(stream, version)
+            proof = await self._update(stream, version, part)
             await asyncio.to_thread(stream.confirm, proof)
         except BaseException as error:
             incoming.__exit__(type(error), error, error.__traceback__)
             raise
         incoming.__exit__(None, None, None)
-        await self._serve()
-        if self._trace is not None:
-            await self._trace.begin(version)
+        if part != "base":
+            await self._serve()
+            if self._trace is not None:
+                await self._trace.begin(version)
+        return proof
+
+    async def _update(self, stream: WeightStream, version: int, part: WeightPart) -> WeightProof:
+        if part != "adapter":
+            return await self._engine.update_weights(stream, version)
+        adapter = LoraAdapter(name=SERVED_NAME, scale=self._config.engine.lora_scale)
+        proof = await self._engine.update_weights(stream, version, adapter=adapter)
+        self._adapter = adapter.name
         return proof
 
     async def _serve(self) -> None:

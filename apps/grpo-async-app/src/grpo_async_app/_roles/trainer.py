@@ -1,10 +1,12 @@
 """The trainer role: the training engine in a process of its own."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+from torch import Tensor
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
@@ -20,12 +22,14 @@ from offbeat_types import (
     TracePlan,
     TrainEngine,
     TrainSequence,
+    WeightPart,
     WeightProof,
     load_backend,
     merge_metrics,
 )
 from offbeat_weightsync import (
     BucketPlan,
+    WeightCopy,
     WeightSender,
     describe_tensors,
     fp8_specs,
@@ -75,14 +79,31 @@ class TrainerRole:
         self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
         self._single_step = config.async_.require_batches == 1
         self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
-        specs = describe_tensors(self._engine.weights(), config.rollout.dtype)
-        self._as_fp8 = config.rollout.weight_format == "fp8"
-        self._plan = BucketPlan.build(fp8_specs(specs) if self._as_fp8 else specs, config.rollout.sync_bucket_bytes)
+        self._rollout = config.rollout
+        self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
+        everything = [spec for plan in self._plans.values() for spec in plan.specs]
+        self._plan = BucketPlan.build(everything, config.rollout.sync_bucket_bytes)
         self._leads = rank == 0
+        changes = config.rollout.full_sync_every - 1
+        self._copy = WeightCopy(changes) if changes and self._leads else None
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         if self._leads:
-            self._senders[""] = open_sender(socket_path, self._plan)
+            over_device = config.rollout.weight_transport == "cuda-ipc"
+            slots_on = str(open_device(device).torch_device) if over_device else None
+            self._senders[""] = open_sender(socket_path, self._plan, device=slots_on)
+
+    def _plan_of(self, part: WeightPart) -> BucketPlan:
+        """The tensors of a part as they travel."""
+        specs = describe_tensors(self._gather(part), self._rollout.dtype)
+        return BucketPlan.build(fp8_specs(specs) if self._as_fp8(part) else specs, self._rollout.sync_bucket_bytes)
+
+    def _as_fp8(self, part: WeightPart) -> bool:
+        return self._rollout.weight_format == "fp8" and part != "adapter"
+
+    def _gather(self, part: WeightPart) -> Iterator[tuple[str, Tensor]]:
+        """The engine's tensors, rounded before ranks gather them; blocks of FP8 are made of what is not rounded yet."""
+        return iter(self._engine.weights(None if self._as_fp8(part) else self._rollout.dtype, part=part))
 
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches. Metrics are merged over them."""
@@ -112,23 +133,35 @@ class TrainerRole:
         return sender.address
 
     def send_weights(
-        self, version: int, num_engines: int, deadline_s: float, address: str = "", transfer_id: int = 0
+        self,
+        version: int,
+        num_engines: int,
+        deadline_s: float,
+        address: str = "",
+        transfer_id: int = 0,
+        part: WeightPart = "merged",
     ) -> list[WeightProof]:
-        """Give the weights to so many rollout engines that ask for `version`; the other ranks hand over their parts.
+        """Give the weights to so many rollout engines that ask for `version`; the other ranks hand over their shares.
 
-        A `transfer_id` grows with each call, for `withdraw`; 0 cannot be withdrawn.
+        A `transfer_id` grows with each call, for `withdraw`; 0 cannot be withdrawn. `part` is one of
+        `RolloutConfig.weight_parts`.
         """
 
         def is_withdrawn() -> bool:
             return 0 < transfer_id <= self._last_withdrawn
 
-        weights = iter(self._engine.weights())
+        weights = self._gather(part)
         try:
             if not self._leads:
                 return []
-            tensors = quantize_tensors(weights) if self._as_fp8 else weights
             return self._senders[address].send(
-                tensors, version, num_engines, deadline_s=deadline_s, is_withdrawn=is_withdrawn
+                quantize_tensors(weights) if self._as_fp8(part) else weights,
+                version,
+                num_engines,
+                deadline_s=deadline_s,
+                is_withdrawn=is_withdrawn,
+                plan=self._plans[part],
+                copy=self._copy,
             )
         finally:
             deque(weights, maxlen=0)  # all ranks gather every tensor, also when a receiver has failed

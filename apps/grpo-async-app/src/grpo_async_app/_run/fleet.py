@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._run.busy import OnSpan
 from grpo_async_app._run.colocation import ColocationSchedule, Note
 from grpo_async_app._run.engines import Engines
@@ -82,7 +83,7 @@ class Fleet:
         handed_over: Note = lambda *_: None,
         worked: OnSpan = lambda *_: None,
     ) -> None:
-        self._config = config
+        self._config = config = settle_lora_sync(config)
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._trainer: Trainers | None = None
@@ -229,7 +230,8 @@ class Fleet:
         )
 
     def offer_weights(self, version: int) -> WeightOffer:
-        return WeightOffer(self.trainer, version, self._config.async_.sync_deadline_s)
+        rollout, deadline_s = self._config.rollout, self._config.async_.sync_deadline_s
+        return WeightOffer(self.trainer, version, deadline_s, rollout.weight_parts, rollout.weight_transport)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
         """Await work that calls roles; shortly before its deadline, raise who has not answered."""

@@ -138,6 +138,8 @@ async def _start(session: _Session, fleet: Fleet, logger: RunLogger, death: Peer
         await fleet.restart_trainer(f"{death.peer} failed: {death.reason}", num_updates, session.folder)
         logger.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
         return
+    if session.preflight.lora_sync.why:
+        logger.message(str(session.preflight.lora_sync))
     logger.message("starting trainer and rollout engines ...")
     await fleet.start_training(session.preflight.placement, num_updates, session.folder)
     session.run.keep()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_ranks
 from offbeat_types import PeerFailedError, WeightSyncError
@@ -20,6 +21,7 @@ class Trainers(ActorGroup):
 
     Attributes:
         transfer_ids: numbers that grow, one for each transfer of weights.
+        have_base: engines that have got the weights to which an adapter is added.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Trainers(ActorGroup):
         super().__init__(ranks, silent_after_s)
         self.socket_path, self._store, self._listens_at = socket_path, store, ""
         self.transfer_ids = itertools.count(1)
+        self.have_base: WeakSet[ActorHandle] = WeakSet()
 
     async def listen(self, deadline_s: float) -> str:
         """Where rank 0 gives weights to other machines, with the secret that opens it; it listens once asked to."""

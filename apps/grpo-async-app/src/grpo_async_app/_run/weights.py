@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from grpo_async_app._run.colocation import ColocationSchedule
 from grpo_async_app._run.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
 from offbeat_actors import ActorHandle, Supervised
-from offbeat_types import OffbeatError, PeerFailedError, WeightProof, WeightSyncError
+from offbeat_types import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError
 
 E = TypeVar("E", bound=Supervised)
 
@@ -20,22 +20,48 @@ class WeightOffer:
         trainer: that holds them.
         version: policy version.
         deadline_s: for all engines to come, load and prove.
+        parts: what an engine gets, in order. The base is brought once to each process of an engine, by one trainer.
+        transport: see `RolloutConfig.weight_transport`.
     """
 
-    def __init__(self, trainer: Trainers, version: int, deadline_s: float) -> None:
-        self._trainer, self.version, self._deadline_s, self._transfer_id = trainer, version, deadline_s, 0
+    def __init__(
+        self,
+        trainer: Trainers,
+        version: int,
+        deadline_s: float,
+        parts: Sequence[WeightPart] = ("merged",),
+        transport: str = "auto",
+    ) -> None:
+        self._trainer, self.version, self._deadline_s = trainer, version, deadline_s
+        self.parts, self._transport = parts, transport
+        self._transfer_id = 0
+        self._brought: set[tuple[ActorHandle, WeightPart]] = set()
+
+    def lacks(self, actor: ActorHandle, part: WeightPart) -> bool:
+        """Whether this part is still to be brought to this process."""
+        return (actor, part) not in self._brought and not (part == "base" and actor in self._trainer.have_base)
+
+    def was_brought(self, actors: Iterable[ActorHandle], part: WeightPart) -> None:
+        """Note that these have proved it."""
+        for actor in actors:
+            self._brought.add((actor, part))
+            if part == "base":
+                self._trainer.have_base.add(actor)
 
     async def source_for(self, hosts: Collection[str]) -> str:
         """Where engines on the machines of these IP addresses fetch them: in memory, if that is one for all."""
-        trainer = self._trainer
-        return trainer.socket_path if set(hosts) == {trainer.address} else await trainer.listen(self._deadline_s)
+        trainer, is_local = self._trainer, set(hosts) == {self._trainer.address}
+        if self._transport == "tcp" or (self._transport == "auto" and not is_local):
+            return await trainer.listen(self._deadline_s)
+        return trainer.socket_path
 
-    async def send(self, source: str, num_engines: int) -> None:
-        """Make the trainer give them to the engines that ask at this source."""
+    async def send(self, source: str, num_engines: int, part: WeightPart) -> None:
+        """Make the trainer give a part to the engines that ask at this source."""
         self._transfer_id = next(self._trainer.transfer_ids)
         address = "" if source == self._trainer.socket_path else source
-        args = (self.version, num_engines, self._deadline_s, address, self._transfer_id)
-        await self._trainer.call("send_weights", *args, returns=list[WeightProof], deadline_s=self._deadline_s + 5)
+        args = (self.version, num_engines, self._deadline_s, address, self._transfer_id, part)
+        returns, deadline_s = list[WeightProof], self._deadline_s + 5
+        await self._trainer.call("send_weights", *args, returns=returns, deadline_s=deadline_s)
 
     async def withdraw(self) -> None:
         """Tell the trainer that not all engines of the last `send` will come."""
@@ -73,18 +99,18 @@ async def bring_weights(
         if turns is not None:
             await turns.make_room(actor)
 
-    async def transfer(actors: Sequence[ActorHandle]) -> Outcomes:
+    async def transfer(actors: Sequence[ActorHandle], part: WeightPart) -> Outcomes:
         source = await offer.source_for({actor.address for actor in actors})
         takes = [
             actor.call(
                 "receive_weights",
-                *(source, offer.version, deadline_s, actor.name),
+                *(source, offer.version, deadline_s, actor.name, part),
                 returns=WeightProof,
                 deadline_s=deadline_s + 5,
             )
             for actor in actors
         ]
-        return await transfer_weights(takes, offer.send(source, len(takes)), offer.withdraw)
+        return await transfer_weights(takes, offer.send(source, len(takes), part), offer.withdraw)
 
     async def resume(actor: ActorHandle) -> None:
         await actor.call("resume", deadline_s=deadline_s)
@@ -92,15 +118,25 @@ async def bring_weights(
     processes = {engine.actor: engine for engine in engines}
     serving = {actor for actor, engine in processes.items() if engine.serves.is_set()}
 
-    async def without_lost(outcomes: Outcomes) -> None:
-        for actor, error in (await lost_engines(list(processes), outcomes)).items():
+    async def without_lost(actors: Sequence[ActorHandle], outcomes: Outcomes) -> None:
+        for actor, error in (await lost_engines(actors, outcomes)).items():
             give_up(processes.pop(actor), actor, str(error))
 
-    await without_lost(await each(processes, pause))
-    while processes and any(outcomes := await transfer(list(processes))):
-        await without_lost(outcomes)
+    async def bring(part: WeightPart) -> None:
+        while lacking := [actor for actor in processes if offer.lacks(actor, part)]:
+            if any(outcomes := await transfer(lacking, part)):
+                await without_lost(lacking, outcomes)
+            else:
+                offer.was_brought(lacking, part)
+
+    async def all_take(step: Callable[[ActorHandle], Awaitable[object]]) -> None:
+        await without_lost(list(processes), await each(processes, step))
+
+    await all_take(pause)
+    for part in offer.parts:
+        await bring(part)
     if turns is None:
-        await without_lost(await each(processes, resume))
+        await all_take(resume)
         for engine in processes.values():
             engine.serves.set()
     return list(processes.values())

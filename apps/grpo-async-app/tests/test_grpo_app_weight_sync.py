@@ -1,0 +1,96 @@
+"""How weights reach engines: by which transport, and whether all of them or what has changed."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from grpo_runs import Main, run_to_its_end, values_of
+
+from grpo_async_app._commands.plan import describe_plan
+from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.weight_sync import check_transport
+from grpo_async_app._run.weights import WeightOffer
+from offbeat_placement import PlacedRank
+from offbeat_run import load_config
+from offbeat_types import ConfigError
+
+
+def placed(*ranks: tuple[str, str, int | None]) -> Any:
+    """A placement of (role, node, device)."""
+    found = [PlacedRank(role=role, replica=0, rank=0, node=node, device=device) for role, node, device in ranks]
+    return SimpleNamespace(plan=SimpleNamespace(ranks=found))
+
+
+HERE, ELSEWHERE = ("rollout", "a", None), ("rollout", "b", None)
+GPU, OTHER_GPU = ("rollout", "a", 0), ("rollout", "a", 1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "trainer_device", "engines", "words"),
+    [
+        ("auto", None, [HERE, ELSEWHERE], ""),
+        ("tcp", None, [HERE, ELSEWHERE], ""),
+        ("shared-memory", None, [HERE, HERE], ""),
+        ("shared-memory", None, [HERE, ELSEWHERE], "an engine is on b, the trainer on a"),
+        ("cuda-ipc", 0, [GPU], ""),
+        ("cuda-ipc", 0, [GPU, OTHER_GPU], "one and the same CUDA device"),
+        ("cuda-ipc", None, [HERE], "one and the same CUDA device"),
+        ("cuda-ipc", None, [ELSEWHERE], "an engine is on b"),
+    ],
+)
+def test_a_transport_that_does_not_reach_all_engines_is_refused(
+    config: Path, transport: str, trainer_device: int | None, engines: list[Any], words: str
+) -> None:
+    wanted = load_config(config, GrpoConfig, [f"--rollout.weight_transport={transport}"])
+    placement = placed(("trainer", "a", trainer_device), *engines)
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            check_transport(wanted, placement)
+    else:
+        check_transport(wanted, placement)
+
+
+def test_devices_that_are_named_and_not_given_out_may_be_shared(config: Path) -> None:
+    words = ["--rollout.weight_transport=cuda-ipc", "--engine.device=cuda:0", "--rollout.device=cuda:0"]
+    check_transport(load_config(config, GrpoConfig, words), placed(("trainer", "a", None), HERE))
+
+
+@pytest.mark.parametrize(
+    ("transport", "hosts", "source"),
+    [
+        ("auto", ["1.1.1.1"], "in memory"),
+        ("auto", ["1.1.1.1", "2.2.2.2"], "by tcp"),
+        ("tcp", ["1.1.1.1"], "by tcp"),
+        ("shared-memory", ["1.1.1.1"], "in memory"),
+    ],
+)
+def test_engines_are_told_where_to_fetch_weights(transport: str, hosts: list[str], source: str) -> None:
+    async def listen(_: float) -> str:
+        return "by tcp"
+
+    trainer: Any = SimpleNamespace(socket_path="in memory", address="1.1.1.1", listen=listen)
+    offer = WeightOffer(trainer, 1, 1.0, transport=transport)
+    assert asyncio.run(offer.source_for(hosts)) == source
+
+
+def test_the_plan_says_what_copies_take(config: Path) -> None:
+    rows = dict(describe_plan(check_run(load_config(config, GrpoConfig, ["--rollout.full_sync_every=5"]))))
+    assert (
+        "all of them every 5 versions, what has changed in between: trainer-0 and each engine keep" in rows["weights"]
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+def test_a_run_with_changes_alone_is_that_with_all_weights(
+    forked_main: Main, config: Path, tmp_path: Path, transport: str
+) -> None:
+    words = ["--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.dtype=bfloat16"]
+    ways = {"all": [], "changes": ["--rollout.full_sync_every=3", f"--rollout.weight_transport={transport}"]}
+    for name, way in ways.items():
+        run_to_its_end(forked_main, "train", config, "--out", tmp_path / name, *words, *way)
+    for metric in ("train/reward", "train/entropy", "eval/reward"):
+        assert values_of(tmp_path / "changes", metric) == values_of(tmp_path / "all", metric)
