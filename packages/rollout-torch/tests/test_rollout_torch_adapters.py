@@ -193,3 +193,21 @@ async def test_an_adapter_stays_when_the_model_is_updated_or_sleeps(folder, open
         adapted = await engine.generate(replace(REQUEST, adapter="poet"))
     assert adapted[0].oldest_version == 7
     assert errors(merged(folder, adapter), adapted) < 1e-4
+
+
+async def test_what_was_computed_with_an_adapter_serves_no_prompt_without_it(folder, open_engine):
+    prompt = np.random.default_rng(9).integers(3, 300, 100).astype(np.int32)
+    tensors = adapter_of(reference_model(folder), seed=1)
+    async with open_engine(folder) as engine:
+        await engine.update_weights(FakeWeightStream(tensors, 1), 1, adapter=POET)
+        runner = engine._worker._runner
+
+        async def prefilled(name, adapter):
+            before = runner.num_prefilled
+            await engine.generate(replace(REQUEST, request_id=name, prompt_ids=prompt, num_samples=1, adapter=adapter))
+            return runner.num_prefilled - before
+
+        assert await prefilled("a", "poet") == 100
+        assert await prefilled("b", "") == 100
+        assert await prefilled("c", "poet") < 10
+        assert await prefilled("d", "") < 10
