@@ -199,7 +199,7 @@ async def test_what_was_computed_with_an_adapter_serves_no_prompt_without_it(fol
     prompt = np.random.default_rng(9).integers(3, 300, 100).astype(np.int32)
     tensors = adapter_of(reference_model(folder), seed=1)
     async with open_engine(folder) as engine:
-        await engine.update_weights(FakeWeightStream(tensors, 1), 1, adapter=POET)
+        await engine.update_weights(FakeWeightStream(tensors.items(), 1), 1, adapter=POET)
         runner = engine._worker._runner
 
         async def prefilled(name, adapter):

@@ -158,7 +158,7 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class KeptRow:
-    """A sequence that has ended: tokens [N] int64, the row that holds them behind its group's prefix, and its adapter."""
+    """A sequence that has ended: tokens [N] int64, the row that holds them behind its group's prefix, its adapter."""
 
     ids: npt.NDArray[np.int64]
     row: Row
