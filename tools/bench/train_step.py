@@ -54,7 +54,7 @@ def matrix_rate(dtype: str) -> float:
     left, right = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((2048, 1536), (1536, 1536)))
     start = time.process_time()
     torch.mm(left, right)
-    return 2 * left.numel() * right.shape[1] / (time.process_time() - start) / 1e9
+    return float(2 * left.numel() * right.shape[1] / (time.process_time() - start) / 1e9)
 
 
 def count_flops(engine: Any, packed: float, sequences: list[TrainSequence]) -> float:
@@ -62,7 +62,7 @@ def count_flops(engine: Any, packed: float, sequences: list[TrainSequence]) -> f
     matrices = {name: tensor for name, tensor in engine.weights() if tensor.ndim == 2}
     blocks = sum(tensor.numel() for name, tensor in matrices.items() if ".layers." in name)
     head = max(tensor.numel() for tensor in matrices.values() if len(tensor) == engine.vocabulary_size)
-    return 6 * (packed * blocks + head * sum(int(sequence.loss_mask.sum()) for sequence in sequences))
+    return float(6 * (packed * blocks + head * sum(int(sequence.loss_mask.sum()) for sequence in sequences)))
 
 
 def measure(args: argparse.Namespace, dtype: str, *, share_prompts: bool) -> Row:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,7 +31,7 @@ def make_model(folder: Path, *, tiny: bool) -> Path:
     if tiny:
         return tiny_model(folder, "qwen3")
     widths = {"intermediate_size": WIDTH, "head_dim": HEAD_SIZE, "max_position_embeddings": 40960}
-    heads = {"num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "num_layers": LAYERS}
+    heads: dict[str, Any] = {"num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "num_layers": LAYERS}
     return tiny_model(folder, "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN, **heads, spread=0.02, config=widths)
 
 
@@ -73,7 +74,7 @@ async def measure(place: Place, folder: Path) -> dict[str, float | None]:
         figures[f"tokens_per_s_batch_{batch}"] = batch / step_s
         if not place.tiny:
             figures[f"gb_per_s_batch_{batch}"] = gb_per_s
-            figures[f"share_of_bandwidth_batch_{batch}"] = share(gb_per_s, peaks and peaks.memory_gb_per_s)
+            figures[f"share_of_bandwidth_batch_{batch}"] = share(gb_per_s, peaks.memory_gb_per_s if peaks else None)
     await engine.close()
     return figures
 

@@ -6,6 +6,7 @@ over several of them need several. On a CPU gloo's recorder is asked.
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -18,7 +19,7 @@ from gpu.piece import Figures, Place, main, require
 def collectives_are_recorded(rank: int) -> None:
     """A collective that is over is done in what the recorder tells."""
     import torch
-    from liveness_devices import read_all
+    from liveness_devices import read_all  # type: ignore[import-not-found]  # lies beside the tests
 
     dist.all_reduce(torch.ones(4))
     head = read_all()["gloo"]
@@ -29,9 +30,10 @@ def collectives_are_recorded(rank: int) -> None:
 def run(place: Place) -> Figures:
     """Each body in a process of its own."""
     import liveness_devices as devices
-    from liveness_launch import Outcome, launch
+    from liveness_launch import Outcome, launch  # type: ignore[import-not-found]
 
     settings = {"policy": "report", "stall_after_s": 60.0}
+    bodies: tuple[Callable[[int], None], ...]
     if place.is_accelerator:
         bodies = (
             devices.pending_behind_a_spinning_kernel,

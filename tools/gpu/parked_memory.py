@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -92,7 +93,7 @@ async def park_engine(place: Place, folder: Path) -> dict[str, float]:
 def run(place: Place) -> Figures:
     """The trainer, then the engine."""
     with tempfile.TemporaryDirectory() as temporary:
-        shape = {"hidden_size": place.pick(64, 2048), "num_layers": place.pick(2, 8)}
+        shape: dict[str, Any] = {"hidden_size": place.pick(64, 2048), "num_layers": place.pick(2, 8)}
         folder = tiny_model(Path(temporary) / "model", "qwen3", **shape)
         trainer = park_trainer(place, folder)
         place.device.release_unused()

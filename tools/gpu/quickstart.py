@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -36,7 +37,7 @@ def run(place: Place) -> Figures:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LIMIT_S)
         said = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         require(done.returncode == 0, f"ended with {done.returncode}: {said}")
-        lines = [line.values for line in read_metrics(out / "metrics.jsonl")]
+        lines: list[dict[str, Any]] = [dict(line.values) for line in read_metrics(out / "metrics.jsonl")]
     updates = [line for line in lines if "perf/update_s" in line]
     accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     rise = accuracies[-1] - accuracies[0]

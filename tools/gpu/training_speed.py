@@ -68,7 +68,7 @@ def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | No
     times = {f"step_s{name}": step_s, f"forward_backward_s{name}": passes_s}
     if place.tiny:
         return {**speed, **times}
-    mfu = share(tflops, peaks and peaks.bfloat16_tflops)
+    mfu = share(tflops, peaks.bfloat16_tflops if peaks else None)
     return {**speed, **times, f"tflops{name}": tflops, f"mfu{name}": mfu}
 
 
