@@ -27,11 +27,7 @@ def choose_for_platform(config: GrpoConfig, kind: str) -> tuple[GrpoConfig, list
     """
     rollout, said = config.rollout, list[str]()
     if rollout.dtype == AUTO:
-        flag = next((flag for flag in _CPU_FLAGS if flag in _cpu_flags()), "")
-        dtype = "bfloat16" if kind or flag else "float32"
-        why = (
-            f"samples on a {kind}" if kind else f"this CPU has {flag}" if flag else "this CPU has no bfloat16 products"
-        )
+        dtype, why = ("bfloat16", f"samples on a {kind}") if kind else _cpu_format()
         rollout = replace(rollout, dtype=dtype)
         said.append(f"rollout.dtype = {dtype} ({why})")
     if not rollout.max_running:
