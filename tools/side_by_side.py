@@ -47,6 +47,7 @@ def run_side_by_side(
                 each.process.wait(END_WITHIN_S)
             except subprocess.TimeoutExpired:
                 each.process.kill()
+                each.process.wait()
             _show(name, each)
     return failed
 
@@ -60,7 +61,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> _Ru
 
 
 def _show(name: str, each: _Running) -> None:
-    how = {None: "was stopped", 0: "passed"}.get(each.process.returncode, f"failed ({each.process.returncode})")
+    how = f"failed ({each.process.returncode})" if each.process.returncode else "passed"
     with each.output as output:
         output.seek(0)
         sys.stdout.write(output.read().decode(errors="replace"))
