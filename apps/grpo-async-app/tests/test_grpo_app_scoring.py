@@ -20,7 +20,7 @@ import pytest
 import offbeat_liveness as liveness
 from grpo_async_app._roles.scorer import prompt_to_json
 from grpo_async_app._run.scoring import ScorerPool
-from offbeat_actors import ClusterConfig
+from offbeat_actors import ClusterConfig, call_or_kill
 from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_testing import wait_until_gone
 from offbeat_types import ConfigError, DeadlineError
@@ -106,8 +106,13 @@ def scorer_pids(pool: ScorerPool) -> list[int]:
 
 
 async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:
-    scores = await asyncio.gather(*(pool.score(PROMPT, each) for each in completions))
+    scores = await asyncio.gather(*(score_of(pool, each) for each in completions))
     return [None if score is None else score.value for score in scores]
+
+
+async def score_of(pool: ScorerPool, completion: str) -> RewardScore | None:
+    [score] = await pool.score(PROMPT, [completion])
+    return score
 
 
 @in_loop
@@ -139,12 +144,36 @@ def test_a_scorer_is_sent_no_picture() -> None:
 async def test_what_takes_too_long_is_worth_nothing_and_costs_itself_alone(config: RewardConfig) -> None:
     async with scoring(replace(config, timeout_s=1.0)) as pool:
         [slow] = scorer_pids(pool)
-        late = asyncio.create_task(pool.score(PROMPT, "hang"))
+        late = asyncio.create_task(pool.judge(PROMPT, "hang"))
         await asyncio.sleep(0.1)
         pool._config = config
         assert await values_of(pool, *["fine"] * 3) == [1.0] * 3
         assert await late == RewardScore(value=0.0, parts={NAME: 0.0, "timed_out": 1.0})
         wait_until_gone([slow], 0.1)
+
+
+@in_loop
+async def test_one_call_scores_a_group_where_that_is_quick_and_each_counts_alone_where_it_is_not(
+    config: RewardConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def noted(handle: Any, method: str, prompt: str, completions: list[str], **settings: Any) -> Any:
+        asked.append(len(completions))
+        return await call_or_kill(handle, method, prompt, completions, **settings)
+
+    monkeypatch.setattr("grpo_async_app._run.scoring.call_or_kill", noted)
+    async with scoring(replace(config, timeout_s=1.0, on_error="drop")) as pool:
+        scores = await pool.score(PROMPT, ["fine"] * 8 + ["raise"])
+        assert [score and score.value for score in scores] == [1.0] * 8 + [None]
+        assert asked == [9]
+        scores = await pool.score(PROMPT, ["fine", "hang", "raise", "die", "fine"])
+        assert [score and score.value for score in scores] == [1.0, 0.0, None, None, 1.0]
+        assert [score.parts["timed_out"] for score in scores if score] == [0.0, 1.0, 0.0]
+    async with scoring(reward_of("wait", num_processes=1)) as pool:
+        asked.clear()
+        scores = await pool.score(PROMPT, ["0.2", "0", "0"])
+        assert (len([score for score in scores if score]), asked) == (3, [3, 1, 1])
 
 
 @in_loop
@@ -164,7 +193,7 @@ async def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) ->
 @in_loop
 async def test_whoever_no_longer_waits_leaves_the_scorer_its_time(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", num_processes=1)) as pool:
-        nobodys = asyncio.create_task(pool.score(PROMPT, "1"))
+        nobodys = asyncio.create_task(pool.score(PROMPT, ["1"]))
         await asyncio.sleep(0.3)
         nobodys.cancel()
         [pid] = await values_of(pool, "0")
@@ -182,13 +211,13 @@ async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
 SCRIPT = """
 import asyncio, numpy as np
 from grpo_async_app._run.scoring import ScorerPool
-from offbeat_actors import ClusterConfig
+from offbeat_actors import ClusterConfig, call_or_kill
 from offbeat_data import Prompt, RewardConfig
 async def main():
     pool = ScorerPool(RewardConfig(name="rewards_guarded:{function}", timeout_s=600.0), ClusterConfig())
     await pool.start()
     print(*(actor.pid for actor in pool._launcher._actors.values()), flush=True)
-    score = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), "hang")
+    [score] = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), ["hang"])
     print(score.value)
     await pool.close()
 asyncio.run(main())
@@ -216,7 +245,7 @@ def test_a_busy_scorer_ends_by_itself_when_its_driver_is_killed(config: RewardCo
 async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", timeout_s=600.0, num_processes=3)) as pool:
         [pid] = await values_of(pool, "0")
-        waiting = [asyncio.create_task(pool.score(PROMPT, "600")) for _ in range(5)]
+        waiting = [asyncio.create_task(pool.score(PROMPT, ["600"])) for _ in range(5)]
         await asyncio.sleep(0.3)
         begun_s = time.monotonic()
         await pool.close()
@@ -224,7 +253,7 @@ async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: R
         assert time.monotonic() - begun_s < 10
         assert [type(outcome) for outcome in outcomes] == [RewardError] * 5
         with pytest.raises(RewardError, match="closed"):  # the next one must not bring it back
-            await pool.score(PROMPT, "0")
+            await pool.score(PROMPT, ["0"])
         assert pid is not None
         wait_until_gone([int(pid)], 0.1)
         assert pool.num_scored == 1
@@ -267,7 +296,7 @@ async def test_a_function_that_stands_still_is_named_where_the_driver_is_watched
     monitor = liveness.watch(stall_after_s=2, name="driver", on_verdict=found.put)
     try:
         async with scoring(config) as pool:
-            hanging = asyncio.create_task(pool.score(PROMPT, "hang"))
+            hanging = asyncio.create_task(pool.judge(PROMPT, "hang"))
             verdict = await asyncio.to_thread(found.get, timeout=60)
             hanging.cancel()
     finally:
@@ -282,7 +311,7 @@ async def test_what_cannot_be_scored_costs_one_completion(on_error: str, config:
     log, name = tmp_path / "errors.log", "rewards_guarded:moody"
     bad = ["nan", "none", "list", "huge", "raise", "exit", "interrupt"]
     async with scoring(reward_of("moody", on_error=on_error), log) as pool:
-        scores = {text: await pool.score(PROMPT, text) for text in (*bad, "fine")}
+        scores = {text: await score_of(pool, text) for text in (*bad, "fine")}
         fine = scores.pop("fine")
         assert fine is not None
         assert fine.value == 1.0
@@ -298,12 +327,12 @@ async def test_what_cannot_be_scored_costs_one_completion(on_error: str, config:
 @in_loop
 async def test_a_run_ends_when_too_many_cannot_be_scored_or_none_may(config: RewardConfig, tmp_path: Path) -> None:
     async with scoring(reward_of("moody", max_error_share=0.01), tmp_path / "errors.log") as pool:
-        assert [await pool.score(PROMPT, "raise") for _ in range(2)] == [None, None]
+        assert [await score_of(pool, "raise") for _ in range(2)] == [None, None]
         with pytest.raises(RewardError, match=r"3 of the last 3 .* reward.max_error_share = 0.01 .*bread.*errors.log"):
-            await pool.score(PROMPT, "raise")
+            await score_of(pool, "raise")
     async with scoring(reward_of("moody", on_error="fail")) as pool:
         with pytest.raises(RewardError, match="raised ValueError on prompt 3: no bread today"):
-            await pool.score(PROMPT, "raise")
+            await score_of(pool, "raise")
 
 
 @in_loop

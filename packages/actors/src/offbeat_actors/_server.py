@@ -8,6 +8,8 @@ needs the main thread for such methods has it, and the loop another.
 import asyncio
 import ctypes
 import faulthandler
+import functools
+import gc
 import importlib
 import inspect
 import io
@@ -111,6 +113,7 @@ class _Server:
 
         # The constructor is watched as the role's first method; only if it went well comes `start`.
         failure_or_result = await self._in_worker(START_ID, construct)
+        gc.freeze()  # what it has built stays: a collector that looks at all of it again takes a tenth of small calls
         if self._role is not None and hasattr(self._role, "start"):
             return await self._invoke(START_ID, self._role.start)
         return failure_or_result
@@ -247,8 +250,7 @@ def bind_arguments(
         TypeError: an argument is missing or unknown.
         msgspec.ValidationError: one is of another type than declared; the text names the parameter.
     """
-    hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
-    signature = inspect.signature(function)
+    signature, hints = _declared(function)
     bound = signature.bind(*args, **kwargs)
     for name, value in bound.arguments.items():
         hint = hints.get(name, Any)
@@ -263,6 +265,12 @@ def bind_arguments(
         except msgspec.ValidationError as error:
             raise msgspec.ValidationError(f"argument {name!r}: {error}") from None
     return bound
+
+
+@functools.cache
+def _declared(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    """Parameters and annotations: to find them takes longer than a small call."""
+    return inspect.signature(function), get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
 
 
 Message = Start | Call | Cancel | Stop | Result | Failure
+_MESSAGES: Final = msgspec.msgpack.Decoder(Message)
 START_ID: Final = 0
 STOP_ID: Final = -1
 MAIN_THREAD: Final = "OFFBEAT_MAIN_THREAD"
@@ -147,7 +148,7 @@ class Frame:
     """
 
     def __init__(self, envelope: bytes, arrays: Bytes) -> None:
-        self.message = msgspec.msgpack.decode(envelope, type=Message)
+        self.message = _MESSAGES.decode(envelope)
         self._arrays = arrays
 
     def unpack(self, raw: msgspec.Raw, kind: Any) -> Any:

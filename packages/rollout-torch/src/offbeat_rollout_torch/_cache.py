@@ -6,8 +6,8 @@ length. Rows stay dense: when a sample leaves, the last row takes its place. A b
 tensors [L, 2, rows, kv heads, capacity, head_dim] and one product per layer each, all of them full but the last. That
 one alone is ever made anew in another size, so that no more than a block is held twice.
 
-What the prompts of a group have in common is computed once, in a row that is a band of its own: a *prefix*. A long one
-stays there and has bands of its own, whose rows hold what comes after it; a short one is copied to rows of other bands.
+What a group's samples have in common is computed once. If it is long it is a *prefix*: a row that is a band of its own,
+and has bands of its own, whose rows hold what comes after it. If it is short it is copied from row to row.
 
 A sequence that ends may be *kept*, in a band of its exact length, for prompts that begin with its tokens: the next
 turn of an episode begins with prompt and completion of the one before. What a group shared is then kept once.
@@ -16,7 +16,7 @@ Shapes: N tokens, K kv heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
@@ -141,11 +141,11 @@ class Prefix:
 
     Args:
         row: holds them; the only one of its band.
-        bands: of rows that go on from there; empty where the prefix is copied to rows instead.
+        bands: of rows that go on from there.
     """
 
     row: Row
-    bands: list[Band] = field(default_factory=list)
+    bands: list[Band]
 
     @property
     def num_tokens(self) -> int:
@@ -245,14 +245,14 @@ class KVCache:
         return self.held_tokens - freed_tokens + wanted <= self.budget_tokens
 
     def add(self, length: int, prefix: Prefix | None = None) -> Row:
-        """Hand out a row for `length` tokens, which come after those of the prefix where it has bands."""
-        bands = prefix.bands if prefix and prefix.bands else self.bands
+        """Hand out a row for `length` tokens, which come after those of the prefix."""
+        bands = prefix.bands if prefix else self.bands
         return _new_row(bands[self._capacities.index(self.capacity_for(length))])
 
     def add_prefix(self, num_tokens: int) -> Prefix:
         """Hand out a place for what the sequences of a group begin with."""
         row = _new_row(Band(num_tokens, 1, self._architecture, self._like))
-        prefix = Prefix(row, self._new_bands(row) if self.shares(num_tokens) else [])
+        prefix = Prefix(row, self._new_bands(row))
         self.prefixes.append(prefix)
         return prefix
 

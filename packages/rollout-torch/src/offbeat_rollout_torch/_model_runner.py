@@ -52,7 +52,7 @@ class ModelRunner:
         scheduler = self.scheduler
         scheduler.make_room()
         scheduler.admit()
-        scheduler.copy_prefixes()
+        scheduler.copy_prompts()
         if chunks := scheduler.prefill_chunks():
             self._prefill(*zip(*chunks, strict=True))
         else:
@@ -127,8 +127,9 @@ class ModelRunner:
             end += chunk.num_tokens
             chunk.row.cached += chunk.num_tokens
             if not sample.num_pending:
-                ready.append(sample)
-                ends.append(end)
+                drawing = [sample, *self.scheduler.draw_along(sample)]
+                ready += drawing
+                ends += [end] * len(drawing)
         if ready:
             self._draw(ready, hidden.index_select(0, torch.tensor(ends, device=self._device)))
 

@@ -98,8 +98,8 @@ class RequestState:
         tell: called for each token in the engine's thread; None: nobody listens.
 
     Attributes:
-        prefix: what its samples share of the prompt, while one of them has a row: all but the last token, which each
-            sample computes for itself and draws from.
+        prefix: what its samples share of a long prompt, while one of them has a row: all but the last token, which
+            each sample computes for itself and draws from. A short prompt is computed by one sample and copied.
     """
 
     def __init__(
@@ -183,59 +183,74 @@ class Scheduler:
             sample = self.waiting[0]
             request = sample.request
             shared = request.shared_tokens if self._has_prefix(request) else 0
-            own = len(sample.tokens) + 1 - (shared if self.cache.shares(shared) else 0)
             new = 0 if request.prefix else shared
+            own = len(sample.tokens) + 1 - shared
             if self.running and (self._hold_admission or not self.cache.fits(own, prefix_tokens=new)):
                 return
             if new:
                 request.prefix = self.cache.add_prefix(new)
             sample.row = self.cache.add(own, request.prefix)
             self.running.append(self.waiting.popleft())
-            if request.images is None and new and request.prefix:
+            if request.images is not None:
+                continue
+            if new and request.prefix:
                 self.cache.reuse(request.prompt[:new], request.prefix.row, request.adapter)
-            elif request.images is None and not request.prefix:
+            elif not request.prefix and not self._siblings(sample):
                 self.cache.reuse(sample.tokens[:-1], sample.row, request.adapter)
 
     def _has_prefix(self, request: RequestState) -> bool:
-        """Whether its samples share a prefix: not where a prefix and one sample might be more than the budget."""
+        """Whether its samples go on from one prefix: not where it and one sample might be more than the budget."""
         shared = request.shared_tokens
-        longest = min(len(request.prompt) + request.params.max_tokens, self.cache.longest)
-        own = longest - shared if self.cache.shares(shared) else longest
-        return shared > 0 and shared + self.cache.capacity_for(own) <= self.cache.budget_tokens
+        own = min(len(request.prompt) + request.params.max_tokens, self.cache.longest) - shared
+        return self.cache.shares(shared) and shared + self.cache.capacity_for(own) <= self.cache.budget_tokens
+
+    @staticmethod
+    def _siblings(sample: Sample) -> list[Sample]:
+        """The other samples of its request that have rows."""
+        return [one for one in sample.request.samples if one is not sample and one.row is not None]
 
     def prefill_chunks(self) -> list[tuple[Sample, Chunk]]:
         """Choose what to prefill next, sorted for attention; empty when all running samples can decode.
 
-        A prefix goes first, with one of the samples that share it; these wait for it.
+        What the samples of a request share is computed with the first of them; the others wait for it.
         """
-        chosen, budget, prefixes = list[tuple[Sample, Chunk]](), self.max_prefill_tokens, set[str]()
+        chosen, budget, leading = list[tuple[Sample, Chunk]](), self.max_prefill_tokens, set[str]()
         for sample in self.running:
-            prefix, row, num_tokens = sample.request.prefix, sample.row, sample.num_pending
-            if prefix is not None and not prefix.is_computed:
-                if sample.request.request_id in prefixes:
-                    continue
-                prefixes.add(sample.request.request_id)
-                row, num_tokens = prefix.row, prefix.num_tokens - prefix.row.cached
-            elif num_tokens < 2:
-                continue
+            request, row, num_tokens = sample.request, sample.row, sample.num_pending
+            prefix = request.prefix
             assert row is not None
+            is_shared = not prefix.is_computed if prefix is not None else row.cached < request.shared_tokens
+            if num_tokens < 2 or (is_shared and request.request_id in leading):
+                continue
+            if is_shared:
+                leading.add(request.request_id)
+            if is_shared and prefix is not None:
+                row, num_tokens = prefix.row, prefix.num_tokens - prefix.row.cached
             if num_tokens := min(num_tokens, budget):
                 budget -= num_tokens
                 chosen.append((sample, Chunk(row, num_tokens)))
         return sorted(chosen, key=lambda pair: (prefill_group(pair[1]), pair[1].row.index))
 
-    def copy_prefixes(self) -> None:
-        """Give samples that hold nothing the short prefix of their group, once it is computed."""
-        empty: dict[str, list[Row]] = {}
-        prefixes: dict[str, Prefix] = {}
+    def copy_prompts(self) -> None:
+        """Give samples that hold nothing what a sibling has computed of their short prompt, all but the last token."""
+        empty: dict[str, list[Sample]] = {}
         for sample in self.running:
-            prefix, row = sample.request.prefix, sample.row
-            if prefix is None or prefix.bands or not prefix.is_computed or row is None or row.cached:
-                continue
-            prefixes[sample.request.request_id] = prefix
-            empty.setdefault(sample.request.request_id, []).append(row)
-        for name, prefix in prefixes.items():
-            self.cache.share(prefix.row, empty[name], prefix.num_tokens)
+            if not sample.num_cached and sample.request.shared_tokens and sample.request.prefix is None:
+                empty.setdefault(sample.request.request_id, []).append(sample)
+        for samples in empty.values():
+            shared = samples[0].request.shared_tokens
+            sources = [one.row for one in self._siblings(samples[0]) if one.row and one.row.cached >= shared]
+            if sources:
+                self.cache.share(sources[0], [one.row for one in samples if one.row], shared)
+
+    def draw_along(self, leader: Sample) -> list[Sample]:
+        """Copy a short prompt, just computed, to the siblings that hold nothing; return those that draw from it, too."""
+        if leader.num_drawn or leader.request.prefix is not None:
+            return []
+        siblings = [one for one in self._siblings(leader) if not one.num_cached and not one.num_drawn]
+        if siblings and leader.row is not None:
+            self.cache.share(leader.row, [one.row for one in siblings if one.row], len(leader.request.prompt))
+        return siblings
 
     def make_room(self) -> None:
         """Give every running sample a row that holds its tokens; set the youngest back when the budget ends."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ _ERRORS: Final[dict[str, type[OffbeatError]]] = {
     error.__name__: error for error in (RewardError, NotANumberError, DataError, ConfigError, BackendError)
 }
 
+Judged = RewardScore | OffbeatError
+"""What comes of a completion: its score, or why there is none."""
+
+AT_A_TIME_S: Final = 0.1
+"""Completions of a prompt that take so long together are scored by one call: those of a quick reward all are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerAnswer:
@@ -32,13 +39,13 @@ class ScorerAnswer:
     text: str = ""
     trace: str = ""
 
-    def get(self) -> RewardScore:
-        """The score, or raise the error, with the traceback as a note."""
+    def judged(self) -> Judged:
+        """The score, which came in time, or the error, with its traceback as a note."""
         if self.score is not None:
-            return self.score
+            return RewardScore(value=self.score.value, parts={**self.score.parts, "timed_out": 0.0})
         error = _ERRORS.get(self.error, RewardError)(self.text)
         error.add_note(self.trace)
-        raise error
+        return error
 
 
 def prompt_to_json(prompt: Prompt) -> str:
@@ -56,13 +63,21 @@ class ScorerRole:
         with _ending_process():
             self._reward = build_reward(config)
 
-    def score(self, prompt: str, completion: str) -> ScorerAnswer:
-        """Score one completion; the prompt is one of `prompt_to_json`."""
+    def score(self, prompt: str, completions: list[str]) -> list[ScorerAnswer]:
+        """Score the first of these completions, and others in `AT_A_TIME_S`; the prompt is one of `prompt_to_json`."""
         fields = json.loads(prompt)
         fields["ids"] = np.array(fields["ids"], dtype=np.int32)
+        asked, answers, end_s = Prompt(**fields), list[ScorerAnswer](), time.monotonic() + AT_A_TIME_S
+        for completion in completions:
+            answers.append(self._score(asked, completion))
+            if time.monotonic() > end_s:
+                break
+        return answers
+
+    def _score(self, prompt: Prompt, completion: str) -> ScorerAnswer:
         try:
             with _ending_process():
-                return ScorerAnswer(score=self._reward.score(Prompt(**fields), completion))
+                return ScorerAnswer(score=self._reward.score(prompt, completion))
         except OffbeatError as error:
             trace = "".join(traceback.format_exception(error))
             return ScorerAnswer(error=type(error).__name__, text=_as_unicode(str(error)), trace=_as_unicode(trace))

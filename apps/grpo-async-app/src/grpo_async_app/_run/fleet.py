@@ -196,7 +196,7 @@ class Fleet:
                 f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
                 "give reward.name, or return a RewardScore from the environment"
             )
-        return list(await asyncio.gather(*(scorers.score(prompt, text) for text in texts)))
+        return await scorers.score(prompt, texts)
 
     # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────
 

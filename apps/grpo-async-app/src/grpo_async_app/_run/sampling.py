@@ -60,7 +60,8 @@ class Rollouts:
         Returns:
             In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
         """
-        request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
+        if prompt.pictures:
+            request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions)

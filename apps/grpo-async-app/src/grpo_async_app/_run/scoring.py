@@ -6,14 +6,15 @@ stopped and math-verify's own timeouts need the main thread, so scoring happens 
 
 import asyncio
 import contextlib
+import time
 import traceback
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from grpo_async_app._roles.scorer import ScorerAnswer, prompt_to_json
+from grpo_async_app._roles.scorer import AT_A_TIME_S, Judged, ScorerAnswer, prompt_to_json
 from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RestartedRole, RoleSpec, call_or_kill
 from offbeat_data import NotANumberError, Prompt, RewardConfig, RewardError, RewardScore
 from offbeat_types import ConfigError, DataError, DeadlineError, OffbeatError, PeerFailedError
@@ -52,7 +53,7 @@ class ScorerPool:
         self._idle: asyncio.Queue[RestartedRole] = asyncio.Queue()
         self._gate = asyncio.Semaphore(config.num_processes)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._is_closed = False
+        self._is_closed, self._is_quick = False, True
         self._failed: deque[bool] = deque(maxlen=_WINDOW)
         self._num_kept = 0
         self.num_scored, self.last_error = 0, ""
@@ -93,24 +94,15 @@ class ScorerPool:
         """End every scorer now."""
         self._launcher.kill()
 
-    async def score(self, prompt: Prompt, completion: str) -> RewardScore | None:
-        """Score one completion: as `reward.on_error` says, None or a score of 0 for one that cannot be.
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardScore | None]:
+        """Score completions of one prompt: as `reward.on_error` says, None or a score of 0 for one that cannot be.
 
         Raises:
             RewardError, DataError: as `judge`, when such completions are too many or none is allowed.
         """
-        score: RewardScore | None = None
-        try:
-            score = await self.judge(prompt, completion)
-            self._failed.append(False)
-        except (RewardError, DataError) as error:
-            if self._is_closed:
-                raise
-            self._count_failed(error)
-            if self._config.on_error == "zero":
-                score = self._worthless("failed")
-        self.num_scored += 1
-        return score
+        judged = await self._together(prompt, completions) if self._is_quick and len(completions) > 1 else []
+        judged += await asyncio.gather(*(self._judged(prompt, each) for each in completions[len(judged) :]))
+        return [self._counted(each) for each in judged]
 
     async def judge(self, prompt: Prompt, completion: str) -> RewardScore:
         """Score one completion; one that takes too long is worth 0 and has the part `timed_out` 1.
@@ -120,13 +112,30 @@ class ScorerPool:
                 scorer died twice over it, or this is closed.
             DataError: the prompt lacks what a reward compares with.
         """
+        judged = await self._judged(prompt, completion)
+        if isinstance(judged, RewardScore):
+            return judged
+        raise judged
+
+    async def _judged(self, prompt: Prompt, completion: str) -> Judged:
         async with self._gate:
             scorer = await self._take()
             # Who is cancelled leaves the scorer at work: it is idle when it has answered, or is ended at the deadline.
-            return await asyncio.shield(self._in_background(self._ask(scorer, prompt, completion)))
+            try:
+                return await asyncio.shield(self._in_background(self._ask(scorer, prompt, completion)))
+            except RewardError as error:
+                return error
+
+    async def _together(self, prompt: Prompt, completions: Sequence[str]) -> list[Judged]:
+        """Score by one call the first of them, or all if they are quick; none where one hangs or ends the scorer."""
+        async with self._gate:
+            scorer = await self._take()
+            return await asyncio.shield(self._in_background(self._ask_together(scorer, prompt, completions)))
 
     async def _take(self) -> RestartedRole:
         """A scorer that is idle; after a while a new one is started, if there may be more."""
+        if not self._idle.empty():
+            return self._idle.get_nowait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SLOW_S):
                 return await self._idle.get()
@@ -134,16 +143,13 @@ class ScorerPool:
             await asyncio.shield(self._in_background(self.start()))
         return await self._idle.get()
 
-    async def _ask(self, scorer: RestartedRole, prompt: Prompt, completion: str) -> RewardScore:
+    async def _ask(self, scorer: RestartedRole, prompt: Prompt, completion: str) -> Judged:
         """Ask a scorer, and its next process where it dies: it may have been killed from outside."""
-        call = ("score", prompt_to_json(prompt), completion)
         try:
             for is_last in (False, True):
-                handle = await self._started(scorer)
                 try:
-                    answer = await call_or_kill(handle, *call, returns=ScorerAnswer, deadline_s=self._config.timeout_s)
-                    score: RewardScore = answer.get()
-                    return RewardScore(value=score.value, parts={**score.parts, "timed_out": 0.0})
+                    [answer] = await self._call(scorer, prompt, [completion])
+                    return answer.judged()
                 except DeadlineError:
                     self._in_background(self._start_again(scorer))
                     return self._worthless("timed_out")
@@ -155,6 +161,23 @@ class ScorerPool:
         finally:
             self._idle.put_nowait(scorer)
         raise AssertionError  # the last attempt returns or raises
+
+    async def _ask_together(self, scorer: RestartedRole, prompt: Prompt, completions: Sequence[str]) -> list[Judged]:
+        try:
+            return [each.judged() for each in await self._call(scorer, prompt, completions)]
+        except (DeadlineError, PeerFailedError):
+            self._in_background(self._start_again(scorer))
+            return []
+        finally:
+            self._idle.put_nowait(scorer)
+
+    async def _call(self, scorer: RestartedRole, prompt: Prompt, completions: Sequence[str]) -> list[ScorerAnswer]:
+        handle = await self._started(scorer)
+        start_s, deadline_s = time.monotonic(), self._config.timeout_s + AT_A_TIME_S * (len(completions) > 1)
+        call = ("score", prompt_to_json(prompt), list(completions))
+        answers = await call_or_kill(handle, *call, returns=list[ScorerAnswer], deadline_s=deadline_s)
+        self._is_quick = time.monotonic() - start_s < AT_A_TIME_S
+        return answers
 
     async def _started(self, scorer: RestartedRole) -> ActorHandle:
         if self._is_closed:
@@ -176,6 +199,19 @@ class ScorerPool:
 
     def _worthless(self, part: str) -> RewardScore:
         return RewardScore(value=0.0, parts={**dict.fromkeys(self._config.all_weights, 0.0), part: 1.0})
+
+    def _counted(self, judged: Judged) -> RewardScore | None:
+        score = judged if isinstance(judged, RewardScore) else None
+        if score is not None:
+            self._failed.append(False)
+        elif self._is_closed:
+            raise judged
+        else:
+            self._count_failed(judged)
+            if self._config.on_error == "zero":
+                score = self._worthless("failed")
+        self.num_scored += 1
+        return score
 
     def _count_failed(self, error: OffbeatError) -> None:
         """Raises RewardError when too many could not be scored, or the error where `reward.on_error` allows none."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
@@ -158,6 +159,7 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
         groups=session.groups,
         template=preflight.template,
     )
+    gc.freeze()  # prompts, modules: looked through again and again, they take the collector a tenth of the driver's time
     try:
         summary = await run_loop(policy, backend)
         if policy.ended_early:
