@@ -30,7 +30,7 @@ def steps_of(run: Path) -> list[tuple[str, str, float, float, int]]:
     spans = [
         (tracks[event["tid"]], event["name"], event["ts"], event["ts"] + event["dur"], event["args"])
         for event in events
-        if event["ph"] == "X" and tracks[event["tid"]] != "weight sync"
+        if event["ph"] == "X" and tracks[event["tid"]] != "weight sync" and not event["name"].startswith("take weights")
     ]
     return sorted(
         ((role, step, start, end, args.get("resident_bytes", 0)) for role, step, start, end, args in spans),

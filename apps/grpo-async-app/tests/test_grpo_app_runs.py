@@ -25,8 +25,13 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     assert list(values_of(run, "train/reward")) == [1, 2, 3, 4, 5]
     assert list(values_of(run, "eval/reward")) == [0, 2, 4, 5]
     assert max(values_of(run, "train/lag_max").values()) >= 1.0
-    tracks = {event["args"]["name"] for event in read_timeline(run / "timeline.json") if event["ph"] == "M"}
-    assert {"trainer-0", "rollout-0", "weight sync"} <= tracks
+    events = read_timeline(run / "timeline.json")
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [(tracks[event["tid"]], event["name"], event["args"]) for event in events if event["ph"] == "X"]
+    done = {(track, name) for track, name, _ in spans}
+    assert {("trainer-0", "train"), ("rollout-0", "generate"), ("weight sync", "sync")} <= done
+    taken = [args["version"] for track, name, args in spans if (track, name) == ("rollout-0", "take weights: merged")]
+    assert taken == list(range(6))
     assert list((run / "tensorboard").iterdir())
     assert (run / "generations" / "validation.jsonl").stat().st_size
     assert "report:" in ended.out

@@ -6,6 +6,7 @@ Legend: R groups per update, K updates per sync, σ staleness threshold, M large
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from offbeat_types import METADATA_KEY, ConfigError, setting
@@ -70,7 +71,7 @@ class AsyncConfig:
         """R·K: prompt groups trained between two syncs."""
         return self.groups_per_update * self.trigger_parameter_sync_step
 
-    @property
+    @cached_property
     def max_admitted(self) -> int:
         """⌊R·K·(1+σ)⌋: groups admitted between two syncs, those carried over from before included.
 

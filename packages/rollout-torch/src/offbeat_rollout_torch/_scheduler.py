@@ -244,7 +244,7 @@ class Scheduler:
                 self.cache.share(sources[0], [one.row for one in samples if one.row], shared)
 
     def draw_along(self, leader: Sample) -> list[Sample]:
-        """Copy a short prompt, just computed, to the siblings that hold nothing; return those that draw from it, too."""
+        """Copy a short prompt, just computed, to siblings that hold nothing; return those that draw from it, too."""
         if leader.num_drawn or leader.request.prefix is not None:
             return []
         siblings = [one for one in self._siblings(leader) if not one.num_cached and not one.num_drawn]

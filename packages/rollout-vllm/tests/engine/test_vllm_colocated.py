@@ -81,7 +81,7 @@ def steps_of(run: Path) -> list[tuple[str, float, float, int]]:
     spans = [
         (f"{tracks[each['tid']]} {each['name']}", each["ts"], each["ts"] + each["dur"], each["args"])
         for each in events
-        if each["ph"] == "X" and tracks[each["tid"]] != "weight sync"
+        if each["ph"] == "X" and tracks[each["tid"]] != "weight sync" and not each["name"].startswith("take weights")
     ]
     told = [(step, start, end, args.get("resident_bytes", 0)) for step, start, end, args in spans]
     return sorted(told, key=lambda span: span[1])

@@ -17,7 +17,7 @@ from grpo_async_app._run.environments import EnvironmentProcess
 from grpo_async_app._run.scoring import ScorerPool
 from grpo_async_app._run.teachers import Teachers
 from grpo_async_app._run.trainers import Trainers, start_trainers
-from grpo_async_app._run.weights import WeightOffer
+from grpo_async_app._run.weights import Taken, WeightOffer
 from offbeat_actors import (
     ActorHandle,
     Launcher,
@@ -65,6 +65,7 @@ class Fleet:
         tell: takes a line when something has happened to a role.
         handed_over: takes every step in which memory changes hands between roles that share devices.
         worked: told of each stretch in which a teacher was busy.
+        taken: see `WeightOffer`.
 
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
@@ -82,6 +83,7 @@ class Fleet:
         tell: Tell = _log.warning,
         handed_over: Note = lambda *_: None,
         worked: OnSpan = lambda *_: None,
+        taken: Taken = lambda *_: None,
     ) -> None:
         self._config = config = settle_lora_sync(config)
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
@@ -89,7 +91,7 @@ class Fleet:
         self._trainer: Trainers | None = None
         self._gives_devices = False
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.tell = tell
+        self.tell, self._taken = tell, taken
         self.turns = ColocationSchedule(config, lambda: self.trainer, handed_over) if config.cluster.colocate else None
         self.engines = Engines(config, self._start_rollout, self._budget, tell, self.turns)
         self.environment = (
@@ -231,7 +233,8 @@ class Fleet:
 
     def offer_weights(self, version: int) -> WeightOffer:
         rollout, deadline_s = self._config.rollout, self._config.async_.sync_deadline_s
-        return WeightOffer(self.trainer, version, deadline_s, rollout.weight_parts, rollout.weight_transport)
+        parts, transport = rollout.weight_parts, rollout.weight_transport
+        return WeightOffer(self.trainer, version, deadline_s, parts, transport, self._taken)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
         """Await work that calls roles; shortly before its deadline, raise who has not answered."""

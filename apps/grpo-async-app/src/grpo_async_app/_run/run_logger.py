@@ -14,7 +14,7 @@ from grpo_async_app._run.sampling import Validation
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
 from offbeat_run import Generation, RunFolder, RunLog, clock_s, read_metrics
-from offbeat_types import Metric, Metrics
+from offbeat_types import Metric, Metrics, WeightPart
 
 WAIT_SHOWN_AFTER_S = 120.0
 _logging = logging.getLogger(__name__)
@@ -56,6 +56,9 @@ class RunLogger:
 
     def synced(self, version: int, start_s: float, end_s: float) -> None:
         self._opened.span("weight sync", "sync", start_s, end_s, {"version": version})
+
+    def took_weights(self, role: str, part: WeightPart, version: int, start_s: float) -> None:
+        self._opened.span(role, f"take weights: {part}", start_s, clock_s(), {"version": version})
 
     def handed_over(self, role: str, step: str, start_s: float, end_s: float, resident_bytes: int) -> None:
         """Note a step in which memory changed hands between roles that share devices."""

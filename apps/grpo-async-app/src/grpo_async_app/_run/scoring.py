@@ -175,7 +175,9 @@ class ScorerPool:
         handle = await self._started(scorer)
         start_s, deadline_s = time.monotonic(), self._config.timeout_s + AT_A_TIME_S * (len(completions) > 1)
         call = ("score", prompt_to_json(prompt), list(completions))
-        answers = await call_or_kill(handle, *call, returns=list[ScorerAnswer], deadline_s=deadline_s)
+        answers: list[ScorerAnswer] = await call_or_kill(
+            handle, *call, returns=list[ScorerAnswer], deadline_s=deadline_s
+        )
         self._is_quick = time.monotonic() - start_s < AT_A_TIME_S
         return answers
 
@@ -201,17 +203,14 @@ class ScorerPool:
         return RewardScore(value=0.0, parts={**dict.fromkeys(self._config.all_weights, 0.0), part: 1.0})
 
     def _counted(self, judged: Judged) -> RewardScore | None:
-        score = judged if isinstance(judged, RewardScore) else None
-        if score is not None:
-            self._failed.append(False)
-        elif self._is_closed:
+        if isinstance(judged, OffbeatError) and self._is_closed:
             raise judged
-        else:
-            self._count_failed(judged)
-            if self._config.on_error == "zero":
-                score = self._worthless("failed")
         self.num_scored += 1
-        return score
+        if isinstance(judged, RewardScore):
+            self._failed.append(False)
+            return judged
+        self._count_failed(judged)
+        return self._worthless("failed") if self._config.on_error == "zero" else None
 
     def _count_failed(self, error: OffbeatError) -> None:
         """Raises RewardError when too many could not be scored, or the error where `reward.on_error` allows none."""

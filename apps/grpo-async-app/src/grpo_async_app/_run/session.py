@@ -99,6 +99,7 @@ def _run(session: _Session) -> LoopSummary:
             tell=logger.message,
             handed_over=logger.handed_over,
             worked=logger.worked,
+            taken=logger.took_weights,
         )
         return run_interruptible(_train(session, fleet, logger), fleet.kill)
 
@@ -159,7 +160,7 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
         groups=session.groups,
         template=preflight.template,
     )
-    gc.freeze()  # prompts, modules: looked through again and again, they take the collector a tenth of the driver's time
+    gc.freeze()  # prompts and modules stay: to look through them again and again takes a tenth of the driver's time
     try:
         summary = await run_loop(policy, backend)
         if policy.ended_early:

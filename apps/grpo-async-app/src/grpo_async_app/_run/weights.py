@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 from grpo_async_app._run.colocation import ColocationSchedule
 from grpo_async_app._run.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
 from offbeat_actors import ActorHandle, Supervised
+from offbeat_run import clock_s
 from offbeat_types import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError
 
 E = TypeVar("E", bound=Supervised)
+Taken = Callable[[str, WeightPart, int, float], None]
 
 
 class WeightOffer:
@@ -22,6 +24,7 @@ class WeightOffer:
         deadline_s: for all engines to come, load and prove.
         parts: what an engine gets, in order. The base is brought once to each process of an engine, by one trainer.
         transport: see `RolloutConfig.weight_transport`.
+        taken: told of each part that an engine has taken, with engine, part, version, and when it began.
     """
 
     def __init__(
@@ -31,9 +34,10 @@ class WeightOffer:
         deadline_s: float,
         parts: Sequence[WeightPart] = ("merged",),
         transport: str = "auto",
+        taken: Taken = lambda *_: None,
     ) -> None:
         self._trainer, self.version, self._deadline_s = trainer, version, deadline_s
-        self.parts, self._transport = parts, transport
+        self.parts, self._transport, self._taken = parts, transport, taken
         self._transfer_id = 0
         self._brought: set[tuple[ActorHandle, WeightPart]] = set()
 
@@ -62,6 +66,13 @@ class WeightOffer:
         args = (self.version, num_engines, self._deadline_s, address, self._transfer_id, part)
         returns, deadline_s = list[WeightProof], self._deadline_s + 5
         await self._trainer.call("send_weights", *args, returns=returns, deadline_s=deadline_s)
+
+    async def take(self, actor: ActorHandle, source: str, part: WeightPart) -> None:
+        """Make an engine take a part that is sent from this source, and prove it."""
+        begun_s, deadline_s = clock_s(), self._deadline_s
+        args = (source, self.version, deadline_s, actor.name, part)
+        await actor.call("receive_weights", *args, returns=WeightProof, deadline_s=deadline_s + 5)
+        self._taken(actor.name, part, self.version, begun_s)
 
     async def withdraw(self) -> None:
         """Tell the trainer that not all engines of the last `send` will come."""
@@ -101,15 +112,7 @@ async def bring_weights(
 
     async def transfer(actors: Sequence[ActorHandle], part: WeightPart) -> Outcomes:
         source = await offer.source_for({actor.address for actor in actors})
-        takes = [
-            actor.call(
-                "receive_weights",
-                *(source, offer.version, deadline_s, actor.name, part),
-                returns=WeightProof,
-                deadline_s=deadline_s + 5,
-            )
-            for actor in actors
-        ]
+        takes = [offer.take(actor, source, part) for actor in actors]
         return await transfer_weights(takes, offer.send(source, len(takes), part), offer.withdraw)
 
     async def resume(actor: ActorHandle) -> None:
