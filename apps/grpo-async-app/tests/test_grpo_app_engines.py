@@ -272,7 +272,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
             for version in (1, 1, 2):
                 offer = fleet.offer_weights(version)
                 source = await offer.source_for({"127.0.0.1"})
-                (error,) = await transfer_weights([take()], offer.send(source, 1), offer.withdraw)
+                (error,) = await transfer_weights([take()], offer.send(source, 1, "merged"), offer.withdraw)
                 assert "before it connected" in str(error)
             await fleet.trainer.call("listen", "127.0.0.1", returns=str, deadline_s=60)  # in the same thread
 

@@ -174,6 +174,12 @@ async def test_one_call_scores_a_group_where_that_is_quick_and_each_counts_alone
         asked.clear()
         scores = await pool.score(PROMPT, ["0.2", "0", "0"])
         assert (len([score for score in scores if score]), asked) == (3, [3, 1, 1])
+        slow = asyncio.create_task(pool.score(PROMPT, ["0.2"] * 3))
+        counted = set()
+        while not slow.done():
+            await asyncio.sleep(0.05)
+            counted.add(pool.num_scored)
+        assert len(counted) > 2, "each is counted when it is judged: whoever watches sees it go on"
 
 
 @in_loop

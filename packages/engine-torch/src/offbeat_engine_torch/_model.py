@@ -17,6 +17,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from transformers.utils import logging as hf_logging
 
 from offbeat_engine_torch._attention import ATTENTION_NAME, AttentionPlan, register_attention
+from offbeat_engine_torch._norm import fuse_norms
 from offbeat_training import VocabularyPart, token_logprobs
 from offbeat_types import ModelError
 
@@ -334,7 +335,9 @@ def _take_apart(whole: Any, folder: Path) -> CausalModel:
     for module in whole.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that was sampled
-    return CausalModel(whole, _logit_scale(whole.config))
+    model = CausalModel(whole, _logit_scale(whole.config))
+    fuse_norms(whole, getattr(model.decoder, "norm", None))
+    return model
 
 
 def _logit_scale(config: Any) -> float:

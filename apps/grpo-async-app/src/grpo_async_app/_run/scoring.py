@@ -42,7 +42,7 @@ class ScorerPool:
         log: takes the first tracebacks of completions that could not be scored; None: they are not kept.
 
     Attributes:
-        num_scored: completions that were judged, whatever came of it; it tells slow from stuck.
+        num_scored: completions that were judged, each counted at once, whatever came of it; it tells slow from stuck.
         last_error: why the latest completion that could not be scored was not; empty when all were.
     """
 
@@ -151,10 +151,12 @@ class ScorerPool:
                     [answer] = await self._call(scorer, prompt, [completion])
                     return answer.judged()
                 except DeadlineError:
+                    self.num_scored += 1
                     self._in_background(self._start_again(scorer))
                     return self._worthless("timed_out")
                 except PeerFailedError as error:
                     if is_last:
+                        self.num_scored += 1
                         self._in_background(self._start_again(scorer))
                         where = f"on prompt {prompt.index}; see its log above"
                         raise RewardError(f"{_end_of_scorer(error)} {where}") from error
@@ -179,6 +181,7 @@ class ScorerPool:
             handle, *call, returns=list[ScorerAnswer], deadline_s=deadline_s
         )
         self._is_quick = time.monotonic() - start_s < AT_A_TIME_S
+        self.num_scored += len(answers)
         return answers
 
     async def _started(self, scorer: RestartedRole) -> ActorHandle:
@@ -205,7 +208,6 @@ class ScorerPool:
     def _counted(self, judged: Judged) -> RewardScore | None:
         if isinstance(judged, OffbeatError) and self._is_closed:
             raise judged
-        self.num_scored += 1
         if isinstance(judged, RewardScore):
             self._failed.append(False)
             return judged
