@@ -90,7 +90,7 @@ class ModelRunner:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
-        drawing = [sample.row is not None and not sample.stop_reason for sample in step.samples]
+        drawing = [sample.row is not None for sample in step.samples]  # others have ended, or were aborted
         samples, ids, logprobs = (
             list(compress(each, drawing)) for each in (step.samples, step.ids().tolist(), step.logprobs().tolist())
         )
