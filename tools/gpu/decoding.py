@@ -1,6 +1,7 @@
 """What the embedded engine samples, beside transformers: log-probabilities, seeds, groups, cut distributions.
 
-In float32 with products in full float32, and in bfloat16, the format that a GPU is used with.
+In float32 with products in full float32, and in bfloat16, the format that a GPU is used with; in static rows, with
+recorded steps (CUDA graphs) and without, and in growing rows.
 """
 
 import asyncio
@@ -23,13 +24,17 @@ FLOAT32_BOUND = 1e-3
 """Nats: the device and the CPU add up in different orders."""
 BFLOAT16_BOUND = 0.1
 """Nats, the mean over tokens."""
+GRAPHS, NO_GRAPHS, GROWING = {"static_rows": True}, {"static_rows": True, "graphs": False}, {"static_rows": False}
 
 
-async def sample(folder: Path, place: Place, dtype: str, requests: list[GenerateRequest]) -> list[list[Completion]]:
+async def sample(
+    folder: Path, place: Place, dtype: str, requests: list[GenerateRequest], options: dict[str, Any]
+) -> list[list[Completion]]:
     """All requests at once."""
-    engine = await TorchRolloutEngine.create(
-        RolloutEngineConfig(model_path=str(folder), device=place.name, dtype=dtype, max_model_len=512, max_running=64)
+    settings = RolloutEngineConfig(
+        model_path=str(folder), device=place.name, dtype=dtype, max_model_len=512, max_running=64, options=options
     )
+    engine = await TorchRolloutEngine.create(settings)
     try:
         return list(await asyncio.gather(*map(engine.generate, requests)))
     finally:
@@ -65,18 +70,23 @@ def run(place: Place) -> Figures:
     requests = make_requests(place.pick(2, 12), place.pick(6, 64))
     with tempfile.TemporaryDirectory() as temporary:
         folder = tiny_model(Path(temporary) / "model", "qwen3", hidden_size=place.pick(64, 512), spread=0.05)
-        found, again = (asyncio.run(sample(folder, place, "float32", requests)) for _ in range(2))
+        found, again, unrecorded, growing = (
+            asyncio.run(sample(folder, place, "float32", requests, options))
+            for options in (GRAPHS, GRAPHS, NO_GRAPHS, GROWING)
+        )
         cut = make_requests(2, place.pick(6, 64), top_p=0.9, top_k=50, whole_logprobs=True)
-        found_cut = asyncio.run(sample(folder, place, "float32", cut))
-        coarse = asyncio.run(sample(folder, place, "bfloat16", requests))
+        found_cut = asyncio.run(sample(folder, place, "float32", cut, GRAPHS))
+        coarse = asyncio.run(sample(folder, place, "bfloat16", requests, GRAPHS))
         errors = {
             "float32_nats": float(errors_of(folder, requests, found).max()),
             "float32_cut_nats": float(errors_of(folder, cut, found_cut).max()),
+            "float32_growing_rows_nats": float(errors_of(folder, requests, growing).max()),
         }
         bfloat16 = float(errors_of(folder, requests, coarse).mean())
-    for one, other in zip(found, again, strict=True):
-        ids = [[completion.ids.tolist() for completion in each] for each in (one, other)]
+    for one, other, another in zip(found, again, unrecorded, strict=True):
+        ids = [[completion.ids.tolist() for completion in each] for each in (one, other, another)]
         require(ids[0] == ids[1], "the same seeds gave other samples")
+        require(ids[0] == ids[2], "recorded steps sample otherwise than steps that are not recorded")
         require(len({tuple(each) for each in ids[0]}) > 1, "all samples of a group are the same")
     for what, error in errors.items():
         require_close(what, error, FLOAT32_BOUND)

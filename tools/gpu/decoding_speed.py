@@ -1,7 +1,8 @@
 """Tokens a second of the embedded engine at batch 1 and 64, and the share of the memory's bandwidth.
 
-A Qwen3 of 0.6 B parameters with random weights, bfloat16, prompts of 128 tokens, 256 new ones. A step reads every
-weight once and the keys and values of each sample; what it reads, over its time, is the bandwidth that was reached.
+A Qwen3 of 0.6 B parameters with random weights, bfloat16, prompts of 128 tokens, 256 new ones, with recorded steps
+(CUDA graphs) and without. A step reads every weight once and the keys and values of each sample; what it reads, over
+its time, is the bandwidth that was reached.
 """
 
 import asyncio
@@ -54,11 +55,17 @@ async def seconds_of(engine: TorchRolloutEngine, batch: int, prompt: int, new: i
     return time.perf_counter() - start_s
 
 
-async def measure(place: Place, folder: Path) -> dict[str, float | None]:
-    """The two batches. What prompts take is left out: the time of one new token is subtracted."""
+async def measure(place: Place, folder: Path, *, graphs: bool) -> dict[str, float | None]:
+    """The two batches in static rows. What prompts take is left out: the time of one new token is subtracted."""
     prompt, new = place.pick(8, 128), place.pick(9, 256)
+    name = "" if graphs else "_without_graphs"
     settings = RolloutEngineConfig(
-        model_path=str(folder), device=place.name, dtype="bfloat16", max_model_len=place.pick(64, 512), max_running=64
+        model_path=str(folder),
+        device=place.name,
+        dtype="bfloat16",
+        max_model_len=place.pick(64, 512),
+        max_running=64,
+        options={"static_rows": True, "graphs": graphs},
     )
     engine = await TorchRolloutEngine.create(settings)
     peaks = peaks_of(device_name(place.device))
@@ -71,8 +78,8 @@ async def measure(place: Place, folder: Path) -> dict[str, float | None]:
         step_s = sorted(times)[1] / (new - 1)
         cached = batch * (prompt + new / 2) * 2 * LAYERS * KV_HEADS * HEAD_SIZE
         gb_per_s = BFLOAT16_BYTES * (num_parameters() + cached) / step_s / 1e9
-        figures[f"tokens_per_s_batch_{batch}"] = batch / step_s
-        if not place.tiny:
+        figures[f"tokens_per_s_batch_{batch}{name}"] = batch / step_s
+        if graphs and not place.tiny:
             figures[f"gb_per_s_batch_{batch}"] = gb_per_s
             figures[f"share_of_bandwidth_batch_{batch}"] = share(gb_per_s, peaks.memory_gb_per_s if peaks else None)
     await engine.close()
@@ -83,7 +90,11 @@ def run(place: Place) -> Figures:
     """Make the model and measure."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(Path(temporary) / "model", tiny=place.tiny)
-        return asyncio.run(measure(place, folder))
+        return {
+            name: figure
+            for graphs in (True, False)
+            for name, figure in asyncio.run(measure(place, folder, graphs=graphs)).items()
+        }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The device as every other part sees it: memory, random state, autocast, profiler.
+"""The device as every other part sees it: memory, random state, autocast, profiler, recorded work.
 
 Bounds: memory is counted to the byte on an accelerator, and at least grows by what was taken on a CPU.
 """
@@ -58,6 +58,30 @@ def check_autocast(device: Device) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in device.autocast_dtypes)
 
 
+def check_recorded_work(place: Place) -> bool:
+    """Work that is recorded computes on what lies there when it is called, and a copy to the host is of its moment.
+
+    Whether the device records any.
+    """
+    device = place.device
+    graphs = device.work_graphs()
+    require(graphs is not None or not place.is_accelerator, "the device records no work")
+    numbers, sums = (torch.ones(1000, device=device.torch_device) for _ in range(2))
+
+    def add() -> None:
+        sums.copy_(2 * numbers + sums)
+
+    add()
+    run = graphs.record(add) if graphs else add
+    numbers.fill_(5.0)
+    for _ in range(100):
+        run()
+    wait = device.copy_to_host(sums)
+    sums.zero_()
+    require(bool((wait() == 3 + 100 * 10).all()), "recorded work has computed something else")
+    return graphs is not None
+
+
 def check_profiler(place: Place) -> int:
     """A trace is written, with the accelerator's own kernels in it; their number."""
     device = place.device
@@ -85,8 +109,13 @@ def run(place: Place) -> Figures:
     memory = check_memory(place)
     check_random_state(place.device)
     formats, kernels = check_autocast(place.device), check_profiler(place)
-    attention = place.device.packed_attention
-    return {**memory, "autocast": formats, "packed_attention": attention, "events_in_trace": kernels}
+    return {
+        **memory,
+        "autocast": formats,
+        "packed_attention": place.device.packed_attention,
+        "events_in_trace": kernels,
+        "records_work": check_recorded_work(place),
+    }
 
 
 if __name__ == "__main__":

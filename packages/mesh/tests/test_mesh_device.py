@@ -1,3 +1,4 @@
+import inspect
 import json
 import threading
 
@@ -46,6 +47,43 @@ def test_rng_state_goes_round():
 def test_a_device_that_is_not_here_is_refused_with_those_that_are(name):
     with pytest.raises(ConfigError, match=r"this machine has .*cpu"):
         open_device(name)
+
+
+def test_what_is_copied_to_the_host_is_what_a_tensor_held_then():
+    tensor = torch.ones(3)
+    wait = open_device("cpu").copy_to_host(tensor)
+    tensor.zero_()
+    assert wait().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_cpu_records_no_work():
+    assert open_device("cpu").work_graphs() is None
+
+
+def test_torch_records_cuda_graphs_by_the_names_that_are_used_here():
+    """No GPU is needed to ask; 2.11 to 2.13 have them."""
+    assert {"pool", "stream", "capture_error_mode"} <= inspect.signature(torch.cuda.graph).parameters.keys()
+    assert callable(torch.cuda.CUDAGraph.replay)
+    assert callable(torch.cuda.graph_pool_handle)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_recorded_work_is_done_by_one_call_on_what_lies_there_then():
+    device = open_device("cuda:0")
+    graphs = device.work_graphs()
+    x, y = (torch.ones(1000, device=device.torch_device) for _ in range(2))
+
+    def work():
+        y.copy_(x * 2 + y)
+
+    work()
+    run = graphs.record(work)
+    assert y[0] == 3
+    x.fill_(5.0)
+    run()
+    wait = device.copy_to_host(y)
+    y.zero_()
+    assert wait()[0] == 13
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -213,10 +213,11 @@ async def sampled(settings):
 
 
 @ALONE
-@pytest.mark.parametrize("name", ["npu:1", "auto"])
-def test_completions_are_those_of_the_cpu(standin, model, name):
+@pytest.mark.parametrize(("name", "static_rows"), [("npu:1", None), ("auto", None), ("npu:1", True)])
+def test_completions_are_those_of_the_cpu(standin, model, name, static_rows):
     npu_standin.install(standin)
-    found = asyncio.run(sampled(rollout_config(model, name)))
+    options = {"static_rows": static_rows}
+    found = asyncio.run(sampled(rollout_config(model, name, options=options)))
     held = [torch.npu.max_memory_allocated(index) > 0 for index in (0, 1)]
     assert held == [name == "auto", name == "npu:1"], "it computed elsewhere"
     for one, other in zip(found, asyncio.run(sampled(rollout_config(model, "cpu"))), strict=True):

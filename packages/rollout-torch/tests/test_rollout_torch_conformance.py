@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from offbeat_rollout_torch import TorchRolloutEngine
@@ -12,6 +14,15 @@ class Torch(RolloutConformance):
 
 class TestQwen3(Torch):
     family = "qwen3"
+
+
+class TestStaticRows(Torch):
+    """As on a device that records work, but for the recording."""
+
+    family = "qwen3"
+
+    async def make_engine(self, config):
+        return await super().make_engine(replace(config, options={**config.options, "static_rows": True}))
 
 
 @pytest.mark.nightly

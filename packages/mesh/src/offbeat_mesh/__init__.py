@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Profiler,
         StepTracer,
         TraceFiles,
+        WorkGraphs,
         open_device,
         rank_device,
     )
@@ -39,6 +40,7 @@ __all__ = [
     "Rendezvous",
     "StepTracer",
     "TraceFiles",
+    "WorkGraphs",
     "World",
     "available_devices",
     "current_world",
@@ -50,7 +52,8 @@ __all__ = [
 ]
 
 _NAMES = {
-    "_device": "Device DeviceMemory Profiler StepTracer TraceFiles available_devices open_device rank_device",
+    "_device": "Device DeviceMemory Profiler StepTracer TraceFiles WorkGraphs"
+    " available_devices open_device rank_device",
     "_group": "Group ReduceOp",
     "_guard": "Guard",
     "_layout": "AXES Layout",

@@ -4,7 +4,7 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,6 +58,13 @@ class CpuDevice:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        copied = tensor.clone()
+        return lambda: copied
+
+    def work_graphs(self) -> None:
+        """A CPU is done with each operator when it returns: nothing is gained by repeating them."""
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

@@ -1,11 +1,15 @@
 """An NVIDIA GPU as a device; a ROCm build of torch answers to the same name."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
 
 import torch
 
 from offbeat_mesh._device import DeviceMemory, profile_threads
+
+_RECORDING: Final = threading.Lock()
+"""torch records one graph of a process at a time."""
 
 
 class CudaDevice:
@@ -45,6 +49,21 @@ class CudaDevice:
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
 
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with torch.cuda.device(self.torch_device):
+            copied = tensor.to("cpu", non_blocking=True, copy=True)  # torch pins what it copies to in this way
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return copied
+
+        return wait
+
+    def work_graphs(self) -> "CudaGraphs":
+        return CudaGraphs(self.torch_device)
+
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self.torch_device)
 
@@ -59,3 +78,30 @@ class CudaDevice:
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Nothing to patch."""
+
+
+class CudaGraphs:
+    """CUDA graphs, recorded and run in the caller's thread.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `WorkGraphs`. Other threads of this process may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with _RECORDING, torch.cuda.device(self._device), recording:
+            work()
+
+        def run() -> None:
+            with torch.cuda.device(self._device):
+                graph.replay()
+
+        return run

@@ -4,7 +4,7 @@ A kind of device is a class registered under the entry point `offbeat.device`; i
 in "cuda:0". No other module of offbeat compares such names.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,21 @@ class Profiler(Protocol):
         """Write what was recorded as JSON in Chrome's format; in any thread."""
 
 
+class WorkGraphs(Protocol):
+    """Recorded work of one device, which shares memory; it is given back when the last recording is let go."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` queues on the device, without doing it.
+
+        Args:
+            work: the same operators on the same memory each time, which waits for nothing that the device computes. Do
+                it once before: what it calls may set itself up then.
+
+        Returns:
+            Does all of it by one call. Inputs and results lie where they lay while it was recorded.
+        """
+
+
 class Device(Protocol):
     """One device of this process.
 
@@ -83,6 +98,16 @@ class Device(Protocol):
 
     def release_unused(self) -> None:
         """Give memory that is free, and only held to be used again, to whoever else wants it."""
+
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy what a tensor holds once the work queued before is done.
+
+        Returns:
+            Waits for the copy, in main memory; what is done to the tensor later does not show in it.
+        """
+
+    def work_graphs(self) -> WorkGraphs | None:
+        """A place for recorded work; None on a platform that cannot record any."""
 
     def rng_state(self) -> torch.Tensor:
         """State of its default random generator: [n] uint8 on the CPU."""

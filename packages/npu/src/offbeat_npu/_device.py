@@ -1,6 +1,6 @@
 """An Ascend NPU as a device."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -73,6 +73,13 @@ class NpuDevice:
 
     def release_unused(self) -> None:
         self._runtime.empty_cache()
+
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        copied = tensor.to("cpu", copy=True)
+        return lambda: copied
+
+    def work_graphs(self) -> None:
+        """None yet: torch_npu's graphs were not tried."""
 
     def rng_state(self) -> torch.Tensor:
         state: torch.Tensor = self._runtime.get_rng_state(self._index)

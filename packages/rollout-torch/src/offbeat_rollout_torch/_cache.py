@@ -374,11 +374,70 @@ class KVCache:
             self._release(kept.row.band.prefix)
 
     def drop(self) -> None:
-        """Give all memory back; rows keep their places and hold nothing, and nothing is kept."""
+        """Forget what was computed: rows keep their places and hold nothing, and nothing is kept."""
+        self.release()
+
+    def release(self) -> None:
+        """Give all memory back, and `drop`."""
         for one in list(self._kept):
             self._forget(one)
         for band in self._all_bands:
             band.drop()
+
+
+class StaticCache(KVCache):
+    """Rows of one length, in one block that is taken when the first row is and stays where it is until `release`.
+
+    A prompt is copied to all samples of its group, and never held once for them. What ended samples leave is kept in
+    what the block leaves of the budget.
+
+    Args:
+        num_rows: of the block.
+        row_tokens: of each, as by `static_row_tokens`.
+        others: as for `KVCache`.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        num_rows: int,
+        row_tokens: int,
+        budget_tokens: int,
+        like: Tensor,
+        keep_tokens: int = 0,
+    ) -> None:
+        super().__init__(architecture, budget_tokens, row_tokens, like, keep_tokens)
+        self._capacities, self.num_rows = [row_tokens], num_rows
+        self.bands = [Band(row_tokens, num_rows, architecture, like)]
+
+    @property
+    def block(self) -> Block:
+        """That of all rows; `allocate` first."""
+        return self.bands[0].blocks[0]
+
+    def shares(self, num_tokens: int) -> bool:
+        return False
+
+    def fits(self, length: int, freed_tokens: int = 0, prefix_tokens: int = 0) -> bool:
+        return len(self.bands[0].rows) < self.num_rows
+
+    def allocate(self) -> None:
+        if self.bands[0].rows and not self.bands[0].blocks:
+            self.make_free(self.num_rows * self.longest)
+            self.bands[0].resize(self.num_rows)
+
+    def drop(self) -> None:
+        for one in list(self._kept):
+            self._forget(one)
+        for block in self.bands[0].blocks:
+            block.kv.zero_()
+        for row in self.bands[0].rows:
+            row.cached = 0
+
+
+def static_row_tokens(max_length: int) -> int:
+    """Tokens of a row of `StaticCache` for sequences of at most `max_length`."""
+    return -(-max_length // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
 
 
 def _num_common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:

@@ -143,7 +143,7 @@ class LayerWeights:
         self.qkv = linear(q_rows + 2 * kv_rows, a.hidden_size, a.qkv_bias)
         self.q_norm = like.new_empty(a.head_dim)
         self.k_norm = like.new_empty(a.head_dim)
-        self.qk_norm = like.new_empty(0)
+        self.qk_norm = like.new_empty(a.num_heads + a.num_kv_heads, a.head_dim)
         self.out = linear(a.hidden_size, q_rows, a.out_bias)
         self.mlp_norm = like.new_empty(a.hidden_size)
         self.gate = linear(a.intermediate_size, a.hidden_size, a.mlp_bias)
@@ -159,7 +159,7 @@ class LayerWeights:
         for matrix in self.matrices:
             matrix.freeze()
         heads = [self.q_norm] * architecture.num_heads + [self.k_norm] * architecture.num_kv_heads
-        self.qk_norm = torch.stack(heads)
+        torch.stack(heads, out=self.qk_norm)  # where it lies: recorded steps read it there
 
     def parameters(self, architecture: Architecture) -> dict[str, Parameter]:
         """Hugging Face names, without the layer's prefix."""

@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 import torch
 
 from offbeat_mesh import Device, open_device
-from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, StaticCache, static_row_tokens
 from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
 from offbeat_rollout_torch._images import ImageProcessor, RequestImages
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriteria
+from offbeat_rollout_torch._static import StaticDecoder
 from offbeat_rollout_torch._worker import Worker
 from offbeat_types import (
     CacheBudget,
@@ -67,6 +68,13 @@ class TorchRolloutOptions:
     )
     max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
     pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
+
+    static_rows: bool | None = setting(
+        None,
+        "Decode in rows of max_model_len tokens, taken at once, with tokens and draws on the device and read one step "
+        "late; none: where the device records work, which is CUDA.",
+    )
+    graphs: bool = setting(True, "Record a decoding step of static rows and repeat it by one call, on CUDA.")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> Self:
@@ -134,6 +142,7 @@ class TorchRolloutEngine:
         self._stop_criteria = StopCriteria(
             eos_ids=eos_ids, max_model_len=min(config.max_model_len, self._architecture.max_positions)
         )
+        self._row_tokens = self._static_row_tokens()
         self._budget_tokens = self._kv_budget()
         self._worker = Worker(self._build, self._device, config.num_threads)
 
@@ -154,17 +163,28 @@ class TorchRolloutEngine:
         weights = DecoderWeights(self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights)
         load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
         budget, longest = self._budget_tokens, self._stop_criteria.max_model_len
-        kept = int(self._options.prefix_cache_share * budget)
-        cache = KVCache(self._architecture, budget, longest, weights.final_norm, kept)
+        kept, like, static = int(self._options.prefix_cache_share * budget), weights.final_norm, None
+        if self._row_tokens:
+            num_rows = min(self._config.max_running, budget // self._row_tokens)
+            rows = StaticCache(self._architecture, num_rows, self._row_tokens, budget, like, kept)
+            static = StaticDecoder(rows, self._device, longest, records=self._options.graphs)
+        cache = static.cache if static else KVCache(self._architecture, budget, longest, like, kept)
         scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
-        return ModelRunner(scheduler, weights, self._stop_criteria)
+        return ModelRunner(scheduler, weights, self._stop_criteria, static)
+
+    def _static_row_tokens(self) -> int:
+        """Tokens of a static row; 0 without such."""
+        wanted = self._options.static_rows
+        if wanted is False or (wanted is None and self._device.work_graphs() is None):
+            return 0
+        return static_row_tokens(self._stop_criteria.max_model_len)
 
     def _kv_budget(self) -> int:
         if self._options.kv_cache_tokens:
-            if self._options.kv_cache_tokens < SMALLEST_CAPACITY:
-                raise ConfigError(
-                    f"kv_cache_tokens must be at least {SMALLEST_CAPACITY}, got {self._options.kv_cache_tokens}"
-                )
+            least, given = max(self._row_tokens, SMALLEST_CAPACITY), self._options.kv_cache_tokens
+            if given < least:
+                advice = ", a row of max_model_len; or set static_rows to false" if self._row_tokens else ""
+                raise ConfigError(f"kv_cache_tokens must be at least {least}, got {given}{advice}")
             return self._options.kv_cache_tokens
         a, capacity = self._architecture, _capacity(self._stop_criteria.max_model_len)
         token_bytes: int = 2 * a.num_layers * a.num_kv_heads * a.head_dim * getattr(torch, self._config.dtype).itemsize
@@ -226,7 +246,7 @@ class TorchRolloutEngine:
         self._check_room(request.request_id, min(len(request.prompt_ids) + request.params.max_tokens, longest))
 
     def _check_room(self, request_id: str, num_tokens: int) -> None:
-        needed = _capacity(num_tokens)
+        needed = self._row_tokens or _capacity(num_tokens)
         if needed > self._budget_tokens:
             raise DataError(
                 f"request {request_id!r}: prompt and completion may take {needed} tokens of cache, and "

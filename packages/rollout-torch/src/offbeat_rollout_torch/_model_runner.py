@@ -6,6 +6,7 @@ Shapes: N tokens of a pass.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_image_inputs, token_rotations
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Sample, Scheduler, StopCriteria
+from offbeat_rollout_torch._static import StaticDecoder, StepInFlight
 from offbeat_types import Floats, ModelError, ScoreRequest
 
 HEAD_TOKENS: Final = 256
@@ -33,8 +35,26 @@ HEAD_TOKENS: Final = 256
 
 
 class ModelRunner:
-    def __init__(self, scheduler: Scheduler, weights: DecoderWeights, stop_criteria: StopCriteria) -> None:
+    """Runs what the scheduler chooses.
+
+    Args:
+        scheduler: of the samples.
+        weights: frozen.
+        stop_criteria: of the engine.
+        static: decodes where it can, one step ahead of what the samples know; over the scheduler's cache. None: every
+            step is read before the next.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        weights: DecoderWeights,
+        stop_criteria: StopCriteria,
+        static: StaticDecoder | None = None,
+    ) -> None:
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
+        self._static = static
+        self._in_flight: StepInFlight | None = None
         self.adapters = Adapters()
         self.num_tokens, self.num_prefilled, self.busy_s = 0, 0, 0.0
         self._device = weights.final_norm.device
@@ -47,17 +67,40 @@ class ModelRunner:
         return self.adapters.last_version
 
     def step(self) -> None:
-        """Prefill or decode once. Afterwards ask the scheduler to `retire`."""
+        """Prefill or decode once, or read what is in flight. Afterwards ask the scheduler to `retire`."""
         start_s = time.monotonic()
         scheduler = self.scheduler
         scheduler.make_room()
         scheduler.admit()
         scheduler.copy_prompts()
-        if chunks := scheduler.prefill_chunks():
+        chunks = scheduler.prefill_chunks()
+        is_plain = not any(one.request.adapter or one.request.images is not None for one in scheduler.running)
+        if self._static is not None and is_plain and not chunks:
+            self._decode_ahead(self._static)
+        elif self._in_flight is not None:  # others begin with what the host knows
+            self.settle()
+        elif chunks:
             self._prefill(*zip(*chunks, strict=True))
         else:
             self._decode()
         self.busy_s += time.monotonic() - start_s
+
+    def settle(self) -> None:
+        """Read what is in flight, so that every sample has all its tokens. Afterwards ask the scheduler to `retire`."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        drawing = [sample.row is not None for sample in step.samples]  # others have ended, or were aborted
+        samples, ids, logprobs = (
+            list(compress(each, drawing)) for each in (step.samples, step.ids().tolist(), step.logprobs().tolist())
+        )
+        self._push(samples, ids, logprobs)
+
+    def release_cache(self) -> None:
+        """Give the memory of keys and values back, and that of recorded steps."""
+        self.scheduler.cache.release()
+        if self._static is not None:
+            self._static.forget()
 
     def score(self, request: ScoreRequest, images: RequestImages | None = None) -> list[Floats]:
         """Score tokens that others have sampled, in a cache that goes when it is done.
@@ -69,7 +112,7 @@ class ModelRunner:
         longest = samples.capacity_for(request.longest)
         samples.make_free(2 * longest)  # the prompt, and one continuation
         if samples.allocated_tokens + 2 * longest > samples.budget_tokens:
-            samples.drop()
+            self.release_cache()
         room = samples.budget_tokens - samples.allocated_tokens
         cache = KVCache(weights.architecture, room, self._stop_criteria.max_model_len, weights.final_norm)
         scores = _Scorer(self, cache, images, request.temperature).score(request)
@@ -96,6 +139,21 @@ class ModelRunner:
             image_inputs=gather_image_inputs(ranges, self.weights.tower, self._device),
             adapters=self.adapters.rows(uses, self._device),
         )
+
+    def _decode_ahead(self, static: StaticDecoder) -> None:
+        """Queue the next step, and only then read the one in flight."""
+        samples, before = self.scheduler.decode_order(), self._in_flight
+        if all(not one.num_pending and one.is_full(self._stop_criteria, 1) for one in samples):
+            self.settle()
+            return
+        self.scheduler.cache.allocate()
+        started = static.start(self.weights, self._rotations, samples, before.samples if before else ())
+        for sample in samples:
+            assert sample.row is not None
+            sample.row.cached += 1
+        self.settle()
+        if not all(one.stop_reason for one in samples):
+            self._in_flight = started
 
     def _decode(self) -> None:
         scheduler = self.scheduler
@@ -137,12 +195,16 @@ class ModelRunner:
         logits = decode_logits(self.weights, hidden)
         numbers = uniforms([one.seed for one in samples], [one.num_drawn for one in samples])
         drawn = draw(logits, [one.params for one in samples], numbers)
-        if not all(-1e30 < logprob <= 0 for logprob in drawn.logprobs):
+        self._push(samples, drawn.ids, drawn.logprobs)
+
+    def _push(self, samples: Sequence[Sample], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add a token to each sample."""
+        if not all(-1e30 < logprob <= 0 for logprob in logprobs):
             raise ModelError(
                 f"the weights of version {self.version} give logits that are not finite; "
                 "training has diverged or the model folder is damaged"
             )
-        for sample, token, logprob in zip(samples, drawn.ids, drawn.logprobs, strict=True):
+        for sample, token, logprob in zip(samples, ids, logprobs, strict=True):
             version = self.adapters.version_of(sample.request.adapter)
             sample.push(token, logprob, version, self._stop_criteria)
         self.num_tokens += len(samples)

@@ -9,7 +9,7 @@ Shapes: B samples, V vocabulary, R rows with a cut distribution.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,33 @@ def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> Tensor:
 
     Source: SplitMix64, Steele, Lea and Flood, OOPSLA 2014.
     """
-    with np.errstate(over="ignore"):
-        state = _mix(np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64))
-        bits = _mix(state ^ np.asarray(counts, np.uint64))
+    bits = _mix(_mix(_unsigned(seeds)) ^ np.asarray(counts, np.uint64))
     steps = (bits >> np.uint64(42)).astype(np.float32) + np.float32(0.5)
     return torch.from_numpy(steps * np.float32(2.0**-22))
+
+
+def seed_states(seeds: Sequence[int]) -> list[int]:
+    """What `uniforms` makes of seeds before the counts come in, as signed numbers of 64 bits."""
+    states: list[int] = _mix(_unsigned(seeds)).view(np.int64).tolist()
+    return states
+
+
+def device_uniforms(states_B: Tensor, counts_B: Tensor) -> Tensor:
+    """[B] float32: the numbers of `uniforms`, made where states and counts [B] int64 lie."""
+    bits = states_B ^ counts_B
+    bits = bits + (0x9E3779B97F4A7C15 - 2**64)
+    bits = (bits ^ _shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
+    return (_shifted(bits ^ _shifted(bits, 31), 42).float() + 0.5) * 2.0**-22
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shifted to the right with zeros coming in: torch's own shift of a signed number repeats the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _unsigned(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
+    return np.asarray([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -84,10 +106,76 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
     return Drawn(ids[:, 0].tolist(), logprobs.tolist())
 
 
+class Cuts(NamedTuple):
+    """Columns [R, 1] float32: how far each row is cut. Of one that is not: the vocabulary, inf, 0."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class RowParams(NamedTuple):
+    """Columns [B, 1] float32 of rows that are drawn where they lie, see `SamplingParams`.
+
+    Args:
+        temperature: 1 where the likeliest token is taken.
+        is_greedy: 1 or 0.
+        wants_whole: 1 or 0: report the log-probability before the cut.
+        cuts: none where the likeliest token is taken.
+    """
+
+    temperature: Tensor
+    is_greedy: Tensor
+    wants_whole: Tensor
+    cuts: Cuts
+
+    @classmethod
+    def of(cls, numbers_6B: Tensor) -> Self:
+        """View what `row_numbers` gave for each row, one below the other."""
+        temperature, is_greedy, wants_whole, *cuts = numbers_6B[..., None].unbind()
+        return cls(temperature, is_greedy, wants_whole, Cuts(*cuts))
+
+
+def row_numbers(params: SamplingParams, vocabulary: int) -> list[float]:
+    """The numbers of `RowParams` for one row, in its order."""
+    flags = [float(params.temperature == 0), float(params.whole_logprobs)]
+    if params.temperature == 0:
+        return [1.0, *flags, vocabulary, float("inf"), 0.0]
+    return [params.temperature, *flags, _top_k(params, vocabulary), _top_p(params), params.min_p]
+
+
+def draw_rows(logits_BV: Tensor, params: RowParams, uniforms_B: Tensor, *, is_cut: bool) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row as `draw` does, without a look at what was computed: nothing waits for the device.
+
+    Args:
+        logits_BV: [B, V] float32; overwritten.
+        params: of each row.
+        uniforms_B: [B] float32 in (0, 1).
+        is_cut: some row is, and every row's vocabulary is sorted.
+
+    Returns:
+        Tokens [B] int64, and their log-probabilities [B] float32.
+    """
+    logits_BV.div_(params.temperature)
+    whole = probs = torch.softmax(logits_BV, -1)
+    if is_cut:
+        vocabulary, cuts = whole.shape[-1], params.cuts
+        values, order = torch.sort(whole, -1, descending=True)
+        values = values * _kept(values, cuts, vocabulary)
+        values /= values.sum(-1, keepdim=True)
+        has_cut = (cuts.top_k < vocabulary) | (cuts.top_p < 1) | (cuts.min_p > 0)
+        probs = torch.where(has_cut, torch.zeros_like(whole).scatter_(-1, order, values), whole)
+    ids = torch.where(params.is_greedy.bool(), probs.argmax(-1, keepdim=True), invert(probs, uniforms_B))
+    chosen = torch.where(params.wants_whole.bool(), whole.gather(-1, ids), probs.gather(-1, ids))
+    return ids[:, 0], chosen.log_()[:, 0]
+
+
 def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """[B, 1] int64: the first token whose running sum passes uniform times total; never one of probability 0.
 
-    The sum runs over blocks of the vocabulary first, and then over the tokens of the one block it stops in.
+    The sum runs over blocks of the vocabulary first, and then over the tokens of the one block it stops in. The two
+    sums of a block differ in their last bits, and CUDA's are not monotone: what is found may add nothing, and what is
+    nearest to it and adds something is taken.
     """
     vocabulary = probs_BV.shape[-1]
     num_blocks, rest = divmod(vocabulary, BLOCK_TOKENS)
@@ -96,35 +184,29 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         sums = torch.cat((sums, probs_BV[:, -rest:].sum(-1, keepdim=True)), -1)
     running = torch.cumsum(sums, -1)
     target = running[:, -1:] * uniforms_B[:, None]
-    # A distribution that is not finite has no such token; its log-probability says so.
-    block = torch.searchsorted(running, target, right=True).clamp_(max=sums.shape[-1] - 1)
+    block = _nearest_possible(sums, torch.searchsorted(running, target, right=True))
     target = target - (running.gather(-1, block) - sums.gather(-1, block))
     tokens = block * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=probs_BV.device)
     inside = probs_BV.gather(-1, tokens.clamp(max=vocabulary - 1)).masked_fill_(tokens >= vocabulary, 0.0)
-    place = torch.searchsorted(torch.cumsum(inside, -1), target, right=True).clamp_(max=BLOCK_TOKENS - 1)
-    ids = tokens.gather(-1, place).clamp_(max=vocabulary - 1)
-    # The two sums of a block differ in their last bits, and CUDA's are not monotone: the token found may add nothing.
-    impossible = probs_BV.gather(-1, ids)[:, 0] == 0
-    if impossible.any():
-        ids[impossible] = _nearest_possible(probs_BV[impossible], ids[impossible])
-    return ids
+    place = _nearest_possible(inside, torch.searchsorted(torch.cumsum(inside, -1), target, right=True))
+    return tokens.gather(-1, place)
 
 
-def _nearest_possible(probs_RV: Tensor, ids_R1: Tensor) -> Tensor:
-    """[R, 1] int64: the token nearest to each id that has a probability."""
-    distance_RV = (torch.arange(probs_RV.shape[-1], device=probs_RV.device) - ids_R1).abs_()
-    return distance_RV.masked_fill_(probs_RV == 0, probs_RV.shape[-1]).argmin(-1, keepdim=True)
+def _nearest_possible(probs_RC: Tensor, places_R1: Tensor) -> Tensor:
+    """[R, 1] int64: the place nearest to each that has a probability, or none that is finite."""
+    distance_RC = (torch.arange(probs_RC.shape[-1], device=probs_RC.device) - places_R1).abs_()
+    return distance_RC.masked_fill_(probs_RC == 0, 2 * probs_RC.shape[-1]).argmin(-1, keepdim=True)
 
 
 def cut_distribution(probs_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Cut by top_k, then top_p of what is left, then min_p, and renormalise. [R, V] to [R, V]."""
     vocabulary = probs_RV.shape[-1]
-    top_k = [p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]
+    top_k = [_top_k(p, vocabulary) for p in params]
     cut_RV, left = torch.zeros_like(probs_RV), list(range(len(params)))
     for some in (*CANDIDATES, vocabulary):
         candidates = min(some, max(top_k[i] for i in left))
         values, order = torch.topk(probs_RV if len(left) == len(params) else probs_RV[left], candidates)
-        kept = _kept(values, [params[i] for i in left], [top_k[i] for i in left], vocabulary)
+        kept = _kept(values, _cuts([params[i] for i in left], values, vocabulary), vocabulary)
         # Enough where all k are here, or where there is no k and the smallest candidate is refused.
         refused = (~kept[:, -1]).tolist()
         is_done = [
@@ -145,19 +227,29 @@ def cut_distribution(probs_RV: Tensor, params: Sequence[SamplingParams]) -> Tens
     return cut_RV
 
 
-def _kept(values_RC: Tensor, params: Sequence[SamplingParams], top_k: Sequence[int], vocabulary: int) -> Tensor:
+def _kept(values_RC: Tensor, cuts: Cuts, vocabulary: int) -> Tensor:
     """Which of the C largest probabilities, in falling order, stay. [R, C] bool; the first always does."""
     ranks = torch.arange(values_RC.shape[-1], device=values_RC.device)
-    in_k = ranks < _column(top_k, values_RC)
+    in_k = ranks < cuts.top_k
     running = torch.cumsum(values_RC * in_k, -1)
     # The mass top_p is a share of: that of the k, all of them here; without top_k 1, even if not all are here.
-    whole = _column([k == vocabulary for k in top_k], values_RC).bool()
-    before = (running - values_RC * in_k) / running[:, -1:].masked_fill(whole, 1.0)
-    top_p = [p.top_p if p.top_p < 1 else float("inf") for p in params]
-    kept = in_k & (before < _column(top_p, values_RC))
-    kept &= values_RC >= values_RC[:, :1] * _column([p.min_p for p in params], values_RC)
+    before = (running - values_RC * in_k) / running[:, -1:].masked_fill(cuts.top_k == vocabulary, 1.0)
+    kept = in_k & (before < cuts.top_p) & (values_RC >= values_RC[:, :1] * cuts.min_p)
     kept[:, 0] = True
     return kept
+
+
+def _cuts(params: Sequence[SamplingParams], like: Tensor, vocabulary: int) -> Cuts:
+    columns = [_top_k(p, vocabulary) for p in params], [_top_p(p) for p in params], [p.min_p for p in params]
+    return Cuts(*(_column(column, like) for column in columns))
+
+
+def _top_k(params: SamplingParams, vocabulary: int) -> int:
+    return params.top_k if 0 < params.top_k < vocabulary else vocabulary
+
+
+def _top_p(params: SamplingParams) -> float:
+    return params.top_p if params.top_p < 1 else float("inf")
 
 
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:

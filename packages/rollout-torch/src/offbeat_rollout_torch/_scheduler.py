@@ -77,10 +77,16 @@ class Sample:
             self.stop_reason = "eos"
         elif text_ends or token in self.params.stop_token_ids:
             self.stop_reason = "stop"
-        elif self.num_drawn >= self.params.max_tokens or len(self.tokens) >= criteria.max_model_len:
+        elif self.is_full(criteria):
             self.stop_reason = "length"
         if self.request.tell is not None:
             self.request.tell(self.index, token, logprob)
+
+    def is_full(self, criteria: StopCriteria, num_more: int = 0) -> bool:
+        """Whether it may draw no further token after so many more."""
+        if self.num_drawn + num_more >= self.params.max_tokens:
+            return True
+        return len(self.tokens) + num_more >= criteria.max_model_len
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
         ids = self.tokens[len(self.request.prompt) :]

@@ -77,9 +77,16 @@ class Worker:
         return not stopped and bool(self._runner.scheduler.requests)
 
     def _step(self) -> None:
+        self._advance(self._runner.step)
+
+    def _settle(self) -> None:
+        """Have the samples know all that was drawn; those that have ended by it are finished."""
+        self._advance(self._runner.settle)
+
+    def _advance(self, work: Callable[[], None]) -> None:
         scheduler = self._runner.scheduler
         try:
-            self._runner.step()
+            work()
         except Exception as error:  # noqa: BLE001 - the boundary: every request in flight learns of it
             for request in list(scheduler.requests.values()):
                 scheduler.remove(request)
@@ -114,9 +121,11 @@ class Worker:
         for tag in ("weights", "kv_cache"):
             self._refuse_asleep(tag)
         self._refuse_if_unusable()
+        self._settle()
         return self._runner.score(request, images)
 
     def abort(self, request_id: str) -> None:
+        self._settle()
         scheduler = self._runner.scheduler
         if request := scheduler.requests.get(request_id):
             scheduler.remove(request)
@@ -132,6 +141,7 @@ class Worker:
 
     def pause(self, mode: PauseMode) -> "Future[None]":
         """Stop sampling; what it returns is done when the pause is reached."""
+        self._settle()
         self._mode, drained = mode, new_future()
         if mode == "abort":
             self.abort_all()
@@ -159,6 +169,7 @@ class Worker:
         self._refuse_asleep("weights")
         if stream.version != version:
             raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
+        self._settle()
         runner = self._runner
         writer = WeightWriter(runner.weights, WeightSyncError, f"weight stream of version {version}")
         try:
@@ -184,6 +195,7 @@ class Worker:
         self._refuse_if_unusable()
         if stream.version != version:
             raise WeightSyncError(f"update_weights: asked for version {version}, the stream holds {stream.version}")
+        self._settle()
         runner, source = self._runner, f"adapter {adapter.name!r} of version {version}"
         try:
             taken = {name: torch.as_tensor(tensor).clone() for name, tensor in stream}
@@ -231,8 +243,10 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Free the cache, and at level 2 the weights; the process has less memory when this returns."""
+        self._settle()
         runner = self._runner
         self._drop_computed()
+        runner.release_cache()
         self._asleep.add("kv_cache")
         if level == 2:
             runner.weights.release()

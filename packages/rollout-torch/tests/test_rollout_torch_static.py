@@ -1,0 +1,367 @@
+"""Static rows sample what growing rows do; a step waits for nothing it computes, and can be recorded and repeated.
+
+A recording is made here of the operators that a step runs: they are run again on the same tensors, as a device with
+graphs does. What a step would have taken from the host is then that of the step that was recorded.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offbeat_mesh import open_device
+from offbeat_rollout_torch import _engine
+from offbeat_rollout_torch._sampling import (
+    RowParams,
+    device_uniforms,
+    draw,
+    draw_rows,
+    row_numbers,
+    seed_states,
+    uniforms,
+)
+from offbeat_testing import (
+    FakeWeightStream,
+    changed_weights,
+    logprob_errors,
+    reference_logprobs,
+    reference_model,
+    tiny_model,
+)
+from offbeat_types import ConfigError, GenerateRequest, LoraAdapter, ModelError, SamplingParams, ScoreRequest
+from offbeat_weightsync import InProcessStream
+
+STATIC = {"static_rows": True}
+
+
+class Recording(TorchDispatchMode):
+    """The operators of some work, undone; `run` runs them on the same tensors."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.calls, self._made, self._before = [], set(), {}
+        with self:
+            work()
+        for tensor, held in self._before.values():
+            tensor.untyped_storage().copy_(held)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = str(operator)
+        assert "_local_scalar_dense" not in name, "the host reads what a step has computed"
+        assert "nonzero" not in name, "a shape depends on what a step has computed"
+        for tensor in self._tensors(args):
+            at = tensor.untyped_storage().data_ptr()
+            if at not in self._made and at not in self._before:
+                self._before[at] = tensor, tensor.untyped_storage().clone()
+        out = operator(*args, **(kwargs or {}))
+        self._made |= {each.untyped_storage().data_ptr() for each in self._tensors(out)} - self._before.keys()
+        self.calls.append((operator, args, kwargs or {}, out))
+        return out
+
+    @staticmethod
+    def _tensors(tree):
+        return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor) and each.numel()]
+
+    def run(self):
+        for operator, args, kwargs, out in self.calls:
+            again = operator(*args, **kwargs)
+            for old, new in zip(self._tensors(out), self._tensors(again), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class RecordingDevice:
+    """The CPU as a device that records work, and tells what it was asked."""
+
+    def __init__(self):
+        self._cpu, self.told, self.recordings, self._numbers = open_device("cpu"), [], [], 0
+
+    def __getattr__(self, name):
+        return getattr(self._cpu, name)
+
+    def work_graphs(self):
+        return self
+
+    def record(self, work):
+        recording = Recording(work)
+        self.recordings.append(recording)
+
+        def run():
+            self.told.append("recorded step")
+            recording.run()
+
+        return run
+
+    def copy_to_host(self, tensor):
+        wait, self._numbers = self._cpu.copy_to_host(tensor), self._numbers + 1
+        number = self._numbers
+        self.told.append(f"copy {number}")
+
+        def read():
+            self.told.append(f"read {number}")
+            return wait()
+
+        return read
+
+
+@pytest.fixture
+def device(monkeypatch):
+    opened = RecordingDevice()
+    monkeypatch.setattr(_engine, "open_device", lambda name: opened)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("m"))
+
+
+def request(name="r", prompt=12, num_samples=1, adapter="", **params):
+    ids = np.random.default_rng(prompt).integers(3, 300, prompt).astype(np.int32)
+    params = SamplingParams(**{"seed": 1, "max_tokens": 30, "ignore_eos": True, **params})
+    return GenerateRequest(request_id=name, prompt_ids=ids, num_samples=num_samples, params=params, adapter=adapter)
+
+
+KINDS = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.8, "whole_logprobs": True},
+    {"top_k": 20, "min_p": 0.01},
+    {"temperature": 2.0, "stop_token_ids": tuple(range(3, 20)), "max_tokens": 90},
+    {"temperature": 3.0, "ignore_eos": False, "max_tokens": 200},
+    {"stop": ("<|im_end|>", "e"), "temperature": 3.0},
+    {"top_k": 1, "max_tokens": 1},
+)
+
+
+def requests():
+    """Ends far apart, groups and single samples, prompts of one token and of many."""
+    return [
+        request(str(i), prompt=(1, 5, 30, 150)[i % 4], num_samples=1 + i % 3, **{"seed": 7 * i, **KINDS[i % 8]})
+        for i in range(16)
+    ]
+
+
+async def together(engine, asked):
+    return [one for group in await asyncio.gather(*map(engine.generate, asked)) for one in group]
+
+
+async def wait_for(engine, num_tokens):
+    start = (await engine.health()).num_tokens
+    while (await engine.health()).num_tokens < start + num_tokens:
+        await asyncio.sleep(0.001)
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.stop_reason == other.stop_reason
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=5), st.integers(0, 2**40))
+def test_uniforms_made_on_the_device_are_those_of_the_host(seeds, count):
+    states, counts = torch.tensor(seed_states(seeds)), torch.full((len(seeds),), count)
+    assert torch.equal(device_uniforms(states, counts), uniforms(seeds, counts.tolist()))
+
+
+@pytest.mark.parametrize("vocabulary", [50, 300, 5000])
+def test_rows_draw_what_the_host_path_draws(vocabulary):
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, whole_logprobs=top_k == 7)
+        for temperature in (0.0, 0.6, 1.0)
+        for top_k in (0, 1, 7, vocabulary)
+        for top_p, min_p in ((1.0, 0.0), (0.7, 0.0), (1.0, 0.05), (0.9, 0.01))
+    ]
+    logits = torch.randn(len(params), vocabulary, generator=torch.Generator().manual_seed(0)) * 2
+    numbers = uniforms(range(len(params)), [3] * len(params))
+    expected = draw(logits.clone(), params, numbers)
+    columns = RowParams.of(torch.tensor([row_numbers(each, vocabulary) for each in params]).t())
+    ids, logprobs = draw_rows(logits, columns, numbers, is_cut=True)
+    assert ids.tolist() == expected.ids
+    np.testing.assert_allclose(logprobs, expected.logprobs, atol=1e-5)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("max_running", [3, 40])
+async def test_samples_are_those_of_growing_rows(folder, run, device, max_running):
+    """Through admissions, ends of every kind, and all kinds of draws, recorded and not."""
+
+    async def use(engine):
+        return await together(engine, requests())
+
+    growing = await run(folder, use, max_running=max_running, options={"static_rows": False})
+    assert not device.told
+    plain = await run(folder, use, max_running=max_running, options={"graphs": False})
+    assert device.told
+    assert not device.recordings
+    recorded = await run(folder, use, max_running=max_running)
+    assert device.told.count("recorded step") > 30
+    assert_same(plain, growing)
+    assert_same(recorded, growing)
+
+
+@pytest.mark.asyncio
+async def test_the_host_reads_a_step_after_the_next_has_begun(folder, device, open_engine):
+    async with open_engine(folder, options={"graphs": False}) as engine:
+        await engine.generate(request(max_tokens=5))
+    # The first token is drawn by the prefill. Each step copies tokens, and then log-probabilities.
+    first, *between, last = ((f"copy {n}", f"copy {n + 1}", f"read {n - 2}", f"read {n - 1}") for n in range(1, 10, 2))
+    assert device.told == [*first[:2], *(each for step in between for each in step), *last[2:]]
+
+
+@pytest.mark.asyncio
+async def test_recorded_steps_read_the_weights_that_came_later(folder, device, open_engine):
+    """Written in place, also those that are laid out anew; each segment is its own version's."""
+    asked = [request(str(i), num_samples=3, max_tokens=300, seed=9 * i) for i in range(2)]
+    async with open_engine(folder, options={"pack_weights": False}) as engine:
+        models = [reference_model(folder)]
+        sampling = asyncio.create_task(together(engine, asked))
+        for version in (1, 2, 3):
+            await wait_for(engine, 60)
+            models.append(reference_model(folder))
+            stream = FakeWeightStream(changed_weights(models[-1], seed=version), version)
+            assert await engine.update_weights(stream, version) == stream.expected()
+        completions = await sampling
+        await engine.generate(request(max_tokens=60))
+        num_recorded = len(device.recordings)
+        assert 0 < num_recorded < 12
+        await engine.update_weights(FakeWeightStream(changed_weights(reference_model(folder), seed=3), 4), 4)
+        (after,) = await engine.generate(request(max_tokens=60))
+        assert len(device.recordings) == num_recorded, "an update has steps recorded again"
+    for one in completions:
+        end = 0
+        for segment in one.segments:
+            start, end = end, end + segment.num_tokens
+            ids = np.concatenate([asked[0].prompt_ids, one.ids[:end]])
+            expected = reference_logprobs(models[segment.version], ids)[len(ids) - end + start :]
+            np.testing.assert_allclose(one.logprobs[start:end], expected, atol=1e-4)
+        assert end == 300
+    assert any(len(one.segments) == 4 for one in completions)
+    assert logprob_errors(models[3], request().prompt_ids, after).max() < 1e-4
+
+
+@pytest.mark.asyncio
+async def test_pauses_scores_aborts_and_sleep_between_steps_change_nothing(folder, run, device):
+    asked = [request(str(i), num_samples=2, max_tokens=200, seed=5 * i) for i in range(3)]
+    scored = ScoreRequest(request_id="s", prompt_ids=asked[0].prompt_ids, continuations=(np.arange(5, 60),) * 3)
+
+    async def quiet(engine):
+        return await together(engine, asked), await engine.score(scored)
+
+    async def disturbed(engine):
+        sampling = asyncio.create_task(together(engine, asked))
+        other = asyncio.create_task(engine.generate(request("other", max_tokens=400)))
+        await wait_for(engine, 40)
+        await engine.pause("keep")
+        num_tokens = (await engine.health()).num_tokens
+        await asyncio.sleep(0.02)
+        assert (await engine.health()).num_tokens == num_tokens
+        await engine.resume()
+        await wait_for(engine, 40)
+        scores = await engine.score(scored)
+        await wait_for(engine, 40)
+        await engine.abort("other")
+        (aborted,) = await other
+        assert aborted.stop_reason == "aborted"
+        await engine.pause("keep")
+        await engine.sleep(1)
+        assert engine._worker._runner.scheduler.cache.allocated_tokens == 0
+        await engine.wake()
+        await engine.resume()
+        return await sampling, scores
+
+    expected, expected_scores = await run(folder, quiet, options={"static_rows": False})
+    found, scores = await run(folder, disturbed)
+    assert_same(found, expected)
+    for one, another in zip(scores, expected_scores, strict=True):
+        np.testing.assert_allclose(one, another, atol=1e-5)
+
+
+@pytest.mark.asyncio
+async def test_a_turn_that_follows_computes_only_what_is_new(folder, open_engine):
+    async with open_engine(folder, max_running=2, options={"kv_cache_tokens": 4096, **STATIC}) as engine:
+        (first,) = await engine.generate(request(prompt=100, max_tokens=40))
+        runner = engine._worker._runner
+        before = runner.num_prefilled
+        ids = np.concatenate([request(prompt=100).prompt_ids, first.ids, np.arange(5, 15, dtype=np.int32)])
+        turn = replace(request("turn"), prompt_ids=ids.astype(np.int32))
+        (one,) = await engine.generate(turn)
+        assert runner.num_prefilled - before <= 12
+        assert logprob_errors(reference_model(folder), turn.prompt_ids, one).max() < 1e-4
+
+
+@pytest.mark.asyncio
+async def test_samples_with_an_adapter_are_decoded_beside_others(folder, run, device):
+    """By steps that are read before the next, in the same rows."""
+    model = reference_model(folder)
+    draws = torch.Generator().manual_seed(1)
+    adapter = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            for side, shape in (("A", (2, module.in_features)), ("B", (module.out_features, 2))):
+                drawn = torch.randn(shape, generator=draws) * 0.15
+                adapter[f"base_model.model.{name}.lora_{side}.weight"] = drawn
+
+    async def use(engine):
+        await engine.update_weights(InProcessStream(adapter.items(), 1), 1, adapter=LoraAdapter(name="poet", scale=1.5))
+        plain = asyncio.create_task(engine.generate(request("plain", num_samples=2, max_tokens=150)))
+        await wait_for(engine, 60)
+        adapted = await engine.generate(request("adapted", num_samples=2, max_tokens=25, adapter="poet"))
+        return [*adapted, *await plain]
+
+    found = await run(folder, use)
+    assert device.told
+    assert_same(found, await run(folder, use, options={"static_rows": False}))
+
+
+@pytest.mark.asyncio
+async def test_weights_that_are_not_finite_spoil_no_later_sample(folder, device, open_engine):
+    async with open_engine(folder) as engine:
+        expected = await engine.generate(request(max_tokens=60))
+        good = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
+        bad = [(name, tensor * float("nan") if "norm" in name else tensor) for name, tensor in good]
+        sampling = asyncio.create_task(engine.generate(request("other", max_tokens=400)))
+        await wait_for(engine, 20)
+        await engine.update_weights(FakeWeightStream(bad, 3), 3)
+        with pytest.raises(ModelError, match="version 3"):
+            await sampling
+        await engine.update_weights(FakeWeightStream(good, 4), 4)
+        assert_same(await engine.generate(request(max_tokens=60)), expected)
+
+
+@pytest.mark.asyncio
+async def test_rows_are_as_many_as_the_budget_holds_and_stay_where_they_are(folder, run):
+    """Room for three rows of 512: the other samples wait for them."""
+
+    async def use(engine):
+        cache = engine._worker._runner.scheduler.cache
+        assert cache.allocated_tokens == 0, "an engine that only scores needs no rows"
+        sampling = asyncio.create_task(together(engine, [request(str(i), seed=i, max_tokens=60) for i in range(8)]))
+        await wait_for(engine, 20)
+        first, health = cache.block.kv.data_ptr(), await engine.health()
+        found = await sampling
+        assert health.num_running <= 3
+        assert cache.block.kv.data_ptr() == first
+        assert cache.allocated_tokens <= 1600
+        return found
+
+    async def growing(engine):
+        return await together(engine, [request(str(i), seed=i, max_tokens=60) for i in range(8)])
+
+    assert_same(await run(folder, use, options={"kv_cache_tokens": 1600, **STATIC}), await run(folder, growing))
+
+
+@pytest.mark.asyncio
+async def test_a_budget_without_room_for_a_row_is_refused(folder, run):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_tokens must be at least 512, got 256, .* set static_rows to false"
+    ):
+        await run(folder, together, options={"kv_cache_tokens": 256, **STATIC})
