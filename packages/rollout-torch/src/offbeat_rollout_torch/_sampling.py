@@ -165,18 +165,25 @@ def draw_rows(logits_BV: Tensor, params: RowParams, uniforms_B: Tensor, *, is_cu
         values /= values.sum(-1, keepdim=True)
         has_cut = (cuts.top_k < vocabulary) | (cuts.top_p < 1) | (cuts.min_p > 0)
         probs = torch.where(has_cut, torch.zeros_like(whole).scatter_(-1, order, values), whole)
-    ids = torch.where(params.is_greedy.bool(), probs.argmax(-1, keepdim=True), invert(probs, uniforms_B))
+    drawn = invert(probs, uniforms_B, asks=False)
+    ids = torch.where(params.is_greedy.bool(), probs.argmax(-1, keepdim=True), drawn)
     chosen = torch.where(params.wants_whole.bool(), whole.gather(-1, ids), probs.gather(-1, ids))
     return ids[:, 0], chosen.log_()[:, 0]
 
 
-def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+def invert(probs_BV: Tensor, uniforms_B: Tensor, *, asks: bool = True) -> Tensor:
     """[B, 1] int64: the first token whose running sum passes uniform times total; never one of probability 0.
 
     The sum runs over blocks of the vocabulary first, and then over the tokens of the one block it stops in. The two
     sums of a block differ in their last bits, and CUDA's are not monotone: what is found may add nothing, and what is
     nearest to it and adds something is taken.
+
+    Args:
+        probs_BV: [B, V], need not add up to 1.
+        uniforms_B: [B] float32 in (0, 1).
+        asks: look whether that is needed at all, which on a CPU takes less time; elsewhere it waits for the device.
     """
+    asks = asks and probs_BV.is_cpu
     vocabulary = probs_BV.shape[-1]
     num_blocks, rest = divmod(vocabulary, BLOCK_TOKENS)
     sums = probs_BV[:, : num_blocks * BLOCK_TOKENS].view(len(probs_BV), num_blocks, BLOCK_TOKENS).sum(-1)
@@ -184,16 +191,20 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         sums = torch.cat((sums, probs_BV[:, -rest:].sum(-1, keepdim=True)), -1)
     running = torch.cumsum(sums, -1)
     target = running[:, -1:] * uniforms_B[:, None]
-    block = _nearest_possible(sums, torch.searchsorted(running, target, right=True))
+    block = _nearest_possible(sums, torch.searchsorted(running, target, right=True), asks=asks)
     target = target - (running.gather(-1, block) - sums.gather(-1, block))
     tokens = block * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=probs_BV.device)
     inside = probs_BV.gather(-1, tokens.clamp(max=vocabulary - 1)).masked_fill_(tokens >= vocabulary, 0.0)
-    place = _nearest_possible(inside, torch.searchsorted(torch.cumsum(inside, -1), target, right=True))
+    place = _nearest_possible(inside, torch.searchsorted(torch.cumsum(inside, -1), target, right=True), asks=asks)
     return tokens.gather(-1, place)
 
 
-def _nearest_possible(probs_RC: Tensor, places_R1: Tensor) -> Tensor:
+def _nearest_possible(probs_RC: Tensor, places_R1: Tensor, *, asks: bool) -> Tensor:
     """[R, 1] int64: the place nearest to each that has a probability, or none that is finite."""
+    if asks:
+        places_R1 = places_R1.clamp(max=probs_RC.shape[-1] - 1)
+        if bool((probs_RC.gather(-1, places_R1) > 0).all()):
+            return places_R1
     distance_RC = (torch.arange(probs_RC.shape[-1], device=probs_RC.device) - places_R1).abs_()
     return distance_RC.masked_fill_(probs_RC == 0, 2 * probs_RC.shape[-1]).argmin(-1, keepdim=True)
 
