@@ -3,7 +3,8 @@
 Three kernels, each exact; the device says which suits it (`Device.packed_attention`):
 - `split`: attention to the own segment and attention to the shared prompt are two calls, joined by their
   log-sum-exps, as ring attention joins its blocks; the backward pass runs the same two calls with the joined
-  statistics. No key is ever copied per completion, and only packed tensors are kept for the backward pass.
+  statistics. No key is ever copied per completion or per query head, and only packed tensors are kept for the backward
+  pass.
   Source: FlashAttention-2 (arXiv:2307.08691) for the backward by log-sum-exp, Ring Attention (arXiv:2310.01889).
 - `varlen`: torch's variable-length flash attention, sliding windows too; a query's keys are its prompt's and its own,
   aligned at the end.
@@ -13,7 +14,8 @@ For a kernel the segments of a pack become padded rows. Rows of like length shar
 its last index: under causal attention nothing real sees what comes after it, and what padding computes is thrown
 away.
 
-Shapes: T packed tokens, H query heads, K key heads, D head size, R rows, L queries and K keys of a row (padded).
+Shapes: T packed tokens, H query heads, J key heads, G = H / J query heads of each, D head size, R rows, L queries and
+K keys of a row (padded).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,11 +39,11 @@ MAX_PADDING_TOKENS = 8  # a call costs about as much as this many padded tokens 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """One padded attention call over R rows.
+    """One padded attention call over R rows, those of each key head one after the other.
 
     Args:
-        query: [R * L] int64, packed index of each query.
-        key: [R * K] int64, packed index of each key.
+        query: [R * L] int64, packed index of each query. The tokens of key head j have j * T added.
+        key: [R * K] int64, packed index of each key, likewise.
         num_rows: R.
         token: [n] int64, packed index of the real queries.
         real: [n] int64, where among R * L they are; None when nothing is padded.
@@ -69,13 +71,18 @@ class AttentionPlan:
         """Tokens of the longest sequence, its shared prompt included."""
         return max(_prefix_length(self.segments, segment) + segment.length for segment in self.segments)
 
-    def own(self) -> list[Rows]:
-        """Each segment as a row of its own, causal. Every packed token is a query exactly once."""
-        return self._once("own", self._own_rows)
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(segment.length for segment in self.segments)
 
-    def cross(self) -> list[Rows]:
-        """Each parent's tokens as keys and all its children's tokens as queries, everything seen."""
-        return self._once("cross", self._cross_rows)
+    def own(self, num_heads: int) -> list[Rows]:
+        """Each segment as a row of its own, causal. Every packed token is a query of each key head exactly once."""
+        return self._once(("own", num_heads), lambda: self._own_rows(num_heads))
+
+    def cross(self, num_heads: int) -> list[Rows]:
+        """Each parent's tokens as keys and all its children's tokens as queries, everything seen, by key head."""
+        return self._once(("cross", num_heads), lambda: self._cross_rows(num_heads))
 
     def joined(self, window: int | None) -> list[Rows]:
         """Each segment as a row whose keys are its parent's tokens and its own, masked."""
@@ -91,11 +98,11 @@ class AttentionPlan:
         made: Made = self._made[name]
         return made
 
-    def _own_rows(self) -> list[Rows]:
+    def _own_rows(self, num_heads: int) -> list[Rows]:
         spans = [(segment.start, segment.length) for segment in self.segments]
-        return [self._rows(bucket, bucket) for bucket in _buckets(spans)]
+        return [self._rows(bucket, bucket, num_heads=num_heads) for bucket in _buckets(spans)]
 
-    def _cross_rows(self) -> list[Rows]:
+    def _cross_rows(self, num_heads: int) -> list[Rows]:
         by_prompt_length: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
         for parent_index, group in groupby(self.segments, key=lambda segment: segment.parent):
             if parent_index >= 0:
@@ -105,7 +112,9 @@ class AttentionPlan:
         blocks: list[Rows] = []
         for pairs in by_prompt_length.values():
             keys = dict(pairs)
-            blocks.extend(self._rows(bucket, [keys[span] for span in bucket]) for bucket in _buckets(keys))
+            blocks.extend(
+                self._rows(bucket, [keys[span] for span in bucket], num_heads=num_heads) for bucket in _buckets(keys)
+            )
         return blocks
 
     def _joined_rows(self, window: int | None) -> list[Rows]:
@@ -125,22 +134,30 @@ class AttentionPlan:
         index, *both = (self._tensor(each) for each in (np.concatenate(keys), *cumulative))
         return index, VarlenBounds(queries=both[0], keys=both[1], longest_query=max(queries), longest_key=max(lengths))
 
-    def _rows(self, queries: Sequence[tuple[int, int]], keys: Sequence[Any], mask: Any = None) -> Rows:
+    def _rows(
+        self, queries: Sequence[tuple[int, int]], keys: Sequence[Any], mask: Any = None, num_heads: int = 1
+    ) -> Rows:
         query_RL, lengths = _pad([np.arange(start, start + length) for start, length in queries])
         key_RK, _ = _pad([key if isinstance(key, np.ndarray) else np.arange(key[0], key[0] + key[1]) for key in keys])
         flat = query_RL.reshape(-1)
         real = np.flatnonzero((np.arange(query_RL.shape[1])[None] < lengths[:, None]).reshape(-1))
+        num_tokens = self.num_tokens
         return Rows(
-            query=self._tensor(flat),
-            key=self._tensor(key_RK.reshape(-1)),
-            num_rows=len(queries),
-            token=self._tensor(flat[real]),
-            real=None if len(real) == len(flat) else self._tensor(real),
+            query=self._tensor(_for_each_head(flat, num_heads, num_tokens)),
+            key=self._tensor(_for_each_head(key_RK.reshape(-1), num_heads, num_tokens)),
+            num_rows=num_heads * len(queries),
+            token=self._tensor(_for_each_head(flat[real], num_heads, num_tokens)),
+            real=None if len(real) == len(flat) else self._tensor(_for_each_head(real, num_heads, len(flat))),
             mask=None if mask is None else self._tensor(mask),
         )
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _for_each_head(index: Indices, num_heads: int, step: int) -> Indices:
+    """The index, and then again with `step` added for each head after the first."""
+    return (np.arange(num_heads)[:, None] * step + index).reshape(-1)
 
 
 def _prefix_length(segments: Sequence[Segment], segment: Segment) -> int:
@@ -226,11 +243,7 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = window is None and query.shape[-1] == value.shape[-1]
     if kernel == "split" and plain:
-        # The half-precision kernel for processors is 2 to 10 times slower than the float32 one (bench, docs).
-        floats = query.dtype if query.dtype == torch.float64 else torch.float32
-        out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
-            query.to(floats), key.to(floats), value.to(floats), plan, scale
-        )
+        out: Tensor = _SplitAttention.apply(query, key, value, plan, scale)  # type: ignore[no-untyped-call]
     elif kernel == "varlen" and fits_varlen(query.shape[-1], value.shape[-1], value.dtype):
         index, bounds = plan.flat()
         key, value = key.to(value.dtype).index_select(0, index), value.index_select(0, index)
@@ -245,53 +258,63 @@ class _SplitAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, plan: AttentionPlan, scale: float
+        ctx: Any, query_THD: Tensor, key_TJD: Tensor, value_TJD: Tensor, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        heads = query_THD.shape[1] // key_TKD.shape[1]
-        key, value = _repeat(key_TKD, heads), _repeat(value_TKD, heads)
-        out = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        num_heads = key_TJD.shape[1]
+        # The half-precision kernel for processors is 2 to 10 times slower than the float32 one (bench, docs).
+        floats = query_THD.dtype if query_THD.dtype == torch.float64 else torch.float32
+        query, key, value = (_by_head(x, num_heads, floats) for x in (query_THD, key_TJD, value_TJD))
+        out = torch.empty_like(query)
         total = out.new_empty(out.shape[:2])
-        for rows in plan.own():
-            part, lse = _call(query_THD, key, value, rows, scale, causal=True)
+        for rows in plan.own(num_heads):
+            part, lse = _call(query, key, value, rows, scale, causal=True)
             out.index_copy_(0, rows.token, part)
             total.index_copy_(0, rows.token, lse)
-        for rows in plan.cross():
-            part, lse = _call(query_THD, key, value, rows, scale, causal=False)
+        for rows in plan.cross(num_heads):
+            part, lse = _call(query, key, value, rows, scale, causal=False)
             own_lse = total.index_select(0, rows.token)
             joined = torch.logaddexp(own_lse, lse)
             own = out.index_select(0, rows.token)
             own.mul_((own_lse - joined).exp_()[..., None]).add_(part.mul_((lse - joined).exp_()[..., None]))
             out.index_copy_(0, rows.token, own)
             total.index_copy_(0, rows.token, joined)
-        ctx.save_for_backward(query_THD, key_TKD, value_TKD, out, total)
-        ctx.plan, ctx.scale = plan, scale
-        return out
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.plan, ctx.scale, ctx.dtypes = plan, scale, [x.dtype for x in (query_THD, key_TJD, value_TJD)]
+        return _by_token(out, num_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key_TKD, value_TKD, out, total = ctx.saved_tensors
-        heads = query.shape[1] // key_TKD.shape[1]
-        key, value = _repeat(key_TKD, heads), _repeat(value_TKD, heads)
-        tensors = (query, key, value, grads[0], out, total)
-        grad_query, grad_key, grad_value = (torch.empty_like(out) for _ in range(3))
-        for rows in ctx.plan.own():
-            query_part, key_part, value_part = _call_backward(tensors, rows, ctx.scale, causal=True)
-            for whole, part in ((grad_query, query_part), (grad_key, key_part), (grad_value, value_part)):
-                whole.index_copy_(0, rows.token, _unpad(part, rows))
-        for rows in ctx.plan.cross():
-            query_part, key_part, value_part = _call_backward(tensors, rows, ctx.scale, causal=False)
+        query, key, value, out, total = ctx.saved_tensors
+        num_heads = len(query) // ctx.plan.num_tokens
+        tensors = (query, key, value, _by_head(grads[0], num_heads, query.dtype), out, total)
+        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+        for rows in ctx.plan.own(num_heads):
+            query_part, *others = _call_backward(tensors, rows, ctx.scale, causal=True)
+            grad_query.index_copy_(0, rows.token, _unpad(query_part, rows))
+            for whole, part in zip((grad_key, grad_value), others, strict=True):
+                whole.index_copy_(0, rows.token, _unpad(part.sum(1, keepdim=True), rows))
+        for rows in ctx.plan.cross(num_heads):
+            query_part, *others = _call_backward(tensors, rows, ctx.scale, causal=False)
             grad_query.index_add_(0, rows.token, _unpad(query_part, rows))
-            grad_key.index_add_(0, rows.key, key_part.transpose(1, 2).flatten(0, 1))
-            grad_value.index_add_(0, rows.key, value_part.transpose(1, 2).flatten(0, 1))
-        return grad_query, _unrepeat(grad_key, heads), _unrepeat(grad_value, heads), None, None
+            for whole, part in zip((grad_key, grad_value), others, strict=True):
+                whole.index_add_(0, rows.key, part.sum(1).flatten(0, 1)[:, None])
+        found = zip((grad_query, grad_key, grad_value), ctx.dtypes, strict=True)
+        return *(_by_token(grad, num_heads).to(dtype) for grad, dtype in found), None, None
 
 
-def _repeat(x_TKD: Tensor, heads: int) -> Tensor:
-    return x_TKD if heads == 1 else x_TKD.repeat_interleave(heads, 1)
+def _by_head(x_THD: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """[T, H, D] to [J * T, G, D], contiguous."""
+    x_JTGD = x_THD.reshape(len(x_THD), num_heads, -1, x_THD.shape[2]).transpose(0, 1)
+    return x_JTGD.to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(0, 1)
 
 
-def _unrepeat(grad_THD: Tensor, heads: int) -> Tensor:
-    return grad_THD if heads == 1 else grad_THD.view(len(grad_THD), -1, heads, grad_THD.shape[2]).sum(2)
+def _by_token(x: Tensor, num_heads: int) -> Tensor:
+    """[J * T, G, D] to [T, H, D]."""
+    return x.view(num_heads, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def _repeat(x_TJD: Tensor, heads: int) -> Tensor:
+    return x_TJD if heads == 1 else x_TJD.repeat_interleave(heads, 1)
 
 
 def _gather(x_THD: Tensor, index: Tensor, num_rows: int) -> Tensor:
@@ -305,25 +328,24 @@ def _unpad(x_RHLD: Tensor, rows: Rows) -> Tensor:
     return flat if rows.real is None else flat.index_select(0, rows.real)
 
 
+def _gather_all(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, G, L, D] of rows, and keys and values [R, G, K, D], which all query heads of a key head read."""
+    keys, values = (_gather(x, rows.key, rows.num_rows).expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    return _gather(query, rows.query, rows.num_rows), keys, values
+
+
 def _call(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """One flash call: output [n, H, D] and log-sum-exp [n, H] of the real queries."""
-    out, lse = _flash(
-        _gather(query, rows.query, rows.num_rows),
-        _gather(key, rows.key, rows.num_rows),
-        _gather(value, rows.key, rows.num_rows),
-        0.0,
-        causal,
-        scale=scale,
-    )
+    """One flash call: output [n, G, D] and log-sum-exp [n, G] of the real queries."""
+    out, lse = _flash(*_gather_all(query, key, value, rows), 0.0, causal, scale=scale)
     return _unpad(out, rows), _unpad(lse[..., None], rows)[..., 0]
 
 
 def _call_backward(
     tensors: tuple[Tensor, ...], rows: Rows, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [R, H, L, D] of one flash call, under the joined output and log-sum-exp."""
+    """Gradients [R, G, L, D] of one flash call, under the joined output and log-sum-exp."""
     query, key, value, grad, out, total = tensors
     grad_rows = _gather(grad, rows.query, rows.num_rows)
     if rows.real is not None:  # what padding computes has no gradient
@@ -331,9 +353,7 @@ def _call_backward(
         grad_rows = grad_rows * keep.view(rows.num_rows, 1, -1, 1)
     parts: tuple[Tensor, Tensor, Tensor] = _flash_backward(
         grad_rows,
-        _gather(query, rows.query, rows.num_rows),
-        _gather(key, rows.key, rows.num_rows),
-        _gather(value, rows.key, rows.num_rows),
+        *_gather_all(query, key, value, rows),
         _gather(out, rows.query, rows.num_rows),
         _gather(total[..., None], rows.query, rows.num_rows)[..., 0],
         0.0,

@@ -42,8 +42,9 @@ class _Fused:
         weight = module.weight
         if not x.is_cpu or x.dtype != torch.float32 or type(weight) is not nn.Parameter:
             return self._own(module, x)
-        rounds = self._rounds and torch.is_autocast_enabled("cpu")
-        return rms_norm(x, weight, self._eps, torch.get_autocast_dtype("cpu") if rounds else x.dtype)
+        device = x.device.type
+        rounds = self._rounds and torch.is_autocast_enabled(device)
+        return rms_norm(x, weight, self._eps, torch.get_autocast_dtype(device) if rounds else x.dtype)
 
 
 def _epsilon(module: Any) -> float:
@@ -58,7 +59,7 @@ def _computes_the_same(module: nn.Module) -> bool:
     probe = copy.copy(module)
     probe._parameters = {"weight": nn.Parameter(torch.rand(size, generator=draw))}
     x = torch.randn(1, _PROBED_TOKENS, size, generator=draw)
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad():
         found = probe(x)
     wanted = rms_norm(x, probe._parameters["weight"], _epsilon(module), x.dtype)  # type: ignore[arg-type]
     return bool(found.dtype == wanted.dtype and (found - wanted).abs().max() < _SAME)
