@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from weightsync_peers import (
     are_equal,
     be_engine,
     be_group_trainer_that_dies,
+    be_member,
     give,
     in_thread,
     load_into,
@@ -27,7 +29,7 @@ from weightsync_peers import (
 )
 
 from offbeat_types import ConfigError, DeadlineError, WeightSyncError
-from offbeat_weightsync import GroupSender, WeightGroup, _group, new_address, receive
+from offbeat_weightsync import DiskSender, GroupSender, WeightGroup, _group, new_address, receive
 
 
 @pytest.fixture
@@ -99,7 +101,7 @@ def test_a_failure_ends_the_group_and_the_next_sync_makes_another(sender: GroupS
 
 
 def test_an_engine_that_dies_before_the_group_is_made_is_named(
-    sender: GroupSender, weights: Weights, start_peer: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    sender: GroupSender, weights: Weights, start_peer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met = sender._meet
 
@@ -108,7 +110,7 @@ def test_an_engine_that_dies_before_the_group_is_made_is_named(
         met(joined)
 
     monkeypatch.setattr(sender, "_meet", kill_and_meet)
-    doomed: object = start_peer(be_engine, sender.address, "rollout-1", 1, 30.0, "")
+    doomed = start_peer(be_engine, sender.address, "rollout-1", 1, 30.0, "")
     other = Member(sender, "rollout-0")
     begin = time.monotonic()
     trainer, said = sync_with(sender, weights, other)
@@ -117,8 +119,36 @@ def test_an_engine_that_dies_before_the_group_is_made_is_named(
     assert said.startswith("WeightSyncError: trainer-0 gave up: rollout-1 hung up or died"), said
 
 
-def test_a_trainer_that_dies_is_named_by_its_engines(start_peer: Callable[..., object]) -> None:
-    trainer: object = start_peer(be_group_trainer_that_dies)
+@pytest.mark.parametrize("way", ["group", "disk"])
+def test_an_engine_killed_in_a_sync_is_named_the_others_go_on_and_one_that_joins_gets_weights(
+    way: str, weights: Weights, start_peer: Callable[..., Any], tmp_path: Path
+) -> None:
+    def held(version: int) -> str:
+        total = sum(float(tensor.double().sum()) for tensor in weights.values())
+        return f"version {version}: 8 tensors, sum {total:.6f}"
+
+    where, plan = new_address("127.0.0.1"), plan_of(weights)
+    sender = GroupSender(where, plan) if way == "group" else DiskSender(where, plan, tmp_path)
+    with sender:
+        staying = [start_peer(be_member, sender.address, f"rollout-{number}", 1, 0) for number in range(2)]
+        start_peer(be_member, sender.address, "rollout-2", 1, 2)
+        sender.send(weights.items(), 1, 3)
+        assert [engine.next_text() for engine in staying] == [held(1)] * 2
+        weights["wide"].add_(1)
+        with pytest.raises(WeightSyncError, match="rollout-2 hung up or died"):
+            sender.send(weights.items(), 2, 3)
+        sender.send(weights.items(), 2, 2)  # as grpo-async-app begins anew without it
+        for engine in staying:
+            assert engine.next_text().startswith("trainer-0 gave up: rollout-2 hung up or died")
+            assert engine.next_text() == held(2)
+        joined = start_peer(be_member, sender.address, "rollout-3", 3, 0)
+        weights["wide"].add_(1)
+        sender.send(weights.items(), 3, 3)
+        assert [engine.next_text() for engine in (*staying, joined)] == [held(3)] * 3
+
+
+def test_a_trainer_that_dies_is_named_by_its_engines(start_peer: Callable[..., Any]) -> None:
+    trainer = start_peer(be_group_trainer_that_dies)
     address = trainer.next_text()
     begin = time.monotonic()
     with (
@@ -146,7 +176,7 @@ def test_who_does_not_come_is_missed_at_the_deadline(sender: GroupSender, weight
 
 
 def test_an_engine_that_stands_still_is_named_at_the_deadline(
-    sender: GroupSender, weights: Weights, start_peer: Callable[..., object]
+    sender: GroupSender, weights: Weights, start_peer: Callable[..., Any]
 ) -> None:
     start_peer(be_engine, sender.address, "rollout-1", 1, 30.0, "stop at wide")
     member = Member(sender, "rollout-0")
@@ -196,7 +226,7 @@ def test_buckets_on_a_device_are_proved_by_sums_of_words(
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from /proc")
-def test_a_sender_takes_two_buckets_of_extra_memory(start_peer: Callable[..., object]) -> None:
+def test_a_sender_takes_two_buckets_of_extra_memory(start_peer: Callable[..., Any]) -> None:
     bucket_bytes, names = 24 << 20, [f"t{index}" for index in range(6)]
     shared = torch.ones(bucket_bytes // 4)
     with GroupSender(

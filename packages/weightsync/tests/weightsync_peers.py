@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offbeat_types import OffbeatError, WeightProof
+from offbeat_types import OffbeatError, WeightProof, WeightSyncError
 from offbeat_weightsync import (
     ArrivingStream,
     BucketPlan,
@@ -123,6 +123,22 @@ def be_engine(texts: Connection, address: str, name: str, version: int, deadline
         texts.send(f"holds {len(held)} tensors of version {version}, sum {total:.6f}")
     except ERRORS as error:
         texts.send(f"{type(error).__name__}: {error}")
+
+
+def be_member(texts: Connection, address: str, name: str, first: int, dies_in: int) -> None:
+    """Receive version after version in one seat, again where a sync has failed, and say what is held; or die in one."""
+    group, version = WeightGroup("cpu"), first
+    texts.send("ready")
+    while True:
+        try:
+            with receive(address, version, 60.0, name=name, group=group) as stream:
+                held = take(stream, "die at wide" if version == dies_in else "")
+        except WeightSyncError as error:
+            texts.send(str(error))
+            continue
+        total = sum(float(tensor.double().sum()) for tensor in held.values())
+        texts.send(f"version {version}: {len(held)} tensors, sum {total:.6f}")
+        version += 1
 
 
 def be_keeping_engine(texts: Connection, address: str, name: str, fault: str, version: int = 0) -> None:
