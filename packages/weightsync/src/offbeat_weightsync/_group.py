@@ -61,6 +61,7 @@ class WeightGroup:
                 f"weights go over a group of {' or '.join(_MAKERS)}; {self._device.kind} has "
                 f"{self._device.collective_backend}: send them over TCP"
             )
+        self._on_host = self._buffer(0).is_cpu
         self._place: GroupPlace | None = None
         self._making: Any = None
         self._backend: Any = None
@@ -68,7 +69,7 @@ class WeightGroup:
     @property
     def checksum(self) -> Checksum:
         """By what a bucket is proved that lies where the group brings it."""
-        return "xxh3" if self._device.torch_device.type == "cpu" else "words"
+        return "xxh3" if self._on_host else "words"
 
     @property
     def place(self) -> GroupPlace | None:
@@ -79,7 +80,7 @@ class WeightGroup:
     def seat(self) -> GroupSeat:
         """What to tell the sender when joining."""
         where = self._device.torch_device
-        device = "" if where.type == "cpu" else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
+        device = "" if self._on_host else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
         if self._place is None:
             return GroupSeat(self._device.kind, device)
         return GroupSeat(self._device.kind, device, self._place.group, self._place.rank)
