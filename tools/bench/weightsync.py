@@ -63,12 +63,12 @@ from bench.weightsync_peers import (
     take,
 )
 
-from offbeat_mesh import Mesh, join_world
+from offbeat_mesh import join_world
 from offbeat_weightsync import (
     BucketPlan,
+    GroupSender,
     SharedMemorySender,
     WeightCopy,
-    broadcast_weights,
     describe_tensors,
     new_address,
     new_socket_path,
@@ -152,18 +152,20 @@ def time_tcp(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_broadcast(weights: Weights, times: Times, repeats: int) -> None:
-    """Two ranks over gloo."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, free_port() as port:
-        address = f"127.0.0.1:{port}"
-        with Peer(be_broadcast_engine, address, listener.getsockname()[1], weights.size, repeats) as peer:
+    """A group of two over gloo, beside a world of two for the floor."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        free_port() as port,
+        GroupSender(new_address("127.0.0.1"), weights.plan, deadline_s=DEADLINE_S) as sender,
+    ):
+        place, world = listener.getsockname()[1], f"127.0.0.1:{port}"
+        with Peer(be_broadcast_engine, sender.address, world, place, weights.size, repeats) as peer:
             plain, _ = listener.accept()
-            with plain, join_world(rank=0, size=2, address=address, device="cpu", deadline_s=DEADLINE_S):
-                group = Mesh(dp=2).group("dp", channel="weights")
+            with plain, join_world(rank=0, size=2, address=world, device="cpu", deadline_s=DEADLINE_S):
                 for version in range(repeats):
                     times.measure("loopback", lambda: peer.do_with(lambda: send_all(plain, weights)))
                     times.measure("gloo", lambda: peer.do_with(lambda: broadcast_all(weights)))
-                    send = partial(broadcast_weights, group, weights.plan, deadline_s=DEADLINE_S)
-                    times.measure("sync", partial(send, weights.tensors.items(), version))
+                    times.measure("sync", partial(sender.send, weights.tensors.items(), version, 1))
 
 
 def time_disk_write(weights: Weights, times: Times, repeats: int) -> None:

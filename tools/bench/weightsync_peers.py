@@ -16,8 +16,8 @@ from bench.weightsync_floors import (
 )
 from bench.weightsync_payloads import adapter_tensors
 
-from offbeat_mesh import Mesh, join_world
-from offbeat_weightsync import ArrivingStream, WeightCopy, receive, receive_broadcast
+from offbeat_mesh import join_world
+from offbeat_weightsync import ArrivingStream, WeightCopy, WeightGroup, receive
 
 
 class Peer:
@@ -92,13 +92,14 @@ def be_payload_engine(commands: Connection, address: str, size: str, repeats: in
             stream.confirm(stream.prove(held.__getitem__))
 
 
-def be_broadcast_engine(commands: Connection, address: str, plain_port: int, size: str, repeats: int) -> None:
+def be_broadcast_engine(
+    commands: Connection, address: str, world: str, plain_port: int, size: str, repeats: int
+) -> None:
     """The other rank: receive plain bytes when told to, then take a version."""
-    weights = Weights(size)
+    weights, group = Weights(size), WeightGroup("cpu")
     plain = socket.create_connection(("127.0.0.1", plain_port))
     commands.send("ready")
-    with plain, join_world(rank=1, size=2, address=address, device="cpu", deadline_s=DEADLINE_S):
-        group = Mesh(dp=2).group("dp", channel="weights")
+    with plain, join_world(rank=1, size=2, address=world, device="cpu", deadline_s=DEADLINE_S):
         for version in range(repeats):
             commands.recv()
             receive_all(plain, weights)
@@ -106,5 +107,5 @@ def be_broadcast_engine(commands: Connection, address: str, plain_port: int, siz
             commands.recv()
             broadcast_all(weights)
             commands.send("received")
-            with receive_broadcast(group, version, deadline_s=DEADLINE_S) as stream:
+            with receive(address, version, DEADLINE_S, group=group) as stream:
                 take(weights, stream)

@@ -14,7 +14,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.trainer import TrainerRole
 from offbeat_run import parse_config
 from offbeat_types import WeightPart, WeightSyncError
-from offbeat_weightsync import KeptStream, WeightCopy, new_address, receive
+from offbeat_weightsync import KeptStream, WeightCopy, WeightGroup, new_address, receive
 
 
 @pytest.fixture
@@ -23,10 +23,15 @@ def address() -> str:
 
 
 def open_role(
-    model: Path, address: str, lora_sync: str = "merged", full_sync_every: int = 1, **options: Any
+    model: Path,
+    address: str,
+    lora_sync: str = "merged",
+    full_sync_every: int = 1,
+    transport: str = "auto",
+    **options: Any,
 ) -> TrainerRole:
-    rollout = {"dtype": "bfloat16", "sync_bucket_bytes": 64 << 10}
-    rollout |= {"lora_sync": lora_sync, "full_sync_every": full_sync_every}
+    rollout = {"dtype": "bfloat16", "sync_bucket_bytes": 64 << 10, "weight_folder": model.with_name("weights")}
+    rollout |= {"lora_sync": lora_sync, "full_sync_every": full_sync_every, "weight_transport": transport}
     sections = {"rollout": rollout, "engine": {"device": "cpu", **options}}
     overrides = [f"--{section}.{key}={value}" for section, held in sections.items() for key, value in held.items()]
     config = parse_config(f'[model]\npath = "{model}"\n[data]\npath = "none"\n', GrpoConfig, overrides)
@@ -37,7 +42,7 @@ def take(address: str, held: dict[str, Tensor]) -> threading.Thread:
     """Receive version 1 in a thread."""
 
     def run() -> None:
-        with receive(address, 1, 30) as stream:
+        with receive(address, 1, 30, group=WeightGroup("cpu")) as stream:
             held.update((name, tensor.clone()) for name, tensor in stream)
             stream.confirm(stream.prove(held.__getitem__))
 
@@ -46,12 +51,12 @@ def take(address: str, held: dict[str, Tensor]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("over_tcp", [False, True])
-def test_an_engine_gets_the_trainers_weights(model: Path, address: str, over_tcp: bool) -> None:
+@pytest.mark.parametrize("transport", ["shared-memory", "tcp", "nccl", "disk"])
+def test_an_engine_gets_the_trainers_weights(model: Path, address: str, transport: str) -> None:
     held: dict[str, Tensor] = {}
-    role = open_role(model, address)
+    role = open_role(model, address, transport=transport)
     try:
-        where = role.listen("127.0.0.1") if over_tcp else ""
+        where = role.listen("127.0.0.1") if transport != "shared-memory" else ""
         thread = take(where or address, held)
         (proof,) = role.send_weights(1, 1, 30, where)
         thread.join()
@@ -97,12 +102,12 @@ def test_an_engine_gets_the_merged_weights_of_an_adapter(model: Path, address: s
     assert held
 
 
-@pytest.mark.parametrize("over_tcp", [False, True])
-def test_an_engine_gets_the_base_and_then_the_adapter_alone(model: Path, address: str, over_tcp: bool) -> None:
+@pytest.mark.parametrize("transport", ["shared-memory", "tcp", "nccl", "disk"])
+def test_an_engine_gets_the_base_and_then_the_adapter_alone(model: Path, address: str, transport: str) -> None:
     parts: dict[WeightPart, dict[str, Tensor]] = {"base": {}, "adapter": {}}
-    role = open_role(model, address, lora_sync="adapter", lora_rank=2)
+    role = open_role(model, address, lora_sync="adapter", transport=transport, lora_rank=2)
     try:
-        where = role.listen("127.0.0.1") if over_tcp else ""
+        where = role.listen("127.0.0.1") if transport != "shared-memory" else ""
         for part, held in parts.items():
             thread = take(where or address, held)
             (proof,) = role.send_weights(1, 1, 30, where, part=part)

@@ -11,7 +11,7 @@ from grpo_runs import Main, run_to_its_end, values_of
 from grpo_async_app._commands.plan import describe_plan
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.weight_sync import check_transport
+from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._run.weights import WeightOffer
 from offbeat_placement import PlacedRank
 from offbeat_run import load_config
@@ -39,6 +39,10 @@ GPU, OTHER_GPU = ("rollout", "a", 0), ("rollout", "a", 1)
         ("cuda-ipc", 0, [GPU, OTHER_GPU], "one and the same CUDA device"),
         ("cuda-ipc", None, [HERE], "one and the same CUDA device"),
         ("cuda-ipc", None, [ELSEWHERE], "an engine is on b"),
+        ("nccl", None, [HERE, ELSEWHERE], ""),
+        ("nccl", 0, [OTHER_GPU], ""),
+        ("nccl", 0, [GPU], "a device for the trainer and one for each engine"),
+        ("disk", None, [HERE, ELSEWHERE], ""),
     ],
 )
 def test_a_transport_that_does_not_reach_all_engines_is_refused(
@@ -48,14 +52,49 @@ def test_a_transport_that_does_not_reach_all_engines_is_refused(
     placement = placed(("trainer", "a", trainer_device), *engines)
     if words:
         with pytest.raises(ConfigError, match=words):
-            check_transport(wanted, placement)
+            choose_transport(wanted, placement)
     else:
-        check_transport(wanted, placement)
+        choose_transport(wanted, placement)
+
+
+@pytest.mark.parametrize(
+    ("words", "engines", "line"),
+    [
+        ([], [HERE], "by shared memory: all engines are on the trainer's machine"),
+        ([], [HERE, ELSEWHERE], "by TCP: an engine is on b, the trainer on a"),
+        (
+            ["nccl"],
+            [HERE],
+            'by broadcasts of one group, from the trainer to all engines: rollout.weight_transport = "nccl"',
+        ),
+        (["disk"], [HERE], 'through the run folder, as safetensors files: rollout.weight_transport = "disk"'),
+        (["disk", "/shared"], [HERE], "through /shared, as safetensors files: "),
+    ],
+)
+def test_the_plan_says_how_weights_travel_and_why(
+    config: Path, words: list[str], engines: list[Any], line: str
+) -> None:
+    keys = ("rollout.weight_transport", "rollout.weight_folder")
+    wanted = load_config(config, GrpoConfig, [f"--{key}={word}" for key, word in zip(keys, words, strict=False)])
+    assert choose_transport(wanted, placed(("trainer", "a", None), *engines)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--rollout.weight_transport=nccl", "--engine.device=cuda:0", "--rollout.device=cpu"], "one kind of device"),
+        (["--rollout.weight_transport=nccl", "--cluster.colocate=true"], "some share theirs"),
+        (["--rollout.weight_transport=disk", "--rollout.full_sync_every=2"], "leave rollout.full_sync_every at 1"),
+    ],
+)
+def test_what_a_transport_cannot_do_is_refused(config: Path, words: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        choose_transport(load_config(config, GrpoConfig, words), placed(("trainer", "a", None), HERE))
 
 
 def test_devices_that_are_named_and_not_given_out_may_be_shared(config: Path) -> None:
     words = ["--rollout.weight_transport=cuda-ipc", "--engine.device=cuda:0", "--rollout.device=cuda:0"]
-    check_transport(load_config(config, GrpoConfig, words), placed(("trainer", "a", None), HERE))
+    choose_transport(load_config(config, GrpoConfig, words), placed(("trainer", "a", None), HERE))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +104,8 @@ def test_devices_that_are_named_and_not_given_out_may_be_shared(config: Path) ->
         ("auto", ["1.1.1.1", "2.2.2.2"], "by tcp"),
         ("tcp", ["1.1.1.1"], "by tcp"),
         ("shared-memory", ["1.1.1.1"], "in memory"),
+        ("nccl", ["1.1.1.1"], "by tcp"),
+        ("disk", ["1.1.1.1"], "by tcp"),
     ],
 )
 def test_engines_are_told_where_to_fetch_weights(transport: str, hosts: list[str], source: str) -> None:
@@ -81,6 +122,33 @@ def test_the_plan_says_what_copies_take(config: Path) -> None:
     assert (
         "all of them every 5 versions, what has changed in between: trainer-0 and each engine keep" in rows["weights"]
     )
+
+
+def test_the_plan_counts_the_versions_on_disk(config: Path) -> None:
+    sizes = {
+        transport: check_run(
+            load_config(config, GrpoConfig, [f"--rollout.weight_transport={transport}"])
+        ).required_bytes
+        for transport in ("tcp", "disk")
+    }
+    weights = check_run(load_config(config, GrpoConfig, [])).model.num_parameters
+    assert sizes["disk"] - sizes["tcp"] in (4 * weights, 8 * weights)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["nccl", "disk"])
+def test_a_run_by_a_group_or_the_disk_is_that_by_memory(
+    forked_main: Main, config: Path, tmp_path: Path, transport: str
+) -> None:
+    words = ["--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.num_engines=2"]
+    for way in ("auto", transport):
+        run_to_its_end(
+            forked_main, "train", config, "--out", tmp_path / way, *words, f"--rollout.weight_transport={way}"
+        )
+    for metric in ("train/reward", "train/entropy", "eval/reward"):
+        assert values_of(tmp_path / transport, metric) == values_of(tmp_path / "auto", metric)
+    kept = [path.name for path in (tmp_path / transport / "weights").glob("version-*")]
+    assert len(kept) == (transport == "disk")
 
 
 @pytest.mark.nightly

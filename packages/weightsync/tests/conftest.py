@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat_mesh import Group
 from offbeat_weightsync import (
+    DiskSender,
+    GroupSender,
     WeightCopy,
     WeightSender,
-    broadcast_weights,
-    list_versions,
     new_address,
     new_socket_path,
     open_sender,
-    read_weights,
-    receive_broadcast,
-    wait_for_proofs,
-    write_weights,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the processes of weightsync_peers
 
-from weightsync_peers import Sync, Weights, be_engine, be_keeping_engine, give, plan_of, said_by, take
-from weightsync_ranks import RankTeam, RunRanks
+from weightsync_peers import Sync, Weights, be_engine, be_keeping_engine, give, plan_of, said_by
 
 # Processes are forked from a fresh one that has imported torch once, and nothing else has happened in.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -134,31 +128,22 @@ def start_engine(start_peer: Callable[..., Peer]) -> Callable[..., Peer]:
     return start
 
 
-@pytest.fixture
-def run_ranks() -> Iterator[RunRanks]:
-    """Run a body on several ranks: `run_ranks(3, body)`, with `body(group)`; says how each rank ended."""
-    team = RankTeam()
-    yield team.run
-    team.kill()
-
-
 @pytest.fixture(params=["shared-memory", "tcp", "changes", "group", "disk"])
-def sync(request: pytest.FixtureRequest, weights: Weights, tmp_path: Path) -> Sync:
-    if request.param == "group":
-        return Sync(_by_group(weights, request.getfixturevalue("run_ranks")), "rank 0", "rank 1")
-    if request.param == "disk":
-        return Sync(_by_disk(weights, tmp_path), "", "rollout-0")
+def sync(request: pytest.FixtureRequest, weights: Weights, start_engine: Any, start_peer: Any, tmp_path: Path) -> Sync:
     if request.param == "changes":
-        run = _by_changes(weights, request.getfixturevalue("start_peer"))
-        return Sync(run, "trainer-0", "rollout-0", "trainer-0 gave up: ")
-    host = "127.0.0.1" if request.param == "tcp" else ""
-    run = _by_connection(weights, host, request.getfixturevalue("start_engine"))
-    return Sync(run, "trainer-0", "rollout-0", "trainer-0 gave up: ")
+        return _by_changes(weights, start_peer)
+    opened: dict[str, Callable[..., WeightSender]] = {
+        "shared-memory": lambda *how, **settings: open_sender(new_address(), *how, **settings),
+        "tcp": lambda *how, **settings: open_sender(new_address("127.0.0.1"), *how, **settings),
+        "group": lambda *how, **settings: GroupSender(new_address("127.0.0.1"), *how, **settings),
+        "disk": lambda *how, **settings: DiskSender(new_address("127.0.0.1"), *how, tmp_path, **settings),
+    }
+    return _by_connection(weights, opened[request.param], start_engine)
 
 
-def _by_connection(weights: Weights, host: str, start_engine: Any) -> Callable[[str], list[str]]:
+def _by_connection(weights: Weights, open_it: Callable[..., WeightSender], start_engine: Any) -> Sync:
     def run(fault: str) -> list[str]:
-        with open_sender(new_address(host), plan_of(weights), deadline_s=30) as sender:
+        with open_it(plan_of(weights), deadline_s=30) as sender:
             engines = [start_engine(sender.address, fault), start_engine(sender.address, name="rollout-1")]
             said = [said_by(lambda: sender.send(give(weights, fault), 1, 2))]
             said += [engine.next_text() for engine in engines]
@@ -170,7 +155,7 @@ def _by_connection(weights: Weights, host: str, start_engine: Any) -> Callable[[
     return run
 
 
-def _by_changes(weights: Weights, start_peer: Any) -> Callable[[str], list[str]]:
+def _by_changes(weights: Weights, start_peer: Any) -> Sync:
     """Engines that hold other weights are sent what is different."""
     before = {name: tensor.clone() for name, tensor in weights.items()}
     before["wide"].view(-1)[7::70] += 1
@@ -189,44 +174,5 @@ def _by_changes(weights: Weights, start_peer: Any) -> Callable[[str], list[str]]
             sender.send(weights.items(), 3, 1, copy=copy)
             assert later.next_text().startswith("holds 8 tensors, sent as changes")
             return said
-
-    return run
-
-
-def _by_group(weights: Weights, run_ranks: RunRanks) -> Callable[[str], list[str]]:
-    def sync_once(group: Group, version: int, fault: str) -> object:
-        if group.rank == 0:
-            return broadcast_weights(group, plan_of(weights), give(weights, fault), version, deadline_s=20)
-        with receive_broadcast(group, version, deadline_s=20) as stream:
-            return take(stream, fault if group.rank == 1 else "")
-
-    def run(fault: str) -> list[str]:
-        def body(group: Group) -> str:
-            said = said_by(lambda: sync_once(group, 1, fault))
-            if "die" not in fault:
-                assert said_by(lambda: sync_once(group, 2, "")) == ("has 8" if group.rank else "has 2")
-            return said
-
-        return run_ranks(3, body)
-
-    return run
-
-
-def _by_disk(weights: Weights, root: Path) -> Callable[[str], list[str]]:
-    def write(version: int, fault: str) -> Path:
-        return write_weights(root, plan_of(weights), give(weights, fault), version, file_bytes=4000)
-
-    def read(version: int, name: str, fault: str = "") -> Weights:
-        with read_weights(root, version, deadline_s=10, name=name) as stream:
-            return take(stream, fault)
-
-    def run(fault: str) -> list[str]:
-        said = [said_by(lambda: [write(1, fault)])]
-        if list_versions(root):
-            engines = [said_by(lambda: read(1, "rollout-0", fault)), said_by(lambda: read(1, "rollout-1"))]
-            said = [said_by(lambda: wait_for_proofs(root, 1, 2, deadline_s=5)), *engines]
-        write(2, "")
-        assert len(read(2, "rollout-0")) == 8
-        return said
 
     return run

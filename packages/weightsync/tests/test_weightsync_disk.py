@@ -1,5 +1,6 @@
 """A version on disk is complete or not there; it is read whole and proved, or an error says what is wrong."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -11,10 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weightsync_peers import Weights, are_equal, give, load, load_into, plan_of, take
+from weightsync_peers import Weights, are_equal, give, load, load_into, plan_of, receiving, take
 
 from offbeat_types import DeadlineError, WeightSyncError
-from offbeat_weightsync import list_versions, read_weights, wait_for_proofs, write_weights
+from offbeat_weightsync import (
+    BucketPlan,
+    DiskSender,
+    list_versions,
+    new_address,
+    read_weights,
+    write_weights,
+)
 
 FORK = multiprocessing.get_context("fork")
 
@@ -23,8 +31,8 @@ def write(root: Path, weights: Weights, version: int = 1, keep: int = 2, fault: 
     return write_weights(root, plan_of(weights), give(weights, fault), version, keep=keep, file_bytes=4000)
 
 
-def read(root: Path, version: int = 1, fault: str = "", name: str = "rollout-0") -> Weights:
-    with read_weights(root, version, deadline_s=10, name=name) as stream:
+def read(root: Path, version: int = 1, fault: str = "") -> Weights:
+    with read_weights(root, version, deadline_s=10) as stream:
         return take(stream, fault)
 
 
@@ -37,7 +45,6 @@ def test_what_is_read_is_what_was_written_and_safetensors_reads_it_too(tmp_path:
     for name, tensor in weights.items():
         assert torch.equal(theirs[name], tensor)
         assert theirs[name].dtype == tensor.dtype
-    assert wait_for_proofs(tmp_path, 1, 1, deadline_s=5)[0].num_tensors == 8
 
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20], ids=["several buckets", "one"])
@@ -89,23 +96,11 @@ def die_in(function: object, *arguments: object) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_a_writer_that_dies_between_two_files_leaves_no_version_and_is_taken_up(
-    tmp_path: Path, weights: Weights
-) -> None:
+def test_a_writer_that_dies_between_two_files_leaves_no_version(tmp_path: Path, weights: Weights) -> None:
     write(tmp_path, weights, 1)
-    die_in(write, tmp_path, weights, 2, 2, "die")
+    die_in(write, tmp_path, {**weights, "embed": weights["embed"] + 1}, 2, 2, "die")
     assert list_versions(tmp_path) == [1]
     assert are_equal(read(tmp_path, 1), weights)
-    first = tmp_path / ".version-00000002.partial" / "model-00001-of-00003.safetensors"
-    before = first.stat().st_mtime_ns
-    final = write(tmp_path, weights, 2)
-    assert (final / first.name).stat().st_mtime_ns == before  # not written again
-    assert are_equal(read(tmp_path, 2), weights)
-
-
-def test_a_writer_that_died_with_other_weights_leaves_nothing_of_them(tmp_path: Path, weights: Weights) -> None:
-    others = {**weights, "embed": weights["embed"] + 1, "wide": weights["wide"] * 2}
-    die_in(write, tmp_path, others, 2, 2, "die")
     write(tmp_path, weights, 2)
     assert are_equal(read(tmp_path, 2), weights)
 
@@ -113,9 +108,7 @@ def test_a_writer_that_died_with_other_weights_leaves_nothing_of_them(tmp_path: 
 def test_a_reader_that_dies_disturbs_nobody(tmp_path: Path, weights: Weights) -> None:
     write(tmp_path, weights, 1)
     die_in(read, tmp_path, 1, "die at wide")
-    assert len(read(tmp_path, 1, name="rollout-1")) == 8
-    with pytest.raises(DeadlineError, match=r"1 of 2 readers to prove \(here: rollout-1\)"):
-        wait_for_proofs(tmp_path, 1, 2, deadline_s=0.2)
+    assert len(read(tmp_path, 1)) == 8
     write(tmp_path, weights, 2, keep=1)
     assert list_versions(tmp_path) == [2]
 
@@ -155,14 +148,12 @@ def swap(folder: Path) -> None:
         (swap, "model-00001-of-00003.safetensors is damaged"),
     ],
 )
-def test_a_damaged_version_is_refused_on_both_sides(
+def test_a_damaged_version_is_refused(
     tmp_path: Path, weights: Weights, damage: Callable[[Path], object], words: str
 ) -> None:
     damage(write(tmp_path, weights))
     with pytest.raises(WeightSyncError, match=words):
         read(tmp_path)
-    with pytest.raises(WeightSyncError, match=f"rollout-0 gave up: .*{words}"):
-        wait_for_proofs(tmp_path, 1, 1, deadline_s=5)
 
 
 def test_a_version_under_another_name_or_without_its_list_is_refused(tmp_path: Path, weights: Weights) -> None:
@@ -200,3 +191,68 @@ def test_a_disk_that_hangs_is_named_at_the_deadline(
             load(stream)
     finally:
         goes_on.set()
+
+
+def open_sender(root: Path, weights: Weights, plan: BucketPlan | None = None) -> DiskSender:
+    return DiskSender(new_address("127.0.0.1"), plan or plan_of(weights), root, deadline_s=30)
+
+
+def test_a_sender_keeps_the_version_sent_last_and_sends_it_again(tmp_path: Path, weights: Weights) -> None:
+    with open_sender(tmp_path, weights) as sender:
+        for version in (1, 2, 2):  # the second time to an engine that has joined
+            with receiving(sender.address, version) as held:
+                sender.send(weights.items(), version, 1)
+            assert are_equal(held[0], weights)
+    assert list_versions(tmp_path) == [2]
+
+
+def test_a_part_of_the_weights_stays_no_longer_than_it_is_sent(tmp_path: Path, weights: Weights) -> None:
+    part = {name: weights[name] for name in ("embed", "norm")}
+    with open_sender(tmp_path, weights) as sender, receiving(sender.address) as held:
+        sender.send(part.items(), 1, 1, plan=plan_of(part))
+    assert are_equal(held[0], part)
+    assert [path.name for path in tmp_path.iterdir()] == [".writer"]
+
+
+def test_a_trainer_that_went_back_writes_its_own_versions(tmp_path: Path, weights: Weights) -> None:
+    """Resumed from an older checkpoint, it comes by the same numbers with other weights."""
+    die_in(write, tmp_path, weights, 8, 2, "die")
+    write(tmp_path, weights, 7)
+    others = {**weights, "embed": weights["embed"] + 1}
+    others["head"] = others["embed"]
+    with open_sender(tmp_path, others) as sender, receiving(sender.address, 7) as held:
+        sender.send(others.items(), 7, 1)
+    assert are_equal(held[0], others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "version-00000007"]
+
+
+def test_two_trainers_do_not_write_to_one_folder(tmp_path: Path, weights: Weights) -> None:
+    with open_sender(tmp_path, weights), pytest.raises(WeightSyncError, match="another trainer writes to"):
+        open_sender(tmp_path, weights)
+    open_sender(tmp_path, weights).close()
+
+
+def test_a_folder_that_an_engine_does_not_see_is_named_by_both_sides(
+    tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat_weightsync._receiver.SEEN_S", 0.1)
+    with open_sender(tmp_path / "here", weights) as sender, receiving(sender.address) as held:
+        (tmp_path / "here").rename(tmp_path / "elsewhere")
+        with pytest.raises(WeightSyncError, match=r"rollout-0 gave up: .*/here of trainer-0 is not on"):
+            sender.send(weights.items(), 1, 1)
+    assert "give it under a path that both see" in str(held[0])
+
+
+def test_a_full_disk_is_told_to_all(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with (
+        open_sender(tmp_path, weights) as sender,
+        receiving(sender.address) as held,
+        pytest.raises(WeightSyncError, match="cannot write version 1 to"),
+    ):
+        sender.send(weights.items(), 1, 1)
+    assert "trainer-0 gave up: cannot write version 1" in str(held[0])
+    assert [path.name for path in tmp_path.iterdir()] == [".writer"]

@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from weightsync_peers import in_thread
-from weightsync_ranks import RunRanks
 
-from offbeat_mesh import Group
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import changed_weights, reference_model, tiny_model
 from offbeat_types import (
@@ -31,13 +29,16 @@ from offbeat_types import (
 )
 from offbeat_weightsync import (
     BucketPlan,
+    DiskSender,
+    GroupSender,
     InProcessStream,
     SharedMemorySender,
-    broadcast_weights,
+    WeightGroup,
+    WeightSender,
     describe_tensors,
+    new_address,
     read_weights,
     receive,
-    receive_broadcast,
     write_weights,
 )
 
@@ -140,6 +141,28 @@ def test_a_whole_update_by_every_transport_is_served(
         assert update(lambda: receive(address, 2, 30)) == "no error"
 
 
+@pytest.mark.parametrize("way", ["group", "disk"])
+@pytest.mark.parametrize("fault", ["", "raises"])
+def test_an_engine_serves_what_comes_over_a_group_or_the_disk_or_refuses(
+    update: Update, new_weights: Named, tmp_path: Path, way: str, fault: str
+) -> None:
+    where, plan = new_address("127.0.0.1"), plan_of(new_weights)
+    sender: WeightSender = GroupSender(where, plan) if way == "group" else DiskSender(where, plan, tmp_path)
+
+    def send() -> object:
+        try:
+            return sender.send(give(new_weights, fault), 2, 1)
+        except RuntimeError as error:
+            return error
+
+    with sender, in_thread(send):
+        said = update(lambda: receive(sender.address, 2, 30, group=WeightGroup("cpu")))
+    served = "serves the old version" if way == "disk" else "refuses"
+    assert said == (
+        "no error" if not fault else f"{served} after WeightSyncError: trainer-0 gave up: RuntimeError: out of memory"
+    )
+
+
 def widen_one(tensors: Named) -> Named:
     name, tensor = tensors[3]
     return [*tensors[:3], (name, torch.cat([tensor, tensor])), *tensors[4:]]
@@ -218,20 +241,3 @@ def test_a_damaged_file_leaves_an_engine_that_refuses(update: Update, new_weight
         file.write(b"\x55")
     said = update(lambda: read_weights(tmp_path, 2, deadline_s=30))
     assert said.startswith("refuses after WeightSyncError: the engine holds other bytes than were sent"), said
-
-
-@pytest.mark.parametrize("fault", ["", "the sender dies", "the sender raises"])
-def test_engines_of_a_group_serve_the_new_version_or_refuse(
-    update: Update, new_weights: Named, run_ranks: RunRanks, fault: str
-) -> None:
-    def body(group: Group) -> str:
-        if group.rank:
-            return update(lambda: receive_broadcast(group, 2, deadline_s=30))
-        proofs = broadcast_weights(group, plan_of(new_weights), give(new_weights, fault), 2, deadline_s=30)
-        return f"{len(proofs)} proofs"
-
-    sender, *engines = run_ranks(3, body)
-    if not fault:
-        assert [sender, *engines] == ["2 proofs", "no error", "no error"]
-    for said in engines if fault else []:
-        assert said.startswith(("refuses after WeightSyncError: rank 0", "refuses after PeerFailedError: rank 0")), said

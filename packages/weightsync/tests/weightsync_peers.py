@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offbeat_types import OffbeatError, WeightProof
+from offbeat_types import OffbeatError, WeightProof, WeightSyncError
 from offbeat_weightsync import (
     ArrivingStream,
     BucketPlan,
+    GroupSender,
     KeptStream,
     WeightCopy,
+    WeightGroup,
     describe_tensors,
     new_address,
     open_sender,
@@ -28,16 +29,11 @@ Weights = dict[str, Tensor]
 ERRORS = OffbeatError, ValueError, RuntimeError, MemoryError
 
 
-class Sync(NamedTuple):
-    """A sync of `weights` from a trainer to two engines by one of the transports.
+Sync = Callable[[str], list[str]]
+"""A sync of `weights` from a trainer to two engines by one of the transports.
 
-    `run(fault)` gives what trainer, the engine with the fault, and the other one say. After it, the next sync works.
-    """
-
-    run: Callable[[str], list[str]]
-    trainer: str
-    engine: str
-    told: str = ""  # how an error of one engine begins that the other engine hears of
+Given a fault, it says what trainer, the engine with the fault, and the other one say. After it, the next sync works.
+"""
 
 
 def plan_of(weights: Weights, dtype: str | None = None, bucket_bytes: int = 4096) -> BucketPlan:
@@ -113,7 +109,7 @@ def load_into(stream: ArrivingStream, held: Weights) -> None:
 
 
 def receive_all(address: str | Path, version: int = 1, deadline_s: float = 30) -> Weights:
-    with receive(address, version, deadline_s) as stream:
+    with receive(address, version, deadline_s, group=WeightGroup("cpu")) as stream:
         return take(stream)
 
 
@@ -121,12 +117,28 @@ def be_engine(texts: Connection, address: str, name: str, version: int, deadline
     """Receive one version, and say what became of it."""
     texts.send("ready")
     try:
-        with receive(address, version, deadline_s, name=name) as stream:
+        with receive(address, version, deadline_s, name=name, group=WeightGroup("cpu")) as stream:
             held = take(stream, fault)
         total = sum(float(tensor.double().sum()) for tensor in held.values())
         texts.send(f"holds {len(held)} tensors of version {version}, sum {total:.6f}")
     except ERRORS as error:
         texts.send(f"{type(error).__name__}: {error}")
+
+
+def be_member(texts: Connection, address: str, name: str, first: int, dies_in: int) -> None:
+    """Receive version after version in one seat, again where a sync has failed, and say what is held; or die in one."""
+    group, version = WeightGroup("cpu"), first
+    texts.send("ready")
+    while True:
+        try:
+            with receive(address, version, 60.0, name=name, group=group) as stream:
+                held = take(stream, "die at wide" if version == dies_in else "")
+        except WeightSyncError as error:
+            texts.send(str(error))
+            continue
+        total = sum(float(tensor.double().sum()) for tensor in held.values())
+        texts.send(f"version {version}: {len(held)} tensors, sum {total:.6f}")
+        version += 1
 
 
 def be_keeping_engine(texts: Connection, address: str, name: str, fault: str, version: int = 0) -> None:
@@ -152,6 +164,15 @@ def be_trainer_that_dies(texts: Connection, host: str) -> None:
     texts.send("ready")
     texts.send(sender.address)
     sender.send(give(tensors, "die"), 1, 1)
+
+
+def be_group_trainer_that_dies(texts: Connection) -> None:
+    """The same over a group."""
+    tensors = {name: torch.ones(5000) for name in "abc"}
+    sender = GroupSender(new_address("127.0.0.1"), plan_of(tensors), deadline_s=30)
+    texts.send("ready")
+    texts.send(sender.address)
+    sender.send(give(tensors, "die"), 1, 2)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 from collections import deque
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,11 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_types import TrainSequence
 from offbeat_weightsync import (
     BucketPlan,
+    DiskSender,
+    GroupSender,
     describe_tensors,
     new_address,
     open_sender,
-    wait_for_proofs,
-    write_weights,
 )
 
 DEADLINE_S = 60.0
@@ -74,17 +73,10 @@ def vllm(folder, tmp_path):
     server.close()
 
 
-def send_over_disk(vllm, plan, weights, version, folder):
-    vllm.tell(version=version, folder=str(folder))
-    write_weights(folder, plan, weights, version)
-    wait_for_proofs(folder, version, 1, deadline_s=DEADLINE_S)
-
-
-def send_to_address(vllm, plan, weights, version, host):
-    sender = open_sender(new_address(host), plan)
-    vllm.tell(version=version, address=sender.address)
-    sender.send(weights, version, 1, deadline_s=DEADLINE_S)
-    sender.close()
+def send(vllm, plan, weights, version, open_it):
+    with open_it(plan) as sender:
+        vllm.tell(version=version, address=sender.address)
+        sender.send(weights, version, 1, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
@@ -101,21 +93,22 @@ def test_experts_of_different_ranks_are_joined_in_vllms_stacks(mesh, folder, vll
 
 
 def check_updates(mesh, folder, vllm, tmp_path):
-    """Three, each over another transport: vLLM samples with the log-probabilities of the trainer."""
+    """One over each transport: vLLM samples with the log-probabilities of the trainer."""
     transports = {
-        "disk": partial(send_over_disk, folder=tmp_path / "versions"),
-        "shared memory": partial(send_to_address, host=""),
-        "tcp": partial(send_to_address, host="127.0.0.1"),
+        "disk": lambda plan: DiskSender(new_address("127.0.0.1"), plan, tmp_path / "versions"),
+        "group": lambda plan: GroupSender(new_address("127.0.0.1"), plan),
+        "shared memory": lambda plan: open_sender(new_address(), plan),
+        "tcp": lambda plan: open_sender(new_address("127.0.0.1"), plan),
     }
     ranks = mesh.group("dp", "cp", "tp", "pp")
     engine = MegatronTrainEngine.create(engine_config(folder, Layout()), mesh)
     plan = BucketPlan.build(describe_tensors(engine.weights(), "float32"), BUCKET_BYTES)
     assert ranks.decide(vllm.answer) == "started"
-    for version, (name, send) in enumerate(transports.items(), 1):
+    for version, (name, open_it) in enumerate(transports.items(), 1):
         engine.forward_backward(make_sequences(version), policy_loss)
         engine.step()
         if mesh.rank == 0:
-            send(vllm, plan, engine.weights(), version)
+            send(vllm, plan, engine.weights(), version, open_it)
         else:
             deque(engine.weights(), maxlen=0)
         sampled = ranks.decide(vllm.answer)

@@ -1,20 +1,19 @@
 """vLLM in a process and an environment of its own: takes the updates that it is told of, and answers with samples.
 
-Its argument is the model's folder. Each line of standard input is a JSON object: a version, and the sender's address or
-the folder where it is fetched. Each line of standard output is JSON too: "started", then the samples of each version.
+Its argument is the model's folder. Each line of standard input is a JSON object: a version, and the sender's address.
+Each line of standard output is JSON too: "started", then the samples of each version.
 """
 
 import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
-from offbeat_weightsync import read_weights, receive
+from offbeat_weightsync import WeightGroup, receive
 
 DEADLINE_S = 60.0
 PROMPTS = [[10, 44, 81, 7, 200, 31], [5, 262, 19]]
@@ -35,9 +34,8 @@ async def serve(folder, answers):
     print(json.dumps("started"), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        version, place = asked["version"], asked.get("address") or Path(asked["folder"])
-        take = receive if "address" in asked else read_weights
-        with take(place, version, deadline_s=DEADLINE_S) as stream:
+        version, group = asked["version"], WeightGroup("cpu")
+        with receive(asked["address"], version, DEADLINE_S, group=group) as stream:
             stream.confirm(await engine.update_weights(stream, version))
         print(json.dumps([each async for each in sample(engine, version)]), file=answers, flush=True)
     await engine.close()

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_mesh._calls import break_off
     from offbeat_mesh._device import (
         Device,
         DeviceMemory,
@@ -43,6 +44,7 @@ __all__ = [
     "WorkGraphs",
     "World",
     "available_devices",
+    "break_off",
     "current_world",
     "join_world",
     "open_device",
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _NAMES = {
+    "_calls": "break_off",
     "_device": "Device DeviceMemory Profiler StepTracer TraceFiles WorkGraphs"
     " available_devices open_device rank_device",
     "_group": "Group ReduceOp",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ LATER_S: Final = 10.0
 
 ABORT_TAG: Final = 0x0FFBEA7
 ABORT_WAIT: Final = timedelta(milliseconds=1)
-"""Of the receive that is never answered; see `_abort`."""
+"""Of the receive that is never answered; see `break_off`."""
 
 
 class Calls:
@@ -254,21 +254,27 @@ class Calls:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """Break off whatever a process group waits for, here and on the members that wait for this rank.
+    """Break off whatever a process group waits for, here and on the members that wait for this rank."""
+    for backend in {group._get_backend(device) for device in group._device_types}:
+        break_off(backend)
 
-    Expected: ProcessGroup.abort() does it. Happens (torch 2.13): gloo's waits go on, and the group cannot be destroyed
+
+def break_off(backend: Any) -> None:
+    """Break off whatever a backend's operations wait for, here and on the members that wait for this rank.
+
+    Expected: Backend.abort() does it. Happens (torch 2.13): gloo's waits go on, and the group cannot be destroyed
     before they end. A receive whose wait expires makes gloo close all connections of the group, which ends every wait
     at once. Can go when abort() works for gloo.
+
+    Args:
+        backend: such as torch's ProcessGroupGloo; it can only be let go of afterwards.
     """
-    for backend in {group._get_backend(device) for device in group._device_types}:
-        with contextlib.suppress(RuntimeError):
-            if backend.name() == "gloo":
-                unanswered = backend.recv(  # type: ignore[attr-defined]  # untyped in torch
-                    [torch.from_numpy(np.zeros(1))], int(group.rank() == 0), ABORT_TAG
-                )
-                unanswered.wait(ABORT_WAIT)
-            else:
-                backend.abort()
+    with contextlib.suppress(RuntimeError):
+        if backend.name() == "gloo":
+            unanswered = backend.recv([torch.from_numpy(np.zeros(1))], int(backend.rank() == 0), ABORT_TAG)
+            unanswered.wait(ABORT_WAIT)
+        else:
+            backend.abort()
 
 
 POLL_S: Final = (0.002, 0.1)

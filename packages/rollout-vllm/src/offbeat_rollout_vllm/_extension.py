@@ -88,13 +88,26 @@ class WorkerSide:
             import_module(RELOAD).initialize_layerwise_reload(self._model)
 
     def load(self, tensors: list[tuple[str, str, list[int], int]]) -> None:
-        """Load (name, dtype, shape, offset in the arena). vLLM may keep them until a layer is whole: so copies."""
+        """Load (name, dtype, shape, offset in the arena).
+
+        vLLM's loaders cut this rank's part out of each tensor and copy that alone. What belongs to a layer that is not
+        whole yet they keep until it is: copies then, as the arena will be filled again.
+        """
         assert self._arena is not None
         arena = self._arena
         with self._config(), torch.no_grad():
             self._model.load_weights(
-                (name, arena.tensor(offset, dtype, tuple(shape)).clone()) for name, dtype, shape, offset in tensors
+                (name, arena.tensor(offset, dtype, tuple(shape))) for name, dtype, shape, offset in tensors
             )
+            self._copy_kept(arena)
+
+    def _copy_kept(self, arena: Arena) -> None:
+        layerwise: Any = import_module(f"{RELOAD}.layerwise")
+        for layer in self._model.modules():
+            for _, loading in layerwise.get_layerwise_info(layer).loaded_weights:
+                for name, value in loading.arguments.items():
+                    if isinstance(value, Tensor) and arena.holds(value):
+                        loading.arguments[name] = value.clone()
 
     def finish(self) -> None:
         """Put what has not been put in place yet; make tied heads serve the new table."""

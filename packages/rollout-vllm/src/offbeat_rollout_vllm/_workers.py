@@ -1,5 +1,6 @@
 """Calls to the engine's workers, answered by all of them or by an error, and memory shared with them."""
 
+import ctypes
 import itertools
 import json
 import math
@@ -67,6 +68,11 @@ class Arena:
         if not count:
             return torch.empty(shape, dtype=number_format)
         return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
+
+    def holds(self, tensor: "Tensor") -> bool:
+        """Whether a tensor lies here."""
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return first <= tensor.data_ptr() < first + self.num_bytes
 
     def close(self) -> None:
         os.close(self.descriptor)

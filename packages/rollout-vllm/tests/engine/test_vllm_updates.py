@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,15 @@ from engine_checks import DEADLINE_S, SHORT, config_of, draw_adapter, merged, re
 
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_types import LoraAdapter, PeerFailedError
+from offbeat_weightsync import (
+    BucketPlan,
+    DiskSender,
+    GroupSender,
+    WeightGroup,
+    describe_tensors,
+    new_address,
+    receive,
+)
 
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute
 SMALL_BUCKET_BYTES = 20_000  # several buckets, each half of the arena used again, and one tensor larger than a half
@@ -29,6 +39,28 @@ async def check_five_updates(engine, model):
             assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
 
+async def check_group_and_disk(engine, model):
+    """Updates by a group and through a folder are served and proved as others."""
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            6: lambda plan: GroupSender(new_address("127.0.0.1"), plan, deadline_s=60),
+            7: lambda plan: DiskSender(new_address("127.0.0.1"), plan, folder, deadline_s=60),
+        }
+        for version, open_it in ways.items():
+            named = changed_weights(model, seed=version)
+            with open_it(BucketPlan.build(describe_tensors(named), 1 << 16)) as sender:
+                sent = asyncio.create_task(asyncio.to_thread(sender.send, named, version, 1))
+                incoming = receive(sender.address, version, 60, group=WeightGroup("cpu"))
+                stream = await asyncio.to_thread(incoming.__enter__)
+                proof = await engine.update_weights(stream, version)
+                await asyncio.to_thread(stream.confirm, proof)
+                incoming.__exit__(None, None, None)
+                assert await sent == [proof]
+            for completion in await engine.generate(ask(f"v{version}")):
+                assert [segment.version for segment in completion.segments] == [version]
+                assert logprob_errors(model, SHORT, completion).max() < 1e-3
+
+
 async def shrink_buckets(engine, model):
     engine._loader._bucket_bytes = SMALL_BUCKET_BYTES
 
@@ -40,7 +72,7 @@ def check_engine(folder, *checks, **settings):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
 def test_logprobs_after_five_updates_are_those_of_transformers(tmp_path, tied):
-    check_engine(tiny_model(tmp_path / "model", "qwen3", tied=tied), check_five_updates)
+    check_engine(tiny_model(tmp_path / "model", "qwen3", tied=tied), check_five_updates, check_group_and_disk)
 
 
 async def check_three_adapters(engine, model):

@@ -2,14 +2,12 @@
 
 from offbeat_types import TensorSpec
 from offbeat_weightsync._addresses import new_address, new_socket_path
-from offbeat_weightsync._broadcast import BroadcastStream, broadcast_weights, receive_broadcast
 from offbeat_weightsync._changes import WeightCopy
 from offbeat_weightsync._disk import (
     DiskStream,
     list_versions,
     read_weights,
     remove_old_versions,
-    wait_for_proofs,
     write_weights,
 )
 from offbeat_weightsync._fp8 import (
@@ -20,12 +18,22 @@ from offbeat_weightsync._fp8 import (
     quantize_blocks,
     quantize_tensors,
 )
+from offbeat_weightsync._group import WeightGroup
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice, merge_adapter, select_adapter
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
-from offbeat_weightsync._receiver import KeptStream, PeerStream, SharedMemoryStream, TcpStream, receive
-from offbeat_weightsync._sender import SharedMemorySender, TcpSender, WeightSender, open_sender
+from offbeat_weightsync._receiver import (
+    FolderStream,
+    GroupStream,
+    KeptStream,
+    PeerStream,
+    SharedMemoryStream,
+    TcpStream,
+    receive,
+)
+from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._stream import ArrivingStream, InProcessStream
 from offbeat_weightsync._tensors import describe_tensors, tensor_checksums
+from offbeat_weightsync._transports import DiskSender, GroupSender, SharedMemorySender, TcpSender, open_sender
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -33,12 +41,15 @@ __all__ = [
     "GATE_UP",
     "QKV",
     "ArrivingStream",
-    "BroadcastStream",
     "Bucket",
     "BucketPlan",
     "DequantizedStream",
+    "DiskSender",
     "DiskStream",
+    "FolderStream",
     "Fusion",
+    "GroupSender",
+    "GroupStream",
     "InProcessStream",
     "KeptStream",
     "NameMap",
@@ -51,8 +62,8 @@ __all__ = [
     "TensorSlice",
     "TensorSpec",
     "WeightCopy",
+    "WeightGroup",
     "WeightSender",
-    "broadcast_weights",
     "dequantize_blocks",
     "describe_tensors",
     "fp8_specs",
@@ -66,10 +77,8 @@ __all__ = [
     "quantize_tensors",
     "read_weights",
     "receive",
-    "receive_broadcast",
     "remove_old_versions",
     "select_adapter",
     "tensor_checksums",
-    "wait_for_proofs",
     "write_weights",
 ]

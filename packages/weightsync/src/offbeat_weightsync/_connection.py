@@ -6,8 +6,9 @@
                   <-                 Offer; by shared memory then its descriptor
     Ready         ->
                   <-                 the weights: over TCP as frames of bytes, each hashed on its way;
-    Loaded        ->                 by shared memory Filled, as far as a bucket lies in its slot; of changes
-    ...                              alone Changes, each with a frame
+    Loaded        ->                 by shared memory Filled, as far as a bucket lies in its slot; over a group
+    ...                              by its broadcast; on disk, with Written once all is there; of changes alone
+                                     Changes, each with a frame
                   <-                 End
     Proof         ->
                   <-                 Accepted    once every receiver has proved
@@ -68,17 +69,37 @@ class CudaHandle(msgspec.Struct, frozen=True):
     uuid: str
 
 
+class GroupSeat(msgspec.Struct, frozen=True):
+    """Where a process would sit in a group, and where it sits: on a `device` of a `kind`; group "" is none."""
+
+    kind: str
+    device: str
+    group: str = ""
+    rank: int = 0
+
+
+class GroupPlace(msgspec.Struct, frozen=True):
+    """Where the members of a group meet, and which of them the receiver is."""
+
+    group: str
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
 class Join(msgspec.Struct, tag="join", frozen=True):
     """A receiver asks for the weights of a version.
 
     `held`: a checksum of each tensor it has, for changed tensors alone. `copy`: the digest of the weights that it keeps
-    a copy of, for changed elements alone.
+    a copy of, for changed elements alone. `seat`: where it may be reached by a broadcast.
     """
 
     name: str
     version: int
     held: dict[str, str] | None = None
     copy: str = ""
+    seat: GroupSeat | None = None
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -91,8 +112,9 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     """The sender says what will come. The receiver builds the plan itself, and the digests must be equal.
 
     `kept` is the digest of what will not come because the receiver holds it; "" when all will come. Slots of
-    `slot_bytes` lie at `cuda`, or in the memory whose descriptor follows; 0: the bytes come over the connection. With
-    `changes` those elements alone come, over the connection, that differ from the receiver's copy.
+    `slot_bytes` lie at `cuda`, or in the memory whose descriptor follows; 0: the bytes come over the group that meets
+    at `place`, in files of `folder`, or else over the connection. With `changes` those elements alone come, over the
+    connection, that differ from the receiver's copy.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -103,6 +125,8 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     cuda: CudaHandle | None = None
     changes: bool = False
     checksum: Checksum = "xxh3"
+    place: GroupPlace | None = None
+    folder: str = ""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -118,6 +142,10 @@ class Filled(msgspec.Struct, tag="filled", frozen=True):
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     bucket: int
+
+
+class Written(msgspec.Struct, tag="written", frozen=True):
+    """All files of the version are in the folder."""
 
 
 class Changes(msgspec.Struct, tag="changes", frozen=True):
@@ -147,7 +175,7 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
     text: str
 
 
-Message = Join | Welcome | Offer | Ready | Filled | Loaded | Changes | End | Proof | Accepted | Failure
+Message = Join | Welcome | Offer | Ready | Filled | Loaded | Written | Changes | End | Proof | Accepted | Failure
 M = TypeVar("M", bound=Message)
 _DECODER: Final = msgspec.msgpack.Decoder(Message)
 
@@ -190,6 +218,11 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def own_host(self) -> str:
+        """By which address of this machine the other side is reached; of a connection over TCP."""
+        return str(self._socket.getsockname()[0])
 
     def send(self, message: Message) -> None:
         body = msgspec.msgpack.encode(message)

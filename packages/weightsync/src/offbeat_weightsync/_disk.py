@@ -6,20 +6,23 @@
         model-00002-of-00002.safetensors
         model.safetensors.index.json             which tensor lies in which file
         weights.json                             version, plan, a checksum for each bucket, the files' sizes
-        proof-rollout-0.json                     what became of it at an engine
       .version-00000008.partial/                 being written, or left by a writer that died
+      plan-0123456789abcdef/                     of a part of the tensors, such as an adapter, while it is sent
+      .writer                                    locked by the sender that writes here
 
 Source: the format of safetensors, https://github.com/huggingface/safetensors (8 bytes with the header's length, a
 JSON header, the data); the index file of transformers' sharded checkpoints.
 """
 
+import fcntl
 import os
 import queue
+import re
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -41,7 +44,7 @@ from offbeat_types import (
     tensor_file_header,
     tensor_file_index,
 )
-from offbeat_weightsync._connection import Deadline, reason_of
+from offbeat_weightsync._connection import Deadline
 from offbeat_weightsync._plan import BucketPlan, Piece
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
 from offbeat_weightsync._tensors import PlannedTensors, compare_proofs
@@ -49,6 +52,8 @@ from offbeat_weightsync._tensors import PlannedTensors, compare_proofs
 MANIFEST: Final = "weights.json"
 PREFIX: Final = "version-"
 FILE_BYTES: Final = 1 << 30
+
+_OURS: Final = re.compile(r"\.?version-\d{8}(\.partial|\.removed)?|plan-[0-9a-f]{16}")
 
 LOOK_S: Final = 0.05
 """How often a folder is looked at for what is awaited."""
@@ -66,13 +71,6 @@ class _Manifest(msgspec.Struct):
     format: int = 1
 
 
-class _Report(msgspec.Struct, omit_defaults=True):
-    """What stands in proof-….json: what an engine holds, or why it gave up."""
-
-    held: WeightProof | None = None
-    error: str = ""
-
-
 def write_weights(
     root: str | Path,
     plan: BucketPlan,
@@ -84,8 +82,7 @@ def write_weights(
 ) -> Path:
     """Write a version, and return its folder when all of it is on disk. One writer at a time.
 
-    A writer that died is taken up: what it wrote, and what is the same now, is not written again. A version that is
-    complete already is compared with the tensors and left as it is.
+    A version that is complete already is compared with the tensors and left as it is.
 
     Args:
         root: folder of versions; made if it is not there.
@@ -98,23 +95,40 @@ def write_weights(
     Raises:
         WeightSyncError: tensors differ from the plan, the disk is full, or the version exists with other bytes.
     """
-    root = Path(root)
+    return _write_version(Path(root), plan, PlannedTensors(plan, tensors), version, keep, file_bytes)
+
+
+def _write_version(
+    root: Path,
+    plan: BucketPlan,
+    source: PlannedTensors,
+    version: int,
+    keep: int,
+    file_bytes: int = FILE_BYTES,
+    look_up: Callable[[], object] = lambda: None,
+) -> Path:
+    """As `write_weights`; `look_up` is asked before each bucket, and raises to end it."""
     partial, final = root / f".{PREFIX}{version:08d}.partial", _version_folder(root, version)
     layout = _file_layout(plan, file_bytes)
-    source = PlannedTensors(plan, tensors)
     try:
         if final.exists():
             _check_same(final, plan, source, version)
             return final
-        partial.mkdir(parents=True, exist_ok=True)
-        with _FileWriter(partial, plan, layout) as files:
-            for bucket in plan.buckets:
-                for run, data in source.runs(bucket):
-                    files.write(run, data)
-                files.start_sync()
-            proof = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
-        _write_manifest(partial, plan, layout, proof)
-        os.replace(partial, final)
+        shutil.rmtree(partial, ignore_errors=True)  # of a writer that died
+        partial.mkdir(parents=True)
+        try:
+            with _FileWriter(partial, plan, layout) as files:
+                for bucket in plan.buckets:
+                    look_up()
+                    for run, data in source.runs(bucket):
+                        files.write(run, data)
+                    files.start_sync()
+                proof = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
+            _write_manifest(partial, plan, layout, proof)
+            os.replace(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         sync_path(root)
         remove_old_versions(root, keep)
     except OSError as error:
@@ -122,73 +136,90 @@ def write_weights(
     return final
 
 
+class VersionFolder:
+    """A folder of versions that one sender writes; what a former one has left is removed.
+
+    Raises:
+        WeightSyncError: it cannot be written, or another sender writes to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / ".writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise WeightSyncError(f"cannot write weights to {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise WeightSyncError(f"another trainer writes to {path}: give each a folder of its own") from error
+        for left in path.iterdir():
+            if _OURS.fullmatch(left.name):
+                shutil.rmtree(left)
+
+    def write(
+        self,
+        root: Path,
+        plan: BucketPlan,
+        source: PlannedTensors,
+        version: int,
+        look_up: Callable[[], object],
+    ) -> None:
+        """Write a version whole, and remove the one before it. See `write_weights`."""
+        _write_version(root, plan, source, version, 1, look_up=look_up)
+
+    def close(self) -> None:
+        """Let another sender write here."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
 @contextmanager
-def read_weights(
-    root: str | Path, version: int, *, deadline_s: float = 300.0, name: str = "rollout-0"
-) -> Iterator["DiskStream"]:
+def read_weights(root: str | Path, version: int, *, deadline_s: float = 300.0) -> Iterator["DiskStream"]:
     """Wait for a version to be complete, and yield its stream. Blocking: use a thread.
 
         with read_weights(folder, version) as stream:
             stream.confirm(engine.update_weights(stream, version))
 
-    All files are opened at once, so a version that is removed meanwhile is still read to its end. What became of it
-    is written beside the version, for `wait_for_proofs`.
+    Needs no sender that lives. All files are opened at once, so a version that is removed meanwhile is read to its end.
 
     Args:
         root: folder of versions.
         version: policy version wanted; no other will do.
         deadline_s: for the version to be there, and then for it to be read.
-        name: this side, unique among the readers, for the writer's errors.
 
     Raises:
         WeightSyncError: the folder is damaged, or the engine does not hold what was written.
         DeadlineError: the version does not appear.
     """
-    folder = _version_folder(Path(root), version)
-    deadline = Deadline(f"weight sync of version {version} at {name}", deadline_s)
-    with deadline.declared("trainer"):
-        while not (folder / MANIFEST).exists():
-            if not deadline.left_s():
-                raise deadline.missed(f"{folder} to be complete")
-            time.sleep(LOOK_S)
-    try:
-        plan, layout, written = _read_manifest(folder, version)
-        with _FileReader(folder, plan, layout, deadline) as files:
-            stream = DiskStream(plan, version, written, files)
-            yield stream
-            stream.check_confirmed(name)
-        _report(folder, name, _Report(held=stream.confirmed))
-    except BaseException as error:
-        _report(folder, name, _Report(error=reason_of(error)))
-        raise
-
-
-def wait_for_proofs(
-    root: str | Path, version: int, num_receivers: int, *, deadline_s: float = 300.0
-) -> list[WeightProof]:
-    """Wait until so many readers have proved a version; the writer calls this.
-
-    Raises:
-        WeightSyncError: a reader failed, or holds other bytes.
-        DeadlineError: not all came.
-    """
-    folder = _version_folder(Path(root), version)
-    plan, _, written = _read_manifest(folder, version)
     deadline = Deadline(f"weight sync of version {version}", deadline_s)
-    while True:
-        proofs: dict[str, WeightProof] = {}
-        for path in sorted(folder.glob("proof-*.json")):
-            name, said = path.stem.removeprefix("proof-"), msgspec.json.decode(path.read_bytes(), type=_Report)
-            if said.held is None:
-                raise WeightSyncError(f"{name} gave up: {said.error}")
-            compare_proofs(plan, written, said.held, name)
-            proofs[name] = said.held
-        if len(proofs) >= num_receivers:
-            return list(proofs.values())
-        if not deadline.left_s():
-            here = f" (here: {', '.join(proofs)})" if proofs else ""
-            raise deadline.missed(f"{num_receivers - len(proofs)} of {num_receivers} readers to prove{here}")
-        time.sleep(LOOK_S)
+    plan, written, opened = open_version(Path(root), version, deadline)
+    with opened as files:
+        stream = DiskStream(plan, version, written, files)
+        yield stream
+        stream.check_confirmed("the engine")
+
+
+def open_version(root: Path, version: int, deadline: Deadline) -> "tuple[BucketPlan, WeightProof, FileReader]":
+    """Wait for a version to be complete, and open its files: what was written, its checksums, and the files."""
+    folder = _version_folder(root, version)
+    await_path(folder / MANIFEST, f"{folder} to be complete", deadline)
+    plan, layout, written = _read_manifest(folder, version)
+    return plan, written, FileReader(folder, plan, layout, deadline)
+
+
+def await_path(path: Path, what: str, deadline: Deadline) -> None:
+    """Return when it can be seen, which over a network may be later than it was written."""
+    if path.exists():
+        return
+    with deadline.declared("trainer"):
+        while not path.exists():
+            if not deadline.left_s():
+                raise deadline.missed(what)
+            time.sleep(LOOK_S)
 
 
 def list_versions(root: str | Path) -> list[int]:
@@ -222,10 +253,9 @@ class DiskStream(ArrivingStream):
 
     _did: ClassVar = "read"
 
-    def __init__(self, plan: BucketPlan, version: int, written: WeightProof, files: "_FileReader") -> None:
+    def __init__(self, plan: BucketPlan, version: int, written: WeightProof, files: "FileReader") -> None:
         super().__init__(plan, version)
         self._written, self._files = written, files
-        self.confirmed: WeightProof | None = None
 
     def _arrive(self, room: Room) -> Runs:
         return read_runs(self.plan, MAX_RUN_BYTES, self._files.read, room)
@@ -235,19 +265,15 @@ class DiskStream(ArrivingStream):
 
     def _tell(self, proof: WeightProof) -> None:
         compare_proofs(self.plan, self._written, proof, "the engine")
-        self.confirmed = proof
 
 
 class _FileWriter:
-    """The safetensors files of one version, open for writing one after the other.
-
-    Bytes that are in a file already, left by a writer that died, are compared and not written again.
-    """
+    """The safetensors files of one version, open for writing one after the other."""
 
     def __init__(self, folder: Path, plan: BucketPlan, layout: Layout) -> None:
         self._folder, self._plan, self._layout = folder, plan, layout
         self._offsets: dict[int, int] = {}
-        self._index, self._fd, self._old_bytes = -1, -1, 0
+        self._index, self._fd = -1, -1
         self._syncer = ThreadPoolExecutor(1, "offbeat-weight-sync-to-disk")
         self._syncing: Future[None] | None = None
 
@@ -277,15 +303,10 @@ class _FileWriter:
         header = tensor_file_header(specs)
         ends = np.cumsum([len(header), *(spec.num_bytes for spec in specs)]).tolist()
         self._index, self._offsets = index, dict(zip(range(first, last), ends, strict=False))
-        self._fd = os.open(_file_path(self._folder, index, self._layout), os.O_RDWR | os.O_CREAT, 0o644)
-        if os.fstat(self._fd).st_size > ends[-1]:
-            os.ftruncate(self._fd, ends[-1])
-        self._old_bytes = os.fstat(self._fd).st_size
+        self._fd = os.open(_file_path(self._folder, index, self._layout), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._put(memoryview(header), 0)
 
     def _put(self, data: memoryview, offset: int) -> None:
-        if offset + len(data) <= self._old_bytes and os.pread(self._fd, len(data), offset) == data:
-            return
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
@@ -303,7 +324,7 @@ class _FileWriter:
             self._fd, self._syncing = -1, None
 
 
-class _FileReader(ExitStack):
+class FileReader(ExitStack):
     """The safetensors files of a version, all open."""
 
     def __init__(self, folder: Path, plan: BucketPlan, layout: Layout, deadline: Deadline) -> None:
@@ -419,11 +440,6 @@ def _read_manifest(folder: Path, version: int) -> tuple[BucketPlan, Layout, Weig
     if plan.digest != manifest.digest:
         raise WeightSyncError(f"{path}: the plan's digest is {plan.digest}, the writer had {manifest.digest}")
     return plan, manifest.layout, manifest.proof
-
-
-def _report(folder: Path, name: str, said: _Report) -> None:
-    if folder.is_dir():  # else it was removed as too old, and nobody waits for this
-        _write_synced(folder / f"proof-{name}.json", msgspec.json.encode(said))
 
 
 def _write_synced(path: Path, data: bytes) -> None:

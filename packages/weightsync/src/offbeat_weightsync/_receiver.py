@@ -1,14 +1,17 @@
 """The rollout engine's side of the transports between processes: join a sender, and take what it sends."""
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from torch import Tensor
+from torch.distributed import Work
 
-from offbeat_types import WeightProof, WeightSyncError
+from offbeat_types import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import TcpAddress, connect
 from offbeat_weightsync._changes import WeightCopy, apply_bucket
 from offbeat_weightsync._connection import (
@@ -24,7 +27,10 @@ from offbeat_weightsync._connection import (
     Proof,
     Ready,
     Welcome,
+    Written,
 )
+from offbeat_weightsync._disk import await_path, open_version
+from offbeat_weightsync._group import NUM_BUFFERS, WeightGroup
 from offbeat_weightsync._plan import BucketPlan, Piece, agreed_plan
 from offbeat_weightsync._shared_memory import NUM_SLOTS, open_device_slots, open_slots, synchronize
 from offbeat_weightsync._stream import MAX_RUN_BYTES, ArrivingStream, Room, Runs, read_runs
@@ -40,6 +46,7 @@ def receive(
     name: str = "rollout-0",
     held: Mapping[str, str] | None = None,
     copy: WeightCopy | None = None,
+    group: WeightGroup | None = None,
 ) -> Iterator["PeerStream | KeptStream"]:
     """Connect to a `WeightSender` and yield the stream of one version. Blocking: use a thread.
 
@@ -58,6 +65,7 @@ def receive(
             plan then has only those. None: everything.
         copy: of what came last, to be sent changed elements alone where the sender has kept the same. The stream gives
             all tensors, whole, in any case.
+        group: kept from version to version, where a `GroupSender` sends.
 
     Raises:
         WeightSyncError: the sender is not there, refuses the token, failed or died, sends another version, or the
@@ -66,10 +74,11 @@ def receive(
     """
     connection = connect(address, Deadline(f"weight sync of version {version} at {name}", deadline_s))
     try:
-        join = Join(name, version, None if held is None else dict(held), "" if copy is None else copy.digest)
+        seat = None if group is None else group.seat
+        join = Join(name, version, None if held is None else dict(held), "" if copy is None else copy.digest, seat)
         connection.send(join)
         over_tcp = TcpAddress.parse(str(address)) is not None
-        stream = _open_stream(connection, version, held, copy, over_tcp=over_tcp)
+        stream = _open_stream(connection, version, held, copy, group, over_tcp=over_tcp)
         try:
             yield stream
         finally:
@@ -77,13 +86,21 @@ def receive(
         stream.check_confirmed(name)
     except BaseException as error:
         connection.fail(error)
+        if group is not None:
+            group.leave()
         raise
     finally:
         connection.close()
 
 
 def _open_stream(
-    connection: Connection, version: int, held: Mapping[str, str] | None, copy: WeightCopy | None, *, over_tcp: bool
+    connection: Connection,
+    version: int,
+    held: Mapping[str, str] | None,
+    copy: WeightCopy | None,
+    group: WeightGroup | None,
+    *,
+    over_tcp: bool,
 ) -> "PeerStream | KeptStream":
     connection.peer = connection.receive(Welcome, "its plan").name
     offer = connection.receive(Offer, "its plan")
@@ -92,8 +109,16 @@ def _open_stream(
         raise WeightSyncError(
             f"{connection.peer} sends changes to other weights than are held here; ask for everything"
         )
-    if over_tcp:
-        stream: PeerStream = TcpStream(connection, plan, version)
+    stream: PeerStream
+    if offer.place is not None and group is not None:
+        group.sit(offer.place, connection.own_host, connection.deadline)
+        group.await_members(connection.raise_if_spoken, connection.deadline)
+        stream = GroupStream(connection, plan, version, group)
+    elif offer.folder:
+        _check_seen(Path(offer.folder), connection)
+        stream = FolderStream(connection, plan, version, Path(offer.folder))
+    elif over_tcp:
+        stream = TcpStream(connection, plan, version)
     else:
         stream = SharedMemoryStream(connection, plan, version, _open_slots(connection, offer))
     stream.checksum = offer.checksum
@@ -190,6 +215,65 @@ class SharedMemoryStream(PeerStream):
                 f"{self._connection.peer} sent bucket {filled.bucket} where {index} was due, in {self._bucket(index)}"
             )
         return filled.num_bytes
+
+
+class GroupStream(PeerStream):
+    """A `WeightStream` from the broadcasts of a group. Made by `receive`."""
+
+    def __init__(self, connection: Connection, plan: BucketPlan, version: int, group: WeightGroup) -> None:
+        super().__init__(connection, plan, version)
+        self._group, self._buffers = group, group.buffers(plan)
+
+    def close(self) -> None:
+        """Let go of the buffers now, not when the next version is awaited."""
+        self._buffers = []
+
+    def _arrive(self, room: Room) -> Runs:
+        connection, moving = self._connection, list[Work]()
+        for index, bucket in enumerate(self.plan.buckets):
+            for coming in range(len(moving), min(index + NUM_BUFFERS, len(self.plan.buckets))):
+                memory = self._buffers[coming % NUM_BUFFERS][: self.plan.buckets[coming].num_bytes]
+                moving.append(self._group.start(memory, connection.deadline))
+            self._group.finish(moving[index], connection.raise_if_spoken, connection.deadline, self._bucket(index))
+            buffer = self._buffers[index % NUM_BUFFERS]
+            for piece in bucket.pieces:
+                for run in piece.cut(MAX_RUN_BYTES):
+                    yield run, buffer[run.bucket_offset : run.bucket_offset + run.num_bytes]
+            synchronize(buffer)
+            connection.send(Loaded(index))
+
+
+class FolderStream(PeerStream):
+    """A `WeightStream` from a folder that the sender writes. Made by `receive`."""
+
+    def __init__(self, connection: Connection, plan: BucketPlan, version: int, folder: Path) -> None:
+        super().__init__(connection, plan, version)
+        self._folder = folder
+
+    def _arrive(self, room: Room) -> Runs:
+        connection = self._connection
+        connection.receive(Written, f"version {self.version} in {self._folder}")
+        plan, _, opened = open_version(self._folder, self.version, connection.deadline)
+        with opened as files:
+            if plan.digest != self.plan.digest:
+                raise WeightSyncError(f"{self._folder} holds other tensors than {connection.peer} has announced")
+            yield from read_runs(self.plan, MAX_RUN_BYTES, files.read, room)
+        connection.send(Loaded(len(self.plan.buckets) - 1))
+
+
+SEEN_S: Final = 10.0
+"""For a folder of the sender to be seen here."""
+
+
+def _check_seen(folder: Path, connection: Connection) -> None:
+    """Raise WeightSyncError if a folder is not one that both sides see."""
+    root = folder.parent if folder.name.startswith("plan-") else folder  # the other is made with the version
+    try:
+        await_path(root, str(root), Deadline("weight sync's folder", min(SEEN_S, connection.deadline.left_s())))
+    except DeadlineError:
+        raise WeightSyncError(
+            f"{folder} of {connection.peer} is not on {socket.gethostname()}: give it under a path that both see"
+        ) from None
 
 
 class KeptStream(ArrivingStream):

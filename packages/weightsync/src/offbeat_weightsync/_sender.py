@@ -3,17 +3,16 @@
 import selectors
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-import msgspec
 from torch import Tensor
 
 from offbeat_types import DeadlineError, WeightProof, WeightSyncError
-from offbeat_weightsync._addresses import ANSWER_BYTES, TcpAddress, admit, greet, is_same_user, listen, remove_socket
+from offbeat_weightsync._addresses import ANSWER_BYTES, TcpAddress, admit, listen
 from offbeat_weightsync._changes import WeightCopy, coded_buckets
 from offbeat_weightsync._connection import (
     LOOK_UP_S,
@@ -23,17 +22,13 @@ from offbeat_weightsync._connection import (
     Connection,
     Deadline,
     End,
-    Filled,
     Join,
-    Loaded,
     Offer,
     Proof,
     Ready,
     Welcome,
 )
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._shared_memory import NUM_SLOTS, SharedSlots
-from offbeat_weightsync._stream import MAX_RUN_BYTES
 from offbeat_weightsync._tensors import (
     Checksum,
     PlannedTensors,
@@ -52,33 +47,8 @@ _MAX_STRANGERS: Final = 64
 """Connections that have not asked for weights yet. One more, and the oldest has to go."""
 
 
-def open_sender(
-    address: str | Path,
-    plan: BucketPlan,
-    *,
-    deadline_s: float = 300.0,
-    name: str = "trainer-0",
-    device: str | None = None,
-) -> "WeightSender":
-    """Listen at an address from `new_address`: over TCP if it names a host, otherwise by shared memory.
-
-    Args:
-        address: where to listen. Give receivers the sender's own `address`, which has the port.
-        plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
-        deadline_s: time allowed for each sync, from `send` to the last proof.
-        name: this side, for the receivers' errors.
-        device: of what is on its way, on this machine: see `SharedMemorySender`.
-
-    Raises:
-        WeightSyncError: the address is taken, or no address; there is not enough memory, or no such device.
-    """
-    if TcpAddress.parse(str(address)) is None:
-        return SharedMemorySender(address, plan, deadline_s=deadline_s, name=name, device=device)
-    return TcpSender(str(address), plan, deadline_s=deadline_s, name=name)
-
-
 @dataclass
-class _Stranger:
+class Stranger:
     """Somebody who has connected: the nonce it was sent, what it has answered, and whether it may ask for weights."""
 
     nonce: bytes = b""
@@ -101,7 +71,7 @@ class WeightSender(ABC):
     def __init__(self, address: str | Path, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
         self._listener, self.address = listen(address)
         self.plan, self._deadline_s, self._name = plan, deadline_s, name
-        self._strangers: dict[Connection, _Stranger] = {}
+        self._strangers: dict[Connection, Stranger] = {}
         self._checksum: Checksum = "xxh3"
 
     @abstractmethod
@@ -109,11 +79,17 @@ class WeightSender(ABC):
         """Say to a receiver what will come, and how."""
 
     @abstractmethod
-    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors) -> None:
+    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors, version: int) -> None:
         """Send every bucket to all receivers."""
 
+    def _meet(self, joined: Mapping[Connection, Join]) -> None:  # noqa: B027 - most share nothing
+        """All receivers of a sync have joined: make ready what they share."""
+
+    def _part(self) -> None:  # noqa: B027 - most share nothing
+        """A sync has failed: let go of what its receivers shared."""
+
     @abstractmethod
-    def _greet(self, sock: socket.socket, connection: Connection) -> _Stranger | None:
+    def _greet(self, sock: socket.socket, connection: Connection) -> Stranger | None:
         """Begin with somebody who has connected; None: it may not."""
 
     def close(self) -> None:
@@ -209,19 +185,19 @@ class WeightSender(ABC):
         )
         for peer in peers:
             self._offer(peer, offer)
-        ready = _collect(peers, lambda peer: peer.receive(Ready, "its answer to the plan"), "to get ready")
+        ready = collect(peers, lambda peer: peer.receive(Ready, "its answer to the plan"), "to get ready")
         for peer, answer in zip(peers, ready, strict=True):
             if answer.digest != plan.digest:
                 raise WeightSyncError(f"the plans differ: {plan.digest} here, {answer.digest} at {peer.peer}")
         source = PlannedTensors(plan, tensors, checksum)
         if changes_to is None:
-            self._send_buckets(peers, plan, source)
+            self._send_buckets(peers, plan, source, version)
         else:
             _send_changes(peers, plan, source, changes_to)
         sent = WeightProof(version=version, num_tensors=len(plan.specs), checksums=source.finish())
         for peer in peers:
             peer.send(End(sent))
-        proofs = _collect(peers, lambda peer: peer.receive(Proof, "its proof").held, "to prove what it holds")
+        proofs = collect(peers, lambda peer: peer.receive(Proof, "its proof").held, "to prove what it holds")
         for peer, held in zip(peers, proofs, strict=True):
             compare_proofs(plan, sent, held, peer.peer)
         for peer in peers:
@@ -243,10 +219,12 @@ class WeightSender(ABC):
         try:
             with deadline.declared("rollout"):
                 self._gather(joined, version, num_receivers, deadline)
+            self._meet(joined)
             yield joined
         except BaseException as error:
             for peer in joined:
                 peer.fail(error)
+            self._part()
             raise
         finally:
             for peer in joined:
@@ -342,105 +320,6 @@ class WeightSender(ABC):
         stranger.close()
 
 
-class SharedMemorySender(WeightSender):
-    """Sends weights to any number of receivers on this machine.
-
-    Args:
-        socket_path: where to listen; see `new_socket_path`. What is not named here: see `WeightSender`.
-        device: a CUDA device to hold what is on its way, such as "cuda:0", which the receivers open by CUDA
-            IPC; None: it lies in host memory.
-
-    Raises:
-        WeightSyncError: there is no such device, the address is taken or too long, or there is not enough memory.
-    """
-
-    def __init__(
-        self,
-        socket_path: str | Path,
-        plan: BucketPlan,
-        *,
-        deadline_s: float = 300.0,
-        name: str = "trainer-0",
-        device: str | None = None,
-    ) -> None:
-        self._slots: SharedSlots | None = None
-        super().__init__(socket_path, plan, deadline_s=deadline_s, name=name)
-        self.socket_path = self.address
-        self._checksum = "xxh3" if device is None else "words"
-        try:
-            self._slots = SharedSlots(plan, device)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Stop listening and let go of the memory."""
-        if self._listener.fileno() < 0:
-            return
-        super().close()
-        remove_socket(self.socket_path)
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
-
-    def _greet(self, sock: socket.socket, connection: Connection) -> _Stranger | None:
-        return _Stranger(is_admitted=True) if is_same_user(sock) else None
-
-    def _offer(self, peer: Connection, offer: Offer) -> None:
-        assert self._slots is not None
-        cuda = self._slots.device_handle()
-        peer.send(msgspec.structs.replace(offer, slot_bytes=self._slots.slot_bytes, cuda=cuda))
-        if cuda is None:
-            peer.send_descriptor(self._slots.descriptor)
-
-    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors) -> None:
-        """A receiver loads a bucket while it is still being filled, and the one before."""
-        assert self._slots is not None
-        for index, bucket in enumerate(plan.buckets):
-            if index >= NUM_SLOTS:
-                _await_loaded(peers, plan, index - NUM_SLOTS)
-            said = 0
-            for num_bytes in source.fill(bucket, self._slots.slot(index)):
-                if num_bytes - said >= MAX_RUN_BYTES or num_bytes == bucket.num_bytes:
-                    self._slots.synchronize()
-                    for peer in peers:
-                        peer.send(Filled(index, num_bytes))
-                    said = num_bytes
-        for index in range(max(0, len(plan.buckets) - NUM_SLOTS), len(plan.buckets)):
-            _await_loaded(peers, plan, index)
-
-
-class TcpSender(WeightSender):
-    """Sends weights to receivers on any host that have the address's token.
-
-    Args:
-        address: from `new_address(host)`. What is not named here: see `WeightSender`.
-
-    Raises:
-        WeightSyncError: the address is taken, or none of this machine.
-    """
-
-    def __init__(self, address: str, plan: BucketPlan, *, deadline_s: float = 300.0, name: str = "trainer-0") -> None:
-        if TcpAddress.parse(address) is None:
-            raise WeightSyncError(f"a TcpSender listens at an address from new_address(host): got {address}")
-        super().__init__(address, plan, deadline_s=deadline_s, name=name)
-
-    def _greet(self, sock: socket.socket, connection: Connection) -> _Stranger | None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return _Stranger(greet(connection))
-
-    def _offer(self, peer: Connection, offer: Offer) -> None:
-        peer.send(offer)
-
-    def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors) -> None:
-        """The bytes go from the trainer's tensors into the kernel, with no copy of ours between."""
-        for bucket in plan.buckets:
-            for _, data in source.runs(bucket):
-                for peer in peers:
-                    peer.raise_if_spoken()  # the kernel would take the bytes all the same
-                    peer.send_data(data)
-
-
 def _send_changes(peers: list[Connection], plan: BucketPlan, source: PlannedTensors, copy: WeightCopy) -> None:
     """They are few, so the connection takes them, by whatever transport all weights would go."""
     for coded in coded_buckets(plan, source, copy):
@@ -451,15 +330,7 @@ def _send_changes(peers: list[Connection], plan: BucketPlan, source: PlannedTens
             peer.send_data(memoryview(data))
 
 
-def _await_loaded(peers: list[Connection], plan: BucketPlan, index: int) -> None:
-    bucket = f"bucket {index} of {len(plan.buckets)}"
-    loaded = _collect(peers, lambda peer: peer.receive(Loaded, bucket).bucket, f"to load {bucket}")
-    for peer, number in zip(peers, loaded, strict=True):
-        if number != index:
-            raise WeightSyncError(f"{peer.peer} loaded bucket {number} where {index} was due")
-
-
-def _collect(peers: list[Connection], take: Callable[[Connection], T], what: str) -> list[T]:
+def collect(peers: list[Connection], take: Callable[[Connection], T], what: str) -> list[T]:
     """Take what comes from every receiver, in whatever order they come."""
     taken: dict[Connection, T] = {}
     deadline = peers[0].deadline

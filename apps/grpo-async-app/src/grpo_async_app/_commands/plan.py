@@ -10,7 +10,7 @@ from grpo_async_app._config.placement import find_view, place_run, request_resou
 from grpo_async_app._config.platform import choose_for_platform
 from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.weight_sync import check_transport
+from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._run.fleet import plan_threads
 from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
@@ -37,7 +37,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         """Settings, places, batches, and memory where the model's config.json is here."""
         config, choices = choose_for_platform(config, view.kind(config.rollout.device))
         placement = place_run(config, view)
-        check_transport(config, placement)
+        transport = choose_transport(config, placement)
         notices = [*check_settings(config), *_reward_notice(config)]
         engine = config.engine
         wanted = config.train_engine(config.model.path, engine.max_updates)
@@ -46,7 +46,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         return plan_unseen(
             placement,
             lambda: estimate_memory(config, layout, placement),
-            rows=[*batch.rows(), layout_row(layout, engine.backend), *_chosen(choices)],
+            rows=[*batch.rows(), layout_row(layout, engine.backend), *_chosen(choices), ("weights", transport)],
             notices=[*notices, *batch.notices()],
             facts={"batch": batch.as_data()},
         )
@@ -127,12 +127,11 @@ def _chosen(choices: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _describe_sync(preflight: Preflight) -> list[tuple[str, str]]:
-    """What travels to the engines, where it is not simply all weights."""
+    """How weights travel to the engines, and what travels where it is not simply all of them."""
     rollout, lora_sync = preflight.config.rollout, preflight.lora_sync
-    rows = [("weights", str(lora_sync))] if lora_sync.why else []
+    rows = [("weights", preflight.transport)] + ([("weights", str(lora_sync))] if lora_sync.why else [])
     if rollout.full_sync_every > 1:
-        itemsize = {"float32": 4}.get(rollout.dtype, 2) if rollout.weight_format == "dtype" else 1
-        copy = size_text(preflight.model.num_parameters * itemsize)
+        copy = size_text(preflight.model.num_parameters * rollout.bytes_per_weight)
         often = f"all of them every {rollout.full_sync_every} versions, what has changed in between"
         rows.append(("weights", f"{often}: trainer-0 and each engine keep a copy of {copy} in main memory"))
     return rows

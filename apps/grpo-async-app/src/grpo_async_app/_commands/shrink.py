@@ -179,6 +179,7 @@ def _shrink_rollout(
         serve_port=rollout.serve_port and 0,
         lora_sync=rollout.lora_sync if backend == rollout.backend else "auto",
         weight_transport="auto" if rollout.weight_transport == "cuda-ipc" else rollout.weight_transport,
+        weight_folder="",
         options=own if backend == rollout.backend else {},
     )
 

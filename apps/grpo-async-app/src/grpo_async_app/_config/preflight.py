@@ -6,7 +6,7 @@ from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.weight_sync import LoraSync, check_transport, choose_lora_sync
+from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._run.scoring import try_reward
 from offbeat_actors import check_kinds, check_processes
 from offbeat_data import (
@@ -64,6 +64,7 @@ class Preflight:
     notices: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     lora_sync: LoraSync = LoraSync(what="merged")
+    transport: str = ""
     reward_trial: str = ""
 
     @property
@@ -94,7 +95,14 @@ class Preflight:
     def required_bytes(self) -> int:
         """Room on the disk."""
         is_lora = bool(self.config.engine.lora_rank)
-        return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
+        return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora) + self._versions_bytes
+
+    @property
+    def _versions_bytes(self) -> int:
+        """Of weights on their way in the run folder: a version, and the next that is being written."""
+        rollout = self.config.rollout
+        in_run_folder = rollout.weight_transport == "disk" and not rollout.weight_folder
+        return 2 * self.model.num_parameters * rollout.bytes_per_weight if in_run_folder else 0
 
 
 def check_run(config: GrpoConfig) -> Preflight:
@@ -121,7 +129,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     notices = (*notices, *_engine_notices(config))
     _check_cut(config)
     lora_sync = choose_lora_sync(config)
-    check_transport(config, placement)
+    transport = choose_transport(config, placement)
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, view)
@@ -146,6 +154,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         notices=notices,
         choices=tuple(choices),
         lora_sync=lora_sync,
+        transport=transport,
         reward_trial=_try_reward(config, prompts),
     )
 

@@ -124,9 +124,13 @@ class RolloutConfig(RolloutEngineSettings):
     )
     weight_transport: str = setting(
         "auto",
-        "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere; "
-        "auto: shared-memory where all engines are on the trainer's machine, else tcp.",
-        choices=("auto", "shared-memory", "tcp", "cuda-ipc"),
+        "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere, "
+        "nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: shared-memory where "
+        "all engines are on the trainer's machine, else tcp.",
+        choices=("auto", "shared-memory", "tcp", "cuda-ipc", "nccl", "disk"),
+    )
+    weight_folder: str = setting(
+        "", "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder."
     )
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
     serve_port: int | None = setting(
@@ -135,6 +139,11 @@ class RolloutConfig(RolloutEngineSettings):
         ge=0,
         le=65535,
     )
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Of a weight that travels, once `dtype` is settled."""
+        return ({"float32": 4}.get(self.dtype, 2)) if self.weight_format == "dtype" else 1
 
     @property
     def weight_parts(self) -> tuple[WeightPart, ...]:

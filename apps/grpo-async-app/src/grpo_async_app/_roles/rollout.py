@@ -25,7 +25,7 @@ from offbeat_types import (
     WeightStream,
     load_backend,
 )
-from offbeat_weightsync import WeightCopy, receive
+from offbeat_weightsync import WeightCopy, WeightGroup, receive
 
 
 class ProcessRecorder:
@@ -119,12 +119,15 @@ class RolloutRole:
         self._server: RolloutServer | None = None
         self._trace: VersionTrace | None = None
         self._copy = WeightCopy() if config.rollout.full_sync_every > 1 else None
+        self._group: WeightGroup | None = None
         self._adapter = ""  # which completes the policy, once it has come
 
     async def start(self) -> None:
         """Load the model, or say why this backend cannot serve such a run."""
         backend = self._config.rollout.backend
         self._engine = await load_backend("offbeat.rollout", backend).create(self._settings)
+        if self._config.rollout.weight_transport == "nccl":
+            self._group = WeightGroup(self._config.rollout.device)
         if self._settings.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
             await self._engine.close()
             raise ConfigError(
@@ -200,7 +203,7 @@ class RolloutRole:
         """
         if self._trace is not None:
             await self._trace.end()
-        incoming = receive(socket_path, version, deadline_s, name=name, copy=self._copy)
+        incoming = receive(socket_path, version, deadline_s, name=name, copy=self._copy, group=self._group)
         stream = await asyncio.to_thread(incoming.__enter__)
         try:
             proof = await self._update(stream, version, part)
@@ -238,4 +241,6 @@ class RolloutRole:
             await self._trace.end()
         if self._server:
             await self._server.close()
+        if self._group is not None:
+            self._group.leave()
         await self._engine.close()

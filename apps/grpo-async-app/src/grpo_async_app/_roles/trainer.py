@@ -29,6 +29,8 @@ from offbeat_types import (
 )
 from offbeat_weightsync import (
     BucketPlan,
+    DiskSender,
+    GroupSender,
     WeightCopy,
     WeightSender,
     describe_tensors,
@@ -51,7 +53,8 @@ class TrainerRole:
         checkpoint: folder to go on from, or empty.
         rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
             sends weights. Who starts ranks shows each devices of its own, so all take the same one by name.
-        trace_folder: takes the traces of section `profile`; its parent, the run folder, takes checkpoints.
+        trace_folder: takes the traces of section `profile`; its parent, the run folder, takes checkpoints,
+            and weights that go by the disk.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class TrainerRole:
         self._copy = WeightCopy(changes) if changes and self._leads else None
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
+        self._device = device
+        self._weight_folder = config.rollout.weight_folder or str(Path(trace_folder).parent / "weights")
         if self._leads:
             over_device = config.rollout.weight_transport == "cuda-ipc"
             slots_on = str(open_device(device).torch_device) if over_device else None
@@ -121,14 +126,20 @@ class TrainerRole:
         return {**losses, **{f"engine/{name}": metric for name, metric in self._engine.step().items()}}
 
     def listen(self, host: str) -> str:
-        """Hand weights over TCP too, to engines that reach this machine as `host`.
+        """Hand weights to engines that reach this machine as `host`: over TCP, or where it is set, a group or the disk.
 
         Returns:
             The address for `receive_weights` there, and for `send_weights`; "" on ranks that send nothing.
         """
         if not self._leads:
             return ""
-        sender = open_sender(new_address(host), self._plan)
+        address, transport = new_address(host), self._rollout.weight_transport
+        if transport == "nccl":
+            sender: WeightSender = GroupSender(address, self._plan, device=self._device)
+        elif transport == "disk":
+            sender = DiskSender(address, self._plan, self._weight_folder)
+        else:
+            sender = open_sender(address, self._plan)
         self._senders[sender.address] = sender
         return sender.address
 

@@ -53,11 +53,10 @@ class WeightOffer:
                 self._trainer.have_base.add(actor)
 
     async def source_for(self, hosts: Collection[str]) -> str:
-        """Where engines on the machines of these IP addresses fetch them: in memory, if that is one for all."""
+        """Where engines on the machines of these IP addresses ask for them: by memory, if that is one for all."""
         trainer, is_local = self._trainer, set(hosts) == {self._trainer.address}
-        if self._transport == "tcp" or (self._transport == "auto" and not is_local):
-            return await trainer.listen(self._deadline_s)
-        return trainer.socket_path
+        by_memory = self._transport in ("shared-memory", "cuda-ipc") or (self._transport == "auto" and is_local)
+        return trainer.socket_path if by_memory else await trainer.listen(self._deadline_s)
 
     async def send(self, source: str, num_engines: int, part: WeightPart) -> None:
         """Make the trainer give a part to the engines that ask at this source."""

@@ -26,15 +26,15 @@ from offbeat_types import (
 )
 from offbeat_weightsync import (
     BucketPlan,
+    DiskSender,
+    GroupSender,
     InProcessStream,
-    broadcast_weights,
+    WeightGroup,
+    WeightSender,
     describe_tensors,
     new_address,
     open_sender,
-    read_weights,
     receive,
-    receive_broadcast,
-    write_weights,
 )
 
 OpenStream = Callable[[], AbstractContextManager[Any]]
@@ -90,18 +90,11 @@ def drain(engine: TrainEngine) -> None:
     deque(engine.weights(), maxlen=0)
 
 
-def over_address(engine: TrainEngine, model: Path, plan: BucketPlan, address: str) -> Completion:
-    sender = open_sender(address, plan)
-    receiver = Receiver(model, partial(receive, sender.address, 1, DEADLINE_S))
-    sender.send(iter(engine.weights()), 1, 1, deadline_s=DEADLINE_S)
-    sender.close()
-    return receiver.wait()
-
-
-def over_disk(engine: TrainEngine, model: Path, plan: BucketPlan, folder: Path) -> Completion:
-    receiver = Receiver(model, partial(read_weights, folder, 1, deadline_s=DEADLINE_S))
-    write_weights(folder, plan, engine.weights(), 1)
-    return receiver.wait()
+def between(engine: TrainEngine, model: Path, sender: WeightSender) -> Completion:
+    receiver = Receiver(model, partial(receive, sender.address, 1, DEADLINE_S, group=WeightGroup("cpu")))
+    with sender:
+        sender.send(iter(engine.weights()), 1, 1, deadline_s=DEADLINE_S)
+        return receiver.wait()
 
 
 def in_process(engine: TrainEngine, model: Path) -> Completion:
@@ -114,34 +107,25 @@ def in_process(engine: TrainEngine, model: Path) -> Completion:
     return Receiver(model, at_hand).wait()
 
 
-def over_broadcast(engine: TrainEngine, model: Path, plan: BucketPlan, mesh: Mesh) -> Completion | None:
-    """Rank 0 sends; the others receive beside the calls in which they hand their parts over."""
-    group = mesh.group("dp", "cp", "tp", "pp", channel="weights")
-    if mesh.rank == 0:
-        broadcast_weights(group, plan, engine.weights(), 1, deadline_s=DEADLINE_S)
-        return None
-    receiver = Receiver(model, partial(receive_broadcast, group, 1, deadline_s=DEADLINE_S))
-    drain(engine)
-    return receiver.wait()
-
-
 def sync(transport: str, engine: TrainEngine, model: Path, mesh: Mesh, folder: Path) -> Completion | None:
     """One weight sync; what the engine that has received answers, on the ranks that have one."""
     plan = BucketPlan.build(describe_tensors(engine.weights(), "float32"), BUCKET_BYTES)
-    if transport == "broadcast":
-        return over_broadcast(engine, model, plan, mesh)
     if mesh.rank != 0:
         drain(engine)
         return None
     if transport == "in process":
         return in_process(engine, model)
-    if transport == "disk":
-        return over_disk(engine, model, plan, folder)
-    return over_address(engine, model, plan, new_address("127.0.0.1" if transport == "tcp" else ""))
+    senders: dict[str, Callable[[], WeightSender]] = {
+        "shared memory": lambda: open_sender(new_address(), plan),
+        "tcp": lambda: open_sender(new_address("127.0.0.1"), plan),
+        "disk": lambda: DiskSender(new_address("127.0.0.1"), plan, folder),
+        "group": lambda: GroupSender(new_address("127.0.0.1"), plan),
+    }
+    return between(engine, model, senders[transport]())
 
 
 @pytest.mark.mesh(tp=2, pp=2, deadline_s=90, compare=False)
-@pytest.mark.parametrize("transport", ["in process", "shared memory", "tcp", "disk", "broadcast"])
+@pytest.mark.parametrize("transport", ["in process", "shared memory", "tcp", "disk", "group"])
 def test_the_embedded_engine_serves_what_the_ranks_hold(
     model: Path, mesh: Mesh, transport: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -1,0 +1,207 @@
+"""A group over which buckets are broadcast: gloo between CPUs, nccl between CUDA devices; kept from sync to sync.
+
+It is a backend of torch by itself and belongs to no world: trainer and engines may each be in one of their own, as
+vLLM's processes are. What its members say to each other beside the bytes goes over their connections
+(`_connection.py`), so that a member that fails or dies is heard of while others wait for it in the group.
+
+vLLM's own `NCCLWeightTransferEngine` does not fit (vllm 0.32.0, vllm/distributed/weight_transfer/): the trainer needs
+vLLM beside it for `PyNcclCommunicator`, the store passes pickles, a member that dies leaves the others waiting without
+end, and nobody says what it holds. Source of what is called here: torch/_C/_distributed_c10d.pyi of torch 2.13.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
+
+from offbeat_mesh import break_off, open_device
+from offbeat_types import ConfigError, WeightSyncError, new_future, settle
+from offbeat_weightsync._connection import LOOK_UP_S, Deadline, GroupPlace, GroupSeat
+from offbeat_weightsync._plan import BucketPlan
+from offbeat_weightsync._tensors import Checksum
+
+NUM_BUFFERS: Final = 2
+"""One travels while the other is filled or loaded."""
+
+_POLL_S: Final = 5e-4
+"""How often a member looks whether a bucket has come."""
+
+_REASON_S: Final = 4.0
+"""How long a member whose group broke waits to hear over its connection who broke it."""
+
+_NEVER: Final = timedelta(days=1)
+"""Of nccl, whose watchdog ends the process of a member that waits longer. Our deadlines end the wait."""
+
+LookUp = Callable[[], object]
+"""Raises when another member has failed."""
+
+
+class WeightGroup:
+    """The seat of one process in groups of its kind, one after the other. Kept from sync to sync by both sides.
+
+    Args:
+        device: of this process, by name: buckets come to it.
+
+    Raises:
+        ConfigError: it is not here, or its kind has no group that could be made here.
+    """
+
+    def __init__(self, device: str = "auto") -> None:
+        self._device = open_device(device)
+        if self._device.collective_backend not in _MAKERS:
+            raise ConfigError(
+                f"weights go over a group of {' or '.join(_MAKERS)}; {self._device.kind} has "
+                f"{self._device.collective_backend}: send them over TCP"
+            )
+        self._on_host = self._buffer(0).is_cpu
+        self._place: GroupPlace | None = None
+        self._making: Any = None
+        self._backend: Any = None
+
+    @property
+    def checksum(self) -> Checksum:
+        """By what a bucket is proved that lies where the group brings it."""
+        return "xxh3" if self._on_host else "words"
+
+    @property
+    def place(self) -> GroupPlace | None:
+        """Where it sits; None: in no group."""
+        return self._place
+
+    @property
+    def seat(self) -> GroupSeat:
+        """What to tell the sender when joining."""
+        where = self._device.torch_device
+        device = "" if self._on_host else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
+        if self._place is None:
+            return GroupSeat(self._device.kind, device)
+        return GroupSeat(self._device.kind, device, self._place.group, self._place.rank)
+
+    def sit(self, place: GroupPlace, host: str, deadline: Deadline, store: Store | None = None) -> None:
+        """Begin to meet the other members; nothing where it sits there already.
+
+        Args:
+            place: where they meet.
+            host: by which address of this machine the others reach it.
+            deadline: of the sync.
+            store: that is kept here; None: it is looked for at the place.
+        """
+        if self._place == place:
+            return
+        self.leave()
+        self._place, self._making = place, new_future()
+        make = partial(_make, self._device.collective_backend, place, host, deadline.left_s(), store, self._buffer(1))
+        # Making one waits in torch for the other members, and nothing ends that wait but its timeout.
+        threading.Thread(target=settle, args=(self._making, make), name="offbeat-weight-group", daemon=True).start()
+
+    def await_members(self, look_up: LookUp, deadline: Deadline) -> None:
+        """Return when all have come."""
+        if self._backend is not None:
+            return
+        with deadline.declared("the members of the group"):
+            while self._backend is None:
+                try:
+                    self._backend = self._making.result(LOOK_UP_S)
+                except TimeoutError:
+                    look_up()
+                    if not deadline.left_s():
+                        raise deadline.missed("the members of the group") from None
+                except RuntimeError as error:
+                    raise self._broken("it was made", look_up, error) from error
+
+    def buffers(self, plan: BucketPlan) -> list[Tensor]:
+        """Memory for buckets of a plan, each [bytes] uint8 on the device."""
+        return [self._buffer(plan.longest_bucket_bytes) for _ in range(min(NUM_BUFFERS, len(plan.buckets)))]
+
+    def start(self, bucket: Tensor, deadline: Deadline) -> dist.Work:
+        """Send a bucket from rank 0 to all others; all members call this for each bucket, in order."""
+        return _broadcast(self._backend, bucket, timedelta(seconds=deadline.left_s() + 1.0))
+
+    def finish(self, work: dist.Work, look_up: LookUp, deadline: Deadline, what: str) -> None:
+        """Wait until a bucket has come, called `what` in errors."""
+        while not work.is_completed():
+            look_up()
+            if not deadline.left_s():
+                raise deadline.missed(f"{what} to come over the group")
+            time.sleep(_POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(f"{what} was awaited", look_up, error) from error
+
+    def synchronize(self) -> None:
+        """Return when what was copied to the device or on it is there."""
+        self._device.synchronize()
+
+    def leave(self) -> None:
+        """Break the group off, here and for whoever still waits in it."""
+        if self._backend is not None:
+            break_off(self._backend)
+        self._place = self._making = self._backend = None
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+
+    def _broken(self, when: str, look_up: LookUp, error: RuntimeError) -> WeightSyncError:
+        """The error to raise when torch says that the group is broken, unless somebody says why."""
+        end = time.monotonic() + _REASON_S
+        while time.monotonic() < end:
+            look_up()
+            time.sleep(0.01)
+        size = self._place.size if self._place is not None else 0
+        return WeightSyncError(f"the group of {size} processes broke while {when}: {str(error).splitlines()[0]}")
+
+
+def _make(
+    backend: str, place: GroupPlace, host: str, deadline_s: float, store: Store | None, first: Tensor
+) -> dist.ProcessGroup:
+    """Meet the others, and send one byte, with which nccl connects them."""
+    timeout = timedelta(seconds=max(0.1, deadline_s))
+    if store is None:
+        store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+    group: dist.ProcessGroup = _MAKERS[backend](PrefixStore(place.group, store), place.rank, place.size, host, timeout)
+    _broadcast(group, first, timeout).wait()
+    return group
+
+
+def _make_gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    # By address: torch would look the machine's name up, which may be slow, or stand for loopback.
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _make_nccl(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _NEVER
+    return nccl(store, rank, size, options)
+
+
+_MAKERS: Final[Mapping[str, Callable[[Store, int, int, str, timedelta], Any]]] = {
+    "gloo": _make_gloo,
+    "nccl": _make_nccl,
+}
+
+
+def _broadcast(group: Any, tensor: Tensor, timeout: timedelta) -> dist.Work:
+    options = BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    options.timeout = timeout
+    work: dist.Work = group.broadcast([tensor], options)
+    return work
+
+
+def place_of(place: GroupPlace, rank: int) -> GroupPlace:
+    """The same group, for another member."""
+    return msgspec.structs.replace(place, rank=rank)
