@@ -162,7 +162,9 @@ _EXPERTS: Final = {
 
 
 def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer, experts: str) -> list[Slot]:
-    """Tensors of one parameter stand together, so that what is asked of the parameter is asked once."""
+    """What one rank holds stands together, for it sends it at once; and in that the tensors of each parameter, so that
+    what is asked of the parameter is asked once.
+    """
     slots: list[Slot] = []
     held, size = shape.num_experts // parallel.ep, (shape.expert_size, shape.hidden_size)
     for expert in range(shape.num_experts):
@@ -170,7 +172,7 @@ def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer, experts: 
         inside = number if experts == GROUPED else None
         paths = tuple(path.format(number) for path in _EXPERTS[experts])
         slots += _feed_forward(make, f"mlp.experts.{expert}", paths, size, cut=False, owner=owner, expert=inside)
-    return sorted(slots, key=lambda slot: slot.place.path) if experts == GROUPED else slots
+    return sorted(slots, key=lambda slot: (slot.owner or 0, slot.place.path)) if experts == GROUPED else slots
 
 
 def _feed_forward(
