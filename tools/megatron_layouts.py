@@ -119,6 +119,8 @@ def _experts() -> Iterator[Layout]:
         yield Layout(model="qwen3-moe", axes=axes)
     yield Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}, options={"distributed_optimizer": False})
     yield Layout(model="qwen3-moe", axes={"pp": 2, "dp": 2, "ep": 2}, options={"virtual_pipeline": 2})
+    for axes in ({"dp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}):
+        yield Layout(model="qwen3-moe", axes=axes, options={"experts": "sequential"})
 
 
 def _adapters() -> Iterator[Layout]:

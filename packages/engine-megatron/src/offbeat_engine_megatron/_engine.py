@@ -4,6 +4,7 @@ Shapes: T tokens of a sequence.
 """
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from offbeat_engine_megatron._optimizer import ClippedOptimizer
     from offbeat_engine_megatron._passes import Passes
 
+
+log = logging.getLogger(__name__)
 
 _KEPT = {"config", "parallel", "temperature", "_plan", "_device", "_shim", "_open"}
 """What an engine knows of itself when it is closed."""
@@ -147,6 +150,9 @@ class MegatronTrainEngine(StepCounts):
         require_megatron()
         plan = plan_engine(config, None if mesh is None else mesh.axes)
         device = open_device(config.device, mesh.device if mesh else None)
+        kernels = plan.kernels(device)
+        if mesh is None or not any(mesh.coordinates.values()):
+            log.info("the model (%s) computes with %s", plan.shape.family, kernels)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device.prepare("megatron", plan.parallel.in_megatrons_words())

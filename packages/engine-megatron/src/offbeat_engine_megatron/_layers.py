@@ -1,5 +1,5 @@
-"""What megatron-core's layers compute otherwise here: packed attention, norms, the padding id, the vision tower, and
-the loss of multi-token prediction.
+"""What megatron-core's layers compute otherwise here: packed attention, experts, norms, the padding id, the vision
+tower, and the loss of multi-token prediction.
 
 Attention: every context parallel rank gathers keys and values, and attends with the queries it holds; the gradient of
 what was gathered is added up over the ranks that used it. megatron-core's local layer computes neither packs nor cp.
@@ -17,7 +17,8 @@ megatron-core's. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2;
 megatron/core/transformer/multi_token_prediction.py.
 
 Shapes: L tokens of this rank, T of all, H query heads and K key heads of this rank, D head size, E hidden size, m
-placeholder tokens of this rank; K layers of DeepStack; n predictors on this rank.
+placeholder tokens of this rank; K layers of DeepStack; n predictors on this rank; X experts of this rank, F their
+width, S tokens sent to them.
 """
 
 import hashlib
@@ -43,6 +44,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, silu
 
 from offbeat_engine_megatron._layout import MegatronEngineOptions
 from offbeat_engine_megatron._packing import CausalRuns, MtpInputs, PassInputs, attend, causal_runs
@@ -59,7 +61,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
         lengths: of the whole sequences, each a multiple of twice the context parallel ranks.
         gathered_T: for each packed token its place in the ranks' tokens laid end to end; None for one rank.
         device: where the boundaries lie.
-        kernel: of attention, see `attend`.
+        kernel: of attention, see `attend`; TransformerEngine's needs none of these.
     """
 
     def __init__(self, lengths: tuple[int, ...], gathered_T: Tensor | None, device: torch.device, kernel: str) -> None:
@@ -117,6 +119,29 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """Of all ranks' tokens those that this rank's runs see."""
         everywhere: Tensor = gather_from_sequence_parallel_region(x_LKD, group=self.cp_group)  # backward adds up
         return everywhere.index_select(0, key_K)
+
+
+class GroupedExperts(MegatronModule):  # type: ignore[misc]
+    """The experts of a rank in grouped products of torch. Takes the arguments that megatron-core gives its own.
+
+    Not megatron-core's GroupedMLP: that one wants another package for its product, and computes in bfloat16 alone.
+    """
+
+    def __init__(self, num_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        hidden, size = config.hidden_size, config.moe_ffn_hidden_size
+        like = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.weight1 = nn.Parameter(torch.empty(num_experts, 2 * size, hidden, **like))  # gate, up
+        self.weight2 = nn.Parameter(torch.empty(num_experts, hidden, size, **like))
+        for weight in (self.weight1, self.weight2):  # as on each expert's own: every rank's part of the norm counts
+            tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x_SE: Tensor, tokens_per_expert: Tensor, weight_S: Tensor) -> tuple[Tensor, None]:
+        """[S, E]: what each expert makes of its tokens, which stand together, times what the router gives it."""
+        ends_X = tokens_per_expert.cumsum(0).to(x_SE.device, torch.int32)
+        gate_SF, up_SF = grouped_mm(x_SE, self.weight1.transpose(1, 2), offs=ends_X).chunk(2, -1)
+        inner_SF = (silu(gate_SF) * up_SF * weight_S[:, None]).to(x_SE.dtype)
+        return grouped_mm(inner_SF, self.weight2.transpose(1, 2), offs=ends_X), None
 
 
 class SequenceNorm(torch.nn.RMSNorm):

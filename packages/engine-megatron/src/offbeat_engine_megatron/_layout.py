@@ -9,9 +9,9 @@ from typing import Any, Final, Self
 
 import torch
 
+from offbeat_engine_megatron._kernels import GROUPED, LOCAL, SEQUENTIAL, TE, Kernels, choose_kernels
 from offbeat_engine_megatron._shape import ModelShape, read_model
 from offbeat_mesh import Device, open_device
-from offbeat_training import fits_varlen
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 
 
@@ -38,9 +38,21 @@ class MegatronEngineOptions:
     )
     attention: str = setting(
         "auto",
-        "Kernel: varlen, one flash attention call for a pack, where device and format have it; or runs, one call for "
-        "each sequence.",
+        "Kernel: auto, that of layers = te, else varlen, one flash attention call for a pack, where device and format "
+        "have it; or runs, one call for each sequence.",
         choices=("auto", "runs"),
+    )
+    layers: str = setting(
+        "auto",
+        "Modules of a layer: te, TransformerEngine's linear layers and attention; local, megatron-core's own; auto, te "
+        "where TransformerEngine is installed and fits device and format.",
+        choices=("auto", LOCAL, TE),
+    )
+    experts: str = setting(
+        "auto",
+        "How experts compute: grouped, all of a rank in one product; sequential, one after the other; auto, grouped "
+        "where device and sizes allow it.",
+        choices=("auto", GROUPED, SEQUENTIAL),
     )
     mtp_layers: int = setting(
         0, "Layers behind the model that predict later tokens; made anew where model_path holds none.", "layers", ge=0
@@ -230,11 +242,9 @@ class Plan:
         """Of the weights that the model computes with."""
         return _FORMATS[self.config.dtype]
 
-    def attention(self, device: Device) -> str:
-        """The kernel of attention on this device: "varlen" or "runs"."""
-        suits = device.packed_attention == "varlen"
-        fits = fits_varlen(self.shape.head_size, self.shape.head_size, self.dtype)
-        return "varlen" if self.options.attention == "auto" and suits and fits else "runs"
+    def kernels(self, device: Device) -> Kernels:
+        """What computes on this device; ConfigError where what is asked for cannot be."""
+        return choose_kernels(self.options, self.shape, self.dtype, device)
 
 
 def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -> Plan:
@@ -276,7 +286,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     device = open_device(config.device)
     plan = plan_engine(config, {"dp": num_ranks, "cp": 1, "tp": 1, "pp": 1, "ep": 1})
     sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
-    kernels = f"attention by {plan.attention(device)}"
+    kernels = str(plan.kernels(device))
     layout = TrainLayout(**sizes, zero_stage=int(plan.options.distributed_optimizer), kernels=kernels)
     if config.dtype == "float32":
         return layout

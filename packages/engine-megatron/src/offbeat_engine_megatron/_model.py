@@ -7,20 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from offbeat_engine_megatron._kernels import GROUPED, GROUPED_TE, TE, Kernels
 from offbeat_engine_megatron._layers import (
+    GroupedExperts,
     MtpLoss,
     PackedAttention,
     PackedParams,
@@ -84,13 +91,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     Args:
         plan: of the engine.
+        kernels: that its layers compute with.
         mesh: over megatron's groups.
         mtp_loss: of the layers of multi-token prediction; None where there are none.
         tower: of the first part of a vision-language model; None elsewhere.
         **megatron: what megatron-core's own model takes.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, mtp_loss: MtpLoss | None, tower: Any, **megatron: Any) -> None:
+    def __init__(
+        self, plan: Plan, kernels: Kernels, mesh: Mesh, mtp_loss: MtpLoss | None, tower: Any, **megatron: Any
+    ) -> None:
         shape, device = plan.shape, mesh.device.torch_device
         super().__init__(
             vocab_size=shape.vocabulary,
@@ -100,7 +110,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             **megatron,
         )
         self.mtp_loss, self.visual = mtp_loss, tower
-        self.attention = plan.attention(mesh.device)
+        self.attention = kernels.attention
         self.settings = HeadSettings(
             tp=mesh.group("tp"),
             cp=mesh.group("cp"),
@@ -154,7 +164,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return angles_of(asked.positions_3T, self.axes_F, self.rotary_pos_emb.inv_freq)
 
 
-def transformer_config(plan: Plan, *, recompute: bool) -> Any:
+def transformer_config(plan: Plan, kernels: Kernels, *, recompute: bool) -> Any:
     """megatron-core's settings for a model on these ranks.
 
     The format is that of the weights and of what travels between layers. Parameters are made in it, ids go in and
@@ -174,6 +184,7 @@ def transformer_config(plan: Plan, *, recompute: bool) -> Any:
             "moe_router_dtype": "fp32",
             "moe_aux_loss_coeff": 0.0,
             "moe_layer_freq": [int(sparse) for sparse in shape.sparse_layers],
+            "moe_grouped_gemm": kernels.experts == GROUPED_TE,
         }
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -192,6 +203,7 @@ def transformer_config(plan: Plan, *, recompute: bool) -> Any:
         qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        attention_backend=AttnBackend.auto,  # of TransformerEngine's: the fastest that it has for a pack
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.sp,
         context_parallel_size=parallel.cp,
@@ -229,7 +241,9 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def build_parts(plan: Plan, mesh: Mesh, config: Any, mtp_loss: MtpLoss | None = None) -> list[PolicyModel]:
+def build_parts(
+    plan: Plan, kernels: Kernels, mesh: Mesh, config: Any, mtp_loss: MtpLoss | None = None
+) -> list[PolicyModel]:
     """The parts of the model that this rank holds, without weights yet: one, or with vpp several."""
     shape, parallel, stage = plan.shape, plan.parallel, mesh.coordinates["pp"]
     parts = []
@@ -240,21 +254,23 @@ def build_parts(plan: Plan, mesh: Mesh, config: Any, mtp_loss: MtpLoss | None = 
             device, trained = mesh.device.torch_device, plan.options.train_vision
             tower = make_tower(plan.hf_config, config, device, trained=trained)
         model = PolicyModel(
-            *(plan, mesh, mtp_loss, tower),
+            *(plan, kernels, mesh, mtp_loss, tower),
             config=config,
-            transformer_layer_spec=_block(config, shape, stage, number),
+            transformer_layer_spec=_block(config, shape, kernels, stage, number),
             pre_process=first,
             post_process=last,
             vp_stage=number,
-            mtp_block_spec=_mtp_block(shape) if last and shape.mtp_layers else None,
+            mtp_block_spec=_mtp_block(shape, kernels) if last and shape.mtp_layers else None,
         )
         parts.append(model)
     return parts
 
 
-def _block(config: Any, shape: ModelShape, stage: int, part: int | None) -> TransformerBlockSubmodules:
+def _block(
+    config: Any, shape: ModelShape, kernels: Kernels, stage: int, part: int | None
+) -> TransformerBlockSubmodules:
     """Layers of one part."""
-    dense, sparse = (_layer(shape, experts) for experts in (None, shape.num_experts or None))
+    dense, sparse = (_layer(shape, kernels, experts) for experts in (None, shape.num_experts or None))
     first = get_transformer_layer_offset(config, vp_stage=part, pp_rank=stage)
     count = get_num_layers_to_build(config, vp_stage=part, pp_rank=stage)
     kinds: Sequence[bool] = shape.sparse_layers or [False] * shape.num_layers
@@ -264,18 +280,33 @@ def _block(config: Any, shape: ModelShape, stage: int, part: int | None) -> Tran
     )
 
 
-def _mtp_block(shape: ModelShape) -> Any:
+def _mtp_block(shape: ModelShape, kernels: Kernels) -> Any:
     """Layers of multi-token prediction, like the model's last one."""
     sparse = bool(shape.num_experts) and shape.sparse_layers[-1]
-    return mtp_block_spec(_layer(shape, shape.num_experts if sparse else None), shape.mtp_layers)
+    return mtp_block_spec(_layer(shape, kernels, shape.num_experts if sparse else None), shape.mtp_layers)
 
 
-def _layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
-    """A layer of megatron-core's own modules, but for attention and norms."""
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+def _layer(shape: ModelShape, kernels: Kernels, num_experts: int | None) -> ModuleSpec:
+    """A layer of megatron-core's modules, local or TransformerEngine's, but for what `_layers` computes otherwise.
+
+    TransformerEngine's linear layers that bring a norm are replaced by those without: adapters need what lies between,
+    and the parameters are then named as those of the local layers.
+    """
+    how: dict[str, Any] = {"num_experts": num_experts, "qk_layernorm": shape.qk_norm}
+    if kernels.layers == TE:
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=kernels.experts == GROUPED_TE, **how)
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **how)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    if kernels.layers == TE:
+        attention.linear_qkv = TEColumnParallelLinear
+        if num_experts is None:
+            layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    if kernels.attention != TE:
+        attention.core_attention = PackedAttention
+    if num_experts is not None and kernels.experts == GROUPED:
+        layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    layer.input_layernorm = layer.pre_mlp_layernorm = SequenceNorm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm
     return spec
@@ -322,12 +353,13 @@ class Policy:
 
 def make_policy(plan: Plan, mesh: Mesh) -> Policy:
     """The model that trains, without weights yet."""
-    shape, options = plan.shape, plan.options
-    config = transformer_config(plan, recompute=plan.config.activation_checkpointing)
+    shape, options, kernels = plan.shape, plan.options, plan.kernels(mesh.device)
+    config = transformer_config(plan, kernels, recompute=plan.config.activation_checkpointing)
     mtp_loss = MtpLoss(mesh, options) if shape.mtp_layers else None
-    parts = build_parts(plan, mesh, config, mtp_loss)
-    weights = HeldWeights(parts, list_slots(shape, plan.parallel), shape, mesh)
-    mtp = HeldWeights(parts, list_mtp_slots(shape, plan.parallel), shape, mesh) if shape.mtp_layers else None
+    parts = build_parts(plan, kernels, mesh, config, mtp_loss)
+    lies = (shape, plan.parallel, kernels.experts)
+    weights = HeldWeights(parts, list_slots(*lies), shape, mesh)
+    mtp = HeldWeights(parts, list_mtp_slots(*lies), shape, mesh) if shape.mtp_layers else None
     num_held = sum(len(each.parameters) for each in (weights, mtp) if each is not None)
     assert num_held == sum(1 for part in parts for _ in part.parameters()), "no tensor of checkpoints fills a parameter"
     adapters = Adapters(parts, weights.slots, plan, mesh) if plan.config.lora_rank else None
@@ -348,9 +380,10 @@ def make_policy(plan: Plan, mesh: Mesh) -> Policy:
 def make_reference(plan: Plan, mesh: Mesh) -> list[PolicyModel]:
     """The first policy, which only answers, with its weights."""
     plan = replace(plan, shape=replace(plan.shape, mtp_layers=0))
-    parts = build_parts(plan, mesh, transformer_config(plan, recompute=False))
+    kernels = plan.kernels(mesh.device)
+    parts = build_parts(plan, kernels, mesh, transformer_config(plan, kernels, recompute=False))
     for part in parts:
         part.requires_grad_(requires_grad=False)
-    slots = list_slots(plan.shape, plan.parallel)
+    slots = list_slots(plan.shape, plan.parallel, kernels.experts)
     HeldWeights(parts, slots, plan.shape, mesh).read(Path(plan.config.model_path).expanduser())
     return parts

@@ -155,14 +155,17 @@ class OptimizerState:
     def __init__(self, optimizer: ClippedOptimizer) -> None:
         self._each = optimizer.each
         self._owners = {id(parameter): each for each in self._each for parameter in _parameters_of(each)}
-        self._last: tuple[Any, str, Tensor] | None = None
+        self._last: tuple[Any, dict[str, Tensor]] = (None, {})
 
     @torch.no_grad()
     def moment(self, name: str, parameter: Any) -> Tensor:
         """One of `MOMENTS`, of the parameter's shape, float32. All ranks that share the parameter's state call this."""
-        if self._last is None or self._last[0] is not parameter or self._last[1] != name:
-            self._last = (parameter, name, self._collect(parameter, name))
-        return self._last[2]  # queries, keys and values of one parameter are asked for one after the other
+        if self._last[0] is not parameter:
+            self._last = (parameter, {})
+        known = self._last[1]  # queries, keys and values of one parameter are asked for one after the other
+        if name not in known:  # and of experts in one parameter both moments, bucket after bucket
+            known[name] = self._collect(parameter, name)
+        return known[name]
 
     @torch.no_grad()
     def put_moment(self, name: str, parameter: Any, values: Tensor) -> None:

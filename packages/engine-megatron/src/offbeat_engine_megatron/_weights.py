@@ -3,7 +3,8 @@
 A slot is one tensor of a Hugging Face checkpoint: the place that holds it, the megatron-core parameter it is part of,
 and how it is cut. Loading and export both go by the same list, which is equal on all ranks: every rank makes the same
 calls in the same order.
-Source: megatron/core/transformer/attention.py (queries, keys and values interleaved by group) and mlp.py (gate, up).
+Source: megatron/core/transformer/attention.py (queries, keys and values interleaved by group), mlp.py (gate, up) and
+moe/experts.py (experts of TransformerEngine's grouped layers); `offbeat_engine_megatron._layers.GroupedExperts`.
 
 Tensors of half a bucket are laid out as one row of memory, of which they are views; what tensor parallel ranks hold of
 it comes in rounds of a quarter. A row may still be read when the next is made, so a rank holds less than two buckets
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat_engine_megatron._kernels import GROUPED, GROUPED_TE, SEQUENTIAL
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_mesh import Mesh
@@ -50,12 +52,14 @@ class Slot(CutTensor):
         copies: other places that hold the same, such as the head of a tied model on the last stage.
         lies: as all of the parameter, or as its "q", "k", "v", "gate" or "up".
         owner: ep rank that holds it; None where all do.
+        expert: which of the experts in a parameter that holds all of a rank; None where it holds one, or none.
     """
 
     place: ParameterPath
     copies: tuple[ParameterPath, ...] = ()
     lies: str = ""
     owner: int | None = None
+    expert: int | None = None
 
     def part_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of what one tp rank holds."""
@@ -64,6 +68,8 @@ class Slot(CutTensor):
 
 def view_of(slot: Slot, parameter: Tensor, shape: ModelShape, tp: int) -> Tensor:
     """The slot's values in a parameter of this rank, as a view; `part_shape` is the shape to give them."""
+    if slot.expert is not None:
+        parameter = parameter[slot.expert]
     if slot.lies in ("gate", "up"):
         return parameter.view(2, -1, *parameter.shape[1:])[int(slot.lies == "up")]
     if slot.lies:
@@ -73,8 +79,8 @@ def view_of(slot: Slot, parameter: Tensor, shape: ModelShape, tp: int) -> Tensor
     return parameter
 
 
-def list_slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
-    """All tensors of the model, in the order in which they are loaded and exported."""
+def list_slots(shape: ModelShape, parallel: Parallel, experts: str = SEQUENTIAL) -> Iterator[Slot]:
+    """All tensors of the model, in the order in which they are loaded and exported; `experts` is of `Kernels`."""
     table = (shape.vocabulary, shape.hidden_size)
     first = ParameterPath(0, 0, "embedding.word_embeddings.weight")
     head = ParameterPath(parallel.pp - 1, parallel.vpp - 1, "output_layer.weight")
@@ -89,20 +95,21 @@ def list_slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
             number % per_round // per_part, number // per_round, f"decoder.layers.{number % per_part}."
         )
         sparse = bool(shape.num_experts) and shape.sparse_layers[number]
-        yield from _layer_slots(shape, parallel, _Layer(f"{shape.stem}.layers.{number}", place), sparse=sparse)
+        form = experts if sparse else ""
+        yield from _layer_slots(shape, parallel, _Layer(f"{shape.stem}.layers.{number}", place), form)
     norm = head._replace(path="decoder.final_layernorm.weight")
     yield Slot(name=f"{shape.stem}.norm.weight", shape=(shape.hidden_size,), place=norm)
     if not shape.tied:
         yield Slot(name="lm_head.weight", shape=table, place=head, tp_dim=0)
 
 
-def list_mtp_slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
+def list_mtp_slots(shape: ModelShape, parallel: Parallel, experts: str = SEQUENTIAL) -> Iterator[Slot]:
     """Tensors of the layers of multi-token prediction, under the names that DeepSeek-V3's checkpoints give them.
 
     They come after the model's own layers; embedding and head are the model's. Source: the weights' README of
     deepseek-ai/DeepSeek-V3 (README_WEIGHTS.md), "MTP modules".
     """
-    hidden, sparse = shape.hidden_size, bool(shape.num_experts) and shape.sparse_layers[-1]
+    hidden, form = shape.hidden_size, experts if shape.num_experts and shape.sparse_layers[-1] else ""
     for number in range(shape.mtp_layers):
         place = ParameterPath(parallel.pp - 1, parallel.vpp - 1, f"mtp.layers.{number}.")
         around = _Layer(f"model.layers.{shape.num_layers + number}", place)
@@ -110,7 +117,7 @@ def list_mtp_slots(shape: ModelShape, parallel: Parallel) -> Iterator[Slot]:
         yield around("hnorm.weight", (hidden,), "hnorm.weight")
         yield around("eh_proj.weight", (hidden, 2 * hidden), "eh_proj.weight", tp_dim=0)
         inner = _Layer(around.stem, place._replace(path=f"{place.path}transformer_layer."))
-        yield from _layer_slots(shape, parallel, inner, sparse=sparse)
+        yield from _layer_slots(shape, parallel, inner, form)
         yield around("shared_head.norm.weight", (hidden,), "final_layernorm.weight")
 
 
@@ -126,7 +133,7 @@ class _Layer:
         return Slot(name=f"{self.stem}.{name}", shape=shape, place=place, **rest)
 
 
-def _layer_slots(shape: ModelShape, parallel: Parallel, make: _Layer, *, sparse: bool) -> Iterator[Slot]:
+def _layer_slots(shape: ModelShape, parallel: Parallel, make: _Layer, experts: str) -> Iterator[Slot]:
     hidden, head = shape.hidden_size, shape.head_size
     rows = {"q": shape.num_heads * head, "k": shape.num_groups * head, "v": shape.num_groups * head}
     for lies, size in rows.items():
@@ -136,31 +143,44 @@ def _layer_slots(shape: ModelShape, parallel: Parallel, make: _Layer, *, sparse:
     yield make("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", tp_dim=1)
     for lies in ("q", "k") if shape.qk_norm else ():
         yield make(f"self_attn.{lies}_norm.weight", (head,), f"self_attention.{lies}_layernorm.weight")
-    if sparse:
-        yield from _expert_slots(shape, parallel, make)
+    if experts:
+        yield make("mlp.gate.weight", (shape.num_experts, hidden), "mlp.router.weight")
+        yield from _expert_slots(shape, parallel, make, experts)
     else:
-        yield from _feed_forward(make, "mlp", "mlp", (shape.ffn_size, hidden), cut=True)
+        yield from _feed_forward(make, "mlp", _DENSE, (shape.ffn_size, hidden), cut=True)
     yield make("input_layernorm.weight", (hidden,), "input_layernorm.weight")
     yield make("post_attention_layernorm.weight", (hidden,), "pre_mlp_layernorm.weight")
 
 
-def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer) -> Iterator[Slot]:
-    yield make("mlp.gate.weight", (shape.num_experts, shape.hidden_size), "mlp.router.weight")
+_DENSE: Final = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+_EXPERTS: Final = {
+    SEQUENTIAL: tuple(f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight" for number in (1, 2)),
+    GROUPED: ("mlp.experts.weight1", "mlp.experts.weight2"),
+    GROUPED_TE: tuple(f"mlp.experts.linear_fc{number}.weight{{}}" for number in (1, 2)),
+}
+"""Where each form of experts has (gate and up, down) of one that a rank holds."""
+
+
+def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer, experts: str) -> list[Slot]:
+    """What one rank holds stands together, for it sends it at once; and in that the tensors of each parameter, so that
+    what is asked of the parameter is asked once.
+    """
+    slots: list[Slot] = []
     held, size = shape.num_experts // parallel.ep, (shape.expert_size, shape.hidden_size)
     for expert in range(shape.num_experts):
-        name, path = f"mlp.experts.{expert}", f"mlp.experts.local_experts.{expert % held}"
-        owner = expert // held if parallel.ep > 1 else None
-        yield from _feed_forward(make, name, path, size, cut=False, owner=owner)
+        owner, number = expert // held if parallel.ep > 1 else None, expert % held
+        inside = number if experts == GROUPED else None
+        paths = tuple(path.format(number) for path in _EXPERTS[experts])
+        slots += _feed_forward(make, f"mlp.experts.{expert}", paths, size, cut=False, owner=owner, expert=inside)
+    return sorted(slots, key=lambda slot: (slot.owner or 0, slot.place.path)) if experts == GROUPED else slots
 
 
 def _feed_forward(
-    make: _Layer, name: str, path: str, size: tuple[int, int], *, cut: bool, owner: int | None = None
+    make: _Layer, name: str, paths: tuple[str, ...], size: tuple[int, int], *, cut: bool, **rest: Any
 ) -> Iterator[Slot]:
     for lies in ("gate", "up"):
-        rest: dict[str, Any] = {"lies": lies, "tp_dim": 0 if cut else None, "owner": owner}
-        yield make(f"{name}.{lies}_proj.weight", size, f"{path}.linear_fc1.weight", **rest)
-    down = f"{path}.linear_fc2.weight"
-    yield make(f"{name}.down_proj.weight", size[::-1], down, tp_dim=1 if cut else None, owner=owner)
+        yield make(f"{name}.{lies}_proj.weight", size, paths[0], lies=lies, tp_dim=0 if cut else None, **rest)
+    yield make(f"{name}.down_proj.weight", size[::-1], paths[1], tp_dim=1 if cut else None, **rest)
 
 
 WEIGHT: Final = ".weight"
@@ -251,10 +271,10 @@ class Gathering:
 
     def _gather(self, bucket: Sequence[Slot], tensors: Sequence[Tensor], rows: Sequence[Rows], part_of: PartOf) -> None:
         """Gather some rows of cut tensors over tp."""
-        tp = self._tp.size
+        tp, dtype = self._tp.size, tensors[0].dtype
         mine = torch.cat(
             [
-                part_of(bucket[number]).reshape(bucket[number].part_shape(tp))[start:stop].reshape(-1)
+                narrowed(part_of(bucket[number]).reshape(bucket[number].part_shape(tp))[start:stop], dtype).reshape(-1)
                 for number, start, stop in rows
             ]
         )
@@ -402,7 +422,7 @@ class HeldWeights:
         self, bucket: Sequence[Slot], values: Values, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of one bucket, on every rank; the tensors are copies."""
-        ask = _ask_once(lambda parameter: narrowed(values(parameter), dtype))
+        ask = _ask_once(values)
         flat = torch.empty(sum(slot.num_elements for slot in bucket), dtype=dtype, device=self._device)
 
         def part_of(slot: Slot) -> Tensor:

@@ -21,6 +21,7 @@ WRITERS = [
     Layout(axes={"dp": 2}, options={"overlap_grad_reduce": True, "overlap_param_gather": True}),
     Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}),
     Layout(model="qwen3-moe", axes={"tp": 2, "pp": 2}),
+    Layout(model="qwen3-moe", axes={"dp": 2, "ep": 2}, options={"experts": "sequential"}),
 ]
 READERS = [
     Layout(),

@@ -20,6 +20,7 @@ ONE_OF_A_KIND = {
     "qwen2, tp2 pp2",
     "llama, one rank",
     "qwen3-moe, dp2 ep2",
+    "qwen3-moe, dp2 ep2, experts=sequential",
 }
 """One layout for each kind of parallelism and each family; the others only vary them further."""
 

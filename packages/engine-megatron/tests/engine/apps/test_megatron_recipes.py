@@ -46,7 +46,9 @@ def test_a_recipe_is_planned_with_the_layout_it_will_have(
     main = request.getfixturevalue(f"{application}_main")
     found = planned(main, (GRPO if application == "grpo" else SFT) / f"{stem}.toml", cluster)
     rows = {row["what"]: row["text"] for row in found["rows"]}
-    assert rows["layout"] == f"{layout}, attention by runs"
+    kernels = "local layers (TransformerEngine needs a GPU: got cpu), attention by runs"
+    experts = ", experts grouped by torch" if stem.startswith("moe") else ""
+    assert rows["layout"] == f"{layout}, {kernels}{experts}"
     assert "notice" not in rows
     assert found["batch"]["num_ranks" if application == "grpo" else "data_parallel"] == data_parallel
     held = found["memory_bytes"]["trainer"]
