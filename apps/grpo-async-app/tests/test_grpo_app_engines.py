@@ -370,6 +370,54 @@ def test_an_engine_that_does_not_close_well_when_it_leaves_ends_no_run(config: P
     run(scenario)
 
 
+class SlowHandle(Handle):
+    """Takes its time to stop and to take weights, and refuses what it is called with once it is being stopped."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.may_end = asyncio.Event()
+        self._is_closed = False
+
+    async def stop(self) -> None:
+        self._is_closed = True
+        await self.may_end.wait()
+        self.kill()
+
+    async def call(self, method: str, *args: Any, **words: Any) -> Any:
+        if method == "receive_weights":
+            self.calls.append("begins")
+            await asyncio.sleep(0.05)
+        if self._is_closed:
+            raise OffbeatError("the rollout engine is closed; make a new one")
+        return await super().call(method, *args, **words)
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_an_engine_that_leaves_around_a_sync_does_not_end_the_run(config: Path, when: str) -> None:
+    async def scenario() -> None:
+        engines = open_engines(settings(config), None, [])
+        stays, leaves = Handle("rollout-0"), SlowHandle("rollout-1")
+        for each in (stays, leaves):
+            engines._add(each.name, each)  # type: ignore[arg-type]
+        if when == "before":
+            engines.scale(1)
+            await until(lambda: leaves._is_closed)
+        sync = asyncio.create_task(engines.sync(Offer(), interrupt=True))
+        if when == "within":
+            await until(lambda: "begins" in leaves.calls)
+            engines.scale(1)
+        await sync
+        assert stays.calls.count("receive_weights") == 1
+        assert leaves.calls.count("receive_weights") == (when == "within")
+        await engines.abort("1")
+        leaves.may_end.set()
+        await until(lambda: "rollout-1" not in engines._engines)
+        engines.raise_if_failed()
+        await engines.close()
+
+    run(scenario)
+
+
 def test_tokens_that_engines_sample_show_that_the_run_moves(config: Path) -> None:
     async def scenario() -> None:
         engines = open_engines(settings(config), None, [])

@@ -1,6 +1,7 @@
 """Roles that the tests start in processes of their own."""
 
 import asyncio
+import concurrent.futures
 import ctypes
 import os
 import signal
@@ -175,6 +176,16 @@ class Patient:
                 file.write(text + "\n")
 
 
+def _raise_memory_error(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
+class NoMemoryForItError(Exception):
+    """For whose text there is no memory."""
+
+    __str__ = _raise_memory_error
+
+
 class Faulty:
     """Fails in every way a role can."""
 
@@ -210,6 +221,22 @@ class Faulty:
 
     async def async_system_exit(self) -> None:
         sys.exit(5)
+
+    async def no_memory_for_an_async_error(self) -> None:
+        raise NoMemoryForItError
+
+    async def no_memory_for_a_callback(self) -> None:
+        """Await what a thread has done, and could not say."""
+        loop, answer = asyncio.get_running_loop(), concurrent.futures.Future[None]()
+        wakes = asyncio.wrap_future(answer)
+        loop.call_soon_threadsafe = _raise_memory_error  # type: ignore[method-assign]
+        threading.Thread(target=answer.set_result, args=(None,)).start()
+        await wakes
+
+    async def no_memory_in_a_thread(self) -> None:
+        """Await what a thread was to do that has ended."""
+        threading.Thread(target=_raise_memory_error).start()
+        await asyncio.Event().wait()
 
     def wrong_type(self) -> str:
         return "a string"

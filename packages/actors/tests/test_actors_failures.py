@@ -69,6 +69,20 @@ def test_offbeat_errors_keep_type_text_and_exit_code(start_role: Any) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "method", ["no_memory_for_an_async_error", "no_memory_for_a_callback", "no_memory_in_a_thread"]
+)
+def test_a_role_without_the_memory_to_answer_ends_and_keeps_nobody_waiting(start_role: Any, method: str) -> None:
+    async def scenario() -> None:
+        async with start_role("Faulty") as role:
+            error = await error_of(role, method, deadline_s=20.0)
+            assert isinstance(error, PeerFailedError), error
+            assert "exited with code 71" in str(error)
+            assert not role.alive
+
+    asyncio.run(scenario())
+
+
 def test_an_offbeat_error_of_unknown_type_arrives_as_its_nearest_known_base(start_role: Any) -> None:
     async def scenario() -> None:
         async with start_role("Faulty") as role:

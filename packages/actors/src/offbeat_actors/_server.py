@@ -6,6 +6,7 @@ needs the main thread for such methods has it, and the loop another.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -13,6 +14,7 @@ import gc
 import importlib
 import inspect
 import io
+import logging
 import os
 import queue
 import signal
@@ -48,6 +50,8 @@ from offbeat_liveness import watch_if_invited
 from offbeat_types import defer_device_backends
 
 EXIT_PARENT_GONE: Final = 70
+EXIT_NO_ANSWER: Final = 71
+"""An answer could not be given, as for lack of memory: who waits for it hears of the end instead."""
 
 
 class _Server:
@@ -91,6 +95,7 @@ class _Server:
         self._tasks[call_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(call_id, None))
         task.add_done_callback(lambda _: work.close())  # when cancelled before its first step
+        task.add_done_callback(_end_if_it_failed)
         return task
 
     async def _answer(self, call_id: int, work: Coroutine[Any, Any, Bytes]) -> None:
@@ -162,10 +167,38 @@ def _nothing() -> None:
     """Stand in for the `close` of a role that has none."""
 
 
+def _end_if_it_failed(answering: asyncio.Task[None]) -> None:
+    if not answering.cancelled() and answering.exception() is not None:
+        _exit_now(EXIT_NO_ANSWER)
+
+
 def _exit_now(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
+
+
+class _EndsWithoutMemory(logging.Handler):
+    """Ends the process when a library logs that it had no memory to wake who waits for a result."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], MemoryError):
+            _exit_now(EXIT_NO_ANSWER)
+
+
+def _end_without_memory() -> None:
+    """Let a lack of memory that no caller would hear of end this process."""
+    for name in ("asyncio", "concurrent.futures"):
+        logging.getLogger(name).addHandler(_EndsWithoutMemory())
+    tell = threading.excepthook
+
+    def on_exception(raised: Any) -> None:
+        if issubclass(raised.exc_type, MemoryError):
+            _exit_now(EXIT_NO_ANSWER)
+        tell(raised)
+
+    threading.excepthook = on_exception
 
 
 def _prepare_process() -> None:
@@ -223,6 +256,7 @@ def main(fd: int) -> None:
     """Serve one role on the socket `fd`, inherited from the parent."""
     defer_device_backends()
     _prepare_process()
+    _end_without_memory()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     watch_if_invited(os.environ.get("OFFBEAT_ROLE", ""))

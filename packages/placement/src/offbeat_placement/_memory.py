@@ -14,6 +14,8 @@ from offbeat_types import TrainEngineSettings, TrainLayout, read_model_json
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 64 * 2**20
 """Logits of a chunk in the default engine, whose chunks have 16 tokens at least."""
+_KEPT_BYTES: Final = 256 * 2**20
+"""What the default engine keeps at most of the logits for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class TrainMemory:
         keeps_reference: a frozen copy of the first policy is held too.
         lora_rank: of adapters on all linear layers of the blocks; 0 trains all weights.
         head_tokens: tokens whose logits exist at the same time; 0: all of the micro-batch.
+        kept_bytes: at most, of what is kept of the logits for the backward pass.
     """
 
     weight_bytes: int = 4
@@ -64,6 +67,7 @@ class TrainMemory:
     keeps_reference: bool = False
     lora_rank: int = 0
     head_tokens: int = 0
+    kept_bytes: int = 0
 
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
         """Bytes of one rank."""
@@ -114,8 +118,10 @@ class TrainMemory:
         return self.tokens * self.compute_bytes * numbers * self.pipeline_parallel
 
     def _logits(self, shape: ModelShape) -> float:
-        """float32 logits and their gradient."""
-        return 2 * 4 * min(self.head_tokens or self.tokens, self.tokens) * shape.vocabulary / self.tensor_parallel
+        """float32 logits and their gradient, and what is kept."""
+        vocabulary = shape.vocabulary / self.tensor_parallel
+        kept = min(self.kept_bytes, self.tokens * vocabulary * self.compute_bytes)
+        return 2 * 4 * min(self.head_tokens or self.tokens, self.tokens) * vocabulary + kept
 
 
 def block_activations(shape: ModelShape) -> int:
@@ -208,6 +214,7 @@ def train_memory(
         keeps_reference=keeps_reference and not engine.lora_rank,
         lora_rank=engine.lora_rank,
         head_tokens=max(16, _HEAD_BYTES // (4 * shape.vocabulary)),
+        kept_bytes=_KEPT_BYTES,
     )
 
 

@@ -178,7 +178,8 @@ class Engines:
 
     @property
     def living(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.actor.alive]
+        """Those whose process runs and is not being stopped."""
+        return [engine for engine in self._engines.values() if engine.actor.alive and not engine.has_left]
 
     @property
     def num_tokens(self) -> int:
@@ -201,7 +202,7 @@ class Engines:
 
     @contextlib.contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Give an engine a group to work on: it does not leave before the block ends."""
+        """Give an engine a group to work on, or weights: it does not leave before the block ends."""
         engine = self._engines[name]
         engine.load += 1
         engine.empty.clear()
@@ -237,7 +238,7 @@ class Engines:
 
     async def abort(self, request_id: str) -> None:
         """End a request wherever it runs. An engine that is gone has ended it."""
-        handles = [engine.actor for engine in self._engines.values() if engine.actor.alive]
+        handles = [engine.actor for engine in self.living]
         for outcome in await asyncio.gather(
             *(handle.call("abort", request_id) for handle in handles), return_exceptions=True
         ):
@@ -279,7 +280,10 @@ class Engines:
         turns, deadline_s = self._turns, self._config.async_.sync_deadline_s
         if turns is not None:
             await turns.show_weights()
-        synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self._give_up)
+        with contextlib.ExitStack() as held:
+            for engine in engines:
+                held.enter_context(self.hold(engine.name))
+            synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self._give_up)
         if turns is not None:
             await turns.to_generation(synced)
 
@@ -387,11 +391,13 @@ class Engines:
         self._adjust()
 
     async def _dismiss(self, engine: Engine) -> None:
-        await engine.empty.wait()
+        while engine.load:  # again: it may have got something to do before this task went on
+            await engine.empty.wait()
         await self._stop(engine)
 
     async def _stop(self, engine: Engine) -> None:
         """Stop its process. What goes wrong is told: it is gone anyway, and nobody needs it."""
+        engine.has_left = True
         try:
             await engine.actor.stop()
         except OffbeatError as error:
