@@ -1,11 +1,10 @@
 """Every row of the table of speeds, one benchmark after the other, in at most an hour; writes docs/performance.md.
 
-    uv run python tools/bench/all.py [--model FOLDER] [--vllm-python PYTHON] [--only NAME ...] [--out FILE]
+    uv run python tools/bench/all.py [--model FOLDER] [--only NAME ...] [--out FILE]
 
-Without a folder the model is SmolLM2-135M-Instruct, made by tools/make_smollm2.py and kept in the cache. vLLM is
-compared where `--vllm-python` is the Python of an environment that has it, such as
-.nox/rollout-vllm-engine/bin/python. Run it on a machine that does nothing else. With --only, the other parts of the
-page stay as they were.
+Without a folder the model is SmolLM2-135M-Instruct, made by tools/make_smollm2.py. It and the environments of vLLM and
+TRL are made with uv once and kept in the cache. Run it on a machine that does nothing else. With --only, the other
+parts of the page stay as they were.
 """
 
 import argparse
@@ -14,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,12 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.harness import Row, table
+from bench.harness import Row, cache_folder, peer_python, table
 
 ROOT: Final = Path(__file__).parents[2]
 BENCH: Final = Path(__file__).parent
 BENCH_TIMEOUT_S: Final = 2400
+WITH_VLLM: Final = (f"--editable={ROOT}/packages/rollout-vllm[engine-cpu]", f"--editable={ROOT}/packages/rollout-torch")
 BEGINS: Final = "<!-- {0} -->"
 
 
@@ -54,12 +55,13 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A benchmark: its script, what it is told, and what is read from its rows."""
+    """A benchmark: its script, what it is told, and what is read from its rows; `beside_vllm`: where vLLM is, too."""
 
     title: str
     words: tuple[str, ...]
     measures: tuple[Measure, ...] = ()
     takes_model: bool = True
+    beside_vllm: bool = False
 
 
 def number(field: str, **where: object) -> Callable[[Sequence[Row]], float]:
@@ -72,6 +74,7 @@ BENCHES: Final = {
     "generation": Bench(
         title="Generation with log-probabilities, bfloat16",
         words=("vs_generate.py", "--dtype", "bfloat16", "--temperature", "0.3"),
+        beside_vllm=True,
         measures=(
             *(
                 Measure(
@@ -136,15 +139,13 @@ BENCHES: Final = {
 }
 
 
-def run(bench: Bench, model: Path, python: str) -> tuple[list[Row], float]:
+def run(bench: Bench, model: Path) -> tuple[list[Row], float]:
     """Its rows, and the seconds it took."""
     script, *words = bench.words
+    python = peer_python("vllm-0.32", *WITH_VLLM) if bench.beside_vllm else sys.executable
     command = [python, str(BENCH / script), *([str(model)] if bench.takes_model else []), *words, "--json"]
     started_s = time.monotonic()
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if python != sys.executable:  # another environment has the peer, and our sources from here
-        sources = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]
-        env["PYTHONPATH"] = os.pathsep.join(map(str, sources))
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False, timeout=BENCH_TIMEOUT_S)
     start = done.stdout.find("[\n")
     if done.returncode or start < 0:
@@ -203,12 +204,17 @@ def write_page(page: Path, sections: dict[str, str]) -> None:
 
 
 def find_model(folder: Path | None) -> Path:
-    """The folder that was given, or SmolLM2-135M made once."""
+    """The folder that was given, or SmolLM2-135M made once, with what only its maker needs in a folder of its own."""
     if folder is not None:
         return folder
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "bench" / "smollm2-135m"
+    cache = cache_folder() / "smollm2-135m"
     if not (cache / "config.json").exists():
-        subprocess.run([sys.executable, str(BENCH.parent / "make_smollm2.py"), str(cache)], check=True)
+        with tempfile.TemporaryDirectory() as needed:
+            install = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", needed]
+            subprocess.run([*install, "gguf", "accelerate"], check=True)
+            path = os.pathsep.join([needed, *filter(None, [os.environ.get("PYTHONPATH")])])
+            making = [sys.executable, str(BENCH.parent / "make_smollm2.py"), str(cache)]
+            subprocess.run(making, check=True, env=os.environ | {"PYTHONPATH": path})
     return cache
 
 
@@ -216,14 +222,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """Measure and write; 1 when a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--only", nargs="+", choices=list(BENCHES), default=list(BENCHES))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "performance.md")
     args = parser.parse_args(list(arguments) if arguments is not None else None)
     model, sections, missed = find_model(args.model), read_sections(args.out), list[str]()
     for name in args.only:
         bench = BENCHES[name]
-        rows, seconds = run(bench, model, args.vllm_python if name == "generation" else sys.executable)
+        rows, seconds = run(bench, model)
         sections[name] = section(name, bench, rows, seconds)
         write_page(args.out, sections)  # after each: an interrupted hour leaves what it has measured
         values: list[tuple[Measure, Any]] = [(measure, value_of(measure, rows)) for measure in bench.measures]

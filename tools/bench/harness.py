@@ -1,13 +1,19 @@
-"""What the benchmarks share: a command line, sides that take turns, forked ranks, and rows as a table or as JSON."""
+"""What benchmarks share: a command line, environments of peers, sides that take turns, forked ranks, rows as JSON."""
 
 import argparse
+import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from find_links import find_links
 
 Row = Mapping[str, Any]
 
@@ -19,6 +25,28 @@ def parser_of(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     return parser
+
+
+INSTALL_TIMEOUT_S: Final = 1800
+
+
+def cache_folder() -> Path:
+    """Where benchmarks keep models and environments."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "bench"
+
+
+def peer_python(name: str, *packages: str) -> str:
+    """The Python of an environment with these packages and the torch that runs here; made with uv once, and kept."""
+    environment = cache_folder() / name
+    wanted = ("torch==" + importlib.metadata.version("torch").partition("+")[0], *packages)
+    python, complete = environment / "bin" / "python", environment / "complete"
+    if not complete.exists() or complete.read_text() != "\n".join(wanted):
+        links = [f"--find-links={link}" for link in find_links()]
+        subprocess.run(["uv", "venv", "-q", "--clear", "--python", sys.executable, str(environment)], check=True)
+        install = ["uv", "pip", "install", "-q", "--python", str(python), *links, *wanted]
+        subprocess.run(install, check=True, timeout=INSTALL_TIMEOUT_S, cwd=Path(__file__).parents[2])
+        complete.write_text("\n".join(wanted))  # last: an environment that was interrupted is made again
+    return str(python)
 
 
 def take_turns(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

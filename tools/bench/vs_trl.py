@@ -13,7 +13,6 @@ own, made once with uv and kept. Both sides are bound to the same `--threads` CP
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import random
@@ -28,7 +27,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.harness import Row, parser_of, show
+from bench.harness import Row, parser_of, peer_python, show
 
 WARM_UP_STEPS: Final = 1
 DRAIN_STEPS: Final = 2
@@ -132,7 +131,7 @@ def run_offbeat(job: dict[str, Any]) -> list[float]:
 
 def run_trl(job: dict[str, Any]) -> list[float]:
     """TRL's side of a job."""
-    _run("TRL", [peer_python(), str(PEER_PROGRAM), json.dumps(job)], job["threads"])
+    _run("TRL", [peer_python("trl-1.16", *PEER_PACKAGES), str(PEER_PROGRAM), json.dumps(job)], job["threads"])
     return list(json.loads((Path(job["folder"]) / "trl.json").read_text()))
 
 
@@ -181,24 +180,6 @@ def peak() -> float:
 def _status(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def peer_python() -> str:
-    """The Python of TRL's environment; made with uv on first use, with the torch that runs here, and kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    environment = cache / "offbeat" / "bench" / "trl-1.16"
-    torch = "torch==" + importlib.metadata.version("torch").partition("+")[0]
-    python, complete = environment / "bin" / "python", environment / "complete"
-    if complete.exists() and complete.read_text() == torch:
-        return str(python)
-    from find_links import find_links
-
-    links = [word for link in find_links() for word in ("--find-links", link)]
-    subprocess.run(["uv", "venv", "-q", "--clear", "--python", sys.executable, str(environment)], check=True)
-    install = ["uv", "pip", "install", "-q", "--python", str(python), *links, torch, *PEER_PACKAGES]
-    subprocess.run(install, check=True, timeout=1800)
-    complete.write_text(torch)  # last: an environment that was interrupted is made again
-    return str(python)
 
 
 def _run(name: str, command: list[str], threads: int) -> None:

@@ -38,4 +38,4 @@ def test_a_part_is_written_in_its_place_and_the_others_stay(tmp_path):
 def test_a_benchmark_that_fails_ends_the_hour_with_its_words(tmp_path):
     wrong = speeds.Bench(title="wrong", words=("quickstart.py", "--seeds", "-1"), takes_model=False)
     with pytest.raises(SystemExit, match="ended with 1"):
-        speeds.run(wrong, tmp_path, speeds.sys.executable)
+        speeds.run(wrong, tmp_path)

@@ -173,7 +173,7 @@ def _end_if_it_failed(answering: asyncio.Task[None]) -> None:
 
 
 def _exit_now(code: int) -> None:
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(OSError, ValueError, MemoryError):  # no log, or no memory to write to it
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -1,0 +1,112 @@
+"""What the driver does between two steps, in process: validations, and the greedy sample of a group."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.backend import GrpoBackend
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.sampling import Scored, Validation
+from offbeat_async_policy import AsyncPolicy
+from offbeat_data import Prompt, RewardScore
+from offbeat_run import load_config
+from offbeat_types import Completion, GenerateRequest, RunFolderError, Trajectory, VersionSegment
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(within())
+
+
+def settings(config: Path, *changes: str) -> GrpoConfig:
+    return load_config(config, GrpoConfig, ["--rollout.num_engines=2", *changes])
+
+
+class Notes:
+    """Takes what a backend writes down: the seam of `RunLogger`, and of the checkpoints in a `RunFolder`."""
+
+    def __init__(self) -> None:
+        self.checkpoints = self
+
+    def worked(self, *_: Any) -> None:
+        pass
+
+    def set_score(self, version: int, reward: float) -> None:
+        raise RunFolderError("no space left on the device")
+
+
+def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
+    notes: Any = Notes()
+    policy = AsyncPolicy(config.async_, 8)
+    prompt = Prompt(index=0, text="1", ids=(1,), answer="1")
+    return GrpoBackend(config, fleet, policy, prompts=(prompt,), held_out=(prompt,), run=notes, logger=notes)
+
+
+def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(settings(config, "--cluster.colocate=true"), str(model), tmp_path)
+        backend, validated = open_backend(settings(config), fleet), list[int]()
+
+        async def waits_for_an_engine_that_gets_weights() -> None:
+            async with backend._trainer_turn:
+                validated.append(1)
+
+        for action in ("update", "sync", "checkpoint"):
+            backend._validating = asyncio.create_task(waits_for_an_engine_that_gets_weights())
+            await backend.prepare(action)  # type: ignore[arg-type]
+        assert validated == [1, 1, 1]
+
+    run(scenario)
+
+
+def test_a_validation_that_cannot_be_written_down_ends_the_run(
+    config: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answered(*_: Any) -> Validation:
+        return Validation(version=1, accuracy=1.0, reward=1.0, mean_tokens=1.0, mean_turns=None, samples=[])
+
+    async def scenario() -> None:
+        backend = open_backend(settings(config), Fleet(settings(config), str(model), tmp_path))
+        backend._validating = asyncio.create_task(backend._validate(1))
+        with pytest.raises(RunFolderError, match="no space left"):
+            await backend.finish()
+
+    monkeypatch.setattr("grpo_async_app._run.backend.validate", answered)
+    run(scenario)
+
+
+def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, model: Path, tmp_path: Path) -> None:
+    """ReMax subtracts it: what is taken off for length, and where a sample stops, must be the same."""
+    words = ['--rollout.stop=["x"]', "--algorithm.advantage=remax", "--algorithm.overlong_buffer_tokens=4"]
+    chosen = load_config(config, GrpoConfig, words)
+    requests: list[GenerateRequest] = []
+    long = Completion(
+        ids=np.arange(8, dtype=np.int32),
+        logprobs=np.zeros(8, np.float32),
+        segments=(VersionSegment(version=0, num_tokens=8),),
+        stop_reason="length",
+    )
+
+    async def scenario() -> None:
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[Scored]:
+            requests.append(request)
+            return [(Trajectory.of(long), RewardScore(value=1.0, parts={}))]
+
+        backend._rollouts.sample = sample  # type: ignore[method-assign]
+        greedy = await backend._sample_greedy(3, backend._prompt(0), "rollout-0")
+        assert greedy == 0.0, "a whole buffer over: the reward less the factor of 1"
+
+    run(scenario)
+    assert requests[0].params.stop == ("x",)
