@@ -11,7 +11,7 @@ from grpo_async_app._config.estimates import BatchArithmetic
 from grpo_async_app._config.placement import place_run, request_resources
 from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.fleet import plan_threads
+from grpo_async_app._run.fleet import plan_threads, share_cpus
 from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
@@ -261,6 +261,8 @@ def test_those_that_train_and_those_that_sample_share_all_cpus(colocate: bool, m
     config = replace(config, engine=replace(config.engine, num_ranks=4))
     assert plan_threads(config) == {"trainer": 2, "rollout": 4, "teacher": 1}
     assert plan_threads(replace(config, cluster=replace(config.cluster, rollout_threads=3)))["rollout"] == 3
+    assert share_cpus(config, plan_threads(config)) == (not colocate)
+    assert not share_cpus(config, {"trainer": 1, "rollout": 2, "teacher": 1})
 
 
 def test_threads_are_cpus_where_they_are_reserved() -> None:

@@ -149,7 +149,7 @@ class Patient:
         return os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 
     async def environment(self, key: str) -> str:
-        return os.environ[key]
+        return os.environ.get(key, "")
 
     async def visible_devices(self) -> list[str]:
         """What Ray's variables of visible devices say, whatever their kind."""

@@ -186,15 +186,16 @@ def test_a_wrong_call_is_refused_and_named(start_role: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_threads_that_wait_sleep_unless_told_otherwise(start_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_wait_sleep_where_roles_share_cpus(start_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
 
     async def scenario() -> None:
-        async with start_role("Patient") as role:
-            names = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
-            assert [await role.call("environment", name, returns=str) for name in names] == ["PASSIVE", "0", "7"]
+        for shares_cpus, wanted in ((True, ["PASSIVE", "0", "7"]), (False, ["", "", "7"])):
+            async with start_role("Patient", shares_cpus=shares_cpus) as role:
+                names = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
+                assert [await role.call("environment", name, returns=str) for name in names] == wanted
 
     asyncio.run(scenario())
 

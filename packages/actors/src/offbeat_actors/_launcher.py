@@ -151,7 +151,7 @@ _THREAD_VARIABLES: Final = (
 
 _PASSIVE_WAITS: Final = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 """Threads that wait for the others of a product sleep. By default they spin, and take the cores of the other roles: two
-roles with all cores each then stand still. GNU's and Intel's OpenMP."""
+roles with all cores each then get a third of what they get so. GNU's and Intel's OpenMP."""
 
 
 def child_command(fd: int, reaper_fd: int, name: str) -> list[str]:
@@ -174,7 +174,8 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
         driver_address: IP address of this machine, as the role's machine sees it.
     """
     threads = dict.fromkeys(_THREAD_VARIABLES, str(spec.num_threads)) if spec.num_threads else {}
-    waits = {name: os.environ.get(name, value) for name, value in _PASSIVE_WAITS.items()}
+    passive = _PASSIVE_WAITS if spec.shares_cpus else {}
+    waits = {name: os.environ.get(name, value) for name, value in passive.items()}
     run = {"PYTHONUNBUFFERED": "1", "OFFBEAT_RUN": run_name, "OFFBEAT_ROLE": spec.name}
     if spec.main_thread:
         run[MAIN_THREAD] = "1"

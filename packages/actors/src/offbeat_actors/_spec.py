@@ -19,6 +19,8 @@ class RoleSpec:
         kwargs: constructor arguments: plain data, dataclasses and numpy arrays, decoded by its annotations.
         env: environment variables added to those of the driver, or of the node where the role runs.
         num_threads: CPU threads of numpy, torch and OpenMP in the process; 0 leaves them as they are.
+        shares_cpus: others compute on the same CPUs at the same time, so OpenMP's threads sleep where they wait; alone
+            they spin, which is faster.
         log_path: file that takes stdout and stderr, appended to; None: those of the parent.
         liveness_policy: of its monitor, where the driver is watched: "report" says who waits for whom; "abort" also
             ends the process, with exit code 4, when it stands in a wait that will never end.
@@ -31,6 +33,7 @@ class RoleSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     num_threads: int = 0
+    shares_cpus: bool = False
     log_path: Path | None = None
     liveness_policy: Policy = "report"
     main_thread: bool = False

@@ -45,12 +45,15 @@ class DecodeAttention:
         store = flat_positions(block, torch.arange(len(cached), device=like.device), places, self._num_kv_heads)
         # Multiples of 16 keep the number of different shapes small: some kernels are compiled per shape.
         length = min(block.capacity, -(-(max(cached) + 1) // 16) * 16)
+        on_cpu = like.is_cpu and like.dtype == torch.bfloat16
+        is_small = on_cpu and len(rows) * length <= FUSED_UP_TO_TOKENS and prefix is None
+        if on_cpu and not is_small:
+            length = block.capacity  # oneDNN copies all keys and values at each step unless they lie without gaps
         hidden = torch.arange(length, device=like.device) > places[:, None]
         mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
         mask = mask.repeat_interleave(self._num_kv_heads, 0)[:, None]
         positions = places + rows[0].band.prefix_tokens
-        is_small = like.is_cpu and like.dtype == torch.bfloat16 and len(rows) * length <= FUSED_UP_TO_TOKENS
-        return _DecodePart(block, positions, store, mask, prefix.block if prefix else None, is_small and prefix is None)
+        return _DecodePart(block, positions, store, mask, prefix.block if prefix else None, is_small)
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
         outputs, start = [], 0

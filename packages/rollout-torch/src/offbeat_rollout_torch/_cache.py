@@ -29,6 +29,9 @@ from offbeat_rollout_torch._families import Architecture
 
 SMALLEST_CAPACITY: Final = 64
 BLOCKS_IN_BUDGET: Final = 8
+SMALL_BLOCK_BYTES: Final = 256 * 2**20
+"""Blocks are not made smaller than this, or than a quarter of the budget, to have more of them: each is a call of its
+own in every layer. Four blocks instead of one took a fifth of a step of 32 samples of 112 tokens (docs/decisions.md)."""
 SHARE_FROM_TOKENS: Final = 128
 """A shorter prefix is copied to each row: a product of its own for it would take longer than reading the copies."""
 
@@ -186,7 +189,9 @@ class KVCache:
         capacities = [SMALLEST_CAPACITY]
         while capacities[-1] < max_length:
             capacities.append(2 * capacities[-1])
-        self.block_tokens = max(budget_tokens // BLOCKS_IN_BUDGET, capacities[-1])
+        a = architecture
+        small = SMALL_BLOCK_BYTES // (2 * a.num_layers * a.num_kv_heads * a.head_dim * like.itemsize)
+        self.block_tokens = max(budget_tokens // BLOCKS_IN_BUDGET, min(budget_tokens // 4, small), capacities[-1])
         self._capacities, self._architecture, self._like = capacities, architecture, like
         self.bands = self._new_bands(None)
         self.prefixes: list[Prefix] = []

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -293,6 +293,7 @@ class RoleSpecs:
     def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
         self._config, self._model_path, self._log_folder = config, model_path, log_folder
         self._has_images, self._threads = has_images, plan_threads(config)
+        self._shares_cpus = share_cpus(config, self._threads)
 
     def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
         """Rank 0 of the trainer; the others differ by their number."""
@@ -322,6 +323,7 @@ class RoleSpecs:
             target=f"grpo_async_app._roles.{kind}:{role}",
             kwargs={"config": self._config, "num_threads": self._threads[kind], **kwargs},
             num_threads=self._threads[kind],
+            shares_cpus=self._shares_cpus,
             log_path=self._log_folder / f"{name}.log",
         )
 
@@ -336,9 +338,8 @@ def plan_threads(config: GrpoConfig) -> dict[str, int]:
     Those that train share all CPUs, and so do those that sample: threads that wait do not spin, so who computes has
     them. (Half of the CPUs each was 1.5 to 2 times slower: each kind waits for the other a part of the time.)
     """
-    trainers = [f"trainer-{rank}" for rank in range(config.engine.num_ranks)]
-    rollouts = [f"rollout-{number}" for number in range(config.rollout.num_engines)]
-    teachers = [f"teacher-{number}" for number in range(config.teacher.num_replicas if config.teacher.is_set else 0)]
+    counts = _count_roles(config)
+    trainers, rollouts, teachers = ([f"{kind}-{number}" for number in range(n)] for kind, n in counts.items())
     shares: dict[str, int] = {}
     for roles in (trainers, [*rollouts, *teachers]):  # teachers score while engines sample
         shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
@@ -347,3 +348,19 @@ def plan_threads(config: GrpoConfig) -> dict[str, int]:
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],
         "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
     }
+
+
+def share_cpus(config: GrpoConfig, threads: Mapping[str, int]) -> bool:
+    """Whether roles that compute at the same time have more threads than this machine has CPUs.
+
+    Those that take turns on a device do not.
+    """
+    return not config.cluster.colocate and available_cpus() < sum(
+        count * threads[kind] for kind, count in _count_roles(config).items()
+    )
+
+
+def _count_roles(config: GrpoConfig) -> dict[str, int]:
+    """Processes that compute with torch, by kind."""
+    teachers = config.teacher.num_replicas if config.teacher.is_set else 0
+    return {"trainer": config.engine.num_ranks, "rollout": config.rollout.num_engines, "teacher": teachers}
