@@ -1,10 +1,11 @@
-"""Generation with log-probabilities: rollout-torch beside transformers `generate()` and vLLM, by turns in one process.
+"""Generation with log-probabilities: rollout-torch beside transformers `generate()` and vLLM, by turns.
 
     python tools/bench/vs_generate.py MODEL_FOLDER [--batch 1 8 32] [--group 8] [--group-prompt 1024] [--new 64]
         [--threads 2] [--repeats 3] [--dtype bfloat16] [--temperature 1.0] [--json]
 
-All get the same prompts, new ones at every turn, sample without an end-of-sequence token, and return the
-log-probability of every token. A peer that is not installed is left out. The rows:
+Each lives in a process of its own, as it does in a run: OpenMP's threads wait less patiently in a process that has more
+of them than there are processors. All get the same prompts, new ones at every turn, sample without an end-of-sequence
+token, and return the log-probability of every token. A peer that is not installed is left out. The rows:
 
 - `batch B`: B prompts of 48 tokens, one sample each.
 - `group N`: N samples of one long prompt.
@@ -18,11 +19,12 @@ import asyncio
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 PROMPT_TOKENS = 48
 TOP_P = 0.95
 WARM_UP_TOKENS = 4
+TURN_TIMEOUT_S = 600
 OURS, WITHOUT = "rollout_torch", "without top_p"
 
 
@@ -154,7 +157,7 @@ def vllm_generate(setup: Setup) -> Generate:
     return generate
 
 
-def compare(sides: dict[str, tuple[Generate, Work]], vocabulary: int, repeats: int) -> dict[str, dict[str, float]]:
+def compare(sides: Mapping[str, tuple[Generate, Work]], vocabulary: int, repeats: int) -> dict[str, dict[str, float]]:
     """Tokens/s of each side by name, and our ratio to each other one; every turn has prompts of its own."""
     turn = dict.fromkeys(sides, 0)
 
@@ -187,13 +190,43 @@ def works_of(args: Any) -> dict[str, Work]:
     return {**batches, f"group {args.group}": work(1, args.group_prompt, args.group)}
 
 
-def engines_of(args: Any) -> dict[str, Generate]:
+def serve(connection: Any, build: Callable[[Setup], Generate], setup: Setup) -> None:
+    """Do turns' work in this process until None comes."""
+    generate = build(setup)
+    while (work := connection.recv()) is not None:
+        connection.send(generate(work))
+
+
+class Worker:
+    """A process that generates."""
+
+    def __init__(self, build: Callable[[Setup], Generate], setup: Setup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, build, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __call__(self, work: Work) -> int:
+        """Have it do a turn's work; log-probabilities it counted."""
+        self._connection.send(work)
+        if not self._connection.poll(TURN_TIMEOUT_S):
+            raise SystemExit(f"{self._process.name} has generated nothing for {TURN_TIMEOUT_S} s")
+        return int(self._connection.recv())
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.send(None)
+        self._process.join(TURN_TIMEOUT_S)
+
+
+def engines_of(args: Any) -> dict[str, Worker]:
     """Ours, and the peers that are installed."""
     longest = max(PROMPT_TOKENS, args.group_prompt) + args.new
     setup = Setup(folder=args.folder, dtype=args.dtype, threads=args.threads, max_model_len=longest)
     peers = {"generate": ("transformers", transformers_generate), "vllm": ("vllm", vllm_generate)}
     there = {name: build for name, (module, build) in peers.items() if importlib.util.find_spec(module) is not None}
-    return {name: build(setup) for name, build in {OURS: ours, **there}.items()}
+    return {name: Worker(build, setup) for name, build in {OURS: ours, **there}.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -213,6 +246,8 @@ def main(arguments: list[str] | None = None) -> None:
     plain = works[f"batch {max(args.batch)}"]
     with_and_without = {OURS: (engines[OURS], replace(plain, top_p=TOP_P)), WITHOUT: (engines[OURS], plain)}
     found[f"top_p {TOP_P}"] = compare(with_and_without, vocabulary, args.repeats)
+    for engine in engines.values():
+        engine.close()
     names = [*engines, WITHOUT]
     rows = [
         {

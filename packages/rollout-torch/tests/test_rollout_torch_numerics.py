@@ -3,11 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
 from offbeat_rollout_torch import _attention
 from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAttention, prefill_group
 from offbeat_rollout_torch._cache import KVCache
-from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter, decode_hidden, decode_logits, load_weights
+from offbeat_rollout_torch._decoder import (
+    DecoderWeights,
+    WeightWriter,
+    can_pack,
+    decode_hidden,
+    decode_logits,
+    load_weights,
+)
 from offbeat_rollout_torch._families import read_architecture, rotations
 from offbeat_testing import reference_model, tiny_model
 
@@ -190,6 +198,24 @@ def test_bfloat16_stays_close(tmp_path):
         last = passes.decode([ids[29]])[0].log_softmax(-1)
     assert float((got - expected[:29]).abs().mean()) < 0.1
     assert float((last - expected[29]).abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_bfloat16_decoder_are_not_rounded_where_its_matrices_are_packed(tmp_path, tied):
+    if not can_pack(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("this processor has no product of bfloat16 matrices")
+    folder = tiny_model(tmp_path / "m", "qwen3", tied=tied, hidden_size=192)
+    with torch.inference_mode():
+        weights = load(folder, dtype=torch.bfloat16)
+        hidden = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+        found = decode_logits(weights, hidden)
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        head, norm = (reference_model(folder).state_dict()[each].bfloat16() for each in (name, "model.norm.weight"))
+        assert torch.equal(weights.read(name), head)
+        normed = rms_norm(hidden.double(), (192,), norm.double(), weights.architecture.norm_eps)
+        wanted = normed @ head.double().T
+    assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    assert float((found.bfloat16() - wanted).abs().max()) > 1e-4 * float(wanted.abs().max())
 
 
 def test_rotations_are_those_of_transformers():

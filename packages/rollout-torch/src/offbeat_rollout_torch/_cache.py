@@ -31,7 +31,7 @@ SMALLEST_CAPACITY: Final = 64
 BLOCKS_IN_BUDGET: Final = 8
 SMALL_BLOCK_BYTES: Final = 256 * 2**20
 """Blocks are not made smaller than this, or than a quarter of the budget, to have more of them: each is a call of its
-own in every layer. Four blocks instead of one took a fifth of a step of 32 samples of 112 tokens (docs/decisions.md)."""
+own in every layer. Four blocks instead of one took a fifth of a step of 32 samples (docs/decisions.md)."""
 SHARE_FROM_TOKENS: Final = 128
 """A shorter prefix is copied to each row: a product of its own for it would take longer than reading the copies."""
 
