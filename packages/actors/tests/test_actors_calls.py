@@ -192,10 +192,11 @@ def test_threads_that_wait_sleep_where_roles_share_cpus(start_role: Any, monkeyp
         monkeypatch.delenv(name, raising=False)
 
     async def scenario() -> None:
-        for shares_cpus, wanted in ((True, ["PASSIVE", "0", "7"]), (False, ["", "", "7"])):
+        told = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "7"}
+        untold = {"OMP_WAIT_POLICY": "", "KMP_BLOCKTIME": ""}
+        for shares_cpus, wanted in ((True, told), (False, untold)):
             async with start_role("Patient", shares_cpus=shares_cpus) as role:
-                names = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
-                assert [await role.call("environment", name, returns=str) for name in names] == wanted
+                assert {name: await role.call("environment", name, returns=str) for name in wanted} == wanted
 
     asyncio.run(scenario())
 
