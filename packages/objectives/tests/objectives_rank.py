@@ -56,7 +56,7 @@ def main(rank, world_size, store, answer):
         correct_rollouts(train_N, rollout_N, sequence_of_tokens(lengths_S), len(lengths_S), config, group)
         for config in CONFIGS
     ]
-    advantages_N = compute_advantages(
+    advantages_N, _ = compute_advantages(
         AlgorithmConfig(advantage="reinforce_plus_plus"),
         rewards_S,
         torch.arange(len(rewards_S)),

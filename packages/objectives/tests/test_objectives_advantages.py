@@ -12,6 +12,10 @@ from offbeat_objectives import AlgorithmConfig, compute_advantages, gae_advantag
 from offbeat_types import ConfigError, DataError, ShapeError
 
 
+def advantages(*arguments, **named):
+    return compute_advantages(*arguments, **named)[0]
+
+
 @st.composite
 def samples(draw, min_length=0):
     """Prompts with 1 to 4 samples each, in mixed order, under arbitrary prompt numbers."""
@@ -65,7 +69,7 @@ def spread(per_sample, batch):
 @settings(max_examples=60, deadline=None)
 @given(batch=samples())
 def test_a_group_advantage_is_its_formula(name, batch):
-    advantages_N = compute_advantages(AlgorithmConfig(advantage=name), *tensors(batch))
+    advantages_N = advantages(AlgorithmConfig(advantage=name), *tensors(batch))
     assert advantages_N.dtype == torch.float32
     expected = spread(reference_group(name, batch, batch["rewards"]), batch)
     assert advantages_N.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -79,9 +83,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_before_the_baseline(batch):
     penalties = [part.sum().item() for part in kl_N.split(batch["lengths"])]
     shaped = [reward - 0.5 * penalty for reward, penalty in zip(batch["rewards"], penalties, strict=True)]
     expected = spread(reference_group("rloo", batch, shaped), batch)
-    assert compute_advantages(config, *tensors(batch), kl_N=kl_N).tolist() == pytest.approx(
-        expected, rel=1e-5, abs=1e-5
-    )
+    assert advantages(config, *tensors(batch), kl_N=kl_N).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +104,7 @@ def test_reinforce_plus_plus_normalises_discounted_returns_over_the_batch(batch,
     if returns:
         mean, deviation = statistics.fmean(returns), statistics.pstdev(returns)
         expected = [(value - mean) / (deviation + 1e-6) for value in returns]
-    got = compute_advantages(config, *tensors(batch), kl_N=kl_N).tolist()
+    got = advantages(config, *tensors(batch), kl_N=kl_N).tolist()
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -121,14 +123,14 @@ def test_gae_is_the_sum_of_discounted_residuals(batch, gamma, lam):
             rewards_N[start + length - 1] = reward
         start += length
     config = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
-    assert compute_advantages(config, *tensors(batch), values_N=values_N).tolist() == pytest.approx(expected, abs=1e-5)
+    assert advantages(config, *tensors(batch), values_N=values_N).tolist() == pytest.approx(expected, abs=1e-5)
     sequence_N = torch.repeat_interleave(torch.arange(len(batch["lengths"])), torch.tensor(batch["lengths"]))
     direct_N = gae_advantages(rewards_N, values_N, sequence_N, len(batch["lengths"]), gamma, lam)
     assert direct_N.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_remax_subtracts_the_greedy_reward():
-    got = compute_advantages(
+    got = advantages(
         AlgorithmConfig(advantage="remax"),
         torch.tensor([1.0, 0.25]),
         torch.tensor([0, 1]),
@@ -141,7 +143,7 @@ def test_remax_subtracts_the_greedy_reward():
 def test_equal_rewards_give_no_advantage_however_they_round():
     rewards_S = torch.full((7,), 0.1)
     for name in ("grpo", "dr_grpo", "rloo", "opo"):
-        got = compute_advantages(
+        got = advantages(
             AlgorithmConfig(advantage=name), rewards_S, torch.zeros(7, dtype=torch.long), torch.arange(1, 8)
         )
         assert got.abs().max() < 1e-9
@@ -154,8 +156,8 @@ def test_the_order_of_samples_does_not_matter(batch, data):
     shuffled = {key: [batch[key][i] for i in order] for key in ("rewards", "prompts", "lengths")}
     for name in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus"):
         config = AlgorithmConfig(advantage=name)
-        straight = compute_advantages(config, *tensors(batch)).split(batch["lengths"])
-        mixed = compute_advantages(config, *tensors(shuffled)).split(shuffled["lengths"])
+        straight = advantages(config, *tensors(batch)).split(batch["lengths"])
+        mixed = advantages(config, *tensors(shuffled)).split(shuffled["lengths"])
         for place, i in enumerate(order):
             torch.testing.assert_close(mixed[place], straight[i], rtol=1e-4, atol=1e-5)
 
@@ -163,14 +165,14 @@ def test_the_order_of_samples_does_not_matter(batch, data):
 def test_inputs_that_do_not_fit_are_named():
     ones_S, lengths_S = torch.ones(2), torch.tensor([1, 1])
     with pytest.raises(ShapeError, match="prompts_S"):
-        compute_advantages(AlgorithmConfig(), ones_S, torch.zeros(3), lengths_S)
+        advantages(AlgorithmConfig(), ones_S, torch.zeros(3), lengths_S)
     with pytest.raises(ShapeError, match="kl_N"):
-        compute_advantages(AlgorithmConfig(), ones_S, lengths_S, lengths_S, kl_N=torch.ones(3))
+        advantages(AlgorithmConfig(), ones_S, lengths_S, lengths_S, kl_N=torch.ones(3))
     with pytest.raises(DataError, match=r"samples \[1\]"):
-        compute_advantages(AlgorithmConfig(), torch.tensor([0.0, math.nan]), lengths_S, lengths_S)
+        advantages(AlgorithmConfig(), torch.tensor([0.0, math.nan]), lengths_S, lengths_S)
     with pytest.raises(ConfigError, match="greedy_rewards_S"):
-        compute_advantages(AlgorithmConfig(advantage="remax"), ones_S, lengths_S, lengths_S)
+        advantages(AlgorithmConfig(advantage="remax"), ones_S, lengths_S, lengths_S)
     with pytest.raises(ConfigError, match="values_N"):
-        compute_advantages(AlgorithmConfig(advantage="gae"), ones_S, lengths_S, lengths_S)
+        advantages(AlgorithmConfig(advantage="gae"), ones_S, lengths_S, lengths_S)
     with pytest.raises(ConfigError, match="kl_N"):
-        compute_advantages(AlgorithmConfig(kl_coefficient=1.0, kl_in="reward"), ones_S, lengths_S, lengths_S)
+        advantages(AlgorithmConfig(kl_coefficient=1.0, kl_in="reward"), ones_S, lengths_S, lengths_S)

@@ -5,11 +5,10 @@ from dataclasses import fields
 import pytest
 
 from offbeat_objectives import AlgorithmConfig, check_algorithm
-from offbeat_objectives._config import CORRECTIONS
+from offbeat_objectives._config import COMPARING_ADVANTAGES, CORRECTIONS, LOSSES
 from offbeat_types import METADATA_KEY, ConfigError
 
 TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
 
 
 @pytest.mark.parametrize(
@@ -19,17 +18,31 @@ LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
         ({"advantage": "gpro"}, "one of grpo"),
         ({"gamma": 0.9}, "gamma = 0.9 has no effect"),
         ({"gae_lambda": 0.9}, "gae_lambda has no effect"),
-        ({"loss": "ppo"}, "ppo_clip, gspo, cispo, sapo, gmpo, or a function as module:function: got 'ppo'"),
+        ({"loss": "ppo"}, "a function as module:function: got 'ppo'; nearest: "),
         ({"loss": "no_such_module:loss"}, "importing no_such_module failed"),
         ({"loss": "math:sine"}, "has no function 'sine'; nearest: sin"),
         ({"loss": "sapo", "clip_low": 0.2}, "soft gates"),
         ({"loss": "sapo", "clip_high": 0.2}, "soft gates"),
+        ({"loss": "kl_cov", "clip_low": 0.2}, "holds back by a penalty"),
+        ({"loss": "gpg", "clip_high": 0.2}, "gpg has no ratio"),
+        ({"loss": "clip_cov", "clip_low": 1.5}, "at most 1"),
+        ({"loss": "dppo_tv", "fixed_length": 9, "clip_high": 1.0}, "bound a probability"),
+        ({"loss": "dppo_kl"}, "that of dppo_kl, needs fixed_length"),
+        ({"advantage": "no_such_module:advantage"}, "importing no_such_module failed"),
+        ({"advantage": "math:sine"}, "has no function 'sine'; nearest: sin"),
+        ({"advantage": "gdpo", "overlong_buffer_tokens": 8}, "one of reward.weights"),
+        ({"advantage": "gdpo", "kl_coefficient": 0.1, "kl_in": "reward"}, "use kl_in = loss"),
         ({"clip_low": 1.5}, "at most 1"),
         ({"loss": "gspo", "dual_clip": 3.0}, "dual_clip has no effect"),
         ({"dual_clip": 0.5}, "> 1"),
-        ({"sapo_tau": (1.0, 1.0)}, "sapo_tau has no effect"),
-        ({"loss": "sapo", "sapo_tau": (1.0,)}, "sapo_tau must be two numbers above 0"),
-        ({"loss": "sapo", "sapo_tau": (1.0, 0.0)}, "sapo_tau must be two numbers above 0"),
+        ({"options": {"tau_positive": 1.0}}, "tau_positive has no effect with loss = ppo_clip and advantage = grpo"),
+        ({"loss": "sapo", "options": {"tau_positive": "1"}}, "tau_positive must be float, got '1'"),
+        ({"loss": "sapo", "options": {"tau_negative": 0.0}}, "option tau_negative must be "),
+        ({"loss": "clip_cov", "options": {"cov_low": 6.0}}, "cov_low must be below cov_high"),
+        ({"loss": "kl_cov", "options": {"cov_share": 0.0}}, "option cov_share must be "),
+        ({"advantage": "pass_at_k", "options": {"k": 9}}, "k = 9 of pass_at_k is more than the 8 samples"),
+        ({"advantage": "pass_at_k", "options": {"k": "9"}}, "option k must be int"),
+        ({"options": {"off_policy_mask": -1.0}}, "option off_policy_mask must be "),
         ({"aggregation": "fixed_length"}, "needs fixed_length"),
         ({"fixed_length": 100}, "fixed_length has no effect"),
         ({"kl_estimator": "k2"}, "kl_coefficient is 0"),
@@ -73,7 +86,7 @@ def test_what_cannot_work_or_does_nothing_is_refused_with_its_reason(changes, wo
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+@pytest.mark.parametrize("name", COMPARING_ADVANTAGES)
 def test_one_sample_per_prompt_is_refused_where_samples_are_compared(name):
     with pytest.raises(ConfigError, match="at least 2: got 1"):
         check_algorithm(AlgorithmConfig(advantage=name), samples_per_prompt=1)
@@ -89,9 +102,14 @@ def test_one_sample_per_prompt_is_enough_elsewhere_but_not_for_filtering():
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_bypass_form_takes_rejections_and_refuses_weights_that_would_count_twice(name, loss):
-    config = AlgorithmConfig(loss=loss, correction=name, correction_form="bypass", aggregation="sequence_mean")
+    length = 9 if loss.startswith("dppo") else None
+    aggregation = "fixed_length" if length else "sequence_mean"
+    config = AlgorithmConfig(
+        loss=loss, correction=name, correction_form="bypass", aggregation=aggregation, fixed_length=length
+    )
     if "tis" in name or name == "icepop":
-        with pytest.raises(ConfigError, match=f"ratio of {loss} is already against the rollout policy"):
+        why = "are not computed" if loss == "gpg" else f"ratio of {loss} is already against the rollout policy"
+        with pytest.raises(ConfigError, match=why):
             check_algorithm(config, samples_per_prompt=4)
     else:
         assert check_algorithm(config, samples_per_prompt=4) == ()
@@ -122,6 +140,7 @@ def test_the_two_parameter_sets_of_the_reference_recipe_pass():
         ({"correction": "sequence_tis_geometric_rs", "rs_low": 0.6, "rs_high": 1.6}, "usual for token_rs"),
         ({"correction": "token_rs", "rs_low": 0.999, "rs_high": 1.001}, "usual for geometric_rs"),
         ({"loss": "gspo", "aggregation": "token_mean"}, "sequence_mean"),
+        ({"loss": "dppo_tv", "aggregation": "token_mean"}, "defined with fixed_length"),
         ({"advantage": "dr_grpo"}, "fixed_length"),
         ({"advantage": "reinforce_plus_plus", "filter_groups": True}, "could still learn"),
     ],
@@ -131,11 +150,19 @@ def test_what_works_but_is_probably_not_meant_is_said(changes, words):
     assert words in notice
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_has_the_aggregation_of_its_paper(loss):
-    config = AlgorithmConfig(loss=loss)
-    assert config.resolved_aggregation == ("token_mean" if loss in ("ppo_clip", "cispo") else "sequence_mean")
+    of_papers = dict.fromkeys(("gspo", "sapo", "gmpo"), "sequence_mean")
+    of_papers |= dict.fromkeys(("dppo_tv", "dppo_kl"), "fixed_length")
+    config = AlgorithmConfig(loss=loss, fixed_length=9 if loss.startswith("dppo") else None)
+    assert config.resolved_aggregation == of_papers.get(loss, "token_mean")
     assert check_algorithm(config, samples_per_prompt=4) == ()
+
+
+def test_k3_is_capped_only_where_it_is_asked_for():
+    assert AlgorithmConfig(kl_coefficient=0.1).resolved_kl_estimator == "k3"
+    capped = AlgorithmConfig(kl_coefficient=0.1, kl_estimator="k3_capped")
+    assert (capped.resolved_kl_estimator, check_algorithm(capped, samples_per_prompt=4)) == ("k3_capped", ())
 
 
 def test_all_complaints_come_at_once():

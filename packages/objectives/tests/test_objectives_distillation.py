@@ -75,7 +75,7 @@ class TwoTokens:
             old_N = logprobs_N.detach()
             teacher_N = torch.stack([self.teacher_first[a], self.teacher_second[a, b]])
             lengths_S = torch.tensor([2])
-            rewards = compute_advantages(algorithm, torch.tensor([7.0]), torch.tensor([0]), lengths_S)
+            rewards, _ = compute_advantages(algorithm, torch.tensor([7.0]), torch.tensor([0]), lengths_S)
             tokens = LossTokens(
                 logprobs_N=logprobs_N,
                 entropy_N=torch.zeros_like(old_N),
@@ -115,9 +115,9 @@ def test_the_gradient_is_that_of_the_reverse_divergence(discount):
 
 def test_it_adds_to_the_advantages_of_rewards():
     rewards, prompts, lengths = torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 2])
-    alone = compute_advantages(AlgorithmConfig(advantage="none"), rewards, prompts, lengths)
+    alone, _ = compute_advantages(AlgorithmConfig(advantage="none"), rewards, prompts, lengths)
     assert alone.tolist() == [0.0, 0.0, 0.0]
-    assert compute_advantages(AlgorithmConfig(), rewards, prompts, lengths).abs().min() > 0.5
+    assert compute_advantages(AlgorithmConfig(), rewards, prompts, lengths)[0].abs().min() > 0.5
 
 
 def test_a_teacher_of_other_tokens_is_refused():

@@ -8,53 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_batches import (
+    AGGREGATIONS,
+    BY_TOKEN_OR_SEQUENCE,
+    LOSSES,
+    batches,
+    config_of,
+    gradients,
+    reference_divisors,
+    sequences_of,
+)
 
 from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, kl_per_token, sft_loss
 from offbeat_types import LossTokens, ShapeError, merge_metrics
 
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
-FIXED_LENGTH = 7
-
-
-@st.composite
-def batches(draw, *, token_advantages=False):
-    """A packed float64 batch; some tokens far off-policy, some rejected, some without weight."""
-    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    spread = draw(st.sampled_from([1e-4, 0.05, 1.0]))
-    num_tokens = sum(lengths)
-    sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-
-    def noise(scale, size=num_tokens):
-        return scale * torch.randn(size, generator=generator, dtype=torch.float64)
-
-    logprobs_N = -3 * torch.rand(num_tokens, generator=generator, dtype=torch.float64) - 0.01
-    advantages_N = noise(1.0) if token_advantages else noise(1.0, len(lengths))[sequence_N]
-    return LossTokens(
-        logprobs_N=logprobs_N.requires_grad_(),
-        entropy_N=noise(1.0).abs().requires_grad_(),
-        sequence_N=sequence_N,
-        num_sequences=len(lengths),
-        extras={
-            "advantages": advantages_N,
-            "old_logprobs": logprobs_N.detach() + noise(spread),
-            "rollout_logprobs": logprobs_N.detach() + noise(spread),
-            "ref_logprobs": logprobs_N.detach() + noise(0.3),
-            "correction_weights": noise(1.0).abs(),
-            "keep": (torch.rand(num_tokens, generator=generator) > draw(st.sampled_from([0.0, 0.3]))).double(),
-        },
-        total_tokens=num_tokens + draw(st.integers(0, 5)),
-        total_sequences=len(lengths) + draw(st.integers(0, 2)),
-    )
-
 
 def clip(x, low, high):
     return min(max(x, low), high)
-
-
-def sequences_of(tokens):
-    return [[n for n, s in enumerate(tokens.sequence_N.tolist()) if s == i] for i in range(tokens.num_sequences)]
 
 
 def reference_objectives(tokens, config):
@@ -92,31 +62,8 @@ def reference_objectives(tokens, config):
     return result
 
 
-def reference_divisors(tokens, config):
-    divisors = {}
-    for members in sequences_of(tokens):
-        for n in members:
-            divisors[n] = {
-                "token_mean": tokens.total_tokens,
-                "sequence_mean": tokens.total_sequences * len(members),
-                "fixed_length": tokens.total_sequences * FIXED_LENGTH,
-            }[config.aggregation]
-    return divisors
-
-
-def gradients(loss, tokens):
-    inputs = (tokens.logprobs_N, tokens.entropy_N)
-    return torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-
-
-def config_of(loss, aggregation="token_mean", **changes):
-    taus = {"sapo_tau": (1.3, 2.1)} if loss == "sapo" else {}
-    length = FIXED_LENGTH if aggregation == "fixed_length" else None
-    return AlgorithmConfig(loss=loss, aggregation=aggregation, fixed_length=length, **(taus | changes))
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", [*LOSSES, "dual_clip", "clip_higher"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dual_clip", "clip_higher"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_loss_is_the_formula_of_its_paper(loss, aggregation, data):
@@ -235,7 +182,7 @@ def take(tokens, order):
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=batches(token_advantages=True),
-    loss=st.sampled_from(LOSSES),
+    loss=st.sampled_from(BY_TOKEN_OR_SEQUENCE),
     aggregation=st.sampled_from(AGGREGATIONS),
     bypass=st.booleans(),
     data=st.data(),
@@ -304,7 +251,7 @@ def test_one_broken_token_that_is_rejected_leaves_the_others_finite():
     )
     for loss in LOSSES:
         logprobs_N.grad = None
-        build_loss(AlgorithmConfig(loss=loss, clip_low=None))(tokens)[0].backward()
+        build_loss(config_of(loss))(tokens)[0].backward()
         assert logprobs_N.grad.isfinite().all()
         assert logprobs_N.grad[1] == 0
 
@@ -435,7 +382,7 @@ def test_in_the_bypass_form_the_loss_rejects_by_the_policy_of_now(tokens):
 @given(tokens=batches())
 @settings(max_examples=10, deadline=None)
 def test_the_only_step_of_an_update_is_that_with_the_trainers_own_logprobs(loss, tokens):
-    config = AlgorithmConfig(loss=loss)
+    config = config_of(loss)
     advantages = {"advantages": tokens.extras["advantages"]}
     with_old = {**advantages, "old_logprobs": tokens.logprobs_N.detach().clone()}
     found = []

@@ -11,20 +11,24 @@ from offbeat_objectives._checks import check_algorithm
 from offbeat_objectives._config import AlgorithmConfig, has_signal, overlong_penalty
 
 if TYPE_CHECKING:
-    from offbeat_objectives._advantages import compute_advantages, gae_advantages
+    from offbeat_objectives._advantages import compute_advantages
     from offbeat_objectives._correction import Correction, correct_rollouts
     from offbeat_objectives._divergence import Distillation, distill, kl_per_token
+    from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
     from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
     from offbeat_objectives._surrogates import PolicyTokens, Surrogate
+    from offbeat_objectives._trial import try_functions
 
 __all__ = [
+    "Advantages",
     "AlgorithmConfig",
     "Correction",
     "Distillation",
     "Packed",
     "PolicyLoss",
     "PolicyTokens",
+    "RewardedSamples",
     "Surrogate",
     "aggregate",
     "build_loss",
@@ -39,10 +43,13 @@ __all__ = [
     "pack",
     "sequence_of_tokens",
     "sft_loss",
+    "try_functions",
     "unpack",
 ]
 
-_NEED_TORCH = ("_advantages", "_correction", "_divergence", "_losses", "_packing", "_surrogates")
+_NEED_TORCH = (
+    *("_advantages", "_correction", "_divergence", "_estimators", "_losses", "_packing", "_surrogates", "_trial"),
+)
 
 
 def __getattr__(name: str) -> Any:

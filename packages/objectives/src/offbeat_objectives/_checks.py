@@ -1,11 +1,16 @@
 """Refuses an algorithm that cannot work, and any setting that would silently do nothing."""
 
+import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final
 
 from offbeat_objectives._config import (
+    ADVANTAGES,
+    COMPARING_ADVANTAGES,
+    DPPO_LOSSES,
+    GROUP_ADVANTAGES,
     LOG_RATIO_BOUND,
     LOSSES,
     REJECTIONS,
@@ -14,9 +19,9 @@ from offbeat_objectives._config import (
     Preset,
     read_preset,
 )
-from offbeat_types import METADATA_KEY, ConfigError, find_function
+from offbeat_objectives._options import ADVANTAGE_OPTIONS, LOSS_OPTIONS, ClipCovOptions, LossOptions, PassAtKOptions
+from offbeat_types import METADATA_KEY, ConfigError, find_function, read_options
 
-GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo")
 LEAST_RATIO: Final = math.exp(-LOG_RATIO_BOUND)
 LARGEST_RATIO: Final = math.exp(LOG_RATIO_BOUND)
 
@@ -46,6 +51,7 @@ def check_algorithm(
         complaints += [
             *_advantage(config, samples_per_prompt),
             *_loss(config),
+            *_options(config, samples_per_prompt),
             *_penalties(config, max_tokens),
             *_distillation(config),
             *_correction(config),
@@ -67,7 +73,11 @@ def _out_of_bounds(config: AlgorithmConfig) -> Complaints:
 
 def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
     name = config.advantage
-    if samples_per_prompt < 2 and name in GROUP_ADVANTAGES:
+    if config.has_own_advantage:
+        find_function("algorithm.advantage", name)
+    elif name not in ADVANTAGES:
+        yield _unknown("advantage", name, ADVANTAGES)
+    if samples_per_prompt < 2 and name in COMPARING_ADVANTAGES:
         yield (
             f"advantage = {name} compares the samples of one prompt and needs at least 2: got {samples_per_prompt}; "
             "raise the samples per prompt, or choose reinforce_plus_plus or remax"
@@ -79,31 +89,80 @@ def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
             "advantage = gae needs a critic, and this release trains none (the formula is gae_advantages); "
             "choose grpo, rloo, opo, reinforce_plus_plus or remax"
         )
-    if config.gamma != 1 and name not in ("reinforce_plus_plus", "gae"):
+    if config.gamma != 1 and name not in ("reinforce_plus_plus", "gae") and not config.has_own_advantage:
         yield f"gamma = {config.gamma:g} has no effect: {name} gives all tokens of a sample one advantage; leave it out"
-    if config.gae_lambda is not None and name != "gae":
+    if config.gae_lambda is not None and name != "gae" and not config.has_own_advantage:
         yield f"gae_lambda has no effect with advantage = {name}; leave it out"
+    if name == "gdpo":
+        yield from _parts_alone(config)
+
+
+def _parts_alone(config: AlgorithmConfig) -> Complaints:
+    """GDPO sees the rewards by name, and nothing that is added to their sum."""
+    if config.overlong_buffer_tokens:
+        yield "overlong_buffer_tokens has no effect with advantage = gdpo: make the penalty one of reward.weights"
+    if config.needs_reference and config.kl_in == "reward":
+        yield "kl_in = reward has no effect with advantage = gdpo; use kl_in = loss"
+
+
+def _unknown(key: str, name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    advice = f"; nearest: {near[0]}" if near else ""
+    return f"{key} must be one of {', '.join(known)}, or a function as module:function: got {name!r}{advice}"
+
+
+def _options(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
+    """Options that nobody reads, of another type, or out of bounds; a function of one's own may read any."""
+    kinds = [LOSS_OPTIONS.get(config.loss, LossOptions), ADVANTAGE_OPTIONS.get(config.advantage)]
+    known = [{each.name for each in fields(kind)} if kind else set() for kind in kinds]
+    names = sorted(known[0] | known[1])
+    for name in config.options:
+        if name not in names and not config.has_own_loss and not config.has_own_advantage:
+            chosen = f"loss = {config.loss} and advantage = {config.advantage}"
+            yield f"options: {name} has no effect with {chosen}, which have {', '.join(names)}"
+    for kind, own in zip(kinds, known, strict=True):
+        if kind is not None:
+            yield from _option_values(kind, {name: value for name, value in config.options.items() if name in own})
+    k = config.options.get("k", PassAtKOptions().k)
+    if config.advantage == "pass_at_k" and isinstance(k, int) and k > samples_per_prompt:
+        yield f"options: k = {k} of pass_at_k is more than the {samples_per_prompt} samples of one prompt; lower it"
+
+
+def _option_values(kind: type[Any], given: dict[str, Any]) -> Complaints:
+    try:
+        options: Any = read_options("options", kind, given)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if isinstance(options, ClipCovOptions) and options.cov_low >= options.cov_high:
+        yield f"options: cov_low must be below cov_high: got {options.cov_low:g} and {options.cov_high:g}"
+
+
+_WITHOUT_CLIP: Final = {
+    "sapo": "sapo has soft gates, set by tau_positive and tau_negative in options",
+    "kl_cov": "kl_cov holds back by a penalty, set by cov_share and kl_weight in options",
+    "gpg": "gpg has no ratio",
+}
 
 
 def _loss(config: AlgorithmConfig) -> Complaints:
     if config.has_own_loss:
         find_function("algorithm.loss", config.loss)
     elif config.loss not in LOSSES:
-        yield f"loss must be one of {', '.join(LOSSES)}, or a function as module:function: got {config.loss!r}"
+        yield _unknown("loss", config.loss, LOSSES)
     for name in ("clip_low", "clip_high"):
-        if config.loss == "sapo" and getattr(config, name) is not None:
-            yield f"{name} has no effect: sapo has soft gates, set by sapo_tau"
-    if config.loss in ("ppo_clip", "gspo", "cispo") and config.clip_range()[0] > 1:
+        if config.loss in _WITHOUT_CLIP and getattr(config, name) is not None:
+            yield f"{name} has no effect: {_WITHOUT_CLIP[config.loss]}"
+    if config.loss in ("ppo_clip", "gspo", "cispo", "clip_cov") and config.clip_range()[0] > 1:
         yield f"clip_low must be at most 1, where the bound 1 - clip_low is 0: got {config.clip_low:g}"
+    if config.loss == "dppo_tv" and max(config.clip_range()) >= 1:
+        yield f"clip_low and clip_high bound a probability with dppo_tv, and must be below 1: got {config.clip_range()}"
     if config.dual_clip is not None and config.loss != "ppo_clip" and not config.has_own_loss:
         yield f"dual_clip has no effect with loss = {config.loss}: it belongs to ppo_clip"
-    if config.sapo_tau and config.loss != "sapo" and not config.has_own_loss:
-        yield f"sapo_tau has no effect with loss = {config.loss}: it belongs to sapo"
-    if config.sapo_tau and (len(config.sapo_tau) != 2 or min(config.sapo_tau) <= 0):
-        yield f"sapo_tau must be two numbers above 0: got {list(config.sapo_tau)}"
-    if config.aggregation == "fixed_length" and config.fixed_length is None:
-        yield "aggregation = fixed_length needs fixed_length, usually the longest completion allowed"
-    if config.aggregation != "fixed_length" and config.fixed_length is not None:
+    if config.resolved_aggregation == "fixed_length" and config.fixed_length is None:
+        of = "" if config.aggregation else f", that of {config.loss},"
+        yield f"aggregation = fixed_length{of} needs fixed_length, usually the longest completion allowed"
+    if config.resolved_aggregation != "fixed_length" and config.fixed_length is not None:
         yield f"fixed_length has no effect with aggregation = {config.resolved_aggregation}"
 
 
@@ -146,9 +205,11 @@ def _correction(config: AlgorithmConfig) -> Complaints:
     preset = read_preset(config)
     name = config.correction
     if config.correction_form == "bypass" and preset.weight:
+        why = f"the ratio of {config.loss} is already against the rollout policy, and a weight would count r twice"
+        if config.loss == "gpg":
+            why = "the trainer's log-probabilities before the update, which the weights are made of, are not computed"
         yield (
-            f"correction = {name} cannot be used with correction_form = bypass: the ratio of {config.loss} is already "
-            "against the rollout policy, and a weight would count the same r twice; use correction_form = decoupled, "
+            f"correction = {name} cannot be used with correction_form = bypass: {why}; use decoupled, "
             + (f"or correction = {preset.rejection}_rs" if preset.rejection else "or correction = none")
         )
     if config.tis_cap is not None and (preset.weight is None or preset.weight == "icepop"):
@@ -206,8 +267,10 @@ def _notices(config: AlgorithmConfig) -> Complaints:
         )
     if config.loss in SEQUENCE_LOSSES and config.resolved_aggregation != "sequence_mean":
         yield f"aggregation: {config.loss} is defined with sequence_mean; {config.aggregation} is another weighting"
-    if config.advantage == "dr_grpo" and config.aggregation != "fixed_length":
+    if config.loss in DPPO_LOSSES and config.resolved_aggregation != "fixed_length":
+        yield f"aggregation: {config.loss} is defined with fixed_length; {config.aggregation} is another weighting"
+    if config.advantage == "dr_grpo" and config.resolved_aggregation != "fixed_length":
         how = config.resolved_aggregation
         yield f"aggregation: Dr. GRPO is defined with fixed_length; {how} brings its length bias back"
-    if config.filter_groups and config.advantage not in GROUP_ADVANTAGES:
+    if config.filter_groups and config.advantage not in GROUP_ADVANTAGES and not config.has_own_advantage:
         yield f"filter_groups drops prompts of equal rewards, which {config.advantage} could still learn from"

@@ -6,10 +6,12 @@ when that choice was not made, because it would then do nothing.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypeVar
 
 from offbeat_types import ConfigError, DataError, setting
+
+OptionsT = TypeVar("OptionsT")
 
 WEIGHTS: Final = ("token_tis", "sequence_tis")
 REJECTIONS: Final = ("token_rs", "sequence_rs", "geometric_rs")
@@ -20,17 +22,27 @@ CORRECTIONS: Final = (
     *(f"{weight}_{rejection}" for weight in WEIGHTS for rejection in REJECTIONS),
     "icepop",
 )
+GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "gdpo", "grpo_passk", "pass_at_k")
+"""Advantages that are 0 where the samples of a prompt all got the same reward."""
+COMPARING_ADVANTAGES: Final = (*GROUP_ADVANTAGES, "reinforce_plus_plus_baseline")
+"""Advantages that compare the samples of one prompt."""
+ADVANTAGES: Final = (*COMPARING_ADVANTAGES, "reinforce_plus_plus", "remax", "gae", "none")
 SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
 """Losses that weigh all sequences alike, by their definition."""
-LOSSES: Final = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo")
+DPPO_LOSSES: Final = ("dppo_tv", "dppo_kl")
+"""Losses whose objective is a sum over the tokens of a sequence."""
+LOSSES: Final = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "gpg", *DPPO_LOSSES)
 DEFAULT_CLIPS: Final = {
     "ppo_clip": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
     "gmpo": (0.4, 0.4),
+    "clip_cov": (0.2, 0.2),
+    "dppo_tv": (0.15, 0.15),
+    "dppo_kl": (0.05, 0.05),
 }
-"""(clip_low, clip_high) of each loss that clips. CISPO's low bound of 1 - 1 = 0 never binds, as in its paper."""
-DEFAULT_SAPO_TEMPERATURES: Final = (1.0, 1.05)
+"""(clip_low, clip_high) of each loss that clips. CISPO's low bound of 1 - 1 = 0 never binds, as in its paper; those of
+DPPO bound a divergence, as its authors train (verl, examples/dppo_trainer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +51,11 @@ class AlgorithmConfig:
 
     advantage: str = setting(
         "grpo",
-        "How rewards become advantages. grpo, dr_grpo, rloo and opo compare the samples of one prompt; "
-        "reinforce_plus_plus normalises over the batch; remax subtracts the greedy reward; gae needs a critic; none "
-        "leaves rewards out, and only a teacher teaches.",
-        choices=("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "opo", "remax", "none"),
+        "How rewards become advantages. grpo, dr_grpo, rloo, opo, gpg, gdpo (each reward by itself), grpo_passk and "
+        "pass_at_k (the best of k) compare the samples of one prompt; reinforce_plus_plus normalises over the batch, "
+        "with _baseline after the prompt's mean; remax subtracts the greedy reward; gae needs a critic; none leaves "
+        "rewards out, and only a teacher teaches. Or a Python function as module:function, which gets RewardedSamples "
+        "and this section and returns Advantages.",
     )
     gamma: float = setting(1.0, "Discount per token, for reinforce_plus_plus and gae.", "per token", gt=0, le=1)
     gae_lambda: float | None = setting(
@@ -50,34 +63,38 @@ class AlgorithmConfig:
     )
     loss: str = setting(
         "ppo_clip",
-        "The policy objective: ppo_clip, gspo, cispo, sapo (gates where the others clip), gmpo, or a Python function "
-        "as module:function, which gets PolicyTokens and this section and returns a Surrogate.",
+        "The policy objective: ppo_clip, gspo, cispo, sapo (gates where the others clip), gmpo, clip_cov and kl_cov "
+        "(hold back tokens that lower the entropy most), gpg (no ratio), dppo_tv and dppo_kl (bound a divergence), or "
+        "a Python function as module:function, which gets PolicyTokens and this section and returns a Surrogate.",
     )
     clip_low: float | None = setting(
         None,
-        "How far below 1 the ratio may go: to 1 - clip_low (gmpo: to exp(-clip_low)). "
-        "If not given: ppo_clip 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4.",
-        "ratio (gmpo: nats)",
+        "How far below 1 the ratio may go: to 1 - clip_low (gmpo: to exp(-clip_low); dppo: the divergence itself). If "
+        "not given: ppo_clip and clip_cov 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4, dppo_tv 0.15, dppo_kl 0.05.",
+        "ratio (gmpo, dppo_kl: nats; dppo_tv: probability)",
         gt=0,
     )
     clip_high: float | None = setting(
         None,
-        "How far above 1 the ratio may go: to 1 + clip_high (gmpo: to exp(clip_high)). More than clip_low is DAPO's "
-        "clip-higher, such as 0.28. If not given: ppo_clip 0.2, gspo 0.0004, cispo 4, gmpo 0.4.",
-        "ratio (gmpo: nats)",
+        "How far above 1 the ratio may go: to 1 + clip_high (gmpo: to exp(clip_high); dppo: the divergence itself). "
+        "More than clip_low is DAPO's clip-higher, such as 0.28. If not given: ppo_clip and clip_cov 0.2, gspo 0.0004, "
+        "cispo 4, gmpo 0.4, dppo_tv 0.15, dppo_kl 0.05.",
+        "ratio (gmpo, dppo_kl: nats; dppo_tv: probability)",
         gt=0,
     )
     dual_clip: float | None = setting(
         None, "Bound on the ratio where the advantage is negative, for ppo_clip; such as 3. Off if not given.", gt=1
     )
-    sapo_tau: tuple[float, ...] = setting(
-        (), "Steepness of sapo's gates: where the advantage is positive, and elsewhere; [1.0, 1.05] if not given."
+    options: dict[str, Any] = setting(
+        {},
+        "Numbers of the chosen loss and advantage, by name, such as {k = 8} for pass_at_k; docs/losses.md has them. "
+        "off_policy_mask is of every loss. A function of one's own reads config.options.",
     )
     aggregation: str | None = setting(
         None,
         "How token losses become one number: token_mean weighs all tokens of the update alike, sequence_mean all "
-        "sequences alike, fixed_length divides each sequence's sum by one constant. If not given: sequence_mean for "
-        "gspo, sapo and gmpo, as in their papers; token_mean for the others.",
+        "sequences alike, fixed_length divides each sequence's sum by one constant. If not given, as in the loss's "
+        "paper: sequence_mean for gspo, sapo and gmpo, fixed_length for dppo; token_mean for the others.",
         choices=("token_mean", "sequence_mean", "fixed_length"),
     )
     fixed_length: int | None = setting(
@@ -180,6 +197,16 @@ class AlgorithmConfig:
         return ":" in self.loss
 
     @property
+    def has_own_advantage(self) -> bool:
+        """Whether advantages come from a function that the user wrote."""
+        return ":" in self.advantage
+
+    def read_options(self, kind: type[OptionsT]) -> OptionsT:
+        """The options of one loss or advantage: those given that it has, and defaults."""
+        known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+        return kind(**{name: value for name, value in self.options.items() if name in known})
+
+    @property
     def resolved_kl_estimator(self) -> str:
         """The KL estimator in use: given, or the usual one of its place."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
@@ -187,7 +214,8 @@ class AlgorithmConfig:
     @property
     def resolved_aggregation(self) -> str:
         """The aggregation in use: given, or that of the loss's own paper."""
-        return self.aggregation or ("sequence_mean" if self.loss in SEQUENCE_LOSSES else "token_mean")
+        usual = dict.fromkeys(SEQUENCE_LOSSES, "sequence_mean") | dict.fromkeys(DPPO_LOSSES, "fixed_length")
+        return self.aggregation or usual.get(self.loss, "token_mean")
 
     def clip_range(self) -> tuple[float, float]:
         """(clip_low, clip_high) in use; those of ppo_clip for a loss of one's own. The loss must be one that clips."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig, Preset, read_preset
 from offbeat_objectives._divergence import bounded_ratio, kl_per_token
 from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum
+from offbeat_objectives._surrogates import PolicyTokens
 from offbeat_types import Metrics
 
 
@@ -83,6 +84,25 @@ def correct_rollouts(
     if config.normalise_weights:
         measures["correction/mean_weight_before_normalising"] = (scale, 1.0, "last")
     return Correction(weights_N=weights_N, keep_N=keep_N, metrics=read_metrics(measures))
+
+
+@torch.no_grad()
+def off_policy_mask(tokens: PolicyTokens, rollout_logprobs_N: Tensor, bound: float) -> Tensor:
+    """0 for tokens of negative advantage in sequences that the policy of now has moved away from, else 1.
+
+    Args:
+        tokens: of one micro-batch.
+        rollout_logprobs_N: [N] float32, nats: of the policy that sampled, as its engine reports them.
+        bound: δ, nats per token, on the mean of log π_rollout - log π_θ over the kept tokens of a sequence.
+
+    Returns:
+        [N] in the dtype of the log-probabilities.
+
+    Source: DeepSeek-V3.2, 2512.02556, equation 9 (off-policy sequence masking).
+    """
+    gap_N = (rollout_logprobs_N - tokens.logprobs_N).masked_fill(tokens.keep_N == 0, 0.0)
+    is_near_N = tokens.sequence_mean(gap_N) <= bound
+    return ((tokens.advantages_N >= 0) | is_near_N).to(tokens.logprobs_N.dtype)
 
 
 class _Ratios:

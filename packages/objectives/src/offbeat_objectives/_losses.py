@@ -1,18 +1,19 @@
 """Loss functions over `LossTokens`: the policy loss of an `AlgorithmConfig`, and supervised fine-tuning.
 
-loss = -aggregate(keep · weight · objective) + kl_coefficient · aggregate(keep · KL to the reference)
+loss = -aggregate(keep · mask · weight · objective) + kl_coefficient · aggregate(keep · KL to the reference)
        - entropy_coefficient · aggregate(keep · entropy)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from offbeat_objectives._config import AlgorithmConfig, read_preset
-from offbeat_objectives._correction import correct_rollouts
+from offbeat_objectives._correction import correct_rollouts, off_policy_mask
 from offbeat_objectives._divergence import kl_per_token
+from offbeat_objectives._options import LossOptions
 from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
 from offbeat_objectives._surrogates import OBJECTIVES, Objective, PolicyTokens, Surrogate
 from offbeat_types import LossTokens, Metrics, ShapeError, find_function
@@ -33,22 +34,19 @@ class PolicyLoss:
         advantages: as made by `compute_advantages`.
         old_logprobs: nats, recomputed by the trainer before the update (decoupled form); the
             loss takes its own, without gradient, where `AlgorithmConfig.needs_train_logprobs` says no.
-        rollout_logprobs: nats, of the rollout engine (bypass form, where they are the old policy).
+        rollout_logprobs: nats, of the rollout engine; needed by the bypass form, where they are the old policy, and by
+            the option `off_policy_mask`.
         ref_logprobs: nats, of the reference policy; needed with a KL penalty in the loss, otherwise only measured.
         correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection.
             In the bypass form the loss makes `keep` itself, from its own log-probabilities.
 
     Rejected tokens add nothing to any term, and count in the totals it divides by. Correction weights act on the policy
-    objective only: the KL penalty and the entropy are about the policy of now, whoever sampled the tokens.
+    objective only, as does the off-policy mask: the KL penalty and the entropy are about the policy of now, whoever
+    sampled the tokens.
     """
 
     config: AlgorithmConfig
     single_step: bool = False
-
-    @property
-    def _objective(self) -> Objective:
-        loss = self.config.loss
-        return find_function("algorithm.loss", loss) if self.config.has_own_loss else OBJECTIVES[loss]
 
     @property
     def required_extras(self) -> tuple[str, ...]:
@@ -58,19 +56,23 @@ class PolicyLoss:
         wanted = {
             ADVANTAGES: True,
             OLD: self.config.needs_train_logprobs(single_step=self.single_step),
-            ROLLOUT: bypass,
+            ROLLOUT: bypass or self._mask_bound is not None,
             REFERENCE: self.config.needs_reference and self.config.kl_in == "loss",
             WEIGHTS: preset.weight is not None,
             KEEP: preset.rejection is not None and not bypass,
         }
         return tuple(name for name, needed in wanted.items() if needed)
 
+    @property
+    def _mask_bound(self) -> float | None:
+        return self.config.read_options(LossOptions).off_policy_mask
+
     def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
         """One micro-batch's share of the update's loss.
 
         Returns:
             A scalar that carries gradient (0, with gradients of 0, when every token is rejected or there is none), and
-            metrics under `loss/` and `policy/`.
+            metrics under `loss/`, `policy/` and `objective/`.
 
         Raises:
             ShapeError: an extra is missing or has another shape.
@@ -88,7 +90,7 @@ class PolicyLoss:
             sequence_N=tokens.sequence_N,
             num_sequences=tokens.num_sequences,
         )
-        surrogate = self._objective(policy_tokens, self.config)
+        surrogate = self._mask(find_objective(self.config)(policy_tokens, self.config), policy_tokens, tokens)
         terms = self._terms(tokens, policy_tokens, surrogate)
         loss = torch.stack(list(terms.values())).sum()
         measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
@@ -122,6 +124,17 @@ class PolicyLoss:
         )
         return keep_N * correction.keep_N, correction.metrics
 
+    def _mask(self, surrogate: Surrogate, policy: PolicyTokens, tokens: LossTokens[Any]) -> Surrogate:
+        """Without the objective of what the off-policy mask leaves out."""
+        if self._mask_bound is None:
+            return surrogate
+        masked_N = off_policy_mask(policy, tokens.extras[ROLLOUT], self._mask_bound) == 0
+        return replace(
+            surrogate,
+            objective_N=surrogate.objective_N.masked_fill(masked_N, 0.0),
+            metrics_N={**surrogate.metrics_N, "off_policy_mask": masked_N},
+        )
+
     def _terms(self, tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogate) -> dict[str, Tensor]:
         weights_N = tokens.extras.get(WEIGHTS)
         objective_N = surrogate.objective_N if weights_N is None else surrogate.objective_N * weights_N
@@ -144,6 +157,11 @@ class PolicyLoss:
             total_sequences=tokens.total_sequences,
             fixed_length=self.config.fixed_length,
         )
+
+
+def find_objective(config: AlgorithmConfig) -> Objective:
+    """The function that `config.loss` names."""
+    return find_function("algorithm.loss", config.loss) if config.has_own_loss else OBJECTIVES[config.loss]
 
 
 def build_loss(config: AlgorithmConfig, *, single_step: bool = False) -> PolicyLoss:
@@ -180,18 +198,19 @@ def _measures(tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogat
         return share_kept if len(kept_N) else {}
     zeros_N = torch.zeros_like(policy.logprobs_N)
     per_token = {
-        "ratio_mean": surrogate.ratio_N,
-        "clip_low": surrogate.clipped_low_N,
-        "clip_high": surrogate.clipped_high_N,
-        "clip_dual": surrogate.clipped_dual_N,
-        "entropy": tokens.entropy_N,
+        "policy/ratio_mean": surrogate.ratio_N,
+        "policy/clip_low": surrogate.clipped_low_N,
+        "policy/clip_high": surrogate.clipped_high_N,
+        "policy/clip_dual": surrogate.clipped_dual_N,
+        "policy/entropy": tokens.entropy_N,
         # The tokens were drawn from the old policy, so this is KL(old ‖ new).
-        "kl_old": kl_per_token(zeros_N, policy.log_ratio(), "k3"),
+        "policy/kl_old": kl_per_token(zeros_N, policy.log_ratio(), "k3"),
+        **{f"objective/{name}": values_N for name, values_N in surrogate.metrics_N.items()},
     }
     if REFERENCE in tokens.extras:
-        per_token["kl_reference"] = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], "k3")
+        per_token["policy/kl_reference"] = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], "k3")
     means: dict[str, Measure] = {
-        f"policy/{name}": (values_N[kept_N].to(zeros_N.dtype).mean(), num_kept, "mean")
+        name: (values_N[kept_N].to(zeros_N.dtype).mean(), num_kept, "mean")
         for name, values_N in per_token.items()
         if values_N is not None
     }

@@ -6,28 +6,32 @@ and the gradient of the mean over tokens is the sequence's too, so that weights 
 per token have a meaning.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import DEFAULT_SAPO_TEMPERATURES, LOG_RATIO_BOUND, AlgorithmConfig
+from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig
 from offbeat_objectives._divergence import bounded_ratio
+from offbeat_objectives._options import ClipCovOptions, DppoOptions, KlCovOptions, SapoOptions
 from offbeat_objectives._packing import segment_mean
+
+TINY_PROBABILITY: Final = 1e-8
+"""Keeps the logarithm of what is left beside a certain token finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
-    """What an objective reads; all [N].
+    """What an objective reads: the N loss tokens of S sequences, which are one micro-batch of one rank. N may be 0.
 
     Args:
-        logprobs_N: log π_θ, nats, carries gradient; 0 for rejected tokens.
-        old_N: log π_old, nats; 0 for rejected tokens.
-        advantages_N: A.
-        keep_N: 1 or 0; rejected tokens take no part in a sequence's ratio.
-        sequence_N: int64, sorted.
+        logprobs_N: [N] float32, log π_θ, nats, carries gradient; 0 for rejected tokens.
+        old_N: [N] float32, log π_old, nats; 0 for rejected tokens.
+        advantages_N: [N] float32, A.
+        keep_N: [N] float32, 1 or 0; rejected tokens take no part in a sequence's ratio, nor in any mean.
+        sequence_N: [N] int64 in [0, S), sorted: the sequence of each token.
         num_sequences: S.
     """
 
@@ -46,16 +50,21 @@ class PolicyTokens:
         """[N]: the mean over the kept tokens of each token's sequence."""
         return segment_mean(values_N, self.sequence_N, self.num_sequences, self.keep_N)[self.sequence_N]
 
+    def mean(self, values_N: Tensor) -> Tensor:
+        """A scalar: the mean over all kept tokens; 0 where there is none."""
+        return (values_N * self.keep_N).sum() / self.keep_N.sum().clamp(min=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate:
     """An objective per token, and what became of its ratio.
 
     Args:
-        objective_N: [N], carries gradient.
-        ratio_N: [N], the ratio the objective is built on.
+        objective_N: [N] float32, to be maximised, carries gradient; what it says of rejected tokens is left out.
+        ratio_N: [N] float32, the ratio the objective is built on, or of what is measured where it has none.
         clipped_low_N, clipped_high_N, clipped_dual_N: [N] bool: the bound took the token's gradient (cispo: bounded its
             weight). None where the objective has no such bound.
+        metrics_N: [N] float or bool each, by name: a run shows the mean over the kept tokens as `objective/NAME`.
     """
 
     objective_N: Tensor
@@ -63,6 +72,7 @@ class Surrogate:
     clipped_low_N: Tensor | None = None
     clipped_high_N: Tensor | None = None
     clipped_dual_N: Tensor | None = None
+    metrics_N: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
@@ -112,9 +122,10 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
 
     Source: SAPO, 2511.20347, section 3.
     """
-    positive, negative = config.sapo_tau or DEFAULT_SAPO_TEMPERATURES
+    options = config.read_options(SapoOptions)
     ratio_N = tokens.log_ratio().exp()
-    tau_N = torch.full_like(ratio_N, negative).masked_fill(tokens.advantages_N > 0, positive)
+    tau_N = torch.full_like(ratio_N, options.tau_negative)
+    tau_N = tau_N.masked_fill(tokens.advantages_N > 0, options.tau_positive)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
     return Surrogate(objective_N=gate_N * tokens.advantages_N, ratio_N=ratio_N)
 
@@ -133,6 +144,111 @@ def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
         ratio_N=bounded_ratio(mean_N),
         clipped_low_N=(advantages_N < 0) & (log_N < -low),
         clipped_high_N=(advantages_N > 0) & (log_N > high),
+    )
+
+
+def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
+    """That of ppo_clip, without some of the tokens that lower the entropy most.
+
+    Of the tokens that the clip leaves alone and whose covariance lies between `cov_low` and `cov_high`, `cov_share` of
+    all tokens, drawn at random and at least one, have an objective of 0. The covariance and the share are those of one
+    micro-batch, as in the implementations. The draw depends on the number of tokens alone: ranks that hold the same
+    tokens draw the same.
+
+    Source: Clip-Cov, 2505.22617, section 4.2; verl, verl/trainer/ppo/core_algos.py, for the ratio's clip beside it.
+    """
+    options = config.read_options(ClipCovOptions)
+    ratio_N = tokens.log_ratio().exp()
+    surrogate = _clipped(ratio_N, tokens.advantages_N, config.clip_range())
+    cov_N = _covariance(tokens)
+    is_clipped_N = surrogate.objective_N < ratio_N * tokens.advantages_N
+    within_N = (cov_N > options.cov_low) & (cov_N < options.cov_high) & (tokens.keep_N > 0) & ~is_clipped_N
+    candidates = within_N.nonzero()[:, 0]
+    num_kept = int(tokens.keep_N.sum())
+    draw = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(num_kept))
+    chosen = candidates[draw[: max(int(options.cov_share * num_kept), 1)].to(candidates.device)]
+    chosen_N = torch.zeros_like(within_N).index_fill(0, chosen, value=True)
+    return replace(
+        surrogate,
+        objective_N=surrogate.objective_N.masked_fill(chosen_N, 0.0),
+        metrics_N={"covariance": cov_N, "clip_cov": chosen_N},
+    )
+
+
+def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
+    """The ratio r times A, less kl_weight |log r| at the `cov_share` of tokens of largest covariance, at least one.
+
+    The covariance and the share are those of one micro-batch, as in the implementations.
+
+    Source: KL-Cov, 2505.22617, section 4.2; verl, verl/trainer/ppo/core_algos.py, for |log r|.
+    """
+    options = config.read_options(KlCovOptions)
+    log_N, ratio_N = tokens.log_ratio(), tokens.log_ratio().exp()
+    cov_N = _covariance(tokens)
+    num_kept = int(tokens.keep_N.sum())
+    num_chosen = min(max(int(options.cov_share * num_kept), 1), num_kept)
+    chosen = cov_N.masked_fill(tokens.keep_N == 0, -torch.inf).topk(num_chosen).indices
+    chosen_N = torch.zeros_like(cov_N, dtype=torch.bool).index_fill(0, chosen, value=True)
+    penalty_N = (options.kl_weight * log_N.abs()).masked_fill(~chosen_N, 0.0)
+    return Surrogate(
+        objective_N=ratio_N * tokens.advantages_N - penalty_N,
+        ratio_N=ratio_N,
+        metrics_N={"covariance": cov_N, "kl_cov": chosen_N},
+    )
+
+
+def _covariance(tokens: PolicyTokens) -> Tensor:
+    """[N]: (A_t - mean A) (log π_t - mean log π), means over the kept tokens, without gradient."""
+    logprobs_N, advantages_N = tokens.logprobs_N.detach(), tokens.advantages_N
+    return (advantages_N - tokens.mean(advantages_N)) * (logprobs_N - tokens.mean(logprobs_N))
+
+
+def gpg(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
+    """A log π_θ: the policy gradient itself, without ratio and clip. The old policy is only measured against.
+
+    Source: GPG, 2504.02546.
+    """
+    return Surrogate(objective_N=tokens.advantages_N * tokens.logprobs_N, ratio_N=tokens.log_ratio().exp().detach())
+
+
+def dppo_tv(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
+    """M sg[min(r, ratio_cap)] A log π_θ, where M is 0 for a token that has left the trust region and would go further.
+
+    The divergence is the total variation between old and new policy over two outcomes, the token and any other:
+    |π_θ - π_old|. Where A > 0 it is bounded above π_old, by clip_high; elsewhere below it, by clip_low.
+
+    Source: DPPO with the binary total variation, 2602.04879, section 5.4 for the cap; verl,
+    verl/trainer/ppo/core_algos.py.
+    """
+    old_N, new_N = tokens.old_N.exp(), tokens.logprobs_N.detach().exp()
+    return _within_region(tokens, config, (new_N - old_N).abs())
+
+
+def dppo_kl(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
+    """That of dppo_tv, with KL(π_old ‖ π_θ) over the same two outcomes as the divergence.
+
+    Source: DPPO with the binary Kullback-Leibler divergence, 2602.04879; verl, verl/trainer/ppo/core_algos.py.
+    """
+    old_N, new_N = tokens.old_N.exp(), tokens.logprobs_N.detach().exp()
+    others_N = ((1 - old_N + TINY_PROBABILITY) / (1 - new_N + TINY_PROBABILITY)).log()
+    return _within_region(tokens, config, -old_N * tokens.log_ratio().detach() + (1 - old_N) * others_N)
+
+
+def _within_region(tokens: PolicyTokens, config: AlgorithmConfig, divergence_N: Tensor) -> Surrogate:
+    low, high = config.clip_range()
+    cap = config.read_options(DppoOptions).ratio_cap
+    log_N = tokens.log_ratio().detach()
+    rises_N = tokens.advantages_N > 0
+    left_high_N = rises_N & (log_N > 0) & (divergence_N > high)
+    left_low_N = ~rises_N & (log_N < 0) & (divergence_N > low)
+    ratio_N = log_N.exp()
+    objective_N = ratio_N.clamp(max=cap) * tokens.advantages_N * tokens.logprobs_N
+    return Surrogate(
+        objective_N=objective_N.masked_fill(left_high_N | left_low_N, 0.0),
+        ratio_N=ratio_N,
+        clipped_low_N=left_low_N,
+        clipped_high_N=left_high_N,
+        metrics_N={"divergence": divergence_N, "ratio_capped": ratio_N > cap},
     )
 
 
@@ -155,4 +271,9 @@ OBJECTIVES: Final[dict[str, Objective]] = {
     "cispo": cispo,
     "sapo": sapo,
     "gmpo": gmpo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "gpg": gpg,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
 }
