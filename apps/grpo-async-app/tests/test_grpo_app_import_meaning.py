@@ -112,6 +112,64 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
         ),
         pytest.param(
             MAIN,
+            {f"{PREFIX}actor.policy_loss.loss_mode": "clip_cov", f"{PREFIX}actor.policy_loss.clip_cov_ub": 40.0}
+            | {f"{PREFIX}actor.clip_ratio_high": 1.0, "algorithm.adv_estimator": "grpo_passk"}
+            | {"algorithm.norm_adv_by_std_in_grpo": False},
+            {"algorithm.loss": "clip_cov", "algorithm.clip_low": 0.2, "algorithm.clip_high": 1.0}
+            | {"algorithm.advantage": "grpo_passk", "algorithm.dual_clip": None, "algorithm.aggregation": "token_mean"}
+            | {
+                "algorithm.options": {
+                    "divide_by_std": False,
+                    "cov_share": 0.0002,
+                    "cov_low": 1.0,
+                    "cov_high": 40.0,
+                }
+            },
+            {},
+            id="clip-cov, and the advantage of pass@k",
+        ),
+        pytest.param(
+            MAIN,
+            {
+                f"{PREFIX}actor.policy_loss.loss_mode": "kl_cov",
+                "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
+            }
+            | {f"{PREFIX}actor.loss_agg_mode": "token-sum"},
+            {"algorithm.loss": "kl_cov", "algorithm.clip_low": None, "algorithm.aggregation": "token_mean"}
+            | {"algorithm.advantage": "reinforce_plus_plus_baseline"}
+            | {"algorithm.options": {"cov_share": 0.0002, "kl_weight": 0.1}},
+            {f"{PREFIX}actor.loss_agg_mode": "their mean takes its place"},
+            id="kl-cov with verl's own weight of the penalty",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.policy_loss.loss_mode": "gpg", "algorithm.adv_estimator": "gpg"},
+            {"algorithm.loss": "gpg", "algorithm.advantage": "gpg", "algorithm.clip_low": None}
+            | {"algorithm.options": None},
+            {"algorithm.adv_estimator": "non-zero rewards"},
+            id="gpg",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.policy_loss.loss_mode": "dppo_tv", f"{PREFIX}actor.clip_ratio_low": 0.15}
+            | {f"{PREFIX}actor.loss_agg_mode": "seq-mean-token-sum-norm", "data.max_response_length": 1024},
+            {"algorithm.loss": "dppo_tv", "algorithm.clip_low": 0.15, "algorithm.clip_high": 0.2}
+            | {"algorithm.aggregation": "fixed_length", "algorithm.fixed_length": 1024}
+            | {"algorithm.options": {"ratio_cap": 3.0}},
+            {},
+            id="dppo, whose weight verl's default of clip_ratio_c bounds at 3",
+        ),
+        pytest.param(
+            MAIN,
+            {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["right", "format"]}
+            | {"algorithm.gdpo_reward_weights": [1, 0.5], "custom_reward_function.path": "a/rlla.py"},
+            {"algorithm.advantage": "gdpo", "reward.name": None}
+            | {"reward.weights": {"rlla:right": 1.0, "rlla:format": 0.5}},
+            {"algorithm.gdpo_reward_keys": "a function each"},
+            id="gdpo has a reward by name for each key",
+        ),
+        pytest.param(
+            MAIN,
             {f"{PREFIX}actor.megatron.virtual_pipeline_model_parallel_size": 2, "model_engine": "megatron"}
             | {f"{PREFIX}actor.optim.lr_decay_style": "cosine", f"{PREFIX}actor.optim.min_lr": 1e-7},
             {"engine.options": {"virtual_pipeline": 2}, "engine.schedule": "cosine"}
@@ -234,7 +292,17 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_import
             {"reward.weights": {"a:b": 2.0, "c:d": 1.0}},
             {"reward_weights": "1 for 2 functions"},
         ),
-        ({"loss_type": "sapo"}, {"algorithm.aggregation": "sequence_mean"}, {}),
+        (
+            {"loss_type": "sapo", "off_policy_mask_threshold": 0.5},
+            {"algorithm.aggregation": "sequence_mean"}
+            | {"algorithm.options": {"tau_positive": 1.0, "tau_negative": 1.05, "off_policy_mask": 0.5}},
+            {},
+        ),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "reward_funcs": ["a:b", "c:d"]},
+            {"algorithm.advantage": "gdpo", "reward.weights": {"a:b": 1.0, "c:d": 1.0}},
+            {},
+        ),
         ({"loss_type": "cispo"}, {"algorithm.aggregation": "token_mean"}, {}),
         (
             {**VLLM, "vllm_importance_sampling_mode": "token_mask"},

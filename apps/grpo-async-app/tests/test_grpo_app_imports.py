@@ -347,6 +347,6 @@ def test_verl_takes_the_mean_over_sequences_for_losses_of_sequences_whatever_it_
         assert draft.entries["algorithm.loss"].value == loss
         assert draft.entries["algorithm.aggregation"].value == "sequence_mean"
         assert (f"{PREFIX}actor.loss_agg_mode" in draft.changed) == bool(told)
-    assert ("algorithm.sapo_tau" in draft.entries) == (loss == "sapo")
+    assert ("algorithm.options" in draft.entries) == (loss == "sapo")
     if loss == "sapo":
-        assert draft.entries["algorithm.sapo_tau"].value == [1.0, 1.1]
+        assert draft.entries["algorithm.options"].value == {"tau_positive": 1.0, "tau_negative": 1.1}

@@ -103,6 +103,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         *([("reward", preflight.reward_trial)] if preflight.reward_trial else []),
         ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
         ("objective", _describe_objective(config)),
+        *[("objective", tried) for tried in preflight.objective_trial],
         (
             "checkpoints",
             f"{size_text(preflight.checkpoint_bytes)} each, {size_text(preflight.required_bytes)} of disk in all",

@@ -97,7 +97,9 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         rollout=rollout,
         teacher=_shrink_teacher(config.teacher, model_folder.with_name("teacher")),
         engine=engine,
-        algorithm=_shrink_algorithm(config.algorithm, rollout.max_model_len - data.max_prompt_tokens),
+        algorithm=_shrink_algorithm(
+            config.algorithm, rollout.max_model_len - data.max_prompt_tokens, rollout.samples_per_prompt
+        ),
         async_=_shrink_async(config.async_, rollout.samples_per_prompt, engine.num_ranks),
         cluster=_shrink_cluster(config.cluster),
         log=replace(config.log, trackers=()),
@@ -199,9 +201,13 @@ def _shrink_teacher(teacher: TeacherConfig, folder: Path) -> TeacherConfig:
     )
 
 
-def _shrink_algorithm(algorithm: AlgorithmConfig, longest: int) -> AlgorithmConfig:
+def _shrink_algorithm(algorithm: AlgorithmConfig, longest: int, samples_per_prompt: int) -> AlgorithmConfig:
+    options = dict(algorithm.options)
+    if algorithm.advantage == "pass_at_k":
+        options["k"] = min(options.get("k", samples_per_prompt), samples_per_prompt)
     return replace(
         algorithm,
+        options=options,
         fixed_length=algorithm.fixed_length and min(algorithm.fixed_length, longest),
         overlong_buffer_tokens=min(algorithm.overlong_buffer_tokens, longest // 2),
     )

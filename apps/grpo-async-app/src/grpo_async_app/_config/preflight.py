@@ -19,7 +19,7 @@ from offbeat_data import (
     load_prompts,
     load_tokenizer,
 )
-from offbeat_objectives import check_algorithm
+from offbeat_objectives import check_algorithm, try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, inspect_model
@@ -49,6 +49,7 @@ class Preflight:
         notices: choices that work and are probably not meant.
         choices: what the machine has decided, with reasons.
         lora_sync: what engines get of a policy with LoRA, and why.
+        objective_trial: what came of the loss and the advantage of the user's own on random data, a sentence each.
         reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
             takes part.
     """
@@ -66,6 +67,7 @@ class Preflight:
     lora_sync: LoraSync = LoraSync(what="merged")
     transport: str = ""
     reward_trial: str = ""
+    objective_trial: tuple[str, ...] = ()
 
     @property
     def num_groups(self) -> int | None:
@@ -124,6 +126,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
+    objective_trial = _try_objective(config)
     config, choices = choose_for_platform(config, sampling_kind(config, view))
     placement = place_run(config, view)
     notices = (*notices, *_engine_notices(config))
@@ -156,6 +159,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         lora_sync=lora_sync,
         transport=transport,
         reward_trial=_try_reward(config, prompts),
+        objective_trial=objective_trial,
     )
 
 
@@ -170,6 +174,7 @@ def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
+    _check_rewards_apart(config)
     notices = check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -178,6 +183,15 @@ def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     _check_lengths(config)
     _check_mode(config)
     return (*notices, *_fp8_notice(config))
+
+
+def _check_rewards_apart(config: GrpoConfig) -> None:
+    """GDPO looks at each reward by its name."""
+    if config.algorithm.advantage == "gdpo" and (not config.reward.is_set or len(config.reward.all_weights) < 2):
+        raise ConfigError(
+            "algorithm.advantage = gdpo normalises each of several rewards by itself: name at least two in "
+            "reward.weights, or take grpo"
+        )
 
 
 def _engine_notices(config: GrpoConfig) -> list[str]:
@@ -265,6 +279,10 @@ def check_reward(config: GrpoConfig) -> None:
         build_environment(config.environment)
     if not path.startswith(_OWN_DATA.get(name, "")):
         raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+
+
+def _try_objective(config: GrpoConfig) -> tuple[str, ...]:
+    return try_functions(config.algorithm, config.reward.all_weights if config.reward.is_set else None)
 
 
 def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:

@@ -7,7 +7,14 @@ names of its scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/uti
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import Draft, finish_training_arguments, write_processes, write_rhythm, write_training_arguments
+from offbeat_recipes import (
+    Draft,
+    Entry,
+    finish_training_arguments,
+    write_processes,
+    write_rhythm,
+    write_training_arguments,
+)
 
 _AGGREGATIONS: Final = {
     "grpo": "sequence_mean",
@@ -124,7 +131,11 @@ def _write_objective(draft: Draft) -> None:
         wanted = str(wanted[0]) if wanted else "dapo"
     scale = draft.take("scale_rewards", default="group")
     is_plain = scale in (False, "none")
-    draft.put("algorithm.advantage", "dr_grpo" if is_plain else "grpo", "scale_rewards")
+    apart = draft.take("multi_objective_aggregation") == "normalize_then_sum"
+    if apart and len(draft.entries.get("reward.weights", Entry({}, "")).value) > 1:
+        draft.put("algorithm.advantage", "gdpo", "multi_objective_aggregation")
+    else:
+        draft.put("algorithm.advantage", "dr_grpo" if is_plain else "grpo", "scale_rewards")
     if not is_plain and scale not in (True, "group"):
         draft.change("scale_rewards", f"{scale} is not there: the spread within each group takes its place")
     loss = _OWN_LOSSES.get(wanted, "ppo_clip" if level == "token" else "gspo")
@@ -137,6 +148,9 @@ def _write_objective(draft: Draft) -> None:
     if wanted not in _AGGREGATIONS:
         draft.change("loss_type", f"{wanted} is not there: {loss} with the mean over tokens takes its place")
     _write_clip(draft, loss)
+    if (bound := draft.take("off_policy_mask_threshold")) is not None:
+        options = draft.entries["algorithm.options"].value if "algorithm.options" in draft.entries else {}
+        draft.put("algorithm.options", {**options, "off_policy_mask": bound}, "off_policy_mask_threshold")
     draft.copy("algorithm.entropy_coefficient", "entropy_coef")
     draft.copy("algorithm.kl_coefficient", "beta", default=0.0)
     if draft.entries["algorithm.kl_coefficient"].value:
@@ -147,7 +161,8 @@ def _write_clip(draft: Draft, loss: str) -> None:
     low, high = draft.take("epsilon", default=0.2), draft.take("epsilon_high")
     gates = draft.take("sapo_temperature_pos"), draft.take("sapo_temperature_neg")
     if loss == "sapo":
-        draft.put("algorithm.sapo_tau", [gates[0] or 1.0, gates[1] or 1.05], "sapo_temperature_pos")
+        options = {"tau_positive": gates[0] or 1.0, "tau_negative": gates[1] or 1.05}
+        draft.put("algorithm.options", options, "sapo_temperature_pos")
         return
     if loss == "cispo":
         if high is not None:

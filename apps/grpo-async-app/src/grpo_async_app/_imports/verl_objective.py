@@ -1,18 +1,24 @@
 """verl's algorithm, loss, KL penalty and rollout correction in our words."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import Draft, is_number, is_open
+from offbeat_recipes import Draft, Entry, is_number, is_open
 from offbeat_types import ConfigError
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _CORRECTION: Final = "algorithm.rollout_correction."
 _ADVANTAGES: Final = {
     "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "grpo_passk": "grpo_passk",
+    "gdpo": "gdpo",
+    "gpg": "gpg",
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
     "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
     "remax": "remax",
     "opo": "opo",
 }
@@ -22,7 +28,29 @@ _LOSSES: Final = {
     "cispo": "cispo",
     "sapo": "sapo",
     "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "gpg": "gpg",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
 }
+_WITHOUT_CLIP: Final = ("sapo", "kl_cov", "gpg")
+_OPTIONS: Final[Mapping[str, Mapping[str, tuple[str, float]]]] = {
+    "sapo": {"tau_positive": (f"{_ACTOR}tau_pos", 1.0), "tau_negative": (f"{_ACTOR}tau_neg", 1.05)},
+    "clip_cov": {
+        "cov_share": (f"{_ACTOR}policy_loss.clip_cov_ratio", 0.0002),
+        "cov_low": (f"{_ACTOR}policy_loss.clip_cov_lb", 1.0),
+        "cov_high": (f"{_ACTOR}policy_loss.clip_cov_ub", 5.0),
+    },
+    "kl_cov": {
+        "cov_share": (f"{_ACTOR}policy_loss.kl_cov_ratio", 0.0002),
+        "kl_weight": (f"{_ACTOR}policy_loss.ppo_kl_coef", 0.1),
+    },
+    "dppo_tv": {"ratio_cap": (f"{_ACTOR}clip_ratio_c", 3.0)},
+    "dppo_kl": {"ratio_cap": (f"{_ACTOR}clip_ratio_c", 3.0)},
+}
+"""Options of a loss here, with the option there and its default (verl/trainer/config/actor/actor.yaml)."""
+
 _OF_SEQUENCES: Final = ("gspo", "sapo", "gmpo")
 """Losses for which verl takes the mean over sequences, whatever loss_agg_mode says (core_algos, agg_loss)."""
 _ESTIMATORS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3_capped", "k3": "k3_capped"}
@@ -57,11 +85,42 @@ def _write_advantage(draft: Draft) -> None:
     if advantage == "grpo" and not by_spread:
         advantage = "dr_grpo"
     draft.put("algorithm.advantage", advantage, name)
+    if advantage == "grpo_passk" and not by_spread:
+        _add_options(draft, {"divide_by_std": False}, "algorithm.norm_adv_by_std_in_grpo")
+    elif advantage == "gdpo":
+        _write_gdpo(draft)
+    elif advantage == "gpg":
+        draft.change(name, "scaled there by samples / non-zero rewards, here by samples / those of groups that differ")
     gamma = draft.take("algorithm.gamma")
     if gamma is not None and advantage == "reinforce_plus_plus":
         draft.put("algorithm.gamma", gamma, "algorithm.gamma")
     if draft.take("algorithm.lam") is not None:
         draft.miss("algorithm.lam", "belongs to gae, which needs a critic")
+
+
+def _write_gdpo(draft: Draft) -> None:
+    """Parts of one function's answer there; here each is a reward of its own."""
+    names = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
+    keys, weights = draft.take(names[0]), draft.take(names[1])
+    if not isinstance(keys, list):
+        draft.change(names[0], "not known here: name two rewards or more in reward.weights")
+        return
+    module, colon, _ = draft.entries.pop("reward.name").value.partition(":")
+    shares = weights if isinstance(weights, list) else [1.0] * len(keys)
+    named = [f"{module if colon else 'my_rewards'}:{key}" for key in keys]
+    draft.put("reward.weights", dict(zip(named, map(float, shares), strict=False)), *names)
+    draft.change(
+        names[0], "keys of one function's answer there, here a function each: write them, returning one number"
+    )
+
+
+def _add_options(draft: Draft, options: Mapping[str, Any], *names: str) -> None:
+    """Into `algorithm.options`, beside those that are there."""
+    before = draft.entries.get("algorithm.options")
+    draft.put("algorithm.options", {**(before.value if before else {}), **options}, *names)
+    if before:
+        both = draft.entries["algorithm.options"]
+        draft.entries["algorithm.options"] = Entry(both.value, f"{before.source} and {both.source}")
 
 
 def _write_loss(draft: Draft) -> None:
@@ -75,9 +134,10 @@ def _write_loss(draft: Draft) -> None:
     bound = draft.take(f"{_ACTOR}clip_ratio_c", default=3.0)
     if loss == "ppo_clip":
         draft.put("algorithm.dual_clip", bound, f"{_ACTOR}clip_ratio_c")
-    gates = draft.take(f"{_ACTOR}tau_pos", default=1.0), draft.take(f"{_ACTOR}tau_neg", default=1.05)
-    if loss == "sapo":
-        draft.put("algorithm.sapo_tau", list(gates), f"{_ACTOR}tau_pos", f"{_ACTOR}tau_neg")
+    draft.take(*(there for options in _OPTIONS.values() for there, _ in options.values()))
+    if loss in _OPTIONS:
+        values = {ours: draft.number(there, default=usual) for ours, (there, usual) in _OPTIONS[loss].items()}
+        _add_options(draft, values, *(there for there, _ in _OPTIONS[loss].values()))
     _write_aggregation(draft, loss)
     draft.copy("algorithm.entropy_coefficient", f"{_ACTOR}entropy_coeff")
 
@@ -86,7 +146,7 @@ def _write_clips(draft: Draft, loss: str) -> None:
     """Bounds of the ratio; verl/trainer/config/actor/actor.yaml sets both sides to 0.2, whatever clip_ratio says."""
     both, names = draft.take(f"{_ACTOR}clip_ratio"), [f"{_ACTOR}clip_ratio_{side}" for side in ("low", "high")]
     sides = [draft.number(name, default=0.2) for name in names]
-    if loss == "sapo":
+    if loss in _WITHOUT_CLIP:
         return
     if both not in (None, 0.2) and not all(map(draft.has, names)):
         draft.change(f"{_ACTOR}clip_ratio", "has no effect there, where the low and high bounds have defaults of 0.2")
@@ -105,6 +165,9 @@ def _write_aggregation(draft: Draft, loss: str) -> None:
         if draft.has(name) and mode != "seq-mean-token-mean":
             draft.change(name, f"verl takes no notice of it with {loss}: the mean over sequences, as there")
         return
+    if mode == "token-sum":
+        draft.change(name, "the sum over all tokens: their mean takes its place, a learning rate apart")
+        mode = "token-mean"
     if mode.startswith("seq-mean-token-sum"):
         draft.put("algorithm.aggregation", "fixed_length", name)
         draft.put("algorithm.fixed_length", draft.entries["rollout.max_tokens"].value, name, "data.max_response_length")
@@ -161,7 +224,7 @@ def _write_overlong_factor(draft: Draft, factor: Any, name: str) -> None:
     if is_open(factor):
         draft.change(name, f"{factor} is not known here: 1 stands in its place")
     size = float(factor) if factor and not is_open(factor) else 1.0
-    if draft.entries["reward.name"].value == "math_verify":
+    if "reward.name" in draft.entries and draft.entries["reward.name"].value == "math_verify":
         size /= 2.0
         draft.change(name, "against rewards of 1 and -1 there (math_dapo), of 1 and 0 here: half of it")
     draft.put("algorithm.overlong_penalty_factor", size, name)

@@ -21,6 +21,7 @@ def build_batches(
     num_batches: int,
     *,
     single_step: bool = False,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> tuple[list[list[TrainSequence]], Metrics]:
     """Turn groups into sequences with every extra the loss reads; the engine is asked for log-probabilities.
 
@@ -30,6 +31,7 @@ def build_batches(
         engine: that trains.
         num_batches: at most so many.
         single_step: see `AlgorithmConfig.needs_train_logprobs`.
+        reward_weights: of the rewards by name, for advantages that look at each; None where there are none.
 
     Returns:
         Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
@@ -40,7 +42,6 @@ def build_batches(
     group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
     lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
-    metrics: Metrics = {}
     needs_logprobs = config.needs_train_logprobs(single_step=single_step)
     if needs_logprobs:
         packed["old_logprobs"] = _loss_values(plain, engine.logprobs(plain))
@@ -48,7 +49,7 @@ def build_batches(
         packed["old_logprobs"] = packed["rollout_logprobs"]
     if config.needs_reference:
         packed["ref_logprobs"] = _loss_values(plain, engine.logprobs(plain, reference=True))
-    packed["advantages"] = _advantages(groups, group_S, lengths_S, packed, config)
+    packed["advantages"], metrics = _advantages(groups, group_S, lengths_S, packed, config, reward_weights or {})
     if config.needs_teacher:
         teacher_N = np.concatenate([logprobs for group in groups for logprobs in group.teacher_logprobs])
         distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_S)
@@ -83,7 +84,8 @@ def _advantages(
     lengths_S: torch.Tensor,
     packed: Mapping[str, Floats],
     config: AlgorithmConfig,
-) -> Floats:
+    weights: Mapping[str, float],
+) -> tuple[Floats, Metrics]:
     kl_N = greedy_S = None
     if config.needs_reference and config.kl_in == "reward":
         old_N, reference_N = torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(packed["ref_logprobs"])
@@ -91,7 +93,18 @@ def _advantages(
     if config.needs_greedy_reward:
         greedy_S = torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)[group_S]
     rewards_S = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-    return compute_advantages(config, rewards_S, group_S, lengths_S, kl_N=kl_N, greedy_rewards_S=greedy_S).numpy()
+    parts = [each for group in groups for each in group.parts]
+    advantages_N, metrics = compute_advantages(
+        config,
+        rewards_S,
+        group_S,
+        lengths_S,
+        parts_S={name: torch.tensor([each.get(name, 0.0) for each in parts], dtype=torch.float64) for name in weights},
+        weights=weights,
+        kl_N=kl_N,
+        greedy_rewards_S=greedy_S,
+    )
+    return advantages_N.numpy(), metrics
 
 
 def _loss_values(sequences: list[TrainSequence], values: list[Floats]) -> Floats:

@@ -82,6 +82,7 @@ class TrainerRole:
         self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
         self._single_step = config.async_.require_batches == 1
         self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
+        self._reward_weights = config.reward.all_weights if config.reward.is_set else {}
         self._rollout = config.rollout
         self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
         everything = [spec for plan in self._plans.values() for spec in plan.specs]
@@ -117,7 +118,12 @@ class TrainerRole:
 
     def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
         batches, metrics = build_batches(
-            groups, self._algorithm, self._engine, num_batches, single_step=self._single_step
+            groups,
+            self._algorithm,
+            self._engine,
+            num_batches,
+            single_step=self._single_step,
+            reward_weights=self._reward_weights,
         )
         return merge_metrics([metrics, *map(self._step, batches)])
 
@@ -253,4 +259,5 @@ def _named(metrics: Metrics) -> Metrics:
     named.setdefault("train/loss", Metric(value=0.0))
     # The engine's own names have no slash: see `TrainEngine.forward_backward`.
     named |= {f"engine/{name}": metric for name, metric in metrics.items() if "/" not in name and name != "loss"}
-    return {**named, **{name: metric for name, metric in metrics.items() if name.startswith("correction/")}}
+    kept = ("correction/", "objective/")
+    return {**named, **{name: metric for name, metric in metrics.items() if name.startswith(kept)}}
