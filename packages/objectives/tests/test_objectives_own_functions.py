@@ -162,7 +162,8 @@ def test_an_advantage_that_would_fail_a_run_fails_before_it(module, body, check,
 
 
 def test_an_advantage_is_tried_with_the_rewards_of_the_run(module):
-    text = "def advantage(samples, config):\n    return Advantages(advantages_N=samples.spread(samples.parts_S['right']))\n"
+    text = "def advantage(samples, config):\n    values_S = samples.parts_S['right']\n"
+    text += "    return Advantages(advantages_N=samples.spread(values_S))\n"
     config = AlgorithmConfig(advantage=f"{module(text)}:advantage")
     assert len(try_functions(config, {"right": 0.5, "short": 0.1})) == 1
 
