@@ -55,6 +55,8 @@ TEST_TOOLS: Final = (
 )
 # Training frameworks that liveness lets be; nothing of ours needs them, so the lock does not have them.
 FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
+# Whose losses and advantages ours are compared with.
+PEERS: Final = ("trl>=1,<2", "verl>=0.9,<0.10")
 # Of this run of nox, which the session `cpu` hands to those that it runs side by side.
 RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
 IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
@@ -340,6 +342,23 @@ def zoo(session: nox.Session) -> None:
     liveness = next(package for package in PACKAGES if package.key == "liveness")
     install(session, venv, f"--editable={liveness.folder}", *FRAMEWORKS, "--group=test")
     pytest(session, "zoo", "tests/nightly/test_healthy_frameworks.py", bin_folder=venv / "bin")
+
+
+@nox.session(tags=["nightly"], default=False)
+def peers(session: nox.Session) -> None:
+    """Losses and advantages beside verl's and TRL's own functions, in an environment of their own."""
+    venv = NOX / "peers"
+
+    def make() -> None:
+        # verl wants an older transformers than the lock has, so the pins are left out.
+        run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
+        own = [f"--editable={package.folder}" for package in PACKAGES if package.key in ("types", "objectives")]
+        links = [f"--find-links={link}" for link in find_links()]
+        command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}", *links)
+        run(session, *command, "torch==2.13.0", *PEERS, *own, *TEST_TOOLS)
+
+    make_once(venv, make)
+    pytest(session, "peers", "tests/nightly/test_losses_beside_peers.py", "-rP", bin_folder=venv / "bin")
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:
