@@ -1,4 +1,4 @@
-"""A loss and an advantage of one's own, as docs/losses.md has them, in real runs; the rewards by name that GDPO reads."""
+"""A loss and an advantage of one's own, as docs/losses.md has them, in real runs; rewards by name, which GDPO reads."""
 
 import re
 from collections.abc import Callable
