@@ -187,7 +187,7 @@ def trl_loss(kind, batch, *, threshold, beta, delta):
     ids_BT = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.long)
     trainer = Absent(
         accelerator=trl_accelerator(),
-        args=Absent(delta=delta, sapo_temperature_pos=1.2, sapo_temperature_neg=1.7),
+        args=Absent(delta=delta, sapo_temperature_pos=1.2, sapo_temperature_neg=1.7, steps_per_generation=1),
         beta=beta,
         current_gradient_accumulation_steps=1,
         epsilon_low=0.1,
