@@ -282,6 +282,12 @@ class TrainEngineConfig(TrainEngineSettings):
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
     total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
+    head: str = setting(
+        "tokens",
+        "What the model answers at a loss token: tokens, its log-probability; score, one number that a sequence "
+        "classification head reads off the token before it.",
+        choices=("tokens", "score"),
+    )
     adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
 
@@ -451,6 +457,7 @@ def digest_sequences(sequences: Sequence[TrainSequence]) -> str:
     """Digest of everything that the plan of an update and its loss read."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in sequences:
+        digest.update(f"group {sequence.group}".encode())
         unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
         for name, array in (*unnamed, *sorted(sequence.extras.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
