@@ -65,7 +65,7 @@ def test_the_family_of_a_model_that_is_here_is_read(tmp_path: Path) -> None:
     rehearsal = shrink_run(here, tmp_path / "model")
     assert (rehearsal.family, rehearsal.notices) == ("qwen2_5_vl", ())
     preflight = rehearsal.prepare()
-    assert all(len(sequence.images) == 1 for sequence in preflight.conversations.train)
+    assert all(len(sequence.images) == 1 for example in preflight.examples.train for sequence in example.sequences)
 
 
 @pytest.mark.parametrize(

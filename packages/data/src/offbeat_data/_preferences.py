@@ -190,16 +190,16 @@ def _split_conversations(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """What two conversations have in common, at their beginning, and what is left of each."""
     pairs = zip(chosen, rejected, strict=False)
-    num_same = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    num_same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if num_same == len(chosen) == len(rejected):  # equal answers are counted by who asked
         num_same -= 1
-    answers = [each[num_same:] for each in (chosen, rejected)]
-    if not num_same or not all(answer and answer[0]["role"] == "assistant" for answer in answers):
+    one, other = chosen[num_same:], rejected[num_same:]
+    if not num_same or not all(answer and answer[0]["role"] == "assistant" for answer in (one, other)):
         raise DataError(
             "the chosen and the rejected conversation must be the same up to an answer of the assistant: they differ "
             f"from message {num_same + 1} on; mend them, or give the prompt in a column of its own"
         )
-    return chosen[:num_same], *answers
+    return chosen[:num_same], one, other
 
 
 def _only(sequences: Iterator[TrainSequence]) -> TrainSequence:

@@ -6,6 +6,7 @@ Shapes: N loss tokens and S sequences of a micro-batch, P pairs of them (S = 2 P
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum
+from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum, sequence_of_tokens
 from offbeat_objectives._preference_config import PreferenceConfig
-from offbeat_types import LossTokens, Metrics, ShapeError
+from offbeat_types import Floats, LossTokens, Metrics, ShapeError, TrainSequence
 
 SIGN: Final = "sign"
 PAIR: Final = "pair"
@@ -170,6 +171,31 @@ class PreferenceLoss:
         require_tokens("the loss", tokens.sequence_N, tokens.logprobs_N, *tokens.extras.values())
         answers = _Answers.read(tokens)
         return self._kto(tokens, answers) if self.config.loss == "kto" else self._compare(tokens, answers)
+
+    def measure(self, sequences: Sequence[TrainSequence], logprobs: Sequence[Floats]) -> Metrics:
+        """Metrics of sequences whose log-probabilities are known, as if all were one micro-batch; in float64.
+
+        Args:
+            sequences: with the extras above.
+            logprobs: of each, [T] nats, as `TrainEngine.logprobs` gives them.
+        """
+
+        def flat(arrays: Sequence[Floats]) -> Tensor:
+            pieces = [torch.from_numpy(array[each.loss_mask]) for array, each in zip(arrays, sequences, strict=True)]
+            return torch.cat(pieces).double()
+
+        counts_S = torch.tensor([int(each.loss_mask.sum()) for each in sequences])
+        logprobs_N = flat(logprobs)
+        tokens = LossTokens(
+            logprobs_N=logprobs_N,
+            entropy_N=torch.zeros_like(logprobs_N),
+            sequence_N=sequence_of_tokens(counts_S),
+            num_sequences=len(sequences),
+            extras={name: flat([each.extras[name] for each in sequences]) for name in sequences[0].extras},
+            total_tokens=len(logprobs_N),
+            total_sequences=len(sequences),
+        )
+        return self(tokens)[1]
 
     def _compare(self, tokens: LossTokens[Any], answers: "_Answers") -> tuple[Tensor, Metrics]:
         chosen_P, rejected_P = _find_pairs(answers.sign_S, _constant(tokens, PAIR))
