@@ -216,7 +216,10 @@ class TrainLayout:
 
 
 class TrainBackend(Protocol):
-    """What a package registers under the entry point `offbeat.engine`: the class of its engine."""
+    """What a package registers under the entry point `offbeat.engine`: the class of its engine.
+
+    A class attribute `heads` names the values of `TrainEngineConfig.head` that it knows; without one it is "tokens".
+    """
 
     def plan(self, config: "TrainEngineConfig", num_ranks: int = 1) -> TrainLayout:
         """Check what can be checked before anything starts, and say how the ranks will share the model.
