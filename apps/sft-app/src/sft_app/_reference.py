@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def load_reference(folder: Path, preflight: Preflight) -> Reference | None:
             if str(kept["digest"]) != _digest(preflight):
                 return None
             logprobs: Floats = kept["logprobs"]
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     start = 0
 

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     GenerationConfig,
 )
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -294,6 +295,11 @@ def _make_scorer(config: Any, folder: Path) -> None:
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise ModelError(f"{folder}: transformers has no sequence classification of the family {config.model_type}")
     config.num_labels = 1
+    # By it a classifier finds the end of a padded sequence; a token that ends answers too would hide that end.
+    if config.pad_token_id is None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if tokenizer.pad_token_id != tokenizer.eos_token_id:
+            config.pad_token_id = tokenizer.pad_token_id
 
 
 def _kind(config: Any, scores: bool) -> Any:
