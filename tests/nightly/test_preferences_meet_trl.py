@@ -57,7 +57,7 @@ class Ours:
         section = "".join(f"{name} = {value}\n" for name, value in SETTINGS[loss].items())
         config.write_text(
             f'[model]\npath = "{self.first}"\n[data]\npath = "{folder / "rows.jsonl"}"\nshuffle = false\nepochs = 2\n'
-            f'[engine]\ndevice = "cpu"\nlearning_rate = 3e-3\nbatch_size = {NUM_ROWS}\nmax_grad_norm = 0.0\n'
+            f'[engine]\ndevice = "cpu"\nlearning_rate = 1e-4\nbatch_size = {NUM_ROWS}\nmax_grad_norm = 0.0\n'
             f'max_tokens_per_microbatch = 256\n[preference]\nloss = "{loss}"\n{section}'
         )
         preflight = check_run(load_config(config, SftConfig))
@@ -172,7 +172,7 @@ def loss_of_trl(loss, folder, ours):
         options |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": SETTINGS["simpo"]["target_margin"]}
         options["label_smoothing"] = SETTINGS["simpo"]["label_smoothing"]
     trainer = trainer_of("ORPO" if loss == "orpo" else "CPO", folder, ours, **options)
-    batch = concatenated(ours, trainer.padding_value)
+    batch = concatenated(ours, trainer.processing_class.pad_token_id)
     return trainer.get_batch_loss_metrics(trainer.model, batch, "train")[0], trainer
 
 
@@ -191,12 +191,11 @@ def test_a_loss_is_that_of_trl_on_the_same_batch(loss: str, tmp_path: Path) -> N
     ours = Ours(tmp_path, loss)
     theirs, trainer = loss_of_trl(loss, tmp_path, ours)
     theirs.backward()
+    theirs = float(theirs.detach())
     grads = [each.grad for each in trainer.model.parameters() if each.grad is not None]
     grad_norm = float(torch.stack([grad.double().norm() for grad in grads]).norm())
-    apart, apart_grad = abs(ours.loss - float(theirs)), abs(ours.grad_norm - grad_norm) / grad_norm
-    print(
-        f"{loss}: {ours.loss:.7f} here, {float(theirs):.7f} there, {apart:.1e} apart; gradient norms {apart_grad:.1e}"
-    )
+    apart, apart_grad = abs(ours.loss - theirs), abs(ours.grad_norm - grad_norm) / grad_norm
+    print(f"{loss}: {ours.loss:.7f} here, {theirs:.7f} there, {apart:.1e} apart; gradient norms {apart_grad:.1e}")
     assert apart <= TOLERANCE
     assert apart_grad <= 1e-4
-    assert ours.grad_norm > 1e-3, "nothing to compare"
+    assert min(ours.loss, ours.grad_norm) > 0.01, "nothing to compare"

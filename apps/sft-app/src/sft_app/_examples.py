@@ -99,7 +99,8 @@ class _PairMaker:
             return with_extras(sequence, sign=sign)
         answer = sequence.loss_mask
         if self._preference.learns_prompts and sign == CHOSEN:
-            sequence = replace(sequence, loss_mask=np.arange(len(answer)) > 0)
+            index_T = np.arange(len(answer))  # what a template writes after the answer's end is no part of it
+            sequence = replace(sequence, loss_mask=(index_T > 0) & (index_T <= np.flatnonzero(answer)[-1]))
         return with_extras(sequence, sign=sign, answer=answer.astype(np.float32))
 
 

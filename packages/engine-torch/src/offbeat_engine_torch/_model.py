@@ -230,7 +230,7 @@ def load_model(
     """
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code, scores=scores)
-    with _readable(folder), _without_progress_bars():
+    with _readable(folder), _quietly(warns=not scores):
         loaded: Any = _kind(config, scores).from_pretrained(
             folder,
             config=config,
@@ -328,13 +328,16 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars out of the logs of a role process."""
-    shown = hf_logging.is_progress_bar_enabled()
+def _quietly(*, warns: bool) -> Iterator[None]:
+    """Keep transformers' bars out of the logs of a role process; and its warnings, where a new head is meant."""
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    if not warns:
+        hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(level)
         if shown:
             hf_logging.enable_progress_bar()
 
