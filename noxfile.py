@@ -57,6 +57,8 @@ TEST_TOOLS: Final = (
 FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
 # Whose losses and advantages ours are compared with.
 PEERS: Final = ("trl>=1,<2", "verl>=0.9,<0.10")
+# Whose losses sft-app has: those of its release 1.16 are compared.
+TRL: Final = "trl>=1.16,<2"
 # Of this run of nox, which the session `cpu` hands to those that it runs side by side.
 RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
 IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
@@ -359,6 +361,17 @@ def peers(session: nox.Session) -> None:
 
     make_once(venv, make)
     pytest(session, "peers", "tests/nightly/test_losses_beside_peers.py", "-rP", bin_folder=venv / "bin")
+
+
+@nox.session(tags=["nightly"], default=False)
+def preferences(session: nox.Session) -> None:
+    """Losses of sft-app and of TRL's trainers on the same batch, in an environment of their own."""
+    venv = NOX / "trl"
+    folders = {package.key: package.folder for package in PACKAGES}
+    own = [f"--editable={folders['sft-app']}", f"--editable={folders['testing']}[models]"]
+    install(session, venv, *own, TRL, "--group=test")
+    file = "tests/nightly/test_preferences_meet_trl.py"
+    pytest(session, "preferences", file, "-rP", bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:

@@ -69,6 +69,37 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
     assert "packing = true: sequences are always packed" in said
 
 
+@pytest.mark.parametrize(
+    ("trainer", "options", "section", "learning_rate"),
+    [
+        ("dpo", "loss_type: [ipo]\nbeta: 0.3\n", {"loss": "ipo", "beta": 0.3}, 1e-4),
+        ("dpo", "loss_type: sigmoid\n", {"loss": "dpo", "beta": 0.1}, 1e-4),
+        (
+            "kto",
+            "desirable_weight: 1.3\n",
+            {"loss": "kto", "beta": 0.1, "desirable_weight": 1.3, "undesirable_weight": 1.0},
+            1e-4,
+        ),
+        ("orpo", "beta: 0.2\n", {"loss": "orpo", "beta": 0.2}, 1e-4),
+        (
+            "cpo",
+            "loss_type: simpo\nbeta: 2\ncpo_alpha: 0\n",
+            {"loss": "simpo", "beta": 2.0, "target_margin": 0.5, "label_smoothing": 0.0},
+            1e-4,
+        ),
+        ("reward", "center_rewards_coefficient: 0.01\n", {"loss": "reward", "center_rewards": 0.01}, 1e-4),
+    ],
+)
+def test_options_of_trls_preference_trainers_become_ours(
+    command: CommandLine, tmp_path: Path, trainer: str, options: str, section: dict[str, object], learning_rate: float
+) -> None:
+    held, said = imported(command, f"trl-{trainer}", "run.yaml", TRL + options, tmp_path)
+    assert held["preference"] == section
+    assert held["engine"]["learning_rate"] == learning_rate
+    assert held["engine"]["batch_size"] == 32
+    assert "no counterpart" not in said, said
+
+
 def test_shares_of_all_steps_and_a_least_rate_are_not_lost(command: CommandLine, tmp_path: Path) -> None:
     more = "warmup_ratio: 0.1\nsave_steps: 0.2\neval_strategy: no\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\n"
     held, said = imported(command, "trl", "sft.yaml", TRL + more, tmp_path)
@@ -80,7 +111,9 @@ def test_shares_of_all_steps_and_a_least_rate_are_not_lost(command: CommandLine,
 @pytest.mark.parametrize(
     ("framework", "name", "text", "said"),
     [
-        ("trl", "dpo.yaml", "model_name_or_path: m\nbeta: 0.1\n", "learns from preferences (beta)"),
+        ("trl", "dpo.yaml", "model_name_or_path: m\nbeta: 0.1\n", "learns from preferences (beta): name its trainer"),
+        ("trl-dpo", "dpo.yaml", "loss_type: [hinge]\n", "loss_type = 'hinge' has no counterpart"),
+        ("trl-cpo", "cpo.yaml", "beta: 0.1\n", "knows TRL's simpo"),
         ("trl", "grpo.yaml", "reward_funcs: accuracy\n", "import it with grpo-async-app"),
         (
             "verl",
@@ -88,7 +121,12 @@ def test_shares_of_all_steps_and_a_least_rate_are_not_lost(command: CommandLine,
             "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",
             "of reinforcement learning",
         ),
-        ("openrlhf", "sft.sh", "", "import knows verl, trl: got 'openrlhf'"),
+        (
+            "openrlhf",
+            "sft.sh",
+            "",
+            "import knows verl, trl, trl-dpo, trl-kto, trl-orpo, trl-cpo, trl-reward: got 'openrlhf'",
+        ),
     ],
 )
 def test_what_is_no_supervised_run_is_refused(

@@ -53,7 +53,8 @@ def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> N
     preflight = check_run(load_config(config, SftConfig, ["--data.shuffle=false", "--engine.batch_size=20"]))
     tokenizer = load_tokenizer(model)
     spoken = set()
-    for sequence in preflight.batch(0):
+    for index in preflight.batch(0):
+        [sequence] = preflight.examples.train[index].sequences
         words = tokenizer.decode(sequence.ids[sequence.loss_mask], skip_special_tokens=False)
         heard = tokenizer.decode(sequence.ids[~sequence.loss_mask])
         number = int(words.partition("<|im_end|>")[0].removeprefix("the answer is ")) - 1

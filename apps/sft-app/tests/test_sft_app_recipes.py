@@ -55,7 +55,8 @@ def test_the_large_recipes_are_twins_of_those_that_come_after_them() -> None:
     assert {"math_qwen3_8b_fsdp", "math_qwen3_8b_megatron", "moe_30b_megatron"} <= stems
     assert len([stem for stem in stems if stem.startswith("geo3k_qwen3vl_8b_")]) == 2
     assert stems <= others
-    assert {path.stem for path in RECIPES} - stems == {"smollm2_chat", "math_qwen3_32b_fsdp"}
+    of_smollm2 = {f"smollm2_{name}" for name in ("chat", "dpo", "kto", "orpo", "reward", "simpo")}
+    assert {path.stem for path in RECIPES} - stems == {*of_smollm2, "math_qwen3_32b_fsdp"}
 
 
 @every_recipe

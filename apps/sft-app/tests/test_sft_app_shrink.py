@@ -12,7 +12,7 @@ from sft_app._shrink import shrink_run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 every_recipe = pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-REHEARSED_IN_CI = {"math_qwen3_8b_megatron", "smollm2_chat"}
+REHEARSED_IN_CI = {"math_qwen3_8b_megatron", "smollm2_chat", "smollm2_dpo", "smollm2_reward"}
 """The others differ in layout and sizes."""
 
 
@@ -33,6 +33,7 @@ def test_a_shrunken_recipe_has_the_structure_of_the_whole(recipe: Path, tmp_path
     for key in ("dtype", "schedule", "learning_rate", "activation_checkpointing", "weight_decay"):
         assert getattr(small.engine, key) == getattr(whole.engine, key)
     assert bool(small.engine.options.get("tensor_parallel")) == bool(whole.engine.options.get("tensor_parallel"))
+    assert small.preference == whole.preference
     for key in ("prompt_column", "completion_column", "messages_column", "too_long", "shuffle"):
         assert getattr(small.data, key) == getattr(whole.data, key)
     assert bool(small.eval.every_updates) == bool(whole.eval.every_updates)
@@ -65,7 +66,7 @@ def test_the_family_of_a_model_that_is_here_is_read(tmp_path: Path) -> None:
     rehearsal = shrink_run(here, tmp_path / "model")
     assert (rehearsal.family, rehearsal.notices) == ("qwen2_5_vl", ())
     preflight = rehearsal.prepare()
-    assert all(len(sequence.images) == 1 for sequence in preflight.conversations.train)
+    assert all(len(sequence.images) == 1 for example in preflight.examples.train for sequence in example.sequences)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(fold
 
 SETTINGS = {
     "a number format": ({"dtype": "float16"}, "float32 or bfloat16: got dtype = float16"),
+    "a score head": ({"head": "score"}, "the megatron engine trains no score head"),
     "a schedule without an end": ({"schedule": "cosine"}, "total_steps above warmup_steps"),
 }
 

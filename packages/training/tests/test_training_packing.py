@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,3 +123,42 @@ def test_one_prompt_gives_work_to_all():
     sequences = groups_of(num_prompts=2, samples=8, prompt=(20, 21), completion=(6, 7))[1:]
     shares = plan_shares(sequences, budget=4096, share_prompts=True, num_shares=4)
     assert all(any(batches) for batches in shares)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sequences=sequence_lists(),
+    groups=st.lists(st.integers(-1, 3), min_size=14, max_size=14),
+    budget=st.integers(2, 40),
+    share=st.booleans(),
+    num_shares=st.integers(1, 4),
+    even=st.booleans(),
+)
+def test_a_group_is_never_split_between_micro_batches(sequences, groups, budget, share, num_shares, even):
+    grouped = [replace(each, group=group) for each, group in zip(sequences, groups, strict=False)]
+    shares = plan_shares(grouped, budget=budget, share_prompts=share, num_shares=num_shares, even=even)
+    packs = [lay_out(grouped, families) for batches in shares for families in batches if families]
+    places = {}
+    for place, pack in enumerate(packs):
+        for member in pack.members:
+            places.setdefault(grouped[member].group, set()).add(place)
+    assert all(len(found) == 1 for group, found in places.items() if group >= 0)
+    for pack in packs:
+        units = {(grouped[member].group, member if grouped[member].group < 0 else -1) for member in pack.members}
+        assert len(pack.ids_T) <= budget or len(units) == 1
+    members = sorted(member for pack in packs for member in pack.members)
+    assert members == [i for i, s in enumerate(grouped) if s.loss_mask.any()]
+
+
+def test_a_pair_computes_its_prompt_once():
+    prompt, answers = np.arange(100, 120), [np.arange(3, 9), np.arange(30, 34)]
+    pair = [
+        TrainSequence(
+            ids=np.concatenate([prompt, answer]).astype(np.int32),
+            loss_mask=np.arange(len(prompt) + len(answer)) >= len(prompt),
+            group=7,
+        )
+        for answer in answers
+    ]
+    [families] = plan_packs(pair, budget=10, share_prompts=True)  # a pair longer than the budget goes alone
+    assert len(lay_out(pair, families).ids_T) == 20 + 5 + 3

@@ -6,7 +6,7 @@ from typing import NoReturn
 from offbeat_run import run_command
 
 _USAGE = """\
-Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full, resumable.
+Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward models: packed, LoRA or full, resumable.
 
   sft-app train FILE                 train as a TOML file says
           [--shrink]                 … with every size shrunk: a rehearsal on a CPU, on a model made on the spot
@@ -14,9 +14,10 @@ Supervised fine-tuning: packed sequences, loss on assistant turns, LoRA or full,
           [--cluster 2x8]            … on 2 nodes with 8 accelerators each, the nodes of a FILE, or "live" on Ray
           [--fit NEW_FILE]           … and write the recipe with the changes that make it fit
           [--shrink]                 … of the rehearsal
-  sft-app import verl|trl FILE       write what its options say as a TOML file (--out FILE)
+  sft-app import verl|trl FILE       write what its options say as a TOML file (--out FILE);
+                                     trl-dpo, trl-kto, trl-orpo, trl-cpo, trl-reward: those of that trainer
   sft-app resume RUN                 go on from the latest checkpoint of a run folder
-  sft-app eval RUN                   loss of the best checkpoint on the held-out data
+  sft-app eval RUN                   loss (and rewards) of the best checkpoint on the held-out data
   sft-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
   sft-app doctor                     versions, devices, and why a backend is not there
 

@@ -1,6 +1,7 @@
 """What each command does."""
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from offbeat_run import (
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
 from sft_app._import import import_command
+from sft_app._learners import create_learner
 from sft_app._plan import SftPlanner, describe_run
 from sft_app._preflight import Preflight, check_run
+from sft_app._reference import Reference, compute_reference, load_reference
 from sft_app._shrink import shrink_run
-from sft_app._train import create_engine, held_out_loss, progress_of, resume, train
+from sft_app._train import create_engine, progress_of, resume, train
 
 
 def dispatch(words: list[str]) -> int:
@@ -69,14 +72,25 @@ def _resume(words: CommandWords, folder: str) -> int:
 def _eval(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder, write=False) as run:
         checkpoint = run.checkpoints.chosen()
-        config = load_config(run.config, SftConfig, (*words.overrides, f"--model.path={checkpoint.path}"))
-        preflight = check_run(config)
+        first = load_config(run.config, SftConfig, words.overrides)
+        preflight = check_run(replace(first, model=replace(first.model, path=str(checkpoint.path))))
         if not preflight.held_out:
             raise ConfigError("eval needs held-out data: set data.eval_size or data.eval_path")
+        reference = _find_reference(run, first, preflight) if first.preference.needs_reference else None
         with closing(create_engine(preflight)) as engine:
-            loss = held_out_loss(engine, preflight.held_out)
-        print(f"checkpoint of update {checkpoint.step}: loss {loss:.4f} nats")
+            values = create_learner(preflight, engine, run, reference=reference).validate()
+        print(f"checkpoint of update {checkpoint.step}: loss {values.pop('loss'):.4f} nats")
+        print("".join(f"  {name} {value:.4f}\n" for name, value in values.items()), end="")
         return 0
+
+
+def _find_reference(run: RunFolder, first: SftConfig, preflight: Preflight) -> Reference:
+    """What the run has kept of these held-out rows; of others the model that the run began with is asked."""
+    if kept := load_reference(run.path, preflight):
+        return kept
+    held_out = replace(preflight, config=first, examples=replace(preflight.examples, train=()))
+    with closing(create_engine(held_out)) as engine:
+        return compute_reference(held_out, engine, has_begun=False, is_asked_to_end=lambda: False)
 
 
 def _conclude(run: RunFolder) -> int:

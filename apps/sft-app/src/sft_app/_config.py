@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 
 from offbeat_actors import ClusterConfig, available_cpus
 from offbeat_data import ConversationConfig
+from offbeat_objectives import PreferenceConfig
 from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, load_backend, setting
 
@@ -25,16 +26,18 @@ class EngineConfig(TrainEngineSettings):
         1, "Processes that train together, each with a device or a share of the CPUs.", ge=1, le=65536
     )
     update_deadline_s: float = setting(7200.0, "Longest time for one update or checkpoint of several ranks.", "s", gt=0)
-    batch_size: int = setting(32, "Sequences in one optimizer step.", "sequences", ge=1)
+    batch_size: int = setting(
+        32, "Sequences in one optimizer step; pairs, or rated answers, where preferences are learned.", "rows", ge=1
+    )
     max_updates: int = setting(0, "End the run after so many steps; 0: when the data ends.", "updates", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Section `eval`: loss on held-out sequences while training goes on."""
+    """Section `eval`: loss on held-out rows, and what else the loss tells, while training goes on."""
 
     every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
-    max_sequences: int = setting(0, "Held-out sequences used; 0 uses all.", "sequences", ge=0)
+    max_sequences: int = setting(0, "Held-out sequences (pairs, answers) used; 0 uses all.", "rows", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class SftConfig:
     model: ModelConfig
     data: ConversationConfig
     engine: EngineConfig = field(default_factory=EngineConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -75,4 +79,15 @@ class SftConfig:
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates,
             num_threads=self.threads_per_rank,
+            head=self.head,
         )
+
+    @property
+    def head(self) -> str:
+        """What stands on the model: see `TrainEngineConfig.head`."""
+        return "score" if self.preference.loss == "reward" else "tokens"
+
+    @property
+    def rows_name(self) -> str:
+        """What a batch is counted in."""
+        return {"conversations": "sequences", "pairs": "pairs", "ratings": "answers"}[self.preference.rows]

@@ -1,45 +1,27 @@
-"""`sft-app import verl|trl FILE`: writes our TOML, and tells what did not come along.
+"""`sft-app import FRAMEWORK FILE`: writes our TOML, and tells what did not come along. Here: verl.
 
 Source: volcengine/verl b178a3cd (2026-01-29), verl/trainer/config/sft_trainer.yaml (`fsdp_sft_trainer`) and
-sft_trainer_engine.yaml (`sft_trainer`), with optim/fsdp.yaml and model/hf_model.yaml; huggingface/trl f2cd5771
-(2026-07-24), trl/trainer/sft_config.py, with transformers' TrainingArguments; names of its scripts
-(`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
+sft_trainer_engine.yaml (`sft_trainer`), with optim/fsdp.yaml and model/hf_model.yaml.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from offbeat_recipes import (
-    FETCHED,
-    Draft,
-    Framework,
-    Source,
-    finish_training_arguments,
-    import_recipe,
-    read_options,
-    write_betas,
-    write_processes,
-    write_rhythm,
-    write_trackers,
-    write_training_arguments,
-)
+from offbeat_recipes import Draft, Framework, Source, import_recipe, read_options, write_betas, write_trackers
 from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
+from sft_app._import_trl import PREFERENCE_TRAINERS, check_supervised, import_preferences, import_supervised
 
 _OF_RL: Final = ("actor_rollout_ref.", "algorithm.", "reward_funcs", "num_generations")
-_OF_PREFERENCES: Final = ("beta", "desirable_weight", "rpo_alpha", "precompute_ref_log_probs", "reference_free")
 
 
 def _check_kind(source: Source, file: Path) -> Sequence[str]:
     """Refuse what is no supervised fine-tuning."""
     if found := [name for name in source.options if name.startswith(_OF_RL)]:
         raise ConfigError(f"{file} is of reinforcement learning ({found[0]}): import it with grpo-async-app")
-    if found := [name for name in source.options if name in _OF_PREFERENCES]:
-        raise ConfigError(
-            f"{file} learns from preferences ({found[0]}), as DPO and KTO do: there is no such trainer here"
-        )
     return ()
 
 
@@ -149,55 +131,23 @@ def _write_verl_rhythm(draft: Draft) -> None:
         draft.copy("log.project", "trainer.project_name")
 
 
-_TRL_ALWAYS: Final[Mapping[str, str]] = {
-    "packing* eval_packing": "sequences are always packed, and never see each other",
-    "padding_free pad_to_multiple_of": "nothing is padded",
-    "completion_only_loss": "the loss is on answers where there is a prompt, and on all of a plain text",
-    "remove_unused_columns": "columns that are not named are not read",
-    "dataset_num_proc": "rows are encoded by the process that reads them",
-    "per_device_eval_batch_size": "micro-batches are always filled by tokens",
-}
-_TRL_MISSING: Final[Mapping[str, str]] = {
-    "neftune_noise_alpha": "no noise",
-    "loss_type": "the negative log-likelihood",
-    "router_aux_loss_coef": "no loss for balance",
-    "chat_template_path eos_token": "the tokenizer's",
-    "lora_target_modules": "adapters on every linear layer",
-    "lora_dropout": "nothing is dropped out",
-}
+def _read_plain(path: Path, given: Mapping[str, str] | None) -> Source:
+    return read_options(path, is_hydra=False)
 
 
-def _import_trl(source: Source) -> Draft:
-    """Translate fields of SFTConfig, and of the script that makes one."""
-    draft = Draft(source.options)
-    _write_trl_data(draft)
-    write_training_arguments(draft, learning_rate=2e-5, roles=("engine",))
-    _, samples, _ = write_processes(draft)
-    draft.put("engine.batch_size", samples, "per_device_train_batch_size", "gradient_accumulation_steps")
-    write_rhythm(draft)
-    finish_training_arguments(draft, _TRL_ALWAYS, _TRL_MISSING)
-    return draft
-
-
-def _write_trl_data(draft: Draft) -> None:
-    draft.copy("model.path", "model_name_or_path", told=FETCHED)
-    draft.copy("model.trust_remote_code", "trust_remote_code")
-    draft.copy("data.path", "dataset_name", told=FETCHED)
-    draft.copy("data.split", "dataset_train_split", default="train")
-    draft.copy("data.text_column", "dataset_text_field", default="text")
-    longest = draft.number("max_length", "max_seq_length", default=1024)
-    draft.put("data.max_sequence_tokens", longest, "max_length", "max_seq_length")
-    draft.put("data.too_long", "truncate", "truncation_mode")
-    if draft.take("truncation_mode", default="keep_start") != "keep_start":
-        draft.change("truncation_mode", "the end is cut off, not the beginning")
-    draft.copy("data.shuffle", "shuffle_dataset", default=True)
-    if not draft.take("assistant_only_loss", default=False):
-        draft.change("assistant_only_loss", "of a conversation the loss is on the assistant's turns, as if it were set")
+def _check_supervised(source: Source, file: Path) -> Sequence[str]:
+    told = _check_kind(source, file)
+    check_supervised(source, file)
+    return told
 
 
 _FRAMEWORKS: Final = {
     "verl": Framework(lambda path, given: read_options(path, is_hydra=True, given=given), _check_kind, _import_verl),
-    "trl": Framework(lambda path, _: read_options(path, is_hydra=False), _check_kind, _import_trl),
+    "trl": Framework(_read_plain, _check_supervised, import_supervised),
+    **{
+        f"trl-{trainer}": Framework(_read_plain, _check_kind, partial(import_preferences, trainer))
+        for trainer in PREFERENCE_TRAINERS
+    },
 }
 
 

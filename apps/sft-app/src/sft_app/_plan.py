@@ -61,7 +61,7 @@ def _batch_text(config: SftConfig, layout: TrainLayout | None) -> str:
     engine = config.engine
     shares = layout.dp if layout else engine.num_ranks // sharing_ranks(config)
     each = f" over {shares} data parallel ranks, {engine.batch_size / shares:g} each" if shares > 1 else ""
-    return f"{engine.batch_size} sequences in one step{each}"
+    return f"{engine.batch_size} {config.rows_name} in one step{each}"
 
 
 def _facts(config: SftConfig, layout: TrainLayout | None) -> dict[str, dict[str, int]]:

@@ -5,7 +5,8 @@ from math import prod
 from typing import Final
 
 from offbeat_actors import check_kinds, check_processes, cluster_request, find_view
-from offbeat_data import ConversationSet, EpochOrder, load_conversations, load_tokenizer
+from offbeat_data import EpochOrder, load_tokenizer
+from offbeat_objectives import check_preference
 from offbeat_placement import (
     ClusterView,
     Placement,
@@ -22,11 +23,11 @@ from offbeat_types import (
     ModelError,
     TrainBackend,
     TrainLayout,
-    TrainSequence,
     check_schedule,
     load_backend,
 )
 from sft_app._config import SftConfig
+from sft_app._examples import Example, ExampleSet, load_examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class Preflight:
     """What a run will work with, checked.
 
     Args:
-        conversations: sequences to learn and their counts.
-        held_out: the held-out sequences a validation uses.
+        examples: what to learn from, and how many rows it is of.
+        held_out: the held-out examples a validation uses.
         num_updates: optimizer steps of the whole run.
         placement: every rank in its place, on the nodes that the launcher would start it on.
         layout: how the ranks of the trainer share the model.
@@ -58,8 +59,8 @@ class Preflight:
 
     config: SftConfig
     model: ModelFolder
-    conversations: ConversationSet
-    held_out: tuple[TrainSequence, ...]
+    examples: ExampleSet
+    held_out: tuple[Example, ...]
     num_updates: int
     placement: Placement
     layout: TrainLayout
@@ -70,12 +71,12 @@ class Preflight:
     @property
     def order(self) -> EpochOrder:
         data = self.config.data
-        return EpochOrder(len(self.conversations.train), data.seed, data.shuffle)
+        return EpochOrder(len(self.examples.train), data.seed, data.shuffle)
 
-    def batch(self, update: int) -> list[TrainSequence]:
-        """The sequences of an update, counted from 0; the last one may have fewer than the others."""
+    def batch(self, update: int) -> list[int]:
+        """Which of `examples.train` an update takes, counted from 0; the last one may have fewer than the others."""
         positions = batch_positions(update, self.config.engine.batch_size, self._num_positions, self.begun)
-        return [self.conversations.train[self.order(position)[1]] for position in positions]
+        return [self.order(position)[1] for position in positions]
 
     def position_at(self, done: int) -> int:
         batch_size = self.config.engine.batch_size
@@ -83,7 +84,7 @@ class Preflight:
         return min(served, self._num_positions or served)
 
     def epochs_at(self, done: int) -> float:
-        return self.position_at(done) / len(self.conversations.train)
+        return self.position_at(done) / len(self.examples.train)
 
     @property
     def _num_positions(self) -> int:
@@ -95,9 +96,10 @@ class Preflight:
         return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora)
 
     def plan(self) -> list[tuple[str, str]]:
-        config, model, counts = self.config, self.model, self.conversations.train_counts
-        tokens = sum(len(sequence.ids) for sequence in self.conversations.train)
-        learned = sum(int(sequence.loss_mask.sum()) for sequence in self.conversations.train)
+        config, model, counts = self.config, self.model, self.examples.train_counts
+        rows, sequences = config.rows_name, [each for one in self.examples.train for each in one.sequences]
+        tokens = sum(len(sequence.ids) for sequence in sequences)
+        learned = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
         trained = f"LoRA of rank {config.engine.lora_rank}" if config.engine.lora_rank else "all weights"
         left_out = f", {counts.too_long} left out: too long" if counts.too_long else ""
         left_out += f", {counts.held_out} left out: they ask a held-out question" if counts.held_out else ""
@@ -106,15 +108,23 @@ class Preflight:
         return [
             ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
             ("trains", f"{trained}, {config.engine.backend} engine on {config.engine.device}, {config.engine.dtype}"),
-            ("data", f"{counts.kept} sequences of {counts.read} rows from {config.data.path}{left_out}{cut}"),
+            *([("loss", self._loss_text())] if config.preference.loss != "sft" else []),
+            ("data", f"{counts.kept} {rows} of {counts.read} rows from {config.data.path}{left_out}{cut}"),
             ("tokens", f"{count_text(tokens)} an epoch, {count_text(learned)} of them learned"),
-            ("validation", f"{len(self.held_out)} sequences every {every} updates" if every else "none"),
+            ("validation", f"{len(self.held_out)} {rows} every {every} updates" if every else "none"),
             *([("ranks", self._ranks_text())] if config.engine.num_ranks > 1 else []),
-            ("length", f"{self.num_updates} updates of {config.engine.batch_size} sequences"),
+            ("length", f"{self.num_updates} updates of {config.engine.batch_size} {rows}"),
             *(self.memory.rows()[1:] if self.memory else [("memory", self._memory_text())]),
             ("disk", f"{size_text(self.required_bytes)} for checkpoints"),
             *(("notice", notice) for notice in self.notices),
         ]
+
+    def _loss_text(self) -> str:
+        preference = self.config.preference
+        if preference.loss == "reward":
+            return "reward (Bradley-Terry), of a classification head with one output"
+        against = "the policy before training, asked once" if preference.needs_reference else "none"
+        return f"{preference.loss}, beta {preference.resolved_beta:g}, reference: {against}"
 
     def _ranks_text(self) -> str:
         threads = self.config.threads_per_rank
@@ -140,18 +150,20 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     reserves = load_backend("offbeat.launcher", config.cluster.launcher).reserves
     if not reserves:
         check_processes({"engine.num_ranks": config.engine.num_ranks})
+    check_preference(config.preference)
     model = inspect_model(config.model.path)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
-    conversations = load_conversations(config.data, tokenizer)
-    _check_sequences(model, (*conversations.train, *conversations.eval))
+    examples = load_examples(config, tokenizer)
+    _check_examples(model, (*examples.train, *examples.eval))
     # From here on torch is imported, which takes seconds: the mistakes above are told at once.
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
+    _check_head(config, backend)
     _check_device(config, is_elsewhere=reserves)
-    if config.eval.every_updates and not conversations.eval:
+    if config.eval.every_updates and not examples.eval:
         raise ConfigError(
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
         )
-    num_updates = _count_updates(config, len(conversations.train), begun)
+    num_updates = _count_updates(config, len(examples.train), begun)
     config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
     wanted = config.train_engine(num_updates)
     check_schedule(wanted, length_keys=("engine.max_updates", "data.epochs"))
@@ -162,13 +174,13 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     return Preflight(
         config=config,
         model=model,
-        conversations=conversations,
-        held_out=conversations.eval[: config.eval.max_sequences or None],
+        examples=examples,
+        held_out=examples.eval[: config.eval.max_sequences or None],
         num_updates=num_updates,
         placement=request_resources(config, view).place(view),
         layout=layout,
         memory=_estimate_memory(config, layout),
-        notices=conversations.notices,
+        notices=examples.notices,
         begun=begun,
     )
 
@@ -236,8 +248,17 @@ def request_resources(config: SftConfig, view: ClusterView) -> ResourceRequest:
     return cluster_request(config.cluster, view, config.devices, [group])
 
 
-def _check_sequences(model: ModelFolder, sequences: tuple[TrainSequence, ...]) -> None:
-    longest = max(len(sequence.ids) for sequence in sequences)
+def _check_head(config: SftConfig, backend: TrainBackend) -> None:
+    if config.head not in getattr(backend, "heads", ("tokens",)):
+        raise ConfigError(
+            f"preference.loss = {config.preference.loss!r} trains a {config.head} head, and engine.backend = "
+            f"{config.engine.backend!r} has none: take an engine that has one, such as torch"
+        )
+
+
+def _check_examples(model: ModelFolder, examples: tuple[Example, ...]) -> None:
+    sequences = [sequence for example in examples for sequence in example.all]
+    longest = max(example.longest for example in examples)
     if model.max_positions and longest > model.max_positions:
         raise ConfigError(
             f"the longest sequence has {longest} tokens and {model.path} has {model.max_positions} positions: lower "

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from offbeat_actors import ActorGroup, Launcher, RestartBudget, RoleSpec, Tell, start_again, start_ranks
 from offbeat_liveness import current_monitor
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device, open_rendezvous
-from offbeat_objectives import sft_loss
+from offbeat_objectives import PreferenceConfig, PreferenceLoss, sft_loss
 from offbeat_run import ProfileConfig, RunFolder, check_shared
 from offbeat_types import (
     Floats,
@@ -30,11 +30,17 @@ from sft_app._preflight import Preflight
 T = TypeVar("T")
 
 
+def loss_of(preference: PreferenceConfig) -> LossFunction:
+    """What a section `preference` asks for."""
+    return sft_loss if preference.loss == "sft" else PreferenceLoss(preference)
+
+
 class TrainerRank:
     """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order.
 
     Args:
         config: of the engine. Who starts ranks shows each devices of its own, so all take the same one by name.
+        preference: says which loss the ranks compute.
         run: folder that takes checkpoints and traces; "" where there is none.
         dumps: folder for what the monitor of the ranks finds; "" for none.
         rendezvous: this process among the ranks; None for the only one.
@@ -45,6 +51,7 @@ class TrainerRank:
         *,
         config: TrainEngineConfig,
         backend: str,
+        preference: PreferenceConfig,
         profile: ProfileConfig,
         run: str,
         stall_after_s: float,
@@ -60,9 +67,10 @@ class TrainerRank:
         self._engine: TrainEngine = create(config, mesh) if rendezvous else create(config)
         trace = profile.plan(name, Path(run) / "profile") if run else None
         self._tracer = StepTracer(open_device(config.device), trace) if trace else None
+        self._loss = loss_of(preference)
 
     def forward_backward(self, sequences: list[TrainSequence]) -> Metrics:
-        return self._engine.forward_backward(sequences, sft_loss)
+        return self._engine.forward_backward(sequences, self._loss)
 
     def step(self) -> Metrics:
         return self._engine.step()
@@ -156,7 +164,7 @@ class RanksEngine:
         return ActorGroup(await start_ranks(self._launcher, spec, places), cluster.silent_after_s)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
-        assert loss is sft_loss
+        assert loss == loss_of(self._config.preference), "ranks compute the loss that they were started with"
         metrics: Metrics = self._call("forward_backward", list(sequences), returns=Metrics)
         return metrics
 
@@ -260,6 +268,7 @@ def _first_rank(preflight: Preflight, run: RunFolder | None) -> RoleSpec:
         {
             "config": config.train_engine(preflight.num_updates),
             "backend": config.engine.backend,
+            "preference": config.preference,
             "profile": config.profile,
             "run": str(run.path) if run else "",
             "stall_after_s": config.liveness.stall_after_s,

@@ -14,6 +14,8 @@ from offbeat_recipes import (
     SEEING,
     draw_chats,
     draw_figures,
+    draw_pairs,
+    draw_ratings,
     draw_sums,
     installed_backend,
     make_tiny_model,
@@ -53,6 +55,14 @@ class Rehearsal:
         make_tiny_model(
             Path(config.model.path), self.family, max_positions=data.max_sequence_tokens, seed=config.engine.seed
         )
+        if config.preference.rows == "conversations":
+            self._draw_conversations()
+        else:
+            self._draw_preferences()
+        return replace(check_run(config), notices=self.notices)
+
+    def _draw_conversations(self) -> None:
+        data = self.config.data
         columns = {"prompt_column": data.prompt_column, "answer_column": data.completion_column}
         if self.family in SEEING:
             draw_figures(Path(data.path), **columns, seed=data.seed)
@@ -60,16 +70,23 @@ class Rehearsal:
             draw_chats(Path(data.path), messages_column=data.messages_column, seed=data.seed)
         else:
             draw_sums(Path(data.path), **columns, seed=data.seed)
-        return replace(check_run(config), notices=self.notices)
+
+    def _draw_preferences(self) -> None:
+        data = self.config.data
+        if self.config.preference.rows == "pairs":
+            columns = {"chosen_column": data.chosen_column, "rejected_column": data.rejected_column}
+            draw_pairs(Path(data.path), prompt_column=data.prompt_column, **columns, seed=data.seed)
+        else:
+            columns = {"completion_column": data.completion_column, "label_column": data.label_column}
+            draw_ratings(Path(data.path), prompt_column=data.prompt_column, **columns, seed=data.seed)
 
 
 def shrink_run(config: SftConfig, model_folder: Path) -> Rehearsal:
     """Shrink a run for a tiny model made in `model_folder`; its data lie in the folder "data" beside it."""
     engine, taken = config.engine, installed_backend("offbeat.engine", config.engine.backend)
     num_ranks = min(engine.num_ranks, MAX_ROLES)
-    family, family_notice = tiny_family(
-        config.model.path, has_experts=takes_experts(engine, taken), can_see=takes_images(engine, taken)
-    )
+    can_see = takes_images(engine, taken) and config.preference.rows == "conversations"
+    family, family_notice = tiny_family(config.model.path, has_experts=takes_experts(engine, taken), can_see=can_see)
     small_engine = shrink_engine(
         replace(engine, batch_size=min(engine.batch_size, _SEQUENCES_PER_RANK * num_ranks)),
         wanted=engine.backend,

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 from offbeat_mesh import StepTracer, open_device
-from offbeat_objectives import sft_loss
 from offbeat_run import RunFolder, RunLog
 from offbeat_types import (
     ConfigError,
@@ -20,11 +19,12 @@ from offbeat_types import (
     PeerFailedError,
     RunFolderError,
     TrainEngine,
-    TrainSequence,
     load_backend,
 )
+from sft_app._learners import create_learner
 from sft_app._preflight import Preflight, Progress
 from sft_app._ranks import RanksEngine
+from sft_app._reference import Engine
 
 _NOTICE = b"\ninterrupted: the update in hand is finished and saved; once more to end at once\n"
 
@@ -55,8 +55,6 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 STATE_FILE = "loop.json"
 
-Engine = TrainEngine | RanksEngine
-"""The trainer: in this process, or on several ranks."""
 UpdateTracer = Callable[[int], AbstractContextManager[None]]
 """Called with the number of an update, from 0: the block in which it runs."""
 
@@ -141,14 +139,15 @@ def _restore(engine: Engine, preflight: Preflight, run: RunFolder) -> int:
     return int(state["updates"])
 
 
-def _loop_state(preflight: Preflight, updates: int) -> dict[str, int]:
+def _loop_state(preflight: Preflight, updates: int) -> dict[str, int | str]:
     """Where in the data a run is: the order is a function of these."""
     config = preflight.config
     return {
         "updates": updates,
         "position": preflight.position_at(updates),
         "batch_size": config.engine.batch_size,
-        "num_sequences": len(preflight.conversations.train),
+        "num_sequences": len(preflight.examples.train),
+        "preference.loss": config.preference.loss,
         "data_seed": config.data.seed,
         "shuffle": config.data.shuffle,
     }
@@ -168,6 +167,7 @@ class _Session:
     ) -> None:
         self._preflight, self._config, self._run = preflight, preflight.config, run
         self._engine, self._log, self._start, self._is_asked_to_end = engine, log, start, is_asked_to_end
+        self._learner = create_learner(preflight, engine, run, start)
 
     def run(self) -> None:
         """Train to the end, or until asked to end.
@@ -175,6 +175,8 @@ class _Session:
         A checkpoint comes after the validation of its update, so what a resumed run finds saved is validated too.
         """
         trace = open_tracer(self._preflight, self._run, self._engine)
+        with self._log.measure("trainer-0", "prepare"):
+            self._learner.prepare(self._is_asked_to_end)
         if not self._start:
             self._validate(0)
         for update in range(self._start, self._preflight.num_updates):
@@ -193,15 +195,17 @@ class _Session:
         batch = self._preflight.batch(update)
         started_s = time.monotonic()
         with self._log.measure("trainer-0", "update"), trace(update):
-            losses = self._engine.forward_backward(batch, sft_loss)
+            loss, metrics = self._learner.learn(batch)
             stepped = self._engine.step()
         seconds = max(time.monotonic() - started_s, 1e-9)
-        tokens = sum(len(sequence.ids) for sequence in batch)
+        train = self._preflight.examples.train
+        tokens = sum(len(sequence.ids) for index in batch for sequence in train[index].sequences)
         # The engine's own names have no slash: see `TrainEngine.forward_backward`.
-        engines = {**{name: metric for name, metric in losses.items() if "/" not in name and name != "loss"}, **stepped}
+        engines = {name: metric for name, metric in metrics.items() if "/" not in name and name != "loss"}
         values: Metrics = {
-            "train/loss": losses["loss/nll"],
-            **{f"engine/{name}": metric for name, metric in engines.items()},
+            "train/loss": loss,
+            **{name: metric for name, metric in metrics.items() if "/" in name and name != "loss/total"},
+            **{f"engine/{name}": metric for name, metric in (engines | stepped).items()},
             "perf/tokens_per_s": Metric(value=tokens / seconds),
             "perf/samples_per_s": Metric(value=len(batch) / seconds),
             "data/epoch": Metric(value=self._preflight.epochs_at(update + 1), how="last"),
@@ -215,8 +219,9 @@ class _Session:
         if not every or (done % every and done != self._preflight.num_updates):
             return
         with self._log.measure("trainer-0", "validate"):
-            loss = held_out_loss(self._engine, self._preflight.held_out)
-        self._log.write(done, {"eval/loss": loss})
+            values = self._learner.validate()
+        self._log.write(done, {f"eval/{name}": value for name, value in values.items()})
+        loss = values["loss"]
         if math.isfinite(loss):  # not a number is neither better nor worse than any other: it must not be the best
             self._run.checkpoints.set_score(done, -loss)
 
@@ -229,10 +234,3 @@ class _Session:
                 self._engine.save_weights(folder)
             (folder / STATE_FILE).write_text(json.dumps(_loop_state(self._preflight, done)))
         self._run.checkpoints.prune(checkpoint.keep)
-
-
-def held_out_loss(engine: Engine, sequences: tuple[TrainSequence, ...]) -> float:
-    """Mean cross entropy over all loss tokens, nats."""
-    logprobs = engine.logprobs(sequences)
-    total = sum(float(-found[sequence.loss_mask].sum()) for found, sequence in zip(logprobs, sequences, strict=True))
-    return total / max(sum(int(sequence.loss_mask.sum()) for sequence in sequences), 1)

@@ -5,6 +5,7 @@ from offbeat_data._conversations import ConversationSet, load_conversations, mar
 from offbeat_data._environments import Environment, EnvironmentFailedError, EpisodeHost
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
+from offbeat_data._preferences import Pair, PreferenceSet, Rating, load_pairs, load_ratings
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
 from offbeat_data._rewards import NotANumberError, Reward, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
@@ -34,9 +35,12 @@ __all__ = [
     "ImageRules",
     "Message",
     "NotANumberError",
+    "Pair",
     "Picture",
+    "PreferenceSet",
     "Prompt",
     "PromptSet",
+    "Rating",
     "RenderedChat",
     "Reward",
     "RewardConfig",
@@ -54,7 +58,9 @@ __all__ = [
     "calculator",
     "load_conversations",
     "load_image_rules",
+    "load_pairs",
     "load_prompts",
+    "load_ratings",
     "load_tokenizer",
     "mark_assistant_turns",
     "play_episode",

@@ -67,7 +67,7 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
         BackendError: there are images, and Pillow is not installed.
     """
     rows = read_sources(config, lambda row: _question(config, row))
-    builder = _SequenceBuilder(config, tokenizer)
+    builder = SequenceBuilder(config, tokenizer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
     return ConversationSet(
@@ -76,7 +76,9 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
 
 
 @dataclass(frozen=True)
-class _SequenceBuilder:
+class SequenceBuilder:
+    """Makes sequences of rows, and notes what they hold."""
+
     config: ConversationConfig
     tokenizer: Tokenizer
     forms: Counter[str] = field(default_factory=Counter)
@@ -105,7 +107,7 @@ class _SequenceBuilder:
             with naming_row(source, number):
                 sequences = list(self._sequences(row, source))
             length = max(len(sequence.ids) for sequence in sequences)
-            fitting = [fits for sequence in sequences if (fits := _fit(sequence, limit, cuts)) is not None]
+            fitting = [fits for sequence in sequences if (fits := fit_sequence(sequence, limit, cuts)) is not None]
             kept += fitting
             longest = max(longest, length)
             too_long += not fitting
@@ -147,6 +149,10 @@ class _SequenceBuilder:
     def _from_completion(self, row: Row, source: str) -> Iterator[TrainSequence]:
         prompt: Any = require_column(row, self.config.prompt_column, "prompt_column")
         completion: Any = require_column(row, self.config.completion_column, "completion_column")
+        return self.exchange(prompt, completion, row, source)
+
+    def exchange(self, prompt: Any, completion: Any, row: Row, source: str) -> Iterator[TrainSequence]:
+        """A prompt and what is learned after it, each a text or chat messages; the row may hold images and tools."""
         if isinstance(prompt, str) and not isinstance(completion, list):
             if not uses_template(self.config, self.tokenizer):
                 refuse_images(row)
@@ -209,7 +215,7 @@ def _question(config: ConversationConfig, row: Row) -> Any:
     return with_images(said if any(role != "system" for role, _ in said) else messages, row)
 
 
-def _fit(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:
+def fit_sequence(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:
     """The sequence within the limit; None when it is left out, or when the cut leaves nothing to learn."""
     if len(sequence.ids) > limit:
         if not cuts or sequence.images:

@@ -65,11 +65,14 @@ class DataConfig(SourceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationConfig(SourceConfig):
-    """Conversations for supervised fine-tuning: where they come from, their columns, how long they may be."""
+    """Conversations to learn, or to compare: where they come from, their columns, how long they may be."""
 
     messages_column: str = setting("messages", "Column of whole conversations.")
     completion_column: str = setting("completion", "Column of the answer to learn, beside prompt_column.")
     text_column: str = setting("text", "Column of plain text to learn as it stands.")
+    chosen_column: str = setting("chosen", "Column of the better of two answers: a text or chat messages.")
+    rejected_column: str = setting("rejected", "Column of the worse of two answers: a text or chat messages.")
+    label_column: str = setting("label", "Column that says whether the completion is good: true or false, or 1 or 0.")
     max_sequence_tokens: int = setting(4096, "Longest sequence; see too_long.", "tokens", ge=2)
     too_long: str = setting(
         "filter", "Leave longer sequences out, or cut off their end.", choices=("filter", "truncate")

@@ -256,6 +256,10 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
     """
     options = MegatronEngineOptions.parse(config.options)
     check_schedule(config)
+    if config.head != "tokens":
+        raise ConfigError(
+            f"the megatron engine trains no {config.head} head: take an engine that has one, such as torch"
+        )
     if config.dtype not in _FORMATS:
         raise ConfigError(f"the megatron engine computes in {' or '.join(_FORMATS)}: got dtype = {config.dtype}")
     parallel = choose_parallel(axes or dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 1), options)

@@ -166,6 +166,9 @@ def load_state(
                 state.check(shapes)
                 for name, piece in adapters.items():
                     piece.local.copy_(found.read(name, piece.box))
+            trained = [each for each in pieces if each.parameter.requires_grad and not each.is_adapter]
+            if trained:  # a score head, which no adapter file holds
+                read_weights(folder, trained, config, ranks)
         else:
             state.check(shapes)
             read_weights(folder, pieces, config, ranks)

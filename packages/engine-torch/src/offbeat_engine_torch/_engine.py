@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,11 +63,16 @@ class TorchTrainEngine(StepCounts):
     On a mesh every rank calls every method, in the same order and with the same arguments: the sequences of the whole
     update. The engine takes its share, and each rank returns what one process would.
 
+    With `config.head` "score" it is a classifier with one output: a loss token's log-probability is then the score of
+    what comes before it, and what is saved is a folder of `AutoModelForSequenceClassification`.
+
     Attributes:
         config: as given to `create`.
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
+        heads: values of `config.head` that it knows.
     """
 
+    heads: ClassVar[tuple[str, ...]] = ("tokens", "score")
     _ranks: Ranks
     _optimizer: ClippedAdamW
 
@@ -287,7 +293,7 @@ class TorchTrainEngine(StepCounts):
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of the vocabulary head: token ids are below it."""
+        """Token ids are below it."""
         return self._policy.vocabulary_size
 
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

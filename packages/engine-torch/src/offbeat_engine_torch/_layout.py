@@ -42,7 +42,9 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     open_device(config.device)
     width = options.tensor_parallel
     layout = TrainLayout(dp=num_data_parallel(num_ranks, options), tp=width, zero_stage=3)
-    hf_config = read_config(config.model_path, trust_remote_code=config.trust_remote_code)
+    hf_config = read_config(
+        config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
+    )
     if width > 1:
         check_tensor_parallel(hf_config, hf_config.model_type, width)
     return layout

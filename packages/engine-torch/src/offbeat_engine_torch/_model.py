@@ -12,7 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.utils import logging as hf_logging
 
@@ -22,6 +30,8 @@ from offbeat_training import VocabularyPart, token_logprobs
 from offbeat_types import ModelError
 
 ADAPTER_SIDES = (".lora_A", ".lora_B")
+SCORE_WEIGHT = "score.weight"
+"""Of the classification head that transformers puts on causal families."""
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCALING_IS_A_FACTOR = {"hyperclovax"}
 _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
@@ -70,13 +80,15 @@ class CausalModel(nn.Module):
     Args:
         whole: the transformers model.
         logit_scale: factor the model puts on its logits.
+        scores: the head gives one score instead of logits: see `TrainEngineConfig.head`.
 
     Attributes:
         part: which rows of the head are here; None for all.
     """
 
-    def __init__(self, whole: Any, logit_scale: float) -> None:
+    def __init__(self, whole: Any, logit_scale: float, *, scores: bool = False) -> None:
         super().__init__()
+        self.scores = scores
         self.part: VocabularyPart | None = None
         self.whole: Any = whole
         self.logit_scale = logit_scale
@@ -100,9 +112,14 @@ class CausalModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """Hidden states to logits, within `whole`."""
-        head: nn.Linear = self.whole.get_output_embeddings()
+        """Hidden states to logits, or to the score, within `whole`."""
+        head: nn.Linear = self.whole.score if self.scores else self.whole.get_output_embeddings()
         return head
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below it."""
+        return self.whole.get_input_embeddings().num_embeddings if self.scores else self.head.out_features
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
@@ -126,7 +143,8 @@ class CausalModel(nn.Module):
     ) -> Any:
         """[N] log-probabilities and [N] entropies of the loss tokens asked for; [T, E] hidden states for None.
 
-        Of ids alone it gives the [T, V] logits of the transformers model itself.
+        Of a model that scores: [N] scores and zeros. Of ids alone it gives the [T, V] logits of the transformers model
+        itself ([T, 1] scores).
 
         Args:
             ids_T: token ids of one pack.
@@ -142,6 +160,9 @@ class CausalModel(nn.Module):
         computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
         if positions_T is None:
             with computing:
+                if self.scores:  # transformers' own forward pass scores the last token alone
+                    seen = self.backbone(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
+                    return functional.linear(seen, here(self.head.weight)).float()
                 logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
             return logits_TV.float()
         rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, "plan": plan, "kernel": kernel}
@@ -154,8 +175,12 @@ class CausalModel(nn.Module):
         if query is None:
             return hidden_TE
         weight_VE, bias_V = here(self.head.weight), here(self.head.bias)
+        hidden_NE = hidden_TE.index_select(0, query.predictor_N)
+        if self.scores:
+            score_N = functional.linear(hidden_NE.to(weight_VE.dtype), weight_VE)[:, 0]
+            return score_N, torch.zeros_like(score_N)
         return token_logprobs(
-            hidden_TE.index_select(0, query.predictor_N),
+            hidden_NE,
             weight_VE,
             bias_V,
             query.target_N,
@@ -196,12 +221,17 @@ def plain_name(name: str) -> str:
     return side if side.endswith(ADAPTER_SIDES) else name.replace(".lora_base.", ".")
 
 
-def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> CausalModel:
-    """Load a model folder in float32, with packed attention, onto a device; ModelError as `read_config`."""
+def load_model(
+    path: str, *, device: torch.device, trust_remote_code: bool = False, scores: bool = False
+) -> CausalModel:
+    """Load a model folder in float32, with packed attention, onto a device; ModelError as `read_config`.
+
+    With `scores` it has a classification head with one output; one that is not in the folder is left open.
+    """
     folder = Path(path).expanduser()
-    config = read_config(path, trust_remote_code=trust_remote_code)
-    with _readable(folder), _without_progress_bars():
-        loaded: Any = _kind(config).from_pretrained(
+    config = read_config(path, trust_remote_code=trust_remote_code, scores=scores)
+    with _readable(folder), _quietly(warns=not scores):
+        loaded: Any = _kind(config, scores).from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -212,35 +242,37 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
             output_loading_info=True,
         )
     whole, info = loaded
-    missing = sorted(info["missing_keys"])
+    missing = sorted(set(info["missing_keys"]) - ({SCORE_WEIGHT} if scores else set()))
     if missing:
         raise ModelError(
             f"{folder}: the weights lack {len(missing)} tensors, first {missing[0]}; fetch the folder anew"
         )
     whole.to(device).eval()
     whole.tie_weights()  # torch keeps ties on the way to some kinds of device only: not to one of a plugin's
-    return _take_apart(whole, folder)
+    return _take_apart(whole, folder, scores=scores)
 
 
-def outline_model(path: str, *, trust_remote_code: bool = False) -> CausalModel:
+def outline_model(path: str, *, trust_remote_code: bool = False, scores: bool = False) -> CausalModel:
     """Build a folder's model without memory for its weights (on torch's meta device)."""
     folder = Path(path).expanduser()
-    config = read_config(path, trust_remote_code=trust_remote_code)
+    config = read_config(path, trust_remote_code=trust_remote_code, scores=scores)
     with _readable(folder), torch.device("meta"):
-        whole: Any = _kind(config).from_config(
+        whole: Any = _kind(config, scores).from_config(
             config,
             dtype=torch.float32,
             attn_implementation=_ATTENTION,
             experts_implementation=EXPERTS_NAME,
             trust_remote_code=trust_remote_code,
         )
-    if (folder / "generation_config.json").is_file():
+    if (folder / "generation_config.json").is_file() and not scores:
         whole.generation_config = GenerationConfig.from_pretrained(folder)
-    return _take_apart(whole.eval(), folder)
+    return _take_apart(whole.eval(), folder, scores=scores)
 
 
-def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
+def read_config(path: str, *, trust_remote_code: bool = False, scores: bool = False) -> Any:
     """The transformers config of a model folder, after a look at what else is in the folder.
+
+    With `scores` that of a classifier with one output.
 
     Raises:
         ModelError: the folder is missing, incomplete or corrupt, or the family is not supported.
@@ -252,11 +284,28 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
     with _readable(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     _check_config(config, folder)
+    if scores:
+        _make_scorer(config, folder)
     return config
 
 
-def _kind(config: Any) -> Any:
+def _make_scorer(config: Any, folder: Path) -> None:
+    if getattr(config, "vision_config", None) is not None:
+        raise ModelError(f"{folder}: {config.model_type} has images, and a score head is put on models of text alone")
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ModelError(f"{folder}: transformers has no sequence classification of the family {config.model_type}")
+    config.num_labels = 1
+    # By it a classifier finds the end of a padded sequence; a token that ends answers too would hide that end.
+    if config.pad_token_id is None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if tokenizer.pad_token_id != tokenizer.eos_token_id:
+            config.pad_token_id = tokenizer.pad_token_id
+
+
+def _kind(config: Any, scores: bool) -> Any:
     """The family of transformers' classes to load a model with."""
+    if scores:
+        return AutoModelForSequenceClassification
     return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
@@ -279,13 +328,16 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars out of the logs of a role process."""
-    shown = hf_logging.is_progress_bar_enabled()
+def _quietly(*, warns: bool) -> Iterator[None]:
+    """Keep transformers' bars out of the logs of a role process; and its warnings, where a new head is meant."""
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    if not warns:
+        hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(level)
         if shown:
             hf_logging.enable_progress_bar()
 
@@ -322,8 +374,11 @@ def _check_config(config: Any, folder: Path) -> None:
             raise ModelError(f"{folder}: {config.model_type} uses {cap}, which this engine does not compute")
 
 
-def _take_apart(whole: Any, folder: Path) -> CausalModel:
-    head, backbone = whole.get_output_embeddings(), getattr(whole, whole.base_model_prefix, None)
+def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
+    head = getattr(whole, "score", None) if scores else whole.get_output_embeddings()
+    backbone = getattr(whole, whole.base_model_prefix, None)
+    if scores and not isinstance(head, nn.Linear):
+        raise ModelError(f"{folder}: {type(whole).__name__} has no linear score head on its last layer")
     if not isinstance(head, nn.Linear) or not isinstance(backbone, nn.Module):
         raise ModelError(f"{folder}: {type(whole).__name__} has no linear vocabulary head on a backbone")
     if getattr(whole.config, "vision_config", None) is not None and not (
@@ -335,7 +390,7 @@ def _take_apart(whole: Any, folder: Path) -> CausalModel:
     for module in whole.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that was sampled
-    model = CausalModel(whole, _logit_scale(whole.config))
+    model = CausalModel(whole, _logit_scale(whole.config), scores=scores)
     fuse_norms(whole, getattr(model.decoder, "norm", None))
     return model
 

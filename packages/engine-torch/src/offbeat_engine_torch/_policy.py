@@ -15,7 +15,15 @@ from torch import Tensor
 
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._layout import TorchEngineOptions
-from offbeat_engine_torch._model import CausalModel, HeadQuery, ImagePatches, load_model, one_line, outline_model
+from offbeat_engine_torch._model import (
+    SCORE_WEIGHT,
+    CausalModel,
+    HeadQuery,
+    ImagePatches,
+    load_model,
+    one_line,
+    outline_model,
+)
 from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._sharding import free_gathered, shard_model
@@ -37,6 +45,9 @@ from offbeat_training import (
 from offbeat_types import ModelError, OffbeatError, TrainEngineConfig, TrainSequence
 
 _INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
+
+_INITIAL_SPREAD: Final = 0.02
+"""Standard deviation of a new score head, where the model's configuration has no `initializer_range`."""
 
 FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -65,8 +76,8 @@ class Policy:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of the vocabulary head: token ids are below it."""
-        return self.model.head.out_features
+        """Token ids are below it."""
+        return self.model.vocabulary_size
 
     def weights_converted_once(self) -> AbstractContextManager[Any]:
         """Within it autocast converts each weight once for all packs; weights must not be updated within it.
@@ -126,11 +137,13 @@ def make_policy(
 def _load_whole(
     config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device
 ) -> tuple[CausalModel, list[Piece]]:
-    model = load_model(config.model_path, device=device, trust_remote_code=config.trust_remote_code)
+    model = load_model(
+        config.model_path, device=device, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
+    )
     check_family(model, Path(config.model_path).expanduser())
     _choose_trained(model, config, options)
     pieces = find_pieces(model)
-    _copy(dict(initial_adapters(adapter_shapes(model.whole), config.seed)), pieces)
+    _copy(_new_weights(model, config), pieces)
     return model, pieces
 
 
@@ -138,7 +151,7 @@ def _load_parts(
     config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device, mesh: Mesh, ranks: Ranks
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
-    model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code)
+    model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score")
     _choose_trained(model, config, options)
     autocast = FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None
     shard_model(model, mesh, device, autocast)
@@ -146,11 +159,25 @@ def _load_parts(
     pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
     folder = Path(config.model_path).expanduser()
     with torch.no_grad():
-        _copy(dict(initial_adapters(adapter_shapes(model.whole), config.seed)), pieces)
-        read_weights(folder, [piece for piece in pieces if not piece.is_adapter], config, ranks)
+        new = _new_weights(model, config)
+        _copy(new, pieces)
+        read_weights(folder, [piece for piece in pieces if piece.name not in new], config, ranks)
         check_family(model, folder, autocast)
     free_gathered(model)
     return model, pieces
+
+
+def _new_weights(model: CausalModel, config: TrainEngineConfig) -> dict[str, Tensor]:
+    """What the model folder does not hold, whole and alike on all ranks: adapters, and a score head on a base model."""
+    new = dict(initial_adapters(adapter_shapes(model.whole), config.seed))
+    if model.scores:
+        with TensorFolder(Path(config.model_path).expanduser()) as reader:
+            has_score = SCORE_WEIGHT in reader.names
+        if not has_score:
+            spread = float(getattr(model.whole.config, "initializer_range", None) or _INITIAL_SPREAD)
+            shape = (1, model.head.in_features)
+            new[SCORE_WEIGHT] = spread * torch.randn(shape, generator=torch.Generator().manual_seed(config.seed))
+    return new
 
 
 @torch.no_grad()
@@ -180,10 +207,15 @@ def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfi
 def _convert(folder: Path, wanted: Mapping[str, Piece], config: TrainEngineConfig) -> tuple[dict[str, Tensor], str]:
     """Whole tensors by name, as transformers reads them; or what is wrong with them."""
     try:
-        model = load_model(str(folder), device=torch.device("cpu"), trust_remote_code=config.trust_remote_code)
+        model = load_model(
+            str(folder),
+            device=torch.device("cpu"),
+            trust_remote_code=config.trust_remote_code,
+            scores=config.head == "score",
+        )
     except ModelError as error:
         return {}, str(error)
-    found = {piece.name: piece.local for piece in find_pieces(model)}
+    found = {piece.name: piece.local for piece in find_pieces(model) if piece.name in wanted or not model.scores}
     wrong = sorted(set(found) ^ set(wanted)) or [n for n, p in wanted.items() if tuple(found[n].shape) != p.shape]
     problem = f"{folder} is a checkpoint of another model: they differ first at {wrong[0]}" if wrong else ""
     return found, problem
@@ -198,6 +230,8 @@ def _choose_trained(model: CausalModel, config: TrainEngineConfig, options: Torc
         model.whole.requires_grad_(False)
         trained = model.backbone if tower is None or options.train_vision else model.decoder
         add_lora(trained, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
+    if model.scores:
+        model.head.requires_grad_(True)  # it may be new: adapters alone would train a backbone for a random head
 
 
 @torch.no_grad()
@@ -252,7 +286,7 @@ def _as_refusal(model: CausalModel, folder: Path) -> Iterator[None]:
 def _check_isolation(model: CausalModel, folder: Path, autocast: torch.dtype | None) -> None:
     """Run two sequences packed and alone."""
     device = model.head.weight.device
-    ids = torch.tensor([1, 2, 3, 2, 1], device=device) % model.head.out_features
+    ids = torch.tensor([1, 2, 3, 2, 1], device=device) % model.vocabulary_size
     positions = torch.tensor([0, 1, 2, 2, 0], device=device)
     segments = (Segment(start=0, length=2), Segment(start=2, length=1, parent=0), Segment(start=3, length=1, parent=0))
     together = (*segments, Segment(start=4, length=1))
@@ -269,14 +303,14 @@ def _check_isolation(model: CausalModel, folder: Path, autocast: torch.dtype | N
 def _check_logprobs(model: CausalModel, folder: Path, autocast: torch.dtype | None) -> None:
     """Compare one sequence's log-probabilities with the model's own logits, under the model's own attention."""
     device, index_T = model.head.weight.device, torch.arange(NUM_TOKENS)
-    ids_T = ((7 * index_T) % 61 + 3).to(device) % model.head.out_features
+    ids_T = ((7 * index_T) % 61 + 3).to(device) % model.vocabulary_size
     positions_T = index_T.to(device)
     plan = AttentionPlan((Segment(start=0, length=NUM_TOKENS),), device)
     query = HeadQuery(predictor_N=positions_T[:-1], target_N=ids_T[1:])
     found_N: Tensor = model(ids_T, positions_T, plan, query=query, autocast=autocast)[0]
     with model.own_attention():
         logits_TV: Tensor = model(ids_T, autocast=autocast)
-    wanted_N = logprobs_of_logits(logits_TV[:-1], ids_T[1:], model.part)
+    wanted_N = logits_TV[:-1, 0] if model.scores else logprobs_of_logits(logits_TV[:-1], ids_T[1:], model.part)
     error = float((found_N - wanted_N).abs().quantile(TOKENS_WITHIN))
     if not error <= TOLERANCE_NATS[autocast]:
         raise ModelError(

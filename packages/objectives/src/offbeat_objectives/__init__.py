@@ -1,7 +1,8 @@
-"""Advantages, policy losses and rollout correction for RL on language models, over flat packed tokens.
+"""Advantages, policy losses, preference losses and rollout correction for language models, over flat packed tokens.
 
-torch is imported with the first name that needs it. `AlgorithmConfig`, `check_algorithm`, `has_signal` and
-`overlong_penalty` do not, so that a driver or a command line can read and check settings at once.
+torch is imported with the first name that needs it. `AlgorithmConfig`, `check_algorithm`, `has_signal`,
+`overlong_penalty`, `PreferenceConfig` and `check_preference` do not, so that a driver or a command line can read and
+check settings at once.
 """
 
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_objectives._checks import check_algorithm
 from offbeat_objectives._config import AlgorithmConfig, has_signal, overlong_penalty
+from offbeat_objectives._preference_config import PreferenceConfig, check_preference
 
 if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages
@@ -17,6 +19,16 @@ if TYPE_CHECKING:
     from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
     from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
+    from offbeat_objectives._preferences import (
+        PreferenceLoss,
+        dpo_losses,
+        ipo_losses,
+        kto_baseline,
+        kto_losses,
+        orpo_losses,
+        reward_losses,
+        simpo_losses,
+    )
     from offbeat_objectives._surrogates import PolicyTokens, Surrogate
     from offbeat_objectives._trial import try_functions
 
@@ -28,27 +40,38 @@ __all__ = [
     "Packed",
     "PolicyLoss",
     "PolicyTokens",
+    "PreferenceConfig",
+    "PreferenceLoss",
     "RewardedSamples",
     "Surrogate",
     "aggregate",
     "build_loss",
     "check_algorithm",
+    "check_preference",
     "compute_advantages",
     "correct_rollouts",
     "distill",
+    "dpo_losses",
     "gae_advantages",
     "has_signal",
+    "ipo_losses",
     "kl_per_token",
+    "kto_baseline",
+    "kto_losses",
+    "orpo_losses",
     "overlong_penalty",
     "pack",
+    "reward_losses",
     "sequence_of_tokens",
     "sft_loss",
+    "simpo_losses",
     "try_functions",
     "unpack",
 ]
 
 _NEED_TORCH = (
-    *("_advantages", "_correction", "_divergence", "_estimators", "_losses", "_packing", "_surrogates", "_trial"),
+    *("_advantages", "_correction", "_divergence", "_estimators", "_losses", "_packing", "_preferences"),
+    *("_surrogates", "_trial"),
 )
 
 

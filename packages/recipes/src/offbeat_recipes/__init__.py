@@ -1,6 +1,13 @@
 """What a recipe goes through before it runs: planned on a cluster, made to fit it, rehearsed on a laptop."""
 
-from offbeat_recipes._drawn_data import NUM_DRAWN, draw_chats, draw_figures, draw_sums
+from offbeat_recipes._drawn_data import (
+    NUM_DRAWN,
+    draw_chats,
+    draw_figures,
+    draw_pairs,
+    draw_ratings,
+    draw_sums,
+)
 from offbeat_recipes._elsewhere import layout_elsewhere, layout_row
 from offbeat_recipes._imports.command import Framework, import_recipe
 from offbeat_recipes._imports.draft import Draft, Entry, is_number
@@ -57,6 +64,8 @@ __all__ = [
     "change_recipe",
     "draw_chats",
     "draw_figures",
+    "draw_pairs",
+    "draw_ratings",
     "draw_sums",
     "finish_training_arguments",
     "import_recipe",

@@ -67,6 +67,48 @@ def draw_chats(path: Path, *, messages_column: str, seed: int) -> None:
     _write(path, rows)
 
 
+def draw_pairs(path: Path, *, prompt_column: str, chosen_column: str, rejected_column: str, seed: int) -> None:
+    """Write sums with the right answer and a wrong one.
+
+    Args:
+        path: of a JSONL file.
+        prompt_column: of the question.
+        chosen_column: of the sum.
+        rejected_column: of another number.
+        seed: of what is drawn.
+    """
+    draw, rows = random.Random(seed), []
+    for _ in range(NUM_DRAWN):
+        question, right, wrong = _draw_answers(draw)
+        rows.append({prompt_column: question, chosen_column: right, rejected_column: wrong})
+    _write(path, rows)
+
+
+def draw_ratings(path: Path, *, prompt_column: str, completion_column: str, label_column: str, seed: int) -> None:
+    """Write sums with an answer that is right or wrong.
+
+    Args:
+        path: of a JSONL file.
+        prompt_column: of the question.
+        completion_column: of the answer.
+        label_column: whether it is right.
+        seed: of what is drawn.
+    """
+    draw, rows = random.Random(seed), []
+    for _ in range(NUM_DRAWN):
+        (question, *answers), is_right = _draw_answers(draw), draw.random() < 0.5
+        rows.append({prompt_column: question, completion_column: answers[not is_right], label_column: is_right})
+    _write(path, rows)
+
+
+def _draw_answers(draw: random.Random) -> tuple[str, str, str]:
+    """A sum, its answer, and a wrong one of the same length."""
+    first, second = draw.randrange(10), draw.randrange(10, 90)
+    right = first + second
+    wrong = draw.choice([number for number in range(10, 99) if number != right])
+    return f"{first}+{second}=", str(right), str(wrong)
+
+
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

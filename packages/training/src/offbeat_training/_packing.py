@@ -2,7 +2,8 @@
 
 Two things are never computed: what comes after the last loss token's predecessor (it predicts nothing), and, with
 shared prompts, a prompt's second copy. A group's prompt is laid out once; its completions follow, each at positions
-that go on from the prompt's.
+that go on from the prompt's. Sequences of one group (`TrainSequence.group`) are one unit of a plan: they go into one
+micro-batch, and share a prompt among themselves alone.
 
 Shapes: T packed tokens, N loss tokens, M placeholder tokens, t a token's index in its own sequence.
 """
@@ -86,37 +87,56 @@ def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts
 
     Args:
         sequences: those without a loss token are left out.
-        budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
+        budget: packed tokens of a micro-batch at most; a sequence or a group longer than that goes alone.
         share_prompts: lay out a prompt once for all sequences that begin with it.
 
     Returns:
         Families of each micro-batch.
     """
-    families = find_families(sequences, budget, share_prompts)
-    families.sort(key=lambda family: (-family.num_tokens, family.members))
     packs: list[list[Family]] = []
     room: list[int] = []
-    for family in families:
-        place = next((i for i, left in enumerate(room) if family.num_tokens <= left), None)
+    for unit in _find_units(sequences, budget, share_prompts):
+        place = next((i for i, left in enumerate(room) if unit.num_tokens <= left), None)
         if place is None:
             packs.append([])
             room.append(budget)
             place = len(packs) - 1
-        packs[place].append(family)
-        room[place] -= family.num_tokens
+        packs[place].extend(unit.families)
+        room[place] -= unit.num_tokens
     return packs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """What goes into one micro-batch as a whole: a family, or all those of a group."""
+
+    families: tuple[Family, ...]
+    num_tokens: int
+
+
+def _find_units(
+    sequences: Sequence[TrainSequence], budget: int, share_prompts: bool, *, fair: int | None = None
+) -> list[_Unit]:
+    """Largest first; see `find_families`."""
+    units: dict[tuple[int, ...], list[Family]] = {}
+    for family in find_families(sequences, budget, share_prompts, fair=fair):
+        group = sequences[family.members[0]].group
+        units.setdefault(family.members if group < 0 else (-1, group), []).append(family)
+    found = [_Unit(families=tuple(each), num_tokens=sum(it.num_tokens for it in each)) for each in units.values()]
+    return sorted(found, key=lambda unit: (-unit.num_tokens, unit.families[0].members))
 
 
 def find_families(
     sequences: Sequence[TrainSequence], budget: int, share_prompts: bool, *, fair: int | None = None
 ) -> list[Family]:
-    """Group by prompt, the ids before the first loss token; a group above the budget is cut into several.
+    """Sequences of one prompt, the ids before the first loss token; what is above the budget is cut into several.
 
-    Sequences with different images, wherever those stand, are of different groups.
+    Sequences with different images, wherever those stand, share nothing; nor do those of different groups.
 
-    With `fair`, a group is also cut where it holds the tokens of several fair shares.
+    With `fair`, sequences of one prompt are also cut where they hold the tokens of several fair shares. A group of
+    sequences is never cut.
     """
-    groups: dict[tuple[int, bytes, tuple[bytes, ...]], list[int]] = {}
+    prompts: dict[tuple[int, int, bytes, tuple[bytes, ...]], list[int]] = {}
     known: dict[int, bytes] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -127,11 +147,13 @@ def find_families(
         first[index], last[index] = int(places[0]), int(places[-1])
         prompt = sequence.ids[: first[index]].tobytes() if share_prompts else b""
         looks = tuple(_look(image, known) for image in sequence.images) if share_prompts else ()
-        groups.setdefault((0 if share_prompts else index, prompt, looks), []).append(index)
+        prompts.setdefault((0 if share_prompts else index, sequence.group, prompt, looks), []).append(index)
     families = []
-    for members in groups.values():
+    for members in prompts.values():
         prefix, limit = first[members[0]], budget
-        if fair is not None:
+        if sequences[members[0]].group >= 0:
+            limit = sum(last[member] for member in members)
+        elif fair is not None:
             own = sum(last[member] - prefix for member in members)
             limit = min(budget, prefix + -(-own // max(1, round((prefix + own) / fair))))
         families.extend(_cut(members, prefix, last, limit))
@@ -181,7 +203,7 @@ def plan_shares(
 
     Args:
         sequences: those without a loss token are left out.
-        budget: packed tokens of a micro-batch at most; a sequence longer than that goes alone.
+        budget: packed tokens of a micro-batch at most; a sequence or a group longer than that goes alone.
         share_prompts: lay out a prompt once for all sequences of a micro-batch that begin with it.
         num_shares: data-parallel ranks.
         even: micro-batches of one share are alike too, as the stages of a pipeline want them.
@@ -198,17 +220,16 @@ def plan_shares(
 
 
 def _plan_evenly(sequences: Sequence[TrainSequence], budget: int, share_prompts: bool, num_shares: int) -> list[Share]:
-    num_tokens = sum(family.num_tokens for family in find_families(sequences, budget, share_prompts))
+    num_tokens = sum(unit.num_tokens for unit in _find_units(sequences, budget, share_prompts))
     if not num_tokens:
         return [[] for _ in range(num_shares)]
     rounds = -(-num_tokens // (budget * num_shares))
     while True:
         fair = -(-num_tokens // (rounds * num_shares))
-        families = find_families(sequences, budget, share_prompts, fair=fair)
-        families.sort(key=lambda family: (-family.num_tokens, family.members))
-        bins = _fill_evenly([family.num_tokens for family in families], rounds * num_shares, budget)
+        units = _find_units(sequences, budget, share_prompts, fair=fair)
+        bins = _fill_evenly([unit.num_tokens for unit in units], rounds * num_shares, budget)
         if bins is not None:
-            return _deal([[families[index] for index in each] for each in bins], num_shares)
+            return _deal([[family for index in each for family in units[index].families] for each in bins], num_shares)
         rounds += 1
 
 

@@ -216,7 +216,10 @@ class TrainLayout:
 
 
 class TrainBackend(Protocol):
-    """What a package registers under the entry point `offbeat.engine`: the class of its engine."""
+    """What a package registers under the entry point `offbeat.engine`: the class of its engine.
+
+    A class attribute `heads` names the values of `TrainEngineConfig.head` that it knows; without one it is "tokens".
+    """
 
     def plan(self, config: "TrainEngineConfig", num_ranks: int = 1) -> TrainLayout:
         """Check what can be checked before anything starts, and say how the ranks will share the model.
@@ -282,6 +285,12 @@ class TrainEngineConfig(TrainEngineSettings):
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
     total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
+    head: str = setting(
+        "tokens",
+        "What the model answers at a loss token: tokens, its log-probability; score, one number that a sequence "
+        "classification head reads off the token before it.",
+        choices=("tokens", "score"),
+    )
     adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
 
@@ -451,6 +460,7 @@ def digest_sequences(sequences: Sequence[TrainSequence]) -> str:
     """Digest of everything that the plan of an update and its loss read."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in sequences:
+        digest.update(f"group {sequence.group}".encode())
         unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
         for name, array in (*unnamed, *sorted(sequence.extras.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -97,6 +97,8 @@ class TrainSequence:
         extras: per-token inputs of the loss, each [T] float32; entries where loss_mask is False are not read.
         images: each [H, W, 3] uint8, in the order of their placeholders, as in `GenerateRequest`. A placeholder in the
             loss was sampled: it is a token like any other, and stands for no image.
+        group: sequences of one group, such as the two of a preference pair, are computed in one micro-batch, so that
+            a loss can compare them; -1 for a sequence of its own.
 
     Raises:
         ShapeError: the arrays differ in shape, or loss_mask[0] is True.
@@ -107,6 +109,7 @@ class TrainSequence:
     loss_mask: npt.NDArray[np.bool_]
     extras: dict[str, Floats] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
+    group: int = -1
 
     def __post_init__(self) -> None:
         check_images(self.images, "a sequence to learn from")

@@ -1,0 +1,131 @@
+"""What a run learns from: examples, each of the sequences that one loss compares.
+
+A conversation is an example of one sequence; a pair one of two, chosen before rejected; a rated answer one of its own,
+beside the sequence that KTO's baseline is measured on.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from offbeat_data import Pair, Rating, RowCounts, Tokenizer, load_conversations, load_pairs, load_ratings
+from offbeat_types import Floats, TrainSequence
+from sft_app._config import SftConfig
+
+CHOSEN, REJECTED = 1.0, -1.0
+_SCORED_ID: Final = 0
+"""Of the token after a scored sequence: no model computes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Sequences that are learned in one step.
+
+    Args:
+        sequences: with the extras of their loss that never change.
+        mismatched: of a rated answer: its prompt with another answer.
+        longest: tokens of the longest sequence that a model sees.
+    """
+
+    sequences: tuple[TrainSequence, ...]
+    mismatched: TrainSequence | None = None
+    longest: int
+
+    @property
+    def all(self) -> tuple[TrainSequence, ...]:
+        """All that a model is asked about."""
+        return self.sequences if self.mismatched is None else (*self.sequences, self.mismatched)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSet:
+    """Examples to train on and held-out ones. `eval` may be empty, `train` never is."""
+
+    train: tuple[Example, ...]
+    eval: tuple[Example, ...]
+    train_counts: RowCounts
+    notices: tuple[str, ...] = ()
+
+
+def load_examples(config: SftConfig, tokenizer: Tokenizer) -> ExampleSet:
+    """Read the rows that the loss of the run needs.
+
+    Raises:
+        UserError: as `load_conversations`, `load_pairs` and `load_ratings`.
+    """
+    kind = config.preference.rows
+    if kind == "conversations":
+        read = load_conversations(config.data, tokenizer)
+        sets = [tuple(_example((each,)) for each in part) for part in (read.train, read.eval)]
+        return ExampleSet(train=sets[0], eval=sets[1], train_counts=read.train_counts, notices=read.notices)
+    if kind == "pairs":
+        pairs = load_pairs(config.data, tokenizer)
+        maker = _PairMaker(config)
+        sets = [tuple(maker.example(pair) for pair in part) for part in (pairs.train, pairs.eval)]
+        return ExampleSet(train=sets[0], eval=sets[1], train_counts=pairs.train_counts, notices=pairs.notices)
+    ratings = load_ratings(config.data, tokenizer)
+    sets = [tuple(_rated(rating) for rating in part) for part in (ratings.train, ratings.eval)]
+    return ExampleSet(train=sets[0], eval=sets[1], train_counts=ratings.train_counts, notices=ratings.notices)
+
+
+def _example(sequences: tuple[TrainSequence, ...], mismatched: TrainSequence | None = None) -> Example:
+    lengths = [len(sequence.ids) for sequence in (*sequences, *([mismatched] if mismatched else []))]
+    return Example(sequences=sequences, mismatched=mismatched, longest=max(lengths))
+
+
+def _rated(rating: Rating) -> Example:
+    return _example((with_extras(rating.answer, sign=CHOSEN if rating.is_good else REJECTED),), rating.mismatched)
+
+
+class _PairMaker:
+    """Makes examples of pairs, as the loss of a run reads them."""
+
+    def __init__(self, config: SftConfig) -> None:
+        self._preference, self._scores = config.preference, config.head == "score"
+        self._padding = _padding_id(config.model.path) if self._scores else None
+
+    def example(self, pair: Pair) -> Example:
+        sides = ((pair.chosen, CHOSEN), (pair.rejected, REJECTED))
+        made = _example(tuple(self._side(sequence, sign) for sequence, sign in sides))
+        return replace(made, longest=made.longest - 1) if self._scores else made
+
+    def _side(self, sequence: TrainSequence, sign: float) -> TrainSequence:
+        if self._scores:
+            return with_extras(_scored(sequence, self._padding), sign=sign)
+        if self._preference.loss != "orpo":
+            return with_extras(sequence, sign=sign)
+        answer = sequence.loss_mask
+        if self._preference.learns_prompts and sign == CHOSEN:
+            index_T = np.arange(len(answer))  # what a template writes after the answer's end is no part of it
+            sequence = replace(sequence, loss_mask=(index_T > 0) & (index_T <= np.flatnonzero(answer)[-1]))
+        return with_extras(sequence, sign=sign, answer=answer.astype(np.float32))
+
+
+def _scored(sequence: TrainSequence, padding: int | None) -> TrainSequence:
+    """With one loss token, after the last token: what is read before it is the score of the whole sequence.
+
+    A classification head of transformers reads off the last token that is not padding, so where a model's padding ends
+    answers too, it is left off here as well.
+    """
+    ids = sequence.ids
+    stop = len(ids) if padding is None else int(np.flatnonzero(ids != padding)[-1]) + 1
+    ids = np.append(ids[:stop], np.int32(_SCORED_ID))
+    return TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) == stop, images=sequence.images)
+
+
+def _padding_id(model_path: str) -> int | None:
+    settings = json.loads((Path(model_path).expanduser() / "config.json").read_text())
+    found = settings.get("pad_token_id")
+    return found if isinstance(found, int) else None
+
+
+def with_extras(sequence: TrainSequence, **extras: float | Floats) -> TrainSequence:
+    """A sequence with more extras; a number stands at all of its tokens."""
+    arrays = {
+        name: value if isinstance(value, np.ndarray) else np.full(len(sequence.ids), value, np.float32)
+        for name, value in extras.items()
+    }
+    return replace(sequence, extras={**sequence.extras, **arrays})

@@ -1,0 +1,169 @@
+"""Options of TRL's trainers: supervised, and those that learn from preferences.
+
+Source: huggingface/trl f2cd5771 (2026-07-24), trl/trainer/sft_config.py, and of release 1.16 dpo_config.py,
+kto_config.py, reward_config.py, experimental/orpo/orpo_config.py and experimental/cpo/cpo_config.py, with transformers'
+TrainingArguments; names of its scripts (`model_name_or_path`, `dataset_name`) from trl/scripts/utils.py.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from offbeat_recipes import (
+    FETCHED,
+    Draft,
+    Source,
+    finish_training_arguments,
+    write_processes,
+    write_rhythm,
+    write_training_arguments,
+)
+from offbeat_types import ConfigError
+
+_OF_PREFERENCES: Final = (
+    *("beta", "desirable_weight", "rpo_alpha", "precompute_ref_log_probs", "reference_free", "simpo_gamma"),
+    "center_rewards_coefficient",
+)
+
+
+def check_supervised(source: Source, file: Path) -> None:
+    """Refuse options of a trainer that learns from preferences: a file of options does not name its trainer.
+
+    Raises:
+        ConfigError: with the words that import it.
+    """
+    if found := [name for name in source.options if name in _OF_PREFERENCES]:
+        known = ", ".join(f"trl-{trainer}" for trainer in PREFERENCE_TRAINERS)
+        raise ConfigError(f"{file} learns from preferences ({found[0]}): name its trainer instead of trl: {known}")
+
+
+_ALWAYS: Final[Mapping[str, str]] = {
+    "packing* eval_packing": "sequences are always packed, and never see each other",
+    "padding_free pad_to_multiple_of": "nothing is padded",
+    "completion_only_loss": "the loss is on answers where there is a prompt, and on all of a plain text",
+    "remove_unused_columns": "columns that are not named are not read",
+    "dataset_num_proc": "rows are encoded by the process that reads them",
+    "per_device_eval_batch_size": "micro-batches are always filled by tokens",
+}
+_MISSING: Final[Mapping[str, str]] = {
+    "neftune_noise_alpha": "no noise",
+    "loss_type": "the negative log-likelihood",
+    "router_aux_loss_coef": "no loss for balance",
+    "chat_template_path eos_token": "the tokenizer's",
+    "lora_target_modules": "adapters on every linear layer",
+    "lora_dropout": "nothing is dropped out",
+}
+
+
+def import_supervised(source: Source) -> Draft:
+    """Translate fields of SFTConfig, and of the script that makes one."""
+    draft = Draft(source.options)
+    _write_data(draft)
+    draft.copy("data.text_column", "dataset_text_field", default="text")
+    draft.copy("data.shuffle", "shuffle_dataset", default=True)
+    if not draft.take("assistant_only_loss", default=False):
+        draft.change("assistant_only_loss", "of a conversation the loss is on the assistant's turns, as if it were set")
+    _write_training(draft, 2e-5)
+    finish_training_arguments(draft, _ALWAYS, _MISSING)
+    return draft
+
+
+def _write_training(draft: Draft, learning_rate: float) -> None:
+    write_training_arguments(draft, learning_rate=learning_rate, roles=("engine",))
+    _, samples, _ = write_processes(draft)
+    draft.put("engine.batch_size", samples, "per_device_train_batch_size", "gradient_accumulation_steps")
+    write_rhythm(draft)
+
+
+def _write_data(draft: Draft) -> None:
+    draft.copy("model.path", "model_name_or_path", told=FETCHED)
+    draft.copy("model.trust_remote_code", "trust_remote_code")
+    draft.copy("data.path", "dataset_name", told=FETCHED)
+    draft.copy("data.split", "dataset_train_split", default="train")
+    longest = draft.number("max_length", "max_seq_length", default=1024)
+    draft.put("data.max_sequence_tokens", longest, "max_length", "max_seq_length")
+    draft.put("data.too_long", "truncate", "truncation_mode")
+    if draft.take("truncation_mode", default="keep_start") != "keep_start":
+        draft.change("truncation_mode", "the end is cut off, not the beginning")
+
+
+_PREFERENCES_MISSING: Final[Mapping[str, str]] = {
+    "ref_model* sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": "the policy before training, as it is",
+    "loss_weights": "one loss",
+    "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau rpo_alpha": "no such variant",
+    "max_prompt_length max_completion_length": "a row that is too long is left out or cut off as a whole",
+    "alpha": "no such variant",
+    **_MISSING,
+}
+_PREFERENCES_ALWAYS: Final[Mapping[str, str]] = {
+    "precompute_ref_log_probs precompute_ref_batch_size": "the reference is always asked once, before training",
+    "disable_dropout": "there is none",
+    "generate_during_eval": "nothing is generated",
+    "train_sampling_strategy": "data.shuffle says it",
+    **_ALWAYS,
+}
+
+
+def import_preferences(trainer: str, source: Source) -> Draft:
+    """Translate fields of DPOConfig, KTOConfig, ORPOConfig, CPOConfig or RewardConfig.
+
+    Raises:
+        ConfigError: a loss that is not there.
+    """
+    draft = Draft(source.options)
+    _write_data(draft)
+    PREFERENCE_TRAINERS[trainer](draft)
+    _write_training(draft, 1e-4 if trainer == "reward" else 1e-6)
+    finish_training_arguments(draft, _PREFERENCES_ALWAYS, _PREFERENCES_MISSING)
+    return draft
+
+
+def _write_dpo(draft: Draft) -> None:
+    kinds = draft.take("loss_type", default="sigmoid")
+    kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
+    _put_loss(draft, {"sigmoid": "dpo", "ipo": "ipo"}, kind)
+    draft.copy("preference.beta", "beta", default=0.1, convert=float)
+    if draft.number("label_smoothing", default=0.0):
+        draft.miss("label_smoothing", "TRL's sigmoid and ipo do not read it; with dpo preference.label_smoothing does")
+
+
+def _write_kto(draft: Draft) -> None:
+    _put_loss(draft, {"kto": "kto"}, draft.take("loss_type", default="kto"))
+    for name, default in (("beta", 0.1), ("desirable_weight", 1.0), ("undesirable_weight", 1.0)):
+        draft.copy(f"preference.{name}", name, default=default, convert=float)
+    draft.change("per_device_train_batch_size", "the baseline is of all answers of a step, not of one device's")
+
+
+def _write_orpo(draft: Draft) -> None:
+    draft.put("preference.loss", "orpo", "beta")
+    draft.copy("preference.beta", "beta", default=0.1, convert=float)
+
+
+def _write_cpo(draft: Draft) -> None:
+    _put_loss(draft, {"simpo": "simpo"}, draft.take("loss_type", default="sigmoid"))
+    draft.copy("preference.beta", "beta", default=0.1, convert=float)
+    draft.copy("preference.target_margin", "simpo_gamma", default=0.5, convert=float)
+    draft.copy("preference.label_smoothing", "label_smoothing", default=0.0, convert=float)
+    if draft.number("cpo_alpha", default=1.0):
+        draft.miss("cpo_alpha", "no likelihood beside the margin: as if it were 0, which is SimPO of its paper")
+
+
+def _write_reward(draft: Draft) -> None:
+    draft.put("preference.loss", "reward", "center_rewards_coefficient")
+    draft.copy("preference.center_rewards", "center_rewards_coefficient", convert=float)
+
+
+def _put_loss(draft: Draft, known: Mapping[str, str], kind: object) -> None:
+    if kind not in known:
+        raise ConfigError(f"loss_type = {kind!r} has no counterpart: preference.loss knows TRL's {', '.join(known)}")
+    draft.put("preference.loss", known[str(kind)], "loss_type")
+
+
+PREFERENCE_TRAINERS: Final[Mapping[str, Callable[[Draft], None]]] = {
+    "dpo": _write_dpo,
+    "kto": _write_kto,
+    "orpo": _write_orpo,
+    "cpo": _write_cpo,
+    "reward": _write_reward,
+}
+"""What writes the section `preference`, by the trainer's name."""
