@@ -26,6 +26,7 @@ from offbeat_run._report.page import print_conclusion, serve_report, write_repor
 from offbeat_run._run_log import Generation, GenerationKind, GenerationsLog, RunLog, read_generations
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
 from offbeat_run._trackers import check_trackers, open_trackers
+from offbeat_run._validation.estimates import bootstrap_interval, majority_at_k, pass_at_k
 
 __all__ = [
     "METRIC_NAMES",
@@ -52,6 +53,7 @@ __all__ = [
     "Tracker",
     "atomic_folder",
     "atomic_write",
+    "bootstrap_interval",
     "check_limits",
     "check_shared",
     "check_trackers",
@@ -65,9 +67,11 @@ __all__ = [
     "explain",
     "inspect_model",
     "load_config",
+    "majority_at_k",
     "new_run_folder",
     "open_trackers",
     "parse_config",
+    "pass_at_k",
     "print_before_after",
     "print_conclusion",
     "print_table",
