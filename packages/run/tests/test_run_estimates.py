@@ -19,7 +19,9 @@ def enumerated_pass(right, k):
 
 def enumerated_majority(votes, right, k):
     """By the definition, one subset after the other: who has most votes, ties by lot, worth as its samples are."""
-    worth = {vote: np.mean([value for other, value in zip(votes, right, strict=True) if other == vote]) for vote in votes}
+    worth = {
+        vote: np.mean([value for other, value in zip(votes, right, strict=True) if other == vote]) for vote in votes
+    }
     values = []
     for subset in combinations(votes, k):
         cast = [vote for vote in subset if vote is not None]
@@ -36,7 +38,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(right, data):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.booleans()), min_size=1, max_size=9), st.data())
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.booleans()), min_size=1, max_size=9), st.data()
+)
 def test_majority_at_k_is_the_mean_over_subsets_with_ties_by_lot(samples, data):
     votes, right = [vote for vote, _ in samples], [float(value) for _, value in samples]
     k = data.draw(st.integers(1, len(votes)))

@@ -213,6 +213,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"
         self.generations = path / "generations"
+        self.validation = path / "validation"
         self.timeline = path / "timeline.json"
         self.logs = path / "logs"
         self.profile = path / "profile"

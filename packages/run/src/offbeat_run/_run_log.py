@@ -1,6 +1,6 @@
 """Everything a run writes down while it goes on, opened and closed as one; completions for people to read."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from offbeat_run._metrics import MetricsLog, MetricValue
 from offbeat_run._progress import Progress
 from offbeat_run._timeline import Timeline, clock_s
 from offbeat_run._trackers import open_trackers
+from offbeat_run._validation.items import AnswersLog, ItemAnswers
 
 GenerationKind = Literal["train", "validation"]
 
@@ -24,6 +25,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         step: updates done when it was written down.
         kind: "train" or "validation".
+        set: name of the validation set.
         version: policy version of its oldest token.
         prompt: text, with special tokens.
         completion: text.
@@ -37,6 +39,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     kind: GenerationKind
+    set: str = ""
     version: int
     prompt: str
     completion: str
@@ -121,6 +124,7 @@ class RunLog:
             metrics = MetricsLog(run, tensorboard=log.tensorboard, trackers=trackers, resume_step=resume_step)
             self._metrics = opened.enter_context(metrics)
             self._generations = opened.enter_context(GenerationsLog(run, resume_step=resume_step))
+            self._answers = opened.enter_context(AnswersLog(run.validation, resume_step=resume_step))
             if log.timeline:
                 self._timeline = opened.enter_context(Timeline(run.timeline))
             progress = Progress(self._num_updates, start=max(resume_step or 0, 0))
@@ -137,6 +141,14 @@ class RunLog:
         """Add what was measured at a step to the metrics, and show it."""
         self._metrics.write(step, values)
         self._progress.update(step, values)
+
+    def write_validation(
+        self, step: int, values: Mapping[str, MetricValue], items: Mapping[str, Sequence[ItemAnswers]]
+    ) -> None:
+        """Add what a validation that began at `step` has measured, and what each item of its sets was answered."""
+        for name, answers in items.items():
+            self._answers.write(name, answers)
+        self.write(step, values)
 
     def write_generations(self, generations: Iterable[Generation]) -> None:
         """Add completions."""

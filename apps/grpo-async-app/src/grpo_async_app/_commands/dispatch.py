@@ -3,15 +3,16 @@
 from functools import partial
 from pathlib import Path
 
+from grpo_async_app._commands.evaluate import compare_command, eval_command
 from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.preflight import Preflight, check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
-from grpo_async_app._run.sampling import validated_names
 from grpo_async_app._run.scaling import ask_for_engines
-from grpo_async_app._run.session import evaluate, resume, train, with_model
+from grpo_async_app._run.session import resume, train, with_model
+from grpo_async_app._run.validation import validated_names
 from offbeat_async_policy import LoopSummary
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
 from offbeat_run import (
@@ -28,7 +29,6 @@ from offbeat_run import (
     run_named_command,
     whole_number,
 )
-from offbeat_types import ConfigError
 
 QUICKSTART_BYTES = 2**28
 
@@ -82,19 +82,6 @@ def _resume(words: CommandWords, folder: str) -> int:
         return _conclude(preflight, resume(preflight, run), run)
 
 
-def _eval(words: CommandWords, folder: str) -> int:
-    with RunFolder.open(folder, write=False) as run:
-        checkpoint = run.checkpoints.chosen()
-        preflight = check_run(with_model(load_config(run.config, GrpoConfig, words.overrides), checkpoint.path))
-        if not preflight.held_out:
-            raise ConfigError("eval needs held-out prompts: set data.eval_size or data.eval_path")
-        validation = evaluate(preflight, run.logs)
-        print(f"checkpoint of update {checkpoint.step}: {len(validation.samples)} held-out prompts")
-        for name, value in validation.numbers().items():
-            print(f"  {name}  {value:.4f}")
-    return 0
-
-
 def _scale(words: CommandWords, folder: str) -> int:
     number = whole_number(words, "engines")
     with RunFolder.open(folder, write=False) as run:
@@ -112,7 +99,8 @@ _COMMANDS: dict[str, Command] = {
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set")),
     "resume": Command(_resume, "RUN", overrides=True),
     "scale": Command(_scale, "RUN", options=("engines",)),
-    "eval": Command(_eval, "RUN", overrides=True),
+    "eval": Command(eval_command, "RUN|MODEL", options=("config", "out", "set", "step"), overrides=True),
+    "compare": Command(compare_command, "EVAL EVAL", options=("out", "set")),
     "report": Command(report_command, "RUN", options=("serve",)),
     "doctor": Command(doctor_command),
 }
@@ -133,5 +121,5 @@ def _conclude(preflight: Preflight, summary: LoopSummary, run: RunFolder) -> int
         f"rollout idle {summary.rollouter_idle_share:.0%}, both at work "
         f"{summary.overlap_s / max(summary.elapsed_s, 1e-9):.0%}"
     )
-    print_conclusion(run, validated_names(preflight.config), title="held-out prompts")
+    print_conclusion(run, validated_names(preflight.sets, preflight.config), title="held-out prompts")
     return 0

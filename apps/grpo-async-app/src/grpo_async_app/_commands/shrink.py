@@ -102,7 +102,9 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         cluster=_shrink_cluster(config.cluster),
         log=replace(config.log, trackers=()),
         checkpoint=replace(config.checkpoint, every=min(config.checkpoint.every, 2)),
-        eval=replace(config.eval, every_updates=min(config.eval.every_updates, 2), max_prompts=0),
+        eval=replace(
+            config.eval, every_updates=min(config.eval.every_updates, 2), max_prompts=0, sets={}, score_set=""
+        ),
         profile=replace(config.profile, steps=""),
     )
     notices = [family_notice, *_replacements(config, small)]

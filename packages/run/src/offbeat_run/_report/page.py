@@ -3,12 +3,10 @@
 import http.client
 import http.server
 import json
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +14,7 @@ from offbeat_run._folder import RunFolder
 from offbeat_run._metrics import METRIC_NAMES, MetricsLine, read_metrics
 from offbeat_run._progress import print_before_after
 from offbeat_run._quantities import duration_text, number_text, size_text
+from offbeat_run._report.assets import asset, page_template
 from offbeat_run._report.figures import Series, metric_figures, number_series, timeline_figure
 from offbeat_run._run_log import Generation, GenerationKind, read_generations
 from offbeat_run._timeline import read_timeline
@@ -72,8 +71,7 @@ def write_report(folder: Path | str | RunFolder) -> Path:
 
 
 def _page(run: RunFolder) -> str:
-    from jinja2 import Environment, PackageLoader  # imported late, like plotly: training needs neither
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs  # imported late: training needs none
 
     damaged: list[str] = []
     lines, samples = read_metrics(run.metrics, damaged), _sample_tables(run, damaged)
@@ -82,9 +80,7 @@ def _page(run: RunFolder) -> str:
     strip = timeline_figure(read_timeline(run.timeline))
     if strip:
         figures.insert(min(_FIGURES_ABOVE_TIMELINE, len(figures)), strip)
-    environment = Environment(loader=PackageLoader("offbeat_run", "_report"), autoescape=True, trim_blocks=True)
-    environment.tests["drawable"] = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+").fullmatch
-    return environment.get_template("page.html").render(
+    return page_template("page.html").render(
         name=run.path.name,
         written=time.strftime("%Y-%m-%d %H:%M"),
         tiles=_tiles(lines, series),
@@ -95,8 +91,8 @@ def _page(run: RunFolder) -> str:
         damaged=damaged,
         traces=_traces(run),
         texts=[(path.name, path.read_text()) for path in (run.plan, run.config) if path.is_file()],
-        style=_asset("page.css"),
-        script=_asset("page.js"),
+        style=asset("page.css"),
+        script=asset("page.js"),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         nonce=secrets.token_urlsafe(16),
     )
@@ -106,10 +102,6 @@ def _traces(run: RunFolder) -> list[tuple[str, str]]:
     """(path within the folder, size) of each trace of a step."""
     found = sorted(run.profile.glob("*.json"), key=lambda path: (path.stem.rpartition("-")[0], path.stat().st_mtime))
     return [(f"{run.profile.name}/{path.name}", size_text(path.stat().st_size)) for path in found]
-
-
-def _asset(name: str) -> str:
-    return files("offbeat_run").joinpath("_report", name).read_text(encoding="utf-8")
 
 
 def _script_json(value: Any) -> str:

@@ -102,7 +102,9 @@ def _ways_of_others(others: Counter[int], num_silent: int, drawn: int, most: int
                 longer[used + taken, tied + (taken == most)] += number * row[taken]
         table = longer
     silent = _binomials(num_silent)
-    ending = sorted((tied, number * silent[drawn - used]) for (used, tied), number in table.items() if drawn - used <= num_silent)
+    ending = sorted(
+        (tied, number * silent[drawn - used]) for (used, tied), number in table.items() if drawn - used <= num_silent
+    )
     for tied, group in groupby(ending, key=lambda pair: pair[0]):
         yield tied, sum(number for _, number in group)
 
