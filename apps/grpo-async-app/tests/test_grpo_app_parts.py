@@ -203,7 +203,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     class Asked:
         environment = None
 
-        async def score(self, _: Prompt, texts: list[str]) -> list[RewardScore]:
+        async def score(self, _: Prompt, texts: list[str], _judge: str) -> list[RewardScore]:
             scored.extend(texts)
             return [RewardScore(value=1.0, parts={}) for _ in texts]
 

@@ -12,6 +12,7 @@ from offbeat_run._command import (
     split_arguments,
     whole_number,
 )
+from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config.load import load_config, parse_config, split_overrides
 from offbeat_run._config.schema import check_limits
 from offbeat_run._config.sections import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
@@ -21,9 +22,12 @@ from offbeat_run._files import atomic_folder, atomic_write, disk_errors, write_n
 from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder, check_shared
 from offbeat_run._metrics import METRIC_NAMES, MetricName, MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
 from offbeat_run._progress import Progress, print_before_after
+from offbeat_run._prometheus import PrometheusServer
+from offbeat_run._publish.card import model_card, write_card
+from offbeat_run._publish.push import PushError, check_destination, push, push_command
 from offbeat_run._quantities import count_text, duration_text, size_text
 from offbeat_run._report.compare import write_comparison
-from offbeat_run._report.page import print_conclusion, serve_report, write_report
+from offbeat_run._report.page import serve_report, write_report
 from offbeat_run._run_log import Generation, GenerationKind, GenerationsLog, RunLog, read_generations
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
 from offbeat_run._trackers import check_trackers, open_trackers
@@ -73,6 +77,8 @@ __all__ = [
     "ModelFolder",
     "ProfileConfig",
     "Progress",
+    "PrometheusServer",
+    "PushError",
     "RunFolder",
     "RunLog",
     "SampledAnswer",
@@ -83,6 +89,7 @@ __all__ = [
     "atomic_folder",
     "atomic_write",
     "bootstrap_interval",
+    "check_destination",
     "check_limits",
     "check_shared",
     "check_trackers",
@@ -98,6 +105,7 @@ __all__ = [
     "item_histories",
     "load_config",
     "majority_at_k",
+    "model_card",
     "new_run_folder",
     "open_trackers",
     "parse_config",
@@ -105,6 +113,8 @@ __all__ = [
     "print_before_after",
     "print_conclusion",
     "print_table",
+    "push",
+    "push_command",
     "read_answers",
     "read_eval_note",
     "read_generations",
@@ -123,6 +133,7 @@ __all__ = [
     "table_text",
     "toml_value",
     "whole_number",
+    "write_card",
     "write_comparison",
     "write_new_file",
     "write_report",

@@ -46,14 +46,9 @@ def eval_command(words: CommandWords, target: str) -> int:
 def _checkpoint(path: Path, words: CommandWords) -> Checkpoint:
     """The best one, or the one of `--step`."""
     with RunFolder.open(path, write=False) as run:
-        if "step" not in words.options:
-            return run.checkpoints.chosen()
-        step, found = whole_number(words, "step"), run.checkpoints.all()
-        chosen = next((each for each in found if each.step == step), None)
-        if chosen is None:
-            known = ", ".join(str(each.step) for each in found) or "none"
-            raise ConfigError(f"--step {step}: no whole checkpoint of this update in {path}; there are {known}")
-        return chosen
+        return (
+            run.checkpoints.find(whole_number(words, "step")) if "step" in words.options else run.checkpoints.chosen()
+        )
 
 
 def _config(words: CommandWords, path: Path, is_run: bool) -> GrpoConfig:
