@@ -55,6 +55,7 @@ TEST_TOOLS: Final = (
 )
 # Training frameworks that liveness lets be; nothing of ours needs them, so the lock does not have them.
 FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
+LM_EVAL: Final = "lm-eval[api]>=0.4.9,<0.5"
 # Of this run of nox, which the session `cpu` hands to those that it runs side by side.
 RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
 IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
@@ -340,6 +341,14 @@ def zoo(session: nox.Session) -> None:
     liveness = next(package for package in PACKAGES if package.key == "liveness")
     install(session, venv, f"--editable={liveness.folder}", *FRAMEWORKS, "--group=test")
     pytest(session, "zoo", "tests/nightly/test_healthy_frameworks.py", bin_folder=venv / "bin")
+
+
+@nox.session(tags=["nightly"], default=False)
+def lm_eval(session: nox.Session) -> None:
+    """lm-eval, in an environment of its own, asks offbeat-serve."""
+    venv = NOX / "lm-eval"
+    install(session, venv, LM_EVAL)
+    pytest(session, "lm-eval", "tests/nightly/test_lm_eval.py", "-rP", OFFBEAT_LM_EVAL_PYTHON=str(venv / "bin/python"))
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:

@@ -77,6 +77,8 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
         check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     sets = _sets(config, tokenizer, names)
+    chosen = {each.name: config.eval.sets[each.name] for each in sets if each.name in config.eval.sets}
+    config = replace(config, eval=replace(config.eval, sets=chosen, score_set="", every_updates=1))
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)

@@ -137,7 +137,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
-    own_sets = load_sets(config, tokenizer)
+    own_sets = load_sets(config, tokenizer) if config.eval.every_updates else []  # the others are for `eval` alone
     held_out = prompts.eval[: config.eval.max_prompts or None]
     sets = (*([held_out_set(config, held_out)] if held_out else []), *own_sets)
     if config.eval.every_updates and not sets:

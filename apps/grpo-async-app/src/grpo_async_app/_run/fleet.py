@@ -102,7 +102,8 @@ class Fleet:
         self.teachers = (
             Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
         )
-        own = {name: (each.reward, f"-{name}") for name, each in config.eval.sets.items() if each.reward is not None}
+        sets = config.eval.sets if config.eval.every_updates else {}
+        own = {name: (each.reward, f"-{name}") for name, each in sets.items() if each.reward is not None}
         judges = {**({"": (config.reward, "")} if config.reward.is_set else {}), **own}
         self._scorers = {
             name: ScorerPool(reward, config.cluster, log_folder / f"reward_errors{suffix}.log")
