@@ -138,25 +138,25 @@ async def answers(
     # Beside training a sync waits for what is in flight: no more of it than the engines decode at once.
     most = config.rollout.max_running * len(engines.names) * (1 if config.validation_goes_on else 2)
     waiting = iter([(each, number) for each, numbers in work for number in numbers])
-    running: set[asyncio.Task[Answered]] = set()
-    in_flight = 0
+    tasks: set[asyncio.Task[Answered]] = set()
+    in_flight, upcoming = 0, next(waiting, None)
     try:
-        upcoming = next(waiting, None)
-        while upcoming or running:
-            while upcoming and (not running or in_flight + upcoming[0].num_samples <= most):
+        while upcoming or tasks:
+            while upcoming and (not tasks or in_flight + upcoming[0].num_samples <= most):
                 each, number = upcoming
-                running.add(asyncio.create_task(_answer(rollouts, engines, config, each, number, request_prefix)))
+                tasks.add(asyncio.create_task(_answer(rollouts, engines, config, each, number, request_prefix)))
                 in_flight += each.num_samples
                 upcoming = next(waiting, None)
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 answered = task.result()
+                tasks.discard(task)
                 in_flight -= answered.asked.num_samples
                 yield answered
     finally:
-        for task in running:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answer(
