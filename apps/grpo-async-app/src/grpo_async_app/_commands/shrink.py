@@ -122,6 +122,8 @@ def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
     )
     if config.cluster.launcher != small.cluster.launcher:
         found.append(f"cluster.launcher: {small.cluster.launcher} instead of {config.cluster.launcher}")
+    if config.eval.sets:
+        found.append("eval.sets: left out, and the prompts held out of what is drawn are validated instead")
     if config.environment.name != small.environment.name:
         found.append(f"environment: {config.environment.name} judges prompts of its own only, and is left out")
     return found
