@@ -59,6 +59,8 @@ FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
 PEERS: Final = ("trl>=1,<2", "verl>=0.9,<0.10")
 # Whose losses sft-app has: those of its release 1.16 are compared.
 TRL: Final = "trl>=1.16,<2"
+# Asks the endpoint of offbeat-serve.
+LM_EVAL: Final = "lm-eval[api]>=0.4.9,<0.5"
 # Of this run of nox, which the session `cpu` hands to those that it runs side by side.
 RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
 IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
@@ -372,6 +374,14 @@ def preferences(session: nox.Session) -> None:
     install(session, venv, *own, TRL, "--group=test")
     file = "tests/nightly/test_preferences_meet_trl.py"
     pytest(session, "preferences", file, "-rP", bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
+
+
+@nox.session(tags=["nightly"], default=False)
+def lm_eval(session: nox.Session) -> None:
+    """lm-eval, in an environment of its own, asks offbeat-serve."""
+    venv = NOX / "lm-eval"
+    install(session, venv, LM_EVAL)
+    pytest(session, "lm-eval", "tests/nightly/test_lm_eval.py", "-rP", OFFBEAT_LM_EVAL_PYTHON=str(venv / "bin/python"))
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:

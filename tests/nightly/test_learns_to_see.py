@@ -4,8 +4,8 @@ The question is the same for every figure, so only the picture can answer it. So
 nothing else, and never more than fifteen.
 """
 
+import json
 import random
-import re
 from pathlib import Path
 from statistics import mean
 
@@ -125,9 +125,9 @@ def values(run: Path, name: str) -> list[float]:
 
 def accuracy(run: Path, figures: Path) -> float:
     """Of the last checkpoint, with greedy answers."""
-    words = ["eval", run, f"--data.eval_path={figures}", "--eval.temperature=0"]
+    out = run / "evals" / figures.name
+    words = ["eval", run, "--out", out, f"--data.eval_path={figures}", "--eval.temperature=0"]
     with RunningCommand("grpo_async_app", *words) as process:
         assert process.wait(LIMIT_S) == 0, process.output
-        found = re.search(r"eval/accuracy\s+([\d.]+)", process.output)
-    assert found, process.output
-    return float(found[1])
+    [table] = json.loads((out / "table.json").read_text())["sets"]
+    return float(table["estimates"]["avg@1"]["value"])

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._run.backend import GrpoBackend
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.sampling import Scored, Validation
+from grpo_async_app._run.sampling import Scored
+from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import AsyncPolicy
 from offbeat_data import Prompt, RewardScore
-from offbeat_run import load_config
+from offbeat_run import load_config, summarize
 from offbeat_types import Completion, GenerateRequest, RunFolderError, Trajectory, VersionSegment
 
 
@@ -47,7 +49,9 @@ def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
     notes: Any = Notes()
     policy = AsyncPolicy(config.async_, 8)
     prompt = Prompt(index=0, text="1", ids=(1,), answer="1")
-    return GrpoBackend(config, fleet, policy, prompts=(prompt,), held_out=(prompt,), run=notes, logger=notes)
+    return GrpoBackend(
+        config, fleet, policy, prompts=(prompt,), sets=[held_out_set(config, [prompt])], run=notes, logger=notes
+    )
 
 
 def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep(
@@ -73,7 +77,7 @@ def test_a_validation_that_cannot_be_written_down_ends_the_run(
     config: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answered(*_: Any) -> Validation:
-        return Validation(version=1, accuracy=1.0, reward=1.0, mean_tokens=1.0, mean_turns=None, samples=[])
+        return Validation(version=1, answered=[], items={}, summaries=[summarize("held-out", 1, [], 1)])
 
     async def scenario() -> None:
         backend = open_backend(settings(config), Fleet(settings(config), str(model), tmp_path))

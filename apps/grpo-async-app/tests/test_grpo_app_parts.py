@@ -11,13 +11,15 @@ import pytest
 
 from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
 from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
-from grpo_async_app._run.sampling import Rollouts, validate
+from grpo_async_app._run.sampling import Rollouts
+from grpo_async_app._run.validation import validate
 from offbeat_data import Prompt, RewardScore
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
@@ -201,7 +203,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     class Asked:
         environment = None
 
-        async def score(self, _: Prompt, texts: list[str]) -> list[RewardScore]:
+        async def score(self, _: Prompt, texts: list[str], _judge: str) -> list[RewardScore]:
             scored.extend(texts)
             return [RewardScore(value=1.0, parts={}) for _ in texts]
 
@@ -232,7 +234,7 @@ def test_each_prompt_of_a_validation_draws_with_a_seed_of_its_own(config: Path) 
     requests: list[GenerateRequest] = []
 
     class Asked:
-        async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest) -> list[object]:
+        async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, _judge: str) -> list[object]:
             requests.append(request)
             return []
 
@@ -247,7 +249,7 @@ def test_each_prompt_of_a_validation_draws_with_a_seed_of_its_own(config: Path) 
 
     rollouts, engines, settings = cast("Rollouts", Asked()), cast("Engines", Idle()), load_config(config, GrpoConfig)
     prompts = tuple(Prompt(index=at, ids=np.array([1], np.int32), text="") for at in range(4))
-    asyncio.run(validate(rollouts, engines, settings, prompts, version=0))
+    asyncio.run(validate(rollouts, engines, settings, [held_out_set(settings, prompts)], version=0))
     assert len({request.params.seed for request in requests}) == 4
 
 
@@ -259,7 +261,7 @@ def test_the_configuration_stays_small_and_documented() -> None:
     # Rewards are scored in so many processes: how many a machine can spare, nobody else knows.
     # What travels to the engines is chosen by three: adapters or merged weights, all or changed elements, by which way.
     # Where that way is a folder that trainer and engines see, only the user knows which.
-    check_limits(GrpoConfig, max_keys=163)
+    check_limits(GrpoConfig, max_keys=183)
 
 
 def test_the_resolved_configuration_loads_back(config: Path) -> None:

@@ -60,8 +60,9 @@ def test_each_role_computes_on_the_device_that_it_was_given(nodes: str, config: 
     assert len({line.split()[-1] for lines in said for line in lines}) == 4, said
     ended = run_command("eval", run, env=env)
     assert ended.returncode == 0, ended.stderr
-    for line in abacus_standin.said(run, "rollout-0"):
-        assert re.fullmatch(r"samples on abacus 0 of \d", line)
+    [evaluated] = (run / "evals").iterdir()
+    [line] = abacus_standin.said(evaluated, "rollout-0")
+    assert re.fullmatch(r"samples on abacus 0 of \d", line)
 
 
 def on_accelerators(address: str, kind: str) -> list[str]:

@@ -1,6 +1,5 @@
 """What a run writes down survives a kill, comes back as written, and is cut back on resume; trackers get it too."""
 
-import importlib.util
 import math
 
 import numpy as np
@@ -234,20 +233,3 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     ):
         open_trackers(LogConfig(trackers=("wandb",)), run)
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra: offbeat-run[mlflow]")
-def test_mlflow_gets_the_finite_numbers_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    log = LogConfig(trackers=("mlflow",), project="offbeat-test")
-    with RunFolder.create(tmp_path / "run") as run:
-        for step in (1, 2):
-            with MetricsLog(run, tensorboard=False, trackers=open_trackers(log, run)) as metrics:
-                metrics.write(step, {"a": step / 2, "nan": math.nan, "h": [1, 2]})
-    (found,) = mlflow.search_runs(experiment_names=["offbeat-test"], output_format="list")
-    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "a")
-    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 1.0)]
-    assert set(found.data.metrics) == {"a"}

@@ -20,11 +20,17 @@ Asynchronous GRPO: rollouts and training overlap, and no process waits without a
                                             prime-rl
   grpo-async-app resume RUN                 go on from the latest checkpoint of a run folder
   grpo-async-app scale RUN --engines N      let rollout engines join or leave while a run goes on
-  grpo-async-app eval RUN                   validate the best checkpoint of a run
+  grpo-async-app eval RUN|MODEL             answer validation sets with a checkpoint or any model folder; goes on
+                                            where it was ended, and writes a table
+                 [--set NAME,...]           … some of [eval.sets.NAME] and held-out; --config FILE names others
+                 [--step N]                 … the checkpoint of this update instead of the best
+  grpo-async-app compare EVAL EVAL          two such folders side by side, item by item
+  grpo-async-app push RUN --push-to WHERE   give its best checkpoint, with a model card, to a folder or hub:OWNER/NAME
   grpo-async-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
   grpo-async-app doctor                     versions, devices, and why a backend is not there
 
   --out FOLDER           run folder of quickstart and train (runs/NAME-DATE)
+  --push-to WHERE        of quickstart, train and resume: push when it has ended
   --section.key VALUE    set any key of the file, such as --rollout.temperature 0.8
   --explain KEY          what a key or a section is for: --explain async.staleness_threshold
 

@@ -18,10 +18,12 @@ Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward mode
                                      trl-dpo, trl-kto, trl-orpo, trl-cpo, trl-reward: those of that trainer
   sft-app resume RUN                 go on from the latest checkpoint of a run folder
   sft-app eval RUN                   loss (and rewards) of the best checkpoint on the held-out data
+  sft-app push RUN --push-to WHERE   give its best checkpoint, with a model card, to a folder or hub:OWNER/NAME
   sft-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
   sft-app doctor                     versions, devices, and why a backend is not there
 
   --out FOLDER           run folder of train (runs/NAME-DATE)
+  --push-to WHERE        of train and resume: push when it has ended
   --section.key VALUE    set any key of the file, such as --engine.lora_rank 16
   --profile.steps 3:6    trace some steps for Perfetto
   --explain KEY          what a key or a section is for

@@ -10,10 +10,13 @@ from offbeat_run import (
     Command,
     CommandWords,
     RunFolder,
+    check_destination,
     doctor_command,
     load_config,
     new_run_folder,
     print_conclusion,
+    push,
+    push_command,
     report_command,
     run_named_command,
 )
@@ -27,6 +30,8 @@ from sft_app._reference import Reference, compute_reference, load_reference
 from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, progress_of, resume, train
 
+_PROGRAM = "sft-app"
+
 
 def dispatch(words: list[str]) -> int:
     """Run the command that the words name."""
@@ -34,21 +39,22 @@ def dispatch(words: list[str]) -> int:
 
 
 def _train(words: CommandWords, file: str) -> int:
+    check_destination(words)
     config = load_config(file, SftConfig, words.overrides)
     if "shrink" in words.switches:
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
     preflight = check_run(config)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
-        return _begin(preflight, run)
+        return _begin(preflight, run, words)
 
 
 def _rehearse(words: CommandWords, config: SftConfig, name: str) -> int:
     """`train --shrink`: the same structure, tiny, here."""
     with RunFolder.create(new_run_folder(words, name), required_bytes=REHEARSAL_BYTES) as run:
-        return _begin(shrink_run(config, run.path / "model").prepare(), run)
+        return _begin(shrink_run(config, run.path / "model").prepare(), run, words)
 
 
-def _begin(preflight: Preflight, run: RunFolder) -> int:
+def _begin(preflight: Preflight, run: RunFolder, words: CommandWords) -> int:
     plan = describe_run(preflight)
     plan.show()
     run.write_config(preflight.config)
@@ -57,16 +63,17 @@ def _begin(preflight: Preflight, run: RunFolder) -> int:
         run.keep()
         print(f"run folder: {run.path}", flush=True)
         train(preflight, run, engine)
-        return _conclude(run)
+        return _conclude(run, words)
 
 
 def _resume(words: CommandWords, folder: str) -> int:
+    check_destination(words)
     with RunFolder.open(folder) as run:
         print("\n".join(run.checkpoints.describe_resume()))
         preflight = check_run(load_config(run.config, SftConfig, words.overrides), progress_of(run))
         with closing(create_engine(preflight, run)) as engine:
             resume(preflight, run, engine)
-            return _conclude(run)
+            return _conclude(run, words)
 
 
 def _eval(words: CommandWords, folder: str) -> int:
@@ -93,19 +100,21 @@ def _find_reference(run: RunFolder, first: SftConfig, preflight: Preflight) -> R
         return compute_reference(held_out, engine, has_begun=False, is_asked_to_end=lambda: False)
 
 
-def _conclude(run: RunFolder) -> int:
-    print_conclusion(run, {"eval/loss": "held-out loss"})
+def _conclude(run: RunFolder, words: CommandWords) -> int:
+    print_conclusion(run, {"eval/loss": "held-out loss"}, application=_PROGRAM)
+    push(run, words, _PROGRAM)
     return 0
 
 
 _COMMANDS: dict[str, Command] = {
-    "train": Command(_train, "FILE", options=("out",), overrides=True, switches=("shrink",)),
+    "train": Command(_train, "FILE", options=("out", "push-to"), overrides=True, switches=("shrink",)),
     "plan": Command(
         partial(plan_command, SftPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
     ),
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set")),
-    "resume": Command(_resume, "RUN", overrides=True),
+    "resume": Command(_resume, "RUN", options=("push-to",), overrides=True),
     "eval": Command(_eval, "RUN", overrides=True),
+    "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),
     "report": Command(report_command, "RUN", options=("serve",)),
     "doctor": Command(doctor_command),
 }

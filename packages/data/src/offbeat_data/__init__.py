@@ -19,6 +19,7 @@ from offbeat_data._tokenizer import (
     load_tokenizer,
 )
 from offbeat_data._tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
+from offbeat_data._votes import vote_of
 
 __all__ = [
     "ARITHMETIC_ALPHABET",
@@ -65,4 +66,5 @@ __all__ = [
     "mark_assistant_turns",
     "play_episode",
     "read_tool_calls",
+    "vote_of",
 ]

@@ -12,6 +12,7 @@ from offbeat_run._command import (
     split_arguments,
     whole_number,
 )
+from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config.load import load_config, parse_config, split_overrides
 from offbeat_run._config.schema import check_limits
 from offbeat_run._config.sections import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
@@ -21,22 +22,52 @@ from offbeat_run._files import atomic_folder, atomic_write, disk_errors, write_n
 from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder, check_shared
 from offbeat_run._metrics import METRIC_NAMES, MetricName, MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
 from offbeat_run._progress import Progress, print_before_after
+from offbeat_run._prometheus import PrometheusServer
+from offbeat_run._publish.card import model_card, write_card
+from offbeat_run._publish.push import PushError, check_destination, push, push_command
 from offbeat_run._quantities import count_text, duration_text, size_text
-from offbeat_run._report.page import print_conclusion, serve_report, write_report
+from offbeat_run._report.compare import write_comparison
+from offbeat_run._report.page import serve_report, write_report
 from offbeat_run._run_log import Generation, GenerationKind, GenerationsLog, RunLog, read_generations
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
 from offbeat_run._trackers import check_trackers, open_trackers
+from offbeat_run._validation.estimates import bootstrap_interval, majority_at_k, pass_at_k
+from offbeat_run._validation.folder import EvalFolder, read_eval_note
+from offbeat_run._validation.items import (
+    HELD_OUT,
+    AnswersLog,
+    ItemAnswers,
+    ItemHistory,
+    SampledAnswer,
+    answers_path,
+    item_histories,
+    read_answers,
+)
+from offbeat_run._validation.summary import (
+    Estimate,
+    SetSummary,
+    summarize,
+    table_json,
+    table_markdown,
+    table_text,
+)
 
 __all__ = [
+    "HELD_OUT",
     "METRIC_NAMES",
+    "AnswersLog",
     "Checkpoint",
     "CheckpointConfig",
     "Checkpoints",
     "Command",
     "CommandWords",
+    "Estimate",
+    "EvalFolder",
     "Generation",
     "GenerationKind",
     "GenerationsLog",
+    "ItemAnswers",
+    "ItemHistory",
     "LivenessConfig",
     "LogConfig",
     "MetricName",
@@ -46,12 +77,19 @@ __all__ = [
     "ModelFolder",
     "ProfileConfig",
     "Progress",
+    "PrometheusServer",
+    "PushError",
     "RunFolder",
     "RunLog",
+    "SampledAnswer",
+    "SetSummary",
     "Timeline",
     "Tracker",
+    "answers_path",
     "atomic_folder",
     "atomic_write",
+    "bootstrap_interval",
+    "check_destination",
     "check_limits",
     "check_shared",
     "check_trackers",
@@ -64,13 +102,21 @@ __all__ = [
     "examine",
     "explain",
     "inspect_model",
+    "item_histories",
     "load_config",
+    "majority_at_k",
+    "model_card",
     "new_run_folder",
     "open_trackers",
     "parse_config",
+    "pass_at_k",
     "print_before_after",
     "print_conclusion",
     "print_table",
+    "push",
+    "push_command",
+    "read_answers",
+    "read_eval_note",
     "read_generations",
     "read_metrics",
     "read_timeline",
@@ -81,8 +127,14 @@ __all__ = [
     "size_text",
     "split_arguments",
     "split_overrides",
+    "summarize",
+    "table_json",
+    "table_markdown",
+    "table_text",
     "toml_value",
     "whole_number",
+    "write_card",
+    "write_comparison",
     "write_new_file",
     "write_report",
 ]

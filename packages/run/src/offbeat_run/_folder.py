@@ -151,6 +151,18 @@ class Checkpoints:
             raise RunFolderError(f"{self.path.parent} holds no whole checkpoint to evaluate; resume the run to get one")
         return found
 
+    def find(self, step: int) -> Checkpoint:
+        """The one of a step.
+
+        Raises:
+            RunFolderError: there is none, or it is not whole.
+        """
+        found = {each.step: each for each in self.all()}
+        if step not in found:
+            known = ", ".join(map(str, found)) or "none"
+            raise RunFolderError(f"--step {step}: no whole checkpoint of this update in {self.path}; there are {known}")
+        return found[step]
+
     def prune(self, keep: int) -> list[Checkpoint]:
         """Remove all but the last `keep` and the best. The latest stays whatever `keep` is.
 
@@ -213,6 +225,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"
         self.generations = path / "generations"
+        self.validation = path / "validation"
         self.timeline = path / "timeline.json"
         self.logs = path / "logs"
         self.profile = path / "profile"

@@ -159,15 +159,26 @@ class Tracker:
     Args:
         write: takes the finite numbers of one step, and the step; histograms are left out.
         close: sends what is held back.
+        write_table: takes the name of a table, the step, and completions as plain data by the names of `Generation`.
     """
 
-    def __init__(self, write: Callable[[dict[str, float], int], Any], close: Callable[[], Any]) -> None:
-        self._write, self.close = write, close
+    def __init__(
+        self,
+        write: Callable[[dict[str, float], int], Any],
+        close: Callable[[], Any],
+        write_table: Callable[[str, int, Sequence[Mapping[str, Any]]], Any],
+    ) -> None:
+        self._write, self.close, self._write_table = write, close, write_table
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on the numbers that are finite, if there are any."""
         if finite := {name: value for name, value in values.items() if math.isfinite(value)}:
             self._write(finite, step)
+
+    def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Pass on a table of completions, if there are any."""
+        if rows:
+            self._write_table(name, step, rows)
 
 
 class MetricsLog:
@@ -197,13 +208,16 @@ class MetricsLog:
             for before in read_metrics(run.metrics):
                 self._events.write(before.step, before.time_s, before.values)
 
-    def write(self, step: int, metrics: Mapping[str, MetricValue], *, time_s: float | None = None) -> None:
+    def write(self, step: int, metrics: Mapping[str, MetricValue], *, time_s: float | None = None) -> dict[str, float]:
         """Add what was measured at `step`; a number that is not finite is kept as such.
 
         Args:
             step: updates done.
             metrics: by name, see `METRIC_NAMES`.
             time_s: wall clock; now when None.
+
+        Returns:
+            The numbers among them, without histograms.
         """
         now_s = time.time() if time_s is None else time_s
         values = {name: _plain(value) for name, value in metrics.items()}
@@ -214,6 +228,7 @@ class MetricsLog:
             tracker.write(step, numbers)
         if self._events:
             self._events.write(step, now_s, values)
+        return numbers
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""

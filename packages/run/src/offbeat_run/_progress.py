@@ -79,7 +79,7 @@ class Progress:
         for name, value in metrics.items():
             if name in _SHOWN and isinstance(value, Metric | int | float):
                 self._values[name] = float(value.value if isinstance(value, Metric) else value)
-        if step != self._step:
+        if step > self._step:  # a validation that went on beside training tells of an earlier one
             self._step = step
             self._marks.append((self._clock(), step))
         if self._live:

@@ -1,19 +1,21 @@
 """Everything a run writes down while it goes on, opened and closed as one; completions for people to read."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from offbeat_run._config.sections import LogConfig
 from offbeat_run._files import JsonlFile, cut_lines, read_lines
 from offbeat_run._folder import RunFolder
-from offbeat_run._metrics import MetricsLog, MetricValue
+from offbeat_run._metrics import MetricsLog, MetricValue, Tracker
 from offbeat_run._progress import Progress
+from offbeat_run._prometheus import PrometheusServer
 from offbeat_run._timeline import Timeline, clock_s
 from offbeat_run._trackers import open_trackers
+from offbeat_run._validation.items import AnswersLog, ItemAnswers
 
 GenerationKind = Literal["train", "validation"]
 
@@ -24,6 +26,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         step: updates done when it was written down.
         kind: "train" or "validation".
+        set: name of the validation set.
         version: policy version of its oldest token.
         prompt: text, with special tokens.
         completion: text.
@@ -37,6 +40,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     kind: GenerationKind
+    set: str = ""
     version: int
     prompt: str
     completion: str
@@ -48,16 +52,22 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[str, ...] = ()
 
 
+_ROWS_OF_A_TABLE: Final = 64
+"""Completions trained on go to trackers in tables of so many; those of a validation in one each."""
+
+
 class GenerationsLog:
     """Writes generations/train.jsonl and generations/validation.jsonl.
 
     Args:
         run: where.
         resume_step: on resume, the step of the checkpoint: generations after it vanish.
+        trackers: get them as tables; see `open_trackers`.
     """
 
-    def __init__(self, run: RunFolder, *, resume_step: int | None = None) -> None:
-        self._folder = run.generations
+    def __init__(self, run: RunFolder, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()) -> None:
+        self._folder, self._trackers = run.generations, trackers
+        self._waiting: list[Generation] = []
         self._files: dict[str, JsonlFile] = {}
         if resume_step is not None:
             for path in self._folder.glob("*.jsonl"):
@@ -65,14 +75,30 @@ class GenerationsLog:
 
     def write(self, generations: Iterable[Generation]) -> None:
         """Append generations, each flushed."""
+        generations = list(generations)
+        validated = [each for each in generations if each.kind == "validation"]
+        self._waiting += [each for each in generations if each.kind == "train"]
+        self._tell_trackers("validation", validated)
+        if len(self._waiting) >= _ROWS_OF_A_TABLE:
+            self._tell_of_training()
         for generation in generations:
             name = generation.kind
             if name not in self._files:
                 self._files[name] = JsonlFile(self._folder / f"{name}.jsonl")
             self._files[name].write(msgspec.structs.asdict(generation))
 
+    def _tell_of_training(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._tell_trackers("train", waiting)
+
+    def _tell_trackers(self, kind: GenerationKind, generations: Sequence[Generation]) -> None:
+        rows = [msgspec.structs.asdict(each) for each in generations] if self._trackers else []
+        for tracker in self._trackers:
+            tracker.write_table(f"generations/{kind}", max(row["step"] for row in rows) if rows else 0, rows)
+
     def close(self) -> None:
         """Close the files; a second call does nothing."""
+        self._tell_of_training()
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -113,6 +139,7 @@ class RunLog:
     def __init__(self, run: RunFolder, log: LogConfig, num_updates: int, resume_step: int | None) -> None:
         self._run, self._log, self._num_updates, self._resume_step = run, log, num_updates, resume_step
         self._timeline: Timeline | None = None
+        self._prometheus: PrometheusServer | None = None
 
     def __enter__(self) -> "RunLog":
         run, log, resume_step = self._run, self._log, self._resume_step
@@ -120,11 +147,17 @@ class RunLog:
             trackers = open_trackers(log, run)
             metrics = MetricsLog(run, tensorboard=log.tensorboard, trackers=trackers, resume_step=resume_step)
             self._metrics = opened.enter_context(metrics)
-            self._generations = opened.enter_context(GenerationsLog(run, resume_step=resume_step))
+            generations = GenerationsLog(run, resume_step=resume_step, trackers=trackers)
+            self._generations = opened.enter_context(generations)
+            self._answers = opened.enter_context(AnswersLog(run.validation, resume_step=resume_step))
             if log.timeline:
                 self._timeline = opened.enter_context(Timeline(run.timeline))
             progress = Progress(self._num_updates, start=max(resume_step or 0, 0))
             self._progress = opened.enter_context(progress)
+            if log.prometheus_port is not None:
+                server = PrometheusServer(log.prometheus_port, log.prometheus_host, run.path.name)
+                self._prometheus = opened.enter_context(server)
+                self._progress.message(f"metrics for Prometheus: {server.url}")
             self._opened = opened.pop_all()
         return self
 
@@ -135,8 +168,18 @@ class RunLog:
 
     def write(self, step: int, values: Mapping[str, MetricValue]) -> None:
         """Add what was measured at a step to the metrics, and show it."""
-        self._metrics.write(step, values)
+        numbers = self._metrics.write(step, values)
+        if self._prometheus:
+            self._prometheus.write(step, numbers)
         self._progress.update(step, values)
+
+    def write_validation(
+        self, step: int, values: Mapping[str, MetricValue], items: Mapping[str, Sequence[ItemAnswers]]
+    ) -> None:
+        """Add what a validation that began at `step` has measured, and what each item of its sets was answered."""
+        for name, answers in items.items():
+            self._answers.write(name, answers)
+        self.write(step, values)
 
     def write_generations(self, generations: Iterable[Generation]) -> None:
         """Add completions."""

@@ -1,15 +1,23 @@
-"""Trackers of experiments that get the metrics too. Each is imported only when the configuration asks for it."""
+"""Trackers of experiments that get the metrics too, and completions as tables with their images.
 
+Each is imported only when the configuration asks for it.
+"""
+
+import base64
 import importlib
 import importlib.util
+import io
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from offbeat_run._config.sections import LogConfig
 from offbeat_run._folder import RunFolder
 from offbeat_run._metrics import Tracker
 from offbeat_types import BackendError
+
+_COLUMNS: Final = ("step", "set", "version", "reward", "prompt", "completion", "answer", "num_tokens", "stop_reason")
+"""Of the table of completions, before its images."""
 
 
 def check_trackers(log: LogConfig) -> None:
@@ -57,18 +65,50 @@ def _missing(name: str, why: str = "") -> BackendError:
     )
 
 
+Rows = Sequence[Mapping[str, Any]]
+"""Completions as plain data: see `Generation`."""
+
+
+def _table(rows: Rows, as_image: Callable[[Any], Any]) -> tuple[list[str], list[list[Any]]]:
+    """Names of the columns, and the rows; one column for each image of the row that has most."""
+    most = max(len(row["images"]) for row in rows)
+    names = [*_COLUMNS, *(f"image {number}" for number in range(1, most + 1))]
+    table = []
+    for row in rows:
+        images = [as_image(_picture(address)) for address in row["images"]]
+        table.append([*(row[name] for name in _COLUMNS), *images, *[None] * (most - len(images))])
+    return names, table
+
+
+def _picture(address: str) -> Any:
+    """A picture of Pillow's, from a `data:` address that was made with it."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+
+
 def _open_wandb(wandb: Any, project: str, run: RunFolder) -> Tracker:
     started = wandb.init(project=project, name=run.path.name, id=_run_id(run), resume="allow", dir=str(run.logs))
     # Validation may come after an update of the same step was sent; W&B's own counter allows no step back, so
     # the step is a metric like others and the axis of all of them.
     started.define_metric("step")
     started.define_metric("*", step_metric="step")
-    return Tracker(lambda values, step: started.log({**values, "step": step}), started.finish)
+
+    def write_table(name: str, step: int, rows: Rows) -> None:
+        columns, data = _table(rows, wandb.Image)
+        started.log({name: wandb.Table(columns=columns, data=data), "step": step})
+
+    return Tracker(lambda values, step: started.log({**values, "step": step}), started.finish, write_table)
 
 
 def _open_trackio(trackio: Any, project: str, run: RunFolder) -> Tracker:
     trackio.init(project=project, name=run.path.name, resume="allow")
-    return Tracker(lambda values, step: trackio.log(values, step=step), trackio.finish)
+
+    def write_table(name: str, step: int, rows: Rows) -> None:
+        columns, data = _table(rows, trackio.Image)
+        trackio.log({name: trackio.Table(columns=columns, data=data)}, step=step)
+
+    return Tracker(lambda values, step: trackio.log(values, step=step), trackio.finish, write_table)
 
 
 def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
@@ -79,7 +119,14 @@ def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
     )
     known = found[0].info.run_id if found else None
     mlflow.start_run(run_id=known, run_name=None if known else run.path.name, tags={"offbeat_run": tag})
-    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
+
+    def write_table(name: str, step: int, rows: Rows) -> None:
+        columns, data = _table(rows, mlflow.Image)
+        # A file for each step: to append to one, MLflow fetches it and writes all of it anew.
+        by_column = dict(zip(columns, map(list, zip(*data, strict=True)), strict=True))
+        mlflow.log_table(by_column, artifact_file=f"{name}-{step:06d}.json")
+
+    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run, write_table)
 
 
 def _run_id(run: RunFolder) -> str:

@@ -110,9 +110,9 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         ),
     ]
     if config.eval.every_updates:
-        rows.append(
-            ("validation", f"{len(preflight.held_out)} held-out prompts every {config.eval.every_updates} updates")
-        )
+        often = f"every {config.eval.every_updates} updates"
+        rows += [("validation", f"{often}, {each.describe()}") for each in preflight.sets]
+        rows.append(("validation", _describe_pace(config)))
     notices = [
         *preflight.notices,
         *batch.notices(),
@@ -143,6 +143,12 @@ def _describe_objective(config: GrpoConfig) -> str:
     taught = f"{algorithm.distillation_coefficient:g} x divergence from {config.teacher.path}"
     parts = [f"{algorithm.advantage} advantages"] * algorithm.needs_reward + [taught] * algorithm.needs_teacher
     return f"{' + '.join(parts)}, {algorithm.loss} loss"
+
+
+def _describe_pace(config: GrpoConfig) -> str:
+    if config.validation_goes_on:
+        return "beside training: new weights do not wait for its end, and each answer says its version"
+    return "new weights wait for its end, so that one version answers all"
 
 
 def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:

@@ -104,7 +104,9 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         cluster=_shrink_cluster(config.cluster),
         log=replace(config.log, trackers=()),
         checkpoint=replace(config.checkpoint, every=min(config.checkpoint.every, 2)),
-        eval=replace(config.eval, every_updates=min(config.eval.every_updates, 2), max_prompts=0),
+        eval=replace(
+            config.eval, every_updates=min(config.eval.every_updates, 2), max_prompts=0, sets={}, score_set=""
+        ),
         profile=replace(config.profile, steps=""),
     )
     notices = [family_notice, *_replacements(config, small)]
@@ -122,6 +124,8 @@ def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
     )
     if config.cluster.launcher != small.cluster.launcher:
         found.append(f"cluster.launcher: {small.cluster.launcher} instead of {config.cluster.launcher}")
+    if config.eval.sets:
+        found.append("eval.sets: left out, and the prompts held out of what is drawn are validated instead")
     if config.environment.name != small.environment.name:
         found.append(f"environment: {config.environment.name} judges prompts of its own only, and is left out")
     return found

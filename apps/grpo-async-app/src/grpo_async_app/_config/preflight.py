@@ -6,11 +6,11 @@ from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._run.scoring import try_reward
 from offbeat_actors import check_kinds, check_processes
 from offbeat_data import (
-    Prompt,
     PromptSet,
     Tokenizer,
     TurnTemplate,
@@ -41,7 +41,7 @@ class Preflight:
 
     Args:
         prompts: training prompts, held-out prompts and their counts.
-        held_out: the held-out prompts a validation uses.
+        sets: that a validation uses; that of the held-out prompts first, where there are any.
         placement: every rank in its place, on the nodes that the launcher would start it on.
         layout: how the ranks of the trainer share the model.
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
@@ -57,7 +57,7 @@ class Preflight:
     config: GrpoConfig
     model: ModelFolder
     prompts: PromptSet
-    held_out: tuple[Prompt, ...]
+    sets: tuple[ValidationSet, ...]
     placement: Placement
     layout: TrainLayout
     memory: RunMemory | None = None
@@ -117,10 +117,10 @@ def check_run(config: GrpoConfig) -> Preflight:
     _check_end(config)
     check_trackers(config.log)
     model = inspect_model(config.model.path)
-    _check_positions(config, model)
+    check_positions(config, model)
     check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
-    template = _turn_template(config, tokenizer)
+    template = turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
     view = find_view(config)
@@ -140,16 +140,20 @@ def check_run(config: GrpoConfig) -> Preflight:
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
+    own_sets = load_sets(config, tokenizer) if config.eval.every_updates else []  # the others are for `eval` alone
     held_out = prompts.eval[: config.eval.max_prompts or None]
-    if config.eval.every_updates and not held_out:
+    sets = (*([held_out_set(config, held_out)] if held_out else []), *own_sets)
+    if config.eval.every_updates and not sets:
         raise ConfigError(
-            "eval.every_updates needs held-out prompts: set data.eval_size or data.eval_path, or set it to 0"
+            "eval.every_updates needs held-out prompts: set data.eval_size, data.eval_path or a table "
+            "[eval.sets.NAME], or set it to 0"
         )
+    notices = (*notices, *shared_notices(own_sets, prompts.train))
     return Preflight(
         config=config,
         model=model,
         prompts=prompts,
-        held_out=held_out,
+        sets=sets,
         placement=placement,
         layout=layout,
         memory=_estimate_memory(config, layout, placement),
@@ -172,7 +176,8 @@ def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
     config.environment.check(has_reward=config.reward.is_set)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
-    if config.eval.every_updates and not (config.reward.is_set or config.environment.name):
+    judged = config.reward.is_set or config.environment.name or config.eval.sets
+    if config.eval.every_updates and not judged:
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
     _check_rewards_apart(config)
     notices = check_algorithm(
@@ -242,7 +247,7 @@ def _check_lengths(config: GrpoConfig) -> None:
         )
 
 
-def _check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
+def check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
     if model.max_positions and config.rollout.max_model_len > model.max_positions:
         raise ConfigError(
             f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
@@ -257,7 +262,7 @@ def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
         return
     load_backend("offbeat.rollout", teacher.backend)
     folder = inspect_model(teacher.path)
-    _check_positions(config, folder, "the teacher ")
+    check_positions(config, folder, "the teacher ")
     difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
     if difference:
         raise ConfigError(
@@ -291,7 +296,7 @@ def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
     return try_reward(config.reward, prompts.train[0], config.cluster)
 
 
-def _turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
+def turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
     if not config.environment.name:
         return None
     template = TurnTemplate(tokenizer, config.data)

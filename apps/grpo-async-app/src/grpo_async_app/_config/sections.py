@@ -7,7 +7,7 @@ from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
+from offbeat_run import HELD_OUT, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import (
     REQUIRED,
     ConfigError,
@@ -174,13 +174,63 @@ class EngineConfig(TrainEngineSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Section `eval`: validation on held-out prompts while training goes on."""
+class EvalSetConfig:
+    """A table `[eval.sets.NAME]`: one validation set, and how its items are sampled and judged."""
 
-    every_updates: int = setting(0, "Updates between two validations; 0 turns them off.", "updates", ge=0)
-    max_prompts: int = setting(0, "Held-out prompts used; 0 uses all.", "prompts", ge=0)
-    temperature: float = setting(0.0, "Of the validation samples; 0 is greedy.", ge=0)
+    path: str = setting(REQUIRED, "Where its items are: any form that data.path takes.")
+    split: str = setting("train", "Split to read, where the path holds several.")
+    max_prompts: int = setting(0, "Items used; 0: all of a file, 1000 of a generator.", "items", ge=0)
+    prompt_column: str = setting("", "Column of the prompt; empty: data.prompt_column.")
+    answer_column: str = setting("", "Column of the reference answer; empty: data.answer_column.")
+    system_prompt: str = setting("", "Put before conversations that have no system message; empty: data.system_prompt.")
+    n: int = setting(1, "Samples of each item.", "samples", ge=1, le=1024)
+    k: list[int] = setting([], "The k of pass@k and maj@k, such as [1, 8]; empty: n.", "samples", ge=1)
+    temperature: float = setting(0.0, "Of the sampled distribution; 0 is greedy.", ge=0)
+    top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
+    min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
+    max_tokens: int = setting(0, "Longest completion; 0: rollout.max_tokens.", "tokens", ge=0, le=2**30)
+    success_reward: float = setting(0.99, "A completion with at least this reward counts as right.")
+    reward: RewardConfig | None = setting(None, "A reward of its own, with the keys of section reward; none: that one.")
+
+    def __post_init__(self) -> None:
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"n = {self.n} samples at temperature 0 are all the same: set temperature, or n = 1")
+        if too_large := [k for k in self.k if k > self.n]:
+            raise ConfigError(f"k = {too_large[0]} needs as many samples of an item, and n = {self.n}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Section `eval`: validation on held-out prompts before, during and after training."""
+
+    every_updates: int = setting(
+        0,
+        "Updates between two validations, besides one before training and one at its end; 0: none at all.",
+        "updates",
+        ge=0,
+    )
+    max_prompts: int = setting(0, "Held-out prompts of section data used; 0 uses all.", "prompts", ge=0)
+    temperature: float = setting(0.0, "Of their validation samples; 0 is greedy.", ge=0)
     success_reward: float = setting(0.99, "A completion with at least this reward counts as right in the accuracy.")
+    sets: dict[str, EvalSetConfig] = setting({}, "More validation sets by names of your own: tables [eval.sets.NAME].")
+    score_set: str = setting(
+        "", "Set whose mean reward says which checkpoint is the best; empty: the held-out prompts, else the first."
+    )
+    at_sync: str = setting(
+        "auto",
+        "When weights come while a validation runs: wait holds them, and so the trainer, until it ends, so that one "
+        "version answers all; go_on lets later answers be of later versions, and says which; auto: go_on in the "
+        "asynchronous modes, wait in others.",
+        choices=("auto", "wait", "go_on"),
+    )
+
+    def __post_init__(self) -> None:
+        if HELD_OUT in self.sets:
+            raise ConfigError(f"eval.sets.{HELD_OUT}: this name is that of the prompts held out by section data")
+        if self.score_set and self.score_set not in (*self.sets, HELD_OUT):
+            known = ", ".join((HELD_OUT, *self.sets))
+            raise ConfigError(f"eval.score_set = {self.score_set!r} is no validation set; there are {known}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +293,12 @@ class GrpoConfig:
         """Processes of each kind of role, by the setting that says how many."""
         teacher = {"teacher.num_replicas": self.teacher.num_replicas} if self.teacher.is_set else {}
         return {"engine.num_ranks": self.engine.num_ranks, "rollout.num_engines": self.rollout.num_engines, **teacher}
+
+    @property
+    def validation_goes_on(self) -> bool:
+        """Whether weights come to the engines while a validation runs, without waiting for its end."""
+        takes_turns = self.cluster.colocate or self.async_.mode == "on-policy pipeline"
+        return self.eval.at_sync == "go_on" or (self.eval.at_sync == "auto" and not takes_turns)
 
     @property
     def max_response_tokens(self) -> int:

@@ -1,7 +1,6 @@
 """What the asynchronous loop asks for, done: groups sampled and scored, updates, syncs, checkpoints, validation."""
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.validation_sets import ValidationSet, mark_of
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
-from grpo_async_app._run.sampling import OutdatedError, Rollouts, Scored, validate
+from grpo_async_app._run.sampling import Rollouts, Scored
+from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_data import EpochOrder, Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
@@ -31,7 +32,7 @@ class GrpoBackend:
 
     Args:
         policy: the one that the loop drives; asked where it stands, never told.
-        held_out: prompts of a validation; empty turns validation off.
+        sets: of a validation; none turns validation off.
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
         template: puts an environment's words into tokens; None where the run has no environment.
@@ -44,14 +45,14 @@ class GrpoBackend:
         policy: AsyncPolicy,
         *,
         prompts: tuple[Prompt, ...],
-        held_out: tuple[Prompt, ...],
+        sets: Sequence[ValidationSet],
         run: RunFolder,
         logger: RunLogger,
         groups: dict[int, SampledGroup] | None = None,
         template: TurnTemplate | None = None,
     ) -> None:
         self._config, self._fleet, self._policy, self._run, self._logger = config, fleet, policy, run, logger
-        self._prompts, self._held_out = prompts, held_out
+        self._prompts, self._sets = prompts, sets
         self._order = EpochOrder(len(prompts), config.data.seed, config.data.shuffle)
         self._groups = groups or {}
         self._where: dict[int, str] = {}
@@ -162,9 +163,13 @@ class GrpoBackend:
     async def prepare(self, action: Literal["update", "sync", "checkpoint"]) -> None:
         """Let a validation end: before a sync, so that it has one version, and before engines that share devices sleep.
 
-        Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer.
+        Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer. Where it
+        goes on while weights come, only what went wrong in it is looked at.
         """
-        if action == "sync" or self._fleet.turns is not None:
+        validating = self._validating
+        must_wait = not self._config.validation_goes_on or self._is_last_sync  # which is validated too
+        must_end = self._fleet.turns is not None or (action == "sync" and must_wait)
+        if must_end or (validating is not None and validating.done()):
             await self.finish()
 
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
@@ -203,6 +208,7 @@ class GrpoBackend:
         await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
         self._logger.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
+            await self.finish()  # it has ended, well or not
             self._validating = asyncio.create_task(self._validate(version))
 
     async def _bring_all(self, version: int, interrupt: bool) -> None:
@@ -221,8 +227,10 @@ class GrpoBackend:
 
     def _validation_is_due(self, version: int) -> bool:
         every = self._config.eval.every_updates
-        if not every or not self._held_out:
+        if not every or not self._sets:
             return False
+        if self._validating is not None and not self._validating.done() and not self._is_last_sync:
+            return False  # one that goes on while weights come
         last = self._logger.last_validated
         if last < 0:
             return True
@@ -243,13 +251,13 @@ class GrpoBackend:
         """Validate, and write it down. `finish` raises what goes wrong in either."""
         rollouts = Rollouts(self._config, self._fleet, self._template)
         try:
-            validation = await validate(rollouts, self._fleet.engines, self._config, self._held_out, version)
+            validation = await validate(rollouts, self._fleet.engines, self._config, self._sets, version)
         except OutdatedError as error:
             self._logger.message(f"the validation of version {version} is left to the next sync: {error}")
             return
         finally:
             self._rollouts.left_out.update(rollouts.left_out)
-        self._run.checkpoints.set_score(validation.version, validation.reward)
+        self._run.checkpoints.set_score(validation.version, validation.score(self._config.eval.score_set))
         self._logger.validated(validation)
 
     async def close(self) -> None:
@@ -304,14 +312,6 @@ class GrpoBackend:
 
 def read_loop_state(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / LOOP_FOLDER / "state.json").read_text()))
-
-
-def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
-    """How many prompts there are, and which: with the settings, the order of training is a function of these."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.ids.tobytes())
-    return {"number": len(prompts), "sha256": digest.hexdigest()}
 
 
 def check_same_prompts(state: Mapping[str, Any], prompts: Sequence[Prompt], run: Path) -> None:

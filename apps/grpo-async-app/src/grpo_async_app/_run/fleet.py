@@ -102,11 +102,13 @@ class Fleet:
         self.teachers = (
             Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
         )
-        self._scorers = (
-            ScorerPool(config.reward, config.cluster, log_folder / "reward_errors.log")
-            if config.reward.is_set
-            else None
-        )
+        sets = config.eval.sets if config.eval.every_updates else {}
+        own = {name: (each.reward, f"-{name}") for name, each in sets.items() if each.reward is not None}
+        judges = {**({"": (config.reward, "")} if config.reward.is_set else {}), **own}
+        self._scorers = {
+            name: ScorerPool(reward, config.cluster, log_folder / f"reward_errors{suffix}.log")
+            for name, (reward, suffix) in judges.items()
+        }
 
     async def __aenter__(self) -> "Fleet":
         return self
@@ -120,14 +122,14 @@ class Fleet:
         if self._trainer is not None:
             await self._trainer.forget()
         await self._launcher.close(QUICK_STOP_S if error else None)
-        if self._scorers is not None:
-            await self._scorers.close()
+        for scorers in self._scorers.values():
+            await scorers.close()
 
     def kill(self) -> None:
         """End every role now; leaving the block then takes no time."""
         self._launcher.kill()
-        if self._scorers is not None:
-            self._scorers.kill()
+        for scorers in self._scorers.values():
+            scorers.kill()
 
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
         """Start every role at once, and wait until all are ready. No engine samples before its first weight sync."""
@@ -155,8 +157,9 @@ class Fleet:
         self._gives_devices = any(rank.role == "rollout" and rank.device is not None for rank in placement.plan.ranks)
 
     async def _start_serving(self) -> None:
-        others = [each.start() for each in (self.environment, self._scorers) if each is not None]
-        await gather_or_cancel([self.engines.start(), *others])
+        environment = [self.environment.start()] if self.environment is not None else []
+        judges = [scorers.start() for scorers in self._scorers.values()]
+        await gather_or_cancel([self.engines.start(), *environment, *judges])
 
     def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
         return [self.teachers.start()] if self.teachers is not None else []
@@ -183,14 +186,15 @@ class Fleet:
 
     @property
     def last_reward_error(self) -> str:
-        return self._scorers.last_error if self._scorers is not None else ""
+        return next((scorers.last_error for scorers in self._scorers.values() if scorers.last_error), "")
 
-    async def score(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
+    async def score(self, prompt: Prompt, texts: list[str], judge: str = "") -> list[RewardScore | None]:
         """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
-        One that takes its verifier too long gets 0 and is counted.
+        One that takes its verifier too long gets 0 and is counted. `judge` names the validation set with a reward of
+        its own that scores; empty: section reward.
         """
-        scorers = self._scorers
+        scorers = self._scorers.get(judge) or self._scorers.get("")
         if scorers is None and not self._config.environment.name:  # a teacher alone is learned from
             return [RewardScore(value=0.0, parts={}) for _ in texts]
         if scorers is None:
@@ -259,7 +263,7 @@ class Fleet:
     @property
     def progress(self) -> float:
         """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
-        scored = self._scorers.num_scored if self._scorers is not None else 0
+        scored = sum(scorers.num_scored for scorers in self._scorers.values())
         answered = self.environment.num_answers if self.environment is not None else 0
         starting_s = clock_s() if self.engines.are_starting else 0.0  # which has a deadline of its own
         return self.engines.num_tokens + scored + answered + starting_s

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._run.busy import BusyShares
-from grpo_async_app._run.sampling import Validation
+from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
 from offbeat_run import Generation, RunFolder, RunLog, clock_s, read_metrics
@@ -42,7 +42,11 @@ class RunLogger:
         """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
         self._last_wait_s, self._num_left_out_told = 0.0, 0
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
-            validated = [line.step for line in read_metrics(self._run.metrics) if "eval/reward" in line.values]
+            validated = [
+                line.step
+                for line in read_metrics(self._run.metrics)
+                if any(name.startswith("eval/") for name in line.values)
+            ]
             self.last_validated = max(validated, default=-1)
             yield
 
@@ -98,22 +102,28 @@ class RunLogger:
 
     def validated(self, validation: Validation) -> None:
         self.last_validated = validation.version
-        self._opened.write(validation.version, validation.numbers())
-        self._opened.write_generations(
-            Generation(
-                step=validation.version,
-                kind="validation",
-                version=trajectory.oldest_version,
-                prompt=prompt.text,
-                completion=trajectory.text,
-                reward=reward,
-                answer=prompt.answer or "",
-                stop_reason=trajectory.stop_reason,
-                num_tokens=trajectory.num_tokens,
-                images=tuple(picture.preview() for picture in prompt.pictures),
-            )
-            for prompt, trajectory, reward in validation.samples[: self._config.log.generations]
-        )
+        self._opened.write_validation(validation.version, validation.numbers(), validation.items)
+        shown: dict[str, list[Generation]] = {}
+        for answered in validation.answered:
+            kept = shown.setdefault(answered.asked.name, [])
+            if answered.samples and len(kept) < self._config.log.generations:
+                trajectory, score = answered.samples[0]
+                kept.append(
+                    Generation(
+                        step=validation.version,
+                        kind="validation",
+                        set=answered.asked.name,
+                        version=trajectory.oldest_version,
+                        prompt=answered.prompt.text,
+                        completion=trajectory.text,
+                        reward=score.value,
+                        answer=answered.prompt.answer or "",
+                        stop_reason=trajectory.stop_reason,
+                        num_tokens=trajectory.num_tokens,
+                        images=tuple(picture.preview() for picture in answered.prompt.pictures),
+                    )
+                )
+        self._opened.write_generations(generation for kept in shown.values() for generation in kept)
 
     def waiting(self, wait: str, idle_s: float) -> None:
         """Say who waits for whom, when nothing has moved for a while; once a minute at most."""

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.busy import Busy
-from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
 from offbeat_actors import gather_or_cancel
 from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, play_episode
@@ -18,9 +17,6 @@ from offbeat_types import (
     DataError,
     GenerateRequest,
     Ids,
-    OffbeatError,
-    PeerFailedError,
-    SamplingParams,
     Trajectory,
 )
 
@@ -54,8 +50,10 @@ class Rollouts:
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
 
-    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest) -> list[Scored]:
+    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest, judge: str = "") -> list[Scored]:
         """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here.
+
+        `judge` names the validation set whose own reward scores; empty: that of section reward.
 
         Returns:
             In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
@@ -64,7 +62,7 @@ class Rollouts:
             request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = self._ended(await self._generate(name, request))
-            scores = await self._scores(prompt, completions)
+            scores = await self._scores(prompt, completions, judge)
             return [
                 (Trajectory.of(completion), score)
                 for completion, score in zip(completions, scores, strict=True)
@@ -75,13 +73,19 @@ class Rollouts:
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         first = asyncio.ensure_future(self._generate(name, request))
         try:
-            play = [self._play(name, prompt, request, index, first) for index in range(request.num_samples)]
+            play = [self._play(name, prompt, request, index, first, judge) for index in range(request.num_samples)]
             return [sample for sample in await gather_or_cancel(play) if sample is not None]
         finally:
             first.cancel()
 
     async def _play(
-        self, name: str, prompt: Prompt, request: GenerateRequest, index: int, first: Awaitable[list[Completion]]
+        self,
+        name: str,
+        prompt: Prompt,
+        request: GenerateRequest,
+        index: int,
+        first: Awaitable[list[Completion]],
+        judge: str,
     ) -> Scored | None:
         """One episode; None when its environment or its reward failed."""
         assert self._template is not None
@@ -108,11 +112,11 @@ class Rollouts:
             self.leave_out("environment/unreadable", str(error))
             return None
         if score is None:
-            [score] = await self._scores(prompt, [trajectory.turns[-1]])
+            [score] = await self._scores(prompt, [trajectory.turns[-1]], judge)
         return None if score is None else (trajectory, score)
 
-    async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[RewardScore | None]:
-        scores = await self._fleet.score(prompt, [completion.text for completion in completions])
+    async def _scores(self, prompt: Prompt, completions: list[Completion], judge: str) -> list[RewardScore | None]:
+        scores = await self._fleet.score(prompt, [completion.text for completion in completions], judge)
         if failed := scores.count(None):
             self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)
         return scores
@@ -145,107 +149,3 @@ def _later_turn(request: GenerateRequest, context_ids: Ids, index: int, turn: in
         num_samples=1,
         params=replace(params, max_tokens=max_tokens, seed=seed),
     )
-
-
-VALIDATED = {
-    "eval/accuracy": "accuracy",
-    "eval/reward": "reward",
-    "eval/response_tokens": "response tokens",
-}
-"""What every validation measures: names by metric."""
-
-Answered = tuple[Prompt, Trajectory, float]
-"""A held-out prompt, what the model made of it, and its reward."""
-
-
-class OutdatedError(OffbeatError):
-    """An engine that died while it answered was started again with newer weights: the answers are of two versions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validation:
-    """What one validation gave.
-
-    Args:
-        version: policy version that answered.
-        accuracy: share of samples with at least `eval.success_reward`.
-        mean_tokens: mean number of tokens the model wrote.
-        mean_turns: mean number of turns; None without an environment.
-        samples: (prompt, trajectory, reward) of each held-out prompt, but for those whose environment failed.
-    """
-
-    version: int
-    accuracy: float
-    reward: float
-    mean_tokens: float
-    mean_turns: float | None
-    samples: list[Answered]
-
-    def numbers(self) -> dict[str, float]:
-        numbers = {"eval/accuracy": self.accuracy, "eval/reward": self.reward, "eval/response_tokens": self.mean_tokens}
-        return numbers if self.mean_turns is None else {**numbers, "eval/turns": self.mean_turns}
-
-
-def validated_names(config: GrpoConfig) -> dict[str, str]:
-    return {**VALIDATED, "eval/turns": "turns"} if config.environment.name else VALIDATED
-
-
-async def validate(
-    rollouts: Rollouts, engines: Engines, config: GrpoConfig, prompts: tuple[Prompt, ...], version: int
-) -> Validation:
-    """Sample and score every prompt once; a prompt whose engine dies is asked again."""
-    params = SamplingParams(
-        max_tokens=config.rollout.max_tokens,
-        temperature=config.eval.temperature,
-        stop=tuple(config.rollout.stop),
-    )
-
-    async def answer(number: int, prompt: Prompt) -> Answered | None:
-        # A seed of its own: with one for all, every prompt would be answered by the same draw.
-        own = replace(params, seed=config.rollout.seed + number)
-        request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=own)
-        for trajectory, score in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
-            served = {segment.version for turn in trajectory.turns for segment in turn.segments}
-            if served - {version}:
-                raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
-            return prompt, trajectory, score.value
-        return None
-
-    samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines.names))
-    count, has_turns = max(len(samples), 1), bool(config.environment.name)
-    return Validation(
-        version=version,
-        accuracy=sum(reward >= config.eval.success_reward for _, _, reward in samples) / count,
-        reward=sum(reward for _, _, reward in samples) / count,
-        mean_tokens=sum(trajectory.num_tokens for _, trajectory, _ in samples) / count,
-        mean_turns=sum(len(trajectory.turns) for _, trajectory, _ in samples) / count if has_turns else None,
-        samples=samples,
-    )
-
-
-async def _sample(
-    rollouts: Rollouts, engines: Engines, prompt: Prompt, request: GenerateRequest, max_retries: int
-) -> list[Scored]:
-    """One sample, from another engine when one dies over it."""
-    for retries_left in reversed(range(max_retries + 1)):
-        name = engines.least_loaded()
-        try:
-            with engines.hold(name):
-                return await rollouts.sample(name, prompt, request)
-        except PeerFailedError:
-            if not retries_left:
-                raise
-    raise AssertionError  # the last attempt returns or raises
-
-
-async def _bounded(
-    answer: Callable[[int, Prompt], Awaitable[Answered | None]], prompts: tuple[Prompt, ...], limit: int
-) -> list[Answered]:
-    gate = asyncio.Semaphore(limit)
-
-    async def one(number: int, prompt: Prompt) -> Answered | None:
-        async with gate:
-            return await answer(number, prompt)
-
-    answers = await gather_or_cancel([one(number, prompt) for number, prompt in enumerate(prompts)])
-    return [answered for answered in answers if answered is not None]

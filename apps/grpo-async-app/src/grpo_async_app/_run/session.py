@@ -16,7 +16,6 @@ from grpo_async_app._roles.groups import SampledGroup, load_groups
 from grpo_async_app._run.backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
-from grpo_async_app._run.sampling import Rollouts, Validation, validate
 from grpo_async_app._run.scaling import scale_as_asked, take_asked_engines
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
 from offbeat_run import Checkpoint, LivenessConfig, RunFolder, disk_errors
@@ -32,18 +31,6 @@ def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
     if not preflight.config.checkpoint.save_optimizer:
         raise RunFolderError(f"{run.path} was run with checkpoint.save_optimizer = false: it cannot be resumed")
     return _run(_Session.from_latest(preflight, run))
-
-
-def evaluate(preflight: Preflight, log_folder: Path) -> Validation:
-    async def once(fleet: Fleet) -> Validation:
-        async with fleet:
-            await fleet.start(preflight.placement)
-            rollouts = Rollouts(preflight.config, fleet, preflight.template)
-            return await validate(rollouts, fleet.engines, preflight.config, preflight.held_out, 0)
-
-    with watched_driver(preflight.config.liveness, log_folder):
-        fleet = Fleet(preflight.config, str(preflight.model.path), log_folder)
-        return run_interruptible(once(fleet), fleet.kill)
 
 
 @dataclass(frozen=True)
@@ -154,7 +141,7 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
         fleet,
         policy,
         prompts=preflight.prompts.train,
-        held_out=preflight.held_out,
+        sets=preflight.sets,
         run=session.run,
         logger=logger,
         groups=session.groups,

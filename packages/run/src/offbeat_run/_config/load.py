@@ -7,7 +7,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from offbeat_run._config.schema import Key, Section, nearest_key, nearest_section, sections_of, union_arms
+from offbeat_run._config.schema import Key, Section, named_class, nearest_key, nearest_section, sections_of, union_arms
+from offbeat_run._config.tables import OverrideText, build_named
 from offbeat_run._config.values import ValueProblemError, fit, fit_override, parse_scalar
 from offbeat_types import ConfigError
 
@@ -224,6 +225,8 @@ class _Loader:
 
     def _take(self, where: str, section: str, key: Key, value: Any, text: str | None = None) -> None:
         self.raw[section, key.name] = value if text is None else parse_scalar(text)
+        if named_class(key.annotation):
+            return  # built from all that file and overrides say of it
         try:
             if text is None:
                 self.values[section][key.field_name] = fit(value, key.annotation, key.setting)
@@ -285,7 +288,7 @@ class _Loader:
             below = entry.get(name)
             entry[name] = dict(below) if isinstance(below, dict) else {}
             entry = entry[name]
-        entry[inner[-1]] = parse_scalar(text)
+        entry[inner[-1]] = OverrideText(text) if named_class(key.annotation) else parse_scalar(text)
         self._take(where, section, key, table)
 
     def _build(self, section: Section) -> Any:
@@ -293,6 +296,8 @@ class _Loader:
             return None
         values = dict(self.values[section.name])
         for key in section.keys.values():
+            if named_class(key.annotation) and (section.name, key.name) in self.raw:
+                values[key.field_name] = self._build_named(section.name, key)
             self._add_default(section, key, values)
         if section.name in self.failed:
             return None
@@ -301,6 +306,14 @@ class _Loader:
         except (ConfigError, ValueError) as error:
             self._problem(self.source.where(section.name), f"[{section.name}]", str(error), section.name)
             return None
+
+    def _build_named(self, section: str, key: Key) -> dict[str, Any]:
+        def report(path: tuple[str, ...], text: str, from_override: bool) -> None:
+            name = ".".join((section, *path))
+            where = f"--{name}" if from_override else self.source.where(section, *path)
+            self._problem(where, name, text, section)
+
+        return build_named(key, self.raw[section, key.name], report)
 
     def _add_default(self, section: Section, key: Key, values: dict[str, Any]) -> None:
         if key.field_name in values:

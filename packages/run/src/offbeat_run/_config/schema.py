@@ -100,6 +100,17 @@ def keys_of(cls: Any, base: Any = None) -> dict[str, Key]:
     }
 
 
+def named_class(annotation: Any) -> Any:
+    """The section class D of a setting `dict[str, D]`, a table of tables by names of the user's; None for others."""
+    args = get_args(annotation) if get_origin(annotation) is dict else ()
+    return args[1] if args and is_dataclass(args[1]) else None
+
+
+def nested_class(annotation: Any) -> Any:
+    """The section class D of a setting `D` or `D | None` within another; None for others."""
+    return next((arm for arm in union_arms(annotation) if is_dataclass(arm)), None)
+
+
 def _fields(cls: Any) -> list[Field[Any]]:
     return [field for field in fields(cls) if field.init]
 
@@ -133,7 +144,9 @@ def type_words(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(arg) for arg in args)
-    if annotation is dict or origin is dict:
+    if named_class(annotation):
+        return "tables, each under a name of your own"
+    if annotation is dict or origin is dict or is_dataclass(annotation):
         return "a table"
     if origin in (list, tuple) and args:
         if origin is tuple and args[-1] is not Ellipsis:
@@ -173,6 +186,12 @@ def check_limits(root_type: type, *, max_keys: int = MAX_KEYS) -> None:
         ConfigError: too many keys in a section or in all, or a key without a doc.
     """
     sections = sections_of(root_type)
+    for name, section in list(sections.items()):
+        for key in section.keys.values():
+            if cls := named_class(key.annotation):
+                named = f"{name}.{key.name}.NAME"
+                keys = keys_of(cls)
+                sections[named] = Section(name=named, field_name="", cls=cls, doc="", keys=keys, optional=True)
     problems = [
         f"[{name}] has {len(section.keys)} keys: at most {MAX_KEYS_PER_SECTION}"
         for name, section in sections.items()

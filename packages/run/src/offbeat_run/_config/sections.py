@@ -40,6 +40,15 @@ class LogConfig:
         choices=("wandb", "trackio", "mlflow"),
     )
     project: str = setting("offbeat", "Project (wandb, trackio) or experiment (mlflow) the run is listed under.")
+    prometheus_port: int | None = setting(
+        None,
+        "Answer Prometheus here with the latest metrics, at /metrics; 0: a free port; none: do not.",
+        ge=0,
+        le=65535,
+    )
+    prometheus_host: str = setting(
+        "127.0.0.1", "Address that it listens on; any but this machine's own needs a token in OFFBEAT_METRICS_TOKEN."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

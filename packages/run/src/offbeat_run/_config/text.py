@@ -1,6 +1,7 @@
 """Writes configuration for people: the resolved file of a run, and the answer to `--explain`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING
 from datetime import date, time
 from pathlib import Path
@@ -12,8 +13,10 @@ from offbeat_run._config.schema import (
     Section,
     bound_words,
     keys_of,
+    named_class,
     nearest_key,
     nearest_section,
+    nested_class,
     sections_of,
     type_words,
 )
@@ -30,18 +33,30 @@ def dump_config(config: Any) -> str:
     Raises:
         ConfigError: it holds a secret as it is, instead of a reference to a variable of the environment.
     """
-    blocks = []
+    blocks: list[str] = []
     for section in sections_of(type(config)).values():
         held = getattr(config, section.field_name)
         if held is not None:
-            lines = [*_comment(section.doc), f"[{toml_key(section.name)}]"]
-            for key in keys_of(section.cls).values():
-                value = getattr(held, key.field_name)
-                refuse_literal_secrets(f"{section.name}.{key.name}", value)
-                lines += _comment(_note(key))
-                lines.append(f"{toml_key(key.name)} = {toml_value(escape(value))}")
-            blocks.append("\n".join(lines) + "\n")
+            blocks += _table_blocks((section.name,), section.doc, held)
     return "\n".join(blocks)
+
+
+def _table_blocks(path: tuple[str, ...], doc: str, held: Any) -> list[str]:
+    """The table of a section, and after it those within it."""
+    lines = [*_comment(doc), f"[{'.'.join(map(toml_key, path))}]"]
+    inner: list[str] = []
+    for key in keys_of(type(held)).values():
+        value = getattr(held, key.field_name)
+        if named_class(key.annotation):
+            for name, item in value.items():
+                inner += _table_blocks((*path, key.name, name), key.setting.doc, item)
+        elif nested_class(key.annotation):
+            inner += _table_blocks((*path, key.name), key.setting.doc, value) if value is not None else []
+        else:
+            refuse_literal_secrets(".".join((*path, key.name)), value)
+            lines += _comment(_note(key))
+            lines.append(f"{toml_key(key.name)} = {toml_value(escape(value))}")
+    return ["\n".join(lines) + "\n", *inner]
 
 
 def toml_value(value: Any) -> str:
@@ -95,6 +110,8 @@ def explain(root_type: type, key: str) -> str:
         return _explain_section(sections[name])
     if name in sections and rest in sections[name].keys:
         return _explain_key(name, sections[name].keys[rest])
+    if name in sections and (within := _explain_within(name, sections[name].keys, rest.split("."))):
+        return within
     bare = [item for item in sections.values() if not rest and name in item.keys]
     if bare:
         return "\n\n".join(_explain_key(item.name, item.keys[name]) for item in bare)
@@ -104,24 +121,53 @@ def explain(root_type: type, key: str) -> str:
     raise ConfigError(f"--explain {key}: no such key; {hint}")
 
 
+def _explain_within(path: str, keys: Mapping[str, Key], rest: list[str]) -> str:
+    """A key of the tables under names of the user's, such as eval.sets.aime.temperature; empty where there is none."""
+    key = keys.get(rest[0])
+    if key is None or len(rest) == 1:
+        return _explain_key(path, key) if key else ""
+    path, rest = f"{path}.{rest[0]}", rest[1:]
+    inner = nested_class(key.annotation)
+    if named := named_class(key.annotation):
+        known = keys_of(named)
+        if rest[0] not in known or len(rest) > 1:  # what is not a key there is a name
+            rest = rest[1:]
+        return _explain_within(f"{path}.NAME", known, rest) if rest else _explain_keys(f"[{path}.NAME]", known)
+    return _explain_within(path, keys_of(inner), rest) if inner else ""
+
+
 def _explain_section(section: Section) -> str:
-    width = max((len(key.name) for key in section.keys.values()), default=0)
-    lines = [f"[{section.name}] {section.doc}".rstrip()]
-    keys = section.keys.values()
-    lines += [f"  {key.name:<{width}}  {key.setting.doc} Default: {_default_text(key)}." for key in keys]
-    return "\n".join(lines)
+    return _explain_keys(f"[{section.name}] {section.doc}".rstrip(), section.keys)
+
+
+def _explain_keys(head: str, keys: Mapping[str, Key]) -> str:
+    width = max((len(name) for name in keys), default=0)
+    lines = [f"  {key.name:<{width}}  {key.setting.doc} Default: {_default_text(key)}." for key in keys.values()]
+    return "\n".join([head, *lines])
 
 
 def _explain_key(section: str, key: Key) -> str:
+    path, named, nested = f"{section}.{key.name}", named_class(key.annotation), nested_class(key.annotation)
     facts = {
         "type": type_words(key.annotation),
         "unit": key.setting.unit,
         "range": bound_words(key.setting),
         "default": _default_text(key),
-        "example": f"--{section}.{key.name} {_example(key)}",
+        "example": _example_words(path, key),
     }
-    lines = [f"{section}.{key.name}", *(f"  {line}" for line in wrap(key.setting.doc, _WIDTH))]
-    return "\n".join(lines + [f"  {name + ':':<9}{text}" for name, text in facts.items() if text])
+    lines = [path, *(f"  {line}" for line in wrap(key.setting.doc, _WIDTH))]
+    lines += [f"  {name + ':':<9}{text}" for name, text in facts.items() if text]
+    if named or nested:
+        lines.append(_explain_keys(f"[{path}{'.NAME' * bool(named)}]", keys_of(named or nested)))
+    return "\n".join(lines)
+
+
+def _example_words(path: str, key: Key) -> str:
+    """An override to copy; of tables, one for their first key."""
+    if inner := named_class(key.annotation) or nested_class(key.annotation):
+        first = next(iter(keys_of(inner).values()))
+        return _example_words(f"{path}{'.NAME' * bool(named_class(key.annotation))}.{first.name}", first)
+    return f"--{path} {_example(key)}"
 
 
 def _default_text(key: Key) -> str:

@@ -136,6 +136,7 @@ def metric_figures(lines: Sequence[MetricsLine]) -> list[Figure]:
             figures.append(_line_figure(spec, series))
         if spec.title == _LAG_AFTER:
             figures += _lag_figures(lines, series)
+    figures += [_line_figure(spec, series) for spec in _set_lines(series)]
     return figures + [_line_figure(spec, series) for spec in _unknown_groups(series)]
 
 
@@ -146,7 +147,8 @@ def number_series(lines: Iterable[MetricsLine]) -> dict[str, Series]:
         for name, value in line.values.items():
             if isinstance(value, float) and math.isfinite(value):
                 series[name].append((line.step, value))
-    return dict(series)
+    # A validation that went on beside training is written down after later updates.
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in series.items()}
 
 
 def _line_figure(spec: _Lines, series: dict[str, Series]) -> Figure:
@@ -154,7 +156,9 @@ def _line_figure(spec: _Lines, series: dict[str, Series]) -> Figure:
     for slot, (name, label) in enumerate(spec.labels.items()):
         if name in series:
             rough = spec.smooth and not name.startswith("eval/") and len(series[name]) >= _SMOOTH_FROM
-            traces += _line_traces(series[name], html.escape(label), slot, marked=name.startswith("eval/"), rough=rough)
+            drawn = _line_traces(series[name], html.escape(label), slot, marked=name.startswith("eval/"), rough=rough)
+            drawn[-1] |= _interval(name, series)
+            traces += drawn
     layout = {"yaxis": spec.y_axis, "showlegend": sum("showlegend" not in trace for trace in traces) > 1}
     return Figure(title=spec.title, caption=spec.caption, traces=traces, layout=layout)
 
@@ -167,6 +171,18 @@ def _line_traces(points: Series, label: str, slot: int, *, marked: bool, rough: 
         return [_trace(thin, label, marks)]
     faint = {**marks, "opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {"width": 1}}
     return [_trace(thin, label, faint), _trace(_smoothed(thin), label, marks)]
+
+
+def _interval(name: str, series: dict[str, Series]) -> dict[str, Any]:
+    """Bars from the low to the high end of a validation's estimate, where it has an interval."""
+    low, middle, high = (dict(series.get(key, ())) for key in (f"{name}_low", name, f"{name}_high"))
+    if not low or not low.keys() == middle.keys() == high.keys() or len(middle) > _MAX_POINTS:
+        return {}
+    up = [round(high[step] - value, 6) for step, value in middle.items()]
+    down = [round(value - low[step], 6) for step, value in middle.items()]
+    return {
+        "error_y": {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1, "width": 3}
+    }
 
 
 def _trace(points: Series, label: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -238,11 +254,36 @@ def _lag_heatmap(rows: Sequence[tuple[int, list[float]]], series: dict[str, Seri
     )
 
 
+_OF_A_SET = re.compile(r"eval/([^/]+)/(.+)")
+_ESTIMATE = re.compile(r"accuracy|(pass|maj)_at_(\d+)")
+
+
+def _set_lines(series: dict[str, Series]) -> list[_Lines]:
+    """Figures of the validation sets that have a name: what is right of each, and how long the answers of all are."""
+    sets: dict[str, dict[str, str]] = defaultdict(dict)
+    lengths: dict[str, str] = {}
+    for metric in series:
+        if found := _OF_A_SET.fullmatch(metric):
+            name, what = found.groups()
+            if what == "response_tokens":
+                lengths[metric] = name
+            elif estimate := _ESTIMATE.fullmatch(what):
+                sets[name][metric] = f"{estimate[1]}@{estimate[2]}" if estimate[1] else "mean (avg@n)"
+    caption = "Share that is right, with 95 % intervals: of the samples, of k at least one, of k the majority."
+    lines = [
+        _Lines(f"Validation: {name}", caption, dict(list(labels.items())[:_MAX_TRACES]), _SHARE)
+        for name, labels in sets.items()
+    ]
+    mean = "Mean tokens of a sample of each validation set."
+    return lines + ([_Lines("Length of validation answers", mean, lengths, _from_zero("tokens"))] if lengths else [])
+
+
 def _unknown_groups(series: dict[str, Series]) -> list[_Lines]:
     """Figures for the rollout correction, then for every group of metrics nobody told the report about."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(series):
-        if name not in METRIC_NAMES:
+        is_interval = name.startswith("eval/") and name.endswith(("_low", "_high"))
+        if name not in METRIC_NAMES and not is_interval and not _OF_A_SET.fullmatch(name):
             groups[name.rpartition("/")[0]].append(name)
     ordered = sorted(groups.items(), key=lambda item: (f"{item[0]}/" != CORRECTION_PREFIX, item[0]))
     return [

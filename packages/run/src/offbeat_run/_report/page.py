@@ -3,20 +3,19 @@
 import http.client
 import http.server
 import json
-import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_run._folder import RunFolder
 from offbeat_run._metrics import METRIC_NAMES, MetricsLine, read_metrics
-from offbeat_run._progress import print_before_after
 from offbeat_run._quantities import duration_text, number_text, size_text
+from offbeat_run._report.assets import asset, page_template
 from offbeat_run._report.figures import Series, metric_figures, number_series, timeline_figure
+from offbeat_run._report.items import item_tables
 from offbeat_run._run_log import Generation, GenerationKind, read_generations
 from offbeat_run._timeline import read_timeline
 from offbeat_types import ConfigError
@@ -72,8 +71,7 @@ def write_report(folder: Path | str | RunFolder) -> Path:
 
 
 def _page(run: RunFolder) -> str:
-    from jinja2 import Environment, PackageLoader  # imported late, like plotly: training needs neither
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs  # imported late: training needs none
 
     damaged: list[str] = []
     lines, samples = read_metrics(run.metrics, damaged), _sample_tables(run, damaged)
@@ -82,21 +80,21 @@ def _page(run: RunFolder) -> str:
     strip = timeline_figure(read_timeline(run.timeline))
     if strip:
         figures.insert(min(_FIGURES_ABOVE_TIMELINE, len(figures)), strip)
-    environment = Environment(loader=PackageLoader("offbeat_run", "_report"), autoescape=True, trim_blocks=True)
-    environment.tests["drawable"] = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+").fullmatch
-    return environment.get_template("page.html").render(
+    return page_template("page.html").render(
         name=run.path.name,
         written=time.strftime("%Y-%m-%d %H:%M"),
         tiles=_tiles(lines, series),
         summary=[_summary_row(name, series[name]) for name in _SUMMARY if name in series],
         figures=figures,
         figures_json=_script_json([{"data": each.traces, "layout": each.layout} for each in figures]),
+        items=item_tables(run, damaged),
+        beside=_beside(run, damaged),
         samples=samples,
         damaged=damaged,
         traces=_traces(run),
         texts=[(path.name, path.read_text()) for path in (run.plan, run.config) if path.is_file()],
-        style=_asset("page.css"),
-        script=_asset("page.js"),
+        style=asset("page.css"),
+        script=asset("page.js"),
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         nonce=secrets.token_urlsafe(16),
     )
@@ -106,10 +104,6 @@ def _traces(run: RunFolder) -> list[tuple[str, str]]:
     """(path within the folder, size) of each trace of a step."""
     found = sorted(run.profile.glob("*.json"), key=lambda path: (path.stem.rpartition("-")[0], path.stat().st_mtime))
     return [(f"{run.profile.name}/{path.name}", size_text(path.stat().st_size)) for path in found]
-
-
-def _asset(name: str) -> str:
-    return files("offbeat_run").joinpath("_report", name).read_text(encoding="utf-8")
 
 
 def _script_json(value: Any) -> str:
@@ -168,14 +162,27 @@ def _number(name: str, value: float) -> str:
     return f"{value:.1%}" if _is_share(name) else number_text(value)
 
 
+def _beside(run: RunFolder, damaged: list[str]) -> list[tuple[str, int, int, list[tuple[Generation, Generation]]]]:
+    """For each validation set, what its first and its last validation of the run have answered to the same prompts."""
+    by_set: dict[str, dict[int, list[Generation]]] = {}
+    for each in read_generations(run, "validation", damaged):
+        by_set.setdefault(each.set, {}).setdefault(each.step, []).append(each)
+    found = []
+    for name, steps in by_set.items():
+        first, last = min(steps), max(steps)
+        later = {each.prompt: each for each in steps[last]}
+        pairs = [(each, later[each.prompt]) for each in steps[first] if each.prompt in later]
+        if first != last and pairs:
+            found.append((name, first, last, pairs[:_SAMPLES]))
+    return found
+
+
 def _sample_tables(run: RunFolder, damaged: list[str]) -> list[tuple[str, list[Generation]]]:
-    """The last validation, the first one to compare with, and the last completions trained on."""
+    """The last validation, and the last completions trained on."""
     validation, train = (read_generations(run, kind, damaged) for kind in _KINDS)
-    steps = sorted({each.step for each in validation})
-    tables = [
-        (f"Validation after update {step}", [each for each in validation if each.step == step][:_SAMPLES])
-        for step in dict.fromkeys((*steps[-1:], *steps[:1]))
-    ]
+    last = max((each.step for each in validation), default=0)
+    tables = [(f"Validation after update {last}", [each for each in validation if each.step == last][:_SAMPLES])]
+    tables = tables if validation else []
     if train:
         tables.append(("Trained on last", train[-_SAMPLES:][::-1]))
     return tables
@@ -226,24 +233,3 @@ def serve_report(run: RunFolder, port: int) -> None:
     print(f"report of {run.path} at http://{HOST}:{port}/ (Ctrl-C ends)")
     with server:
         server.serve_forever()
-
-
-def print_conclusion(run: RunFolder, compared: Mapping[str, str], *, title: str = "") -> None:
-    """Print the table of before and after, where the checkpoints are, and where the report is.
-
-    Args:
-        run: at its end. A resumed one is compared with its very beginning.
-        compared: names in the table by metric, such as {"eval/loss": "held-out loss"}.
-        title: over the table.
-    """
-    lines = [line.values for line in read_metrics(run.metrics) if compared.keys() <= line.values.keys()]
-    if len(lines) > 1:
-        before, after = lines[0], lines[-1]
-        rows = [(name, float(before[metric]), float(after[metric])) for metric, name in compared.items()]  # type: ignore[arg-type]
-        print_before_after(rows, title=title)
-    latest, best = run.checkpoints.latest(), run.checkpoints.best()
-    if latest:
-        print(f"checkpoint: {latest.path}")
-    if best and latest and best.step != latest.step:
-        print(f"best checkpoint: {best.path}")
-    print(f"report: {write_report(run)}")

@@ -1,0 +1,125 @@
+"""What an evaluation works with: weights, sets and engines, checked without anything of training."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_async_app._config.placement import find_view, place_run
+from grpo_async_app._config.platform import choose_for_platform, sampling_kind
+from grpo_async_app._config.preflight import check_positions, check_reward, turn_template
+from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
+from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
+from offbeat_actors import check_processes
+from offbeat_data import Tokenizer, TurnTemplate, load_prompts, load_tokenizer
+from offbeat_objectives import AlgorithmConfig
+from offbeat_placement import Placement
+from offbeat_run import HELD_OUT, inspect_model
+from offbeat_types import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Checked.
+
+    Args:
+        config: with nothing of training left in it.
+        model_path: folder of the weights.
+        sets: to answer.
+        placement: of the engines.
+        template: puts an environment's words into tokens; None without an environment.
+    """
+
+    config: GrpoConfig
+    model_path: Path
+    sets: tuple[ValidationSet, ...]
+    placement: Placement
+    template: TurnTemplate | None
+
+    def asked(self) -> dict[str, Any]:
+        """By set, all that answers depend on."""
+        rollout, environment = self.config.rollout, self.config.environment
+        weights = sorted(
+            (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.model_path.glob("*.safetensors")
+        )
+        shared = {
+            "weights": weights,
+            "engine": (rollout.backend, rollout.dtype, rollout.weight_format, rollout.max_model_len),
+            "environment": asdict(environment) if environment.name else None,
+        }
+        return {each.name: {**shared, **_asked(each)} for each in self.sets}
+
+
+def _asked(each: ValidationSet) -> dict[str, Any]:
+    return {
+        "prompts": mark_of(each.prompts),
+        "params": asdict(each.params),
+        "num_samples": each.num_samples,
+        "success_reward": each.success_reward,
+        "reward": asdict(each.reward),
+    }
+
+
+def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
+    """Check what is to be evaluated against the machine, the model folder and the data.
+
+    Args:
+        config: whose model.path names the weights.
+        names: of the sets; empty: all there are.
+
+    Raises:
+        UserError: the first thing that is wrong, with what to do.
+    """
+    config = _without_training(config)
+    model = inspect_model(config.model.path)
+    check_positions(config, model)
+    if config.reward.is_set or config.environment.name:
+        check_reward(config)
+    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    sets = _sets(config, tokenizer, names)
+    chosen = {each.name: config.eval.sets[each.name] for each in sets if each.name in config.eval.sets}
+    config = replace(config, eval=replace(config.eval, sets=chosen, score_set="", every_updates=1))
+    view = find_view(config)
+    if not view.reserves:
+        check_processes(config.processes)
+    config, _ = choose_for_platform(config, sampling_kind(config, view))
+    return Evaluation(
+        config=config,
+        model_path=model.path,
+        sets=sets,
+        placement=place_run(config, view),
+        template=turn_template(config, tokenizer),
+    )
+
+
+def _without_training(config: GrpoConfig) -> GrpoConfig:
+    """Nothing that a trainer, a teacher or a sync of weights would need: the engines serve the folder as it is."""
+    return replace(
+        config,
+        engine=EngineConfig(device="cpu"),
+        teacher=TeacherConfig(),
+        algorithm=AlgorithmConfig(),
+        cluster=replace(config.cluster, colocate=False),
+        rollout=replace(config.rollout, lora_sync="auto", weight_transport="auto", full_sync_every=1, serve_port=None),
+    )
+
+
+def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str]) -> tuple[ValidationSet, ...]:
+    known = [*([HELD_OUT] if _holds_out(config) else []), *config.eval.sets]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--set {unknown[0]}: no such validation set; there are {', '.join(known) or 'none'}")
+    chosen = names or known
+    if not chosen:
+        raise ConfigError(
+            "eval needs something to ask: set data.eval_size or data.eval_path, or give --eval.sets.NAME.path PATH"
+        )
+    sets = load_sets(config, tokenizer, [name for name in chosen if name != HELD_OUT])
+    if HELD_OUT in chosen:
+        held_out = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer).eval
+        sets = [held_out_set(config, held_out[: config.eval.max_prompts or None]), *sets]
+    return tuple(sets)
+
+
+def _holds_out(config: GrpoConfig) -> bool:
+    data = config.data
+    return bool(data.path and (data.eval_size or data.eval_path or data.eval_split))

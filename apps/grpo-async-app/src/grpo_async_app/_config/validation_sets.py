@@ -1,0 +1,136 @@
+"""The validation sets of a run: their prompts, and how each is sampled and judged."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
+from offbeat_data import Prompt, RewardConfig, Tokenizer, build_reward, load_prompts
+from offbeat_run import HELD_OUT
+from offbeat_types import ConfigError, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """One set.
+
+    Args:
+        name: such as "aime"; "held-out" for the prompts of section data.
+        prompts: its items.
+        params: how they are sampled; the seed is of the first item.
+        num_samples: of each item.
+        k: of pass@k and maj@k; empty: the number of samples.
+        success_reward: from which on a sample is right.
+        reward: that judges it, and says where in a completion the answer is.
+        has_own_reward: whether it is not that of section reward.
+    """
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    num_samples: int = 1
+    k: tuple[int, ...] = ()
+    success_reward: float = 0.99
+    reward: RewardConfig
+    has_own_reward: bool = False
+
+    def describe(self) -> str:
+        """For a plan."""
+        how = "greedy" if not self.params.temperature else f"temperature {self.params.temperature:g}"
+        samples = f"{self.num_samples} samples each, " if self.num_samples > 1 else ""
+        return f"{self.name}: {len(self.prompts)} prompts, {samples}{how}, at most {self.params.max_tokens} tokens"
+
+
+def held_out_set(config: GrpoConfig, prompts: Sequence[Prompt]) -> ValidationSet:
+    """The prompts that section `data` holds out."""
+    rollout = config.rollout
+    return ValidationSet(
+        name=HELD_OUT,
+        prompts=tuple(prompts),
+        params=SamplingParams(
+            max_tokens=rollout.max_tokens,
+            temperature=config.eval.temperature,
+            stop=tuple(rollout.stop),
+            seed=rollout.seed,
+        ),
+        success_reward=config.eval.success_reward,
+        reward=config.reward,
+    )
+
+
+def load_sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[ValidationSet]:
+    """Read the sets of `eval.sets`.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        names: of those to read; None: all.
+
+    Raises:
+        DataError, ConfigError, BackendError: as `load_prompts`, with the name of the set.
+    """
+    chosen = config.eval.sets if names is None else {name: config.eval.sets[name] for name in names}
+    return [_load(config, name, each, tokenizer) for name, each in chosen.items()]
+
+
+def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenizer) -> ValidationSet:
+    reward, data, rollout = own.reward or config.reward, config.data, config.rollout
+    if not reward.is_set and not config.environment.name:
+        raise ConfigError(f"eval.sets.{name} needs something that judges: set reward.name, or eval.sets.{name}.reward")
+    if reward.is_set:
+        build_reward(reward)
+    source = replace(
+        data,
+        path=own.path,
+        split=own.split,
+        num_items=own.max_prompts,
+        eval_path="",
+        eval_split="",
+        eval_size=0,
+        prompt_column=own.prompt_column or data.prompt_column,
+        answer_column=own.answer_column or data.answer_column,
+        system_prompt=own.system_prompt or data.system_prompt,
+    )
+    max_tokens = own.max_tokens or rollout.max_tokens
+    if not config.environment.name and data.max_prompt_tokens + max_tokens > rollout.max_model_len:
+        raise ConfigError(
+            f"data.max_prompt_tokens + eval.sets.{name}.max_tokens = {data.max_prompt_tokens + max_tokens} is more "
+            f"than rollout.max_model_len = {rollout.max_model_len}: raise the last or lower one of the others"
+        )
+    return ValidationSet(
+        name=name,
+        prompts=load_prompts(source, tokenizer, needs_answer=reward.needs_answer).train,
+        params=SamplingParams(
+            max_tokens=max_tokens,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
+            stop=tuple(rollout.stop),
+            seed=rollout.seed,
+        ),
+        num_samples=own.n,
+        k=tuple(own.k),
+        success_reward=own.success_reward,
+        reward=reward,
+        has_own_reward=own.reward is not None,
+    )
+
+
+def shared_notices(sets: Sequence[ValidationSet], train: Sequence[Prompt]) -> list[str]:
+    """Of sets whose prompts are trained on."""
+    trained = {prompt.ids.tobytes() for prompt in train} if sets else set()
+    counts = {each.name: sum(prompt.ids.tobytes() in trained for prompt in each.prompts) for each in sets}
+    return [
+        f"{count} prompts of eval.sets.{name} are trained on too: what it measures there is memory"
+        for name, count in counts.items()
+        if count
+    ]
+
+
+def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
+    """How many prompts there are, and which: with the settings, the order of training is a function of these."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.ids.tobytes())
+    return {"number": len(prompts), "sha256": digest.hexdigest()}

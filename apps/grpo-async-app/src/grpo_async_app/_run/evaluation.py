@@ -1,0 +1,87 @@
+"""An evaluation beside any run: engines serve a folder of weights, and answers that are there are not asked again."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from grpo_async_app._config.evaluation import Evaluation
+from grpo_async_app._config.validation_sets import ValidationSet
+from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.sampling import Rollouts
+from grpo_async_app._run.session import run_interruptible, watched_driver
+from grpo_async_app._run.validation import answers
+from offbeat_run import EvalFolder, ItemAnswers, SetSummary, summarize
+
+_SHOWN_EVERY_S: Final = 5.0
+
+
+def evaluate(evaluation: Evaluation, folder: EvalFolder, step: int) -> list[SetSummary]:
+    """Answer what the folder has no answers to yet.
+
+    Args:
+        evaluation: checked.
+        folder: open; takes each item when it is scored.
+        step: updates done by the weights; 0 of a model from elsewhere.
+    """
+    held = {each.name: folder.answered(each.name) for each in evaluation.sets}
+    missing = [
+        (each, [number for number in range(len(each.prompts)) if number not in held[each.name]])
+        for each in evaluation.sets
+    ]
+    num_missing = sum(len(numbers) for _, numbers in missing)
+    if num_held := sum(len(each.prompts) for each in evaluation.sets) - num_missing:
+        print(f"{num_held} items are answered in {folder.path} already; {num_missing} are left", flush=True)
+
+    def take(name: str, item: ItemAnswers) -> None:
+        folder.write(name, item)
+        held[name][item.item] = item
+
+    if num_missing:
+        logs = folder.path / "logs"
+        logs.mkdir(exist_ok=True)
+        with watched_driver(evaluation.config.liveness, logs):
+            fleet = Fleet(evaluation.config, str(evaluation.model_path), logs)
+            run_interruptible(_ask(evaluation, fleet, missing, num_missing, step, take), fleet.kill)
+    return [
+        summarize(
+            each.name, step, [held[each.name][number] for number in range(len(each.prompts))], each.num_samples, each.k
+        )
+        for each in evaluation.sets
+    ]
+
+
+async def _ask(
+    evaluation: Evaluation,
+    fleet: Fleet,
+    missing: Sequence[tuple[ValidationSet, Sequence[int]]],
+    num_missing: int,
+    step: int,
+    take: Callable[[str, ItemAnswers], None],
+) -> None:
+    config, shown_s, num_done = evaluation.config, time.monotonic(), 0
+    async with fleet:
+        await fleet.start(evaluation.placement)
+        rollouts = Rollouts(config, fleet, evaluation.template)
+        async with aclosing(answers(rollouts, fleet.engines, config, missing, "eval")) as stream:
+            async for answered in stream:
+                item = answered.to_item(step, has_turns=bool(config.environment.name), keep_texts=True)
+                take(answered.asked.name, _under(step, item))
+                num_done += 1
+                if time.monotonic() - shown_s > _SHOWN_EVERY_S:
+                    shown_s = time.monotonic()
+                    print(f"{num_done} of {num_missing} items answered", flush=True)
+
+
+def _under(step: int, item: ItemAnswers) -> ItemAnswers:
+    """The engine counts weights that it has loaded from a folder as version 0; they are those of `step`."""
+    samples = tuple(msgspec.structs.replace(sample, versions=((step, sample.num_tokens),)) for sample in item.samples)
+    return msgspec.structs.replace(item, samples=samples)
+
+
+def default_folder(target: Path, step: int | None) -> Path:
+    """Where an evaluation is kept that names no folder: in the run, or in `evals` here."""
+    return Path("evals") / target.name if step is None else target / "evals" / f"step-{step:06d}"

@@ -1,0 +1,186 @@
+"""Validations: every item of every set sampled and scored, and what each was answered with."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.validation_sets import ValidationSet
+from grpo_async_app._run.engines import Engines
+from grpo_async_app._run.sampling import Rollouts, Scored
+from offbeat_data import Prompt, vote_of
+from offbeat_run import HELD_OUT, ItemAnswers, SampledAnswer, SetSummary, summarize
+from offbeat_types import GenerateRequest, OffbeatError, PeerFailedError
+
+_PROMPT_CHARACTERS = 500
+"""Of a prompt, kept with its answers: whoever reads them has the set."""
+
+
+class OutdatedError(OffbeatError):
+    """An engine that died while it answered was started again with newer weights: the answers are of two versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """An item of a set with its samples, scored; fewer than asked for where some failed."""
+
+    asked: ValidationSet
+    number: int
+    prompt: Prompt
+    samples: list[Scored]
+
+    def to_item(self, version: int, *, has_turns: bool, keep_texts: bool = False) -> ItemAnswers:
+        """As it is written down, by a validation that began at `version`."""
+        return ItemAnswers(
+            step=version,
+            item=self.number,
+            prompt=self.prompt.text if keep_texts else self.prompt.text[:_PROMPT_CHARACTERS],
+            answer=self.prompt.answer or "",
+            samples=tuple(self._sample(each, has_turns, keep_texts) for each in self.samples),
+        )
+
+    def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool) -> SampledAnswer:
+        trajectory, score = scored
+        segments = [segment for turn in trajectory.turns for segment in turn.segments]
+        return SampledAnswer(
+            reward=score.value,
+            right=score.value >= self.asked.success_reward,
+            vote=vote_of(trajectory.turns[-1].text, self.asked.reward),
+            num_tokens=trajectory.num_tokens,
+            num_turns=len(trajectory.turns) if has_turns else 0,
+            stop_reason=trajectory.stop_reason,
+            versions=tuple((segment.version, segment.num_tokens) for segment in segments),
+            text=trajectory.text if keep_texts else "",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What one validation gave.
+
+    Args:
+        version: policy version when it began.
+        answered: the items of all sets, set by set, in order.
+        items: the same, by set, as written down.
+        summaries: of the sets.
+    """
+
+    version: int
+    answered: list[Answered]
+    items: dict[str, list[ItemAnswers]]
+    summaries: list[SetSummary]
+
+    def numbers(self) -> dict[str, float]:
+        return {name: value for summary in self.summaries for name, value in summary.metrics().items()}
+
+    def score(self, score_set: str) -> float:
+        """What says which checkpoint is the best: see `eval.score_set`."""
+        by_name = {summary.name: summary for summary in self.summaries}
+        return (by_name.get(score_set or HELD_OUT) or self.summaries[0]).reward
+
+
+def validated_names(sets: Sequence[ValidationSet], config: GrpoConfig) -> dict[str, str]:
+    """What is compared at the end of a run: names by metric."""
+    names: dict[str, str] = {}
+    for each in sets:
+        prefix, label = ("eval/", "") if each.name == HELD_OUT else (f"eval/{each.name}/", f"{each.name}: ")
+        names[f"{prefix}accuracy"] = f"{label}accuracy" if each.num_samples == 1 else f"{label}avg@{each.num_samples}"
+        if each.num_samples > 1:
+            for k in sorted(set(each.k) or {each.num_samples}):
+                names |= {f"{prefix}pass_at_{k}": f"{label}pass@{k}", f"{prefix}maj_at_{k}": f"{label}maj@{k}"}
+        names[f"{prefix}reward"] = f"{label}reward"
+        names[f"{prefix}response_tokens"] = f"{label}response tokens"
+        if config.environment.name:
+            names[f"{prefix}turns"] = f"{label}turns"
+    return names
+
+
+async def validate(
+    rollouts: Rollouts, engines: Engines, config: GrpoConfig, sets: Sequence[ValidationSet], version: int
+) -> Validation:
+    """Sample and score every item; one whose engine dies is asked again.
+
+    Raises:
+        OutdatedError: another version than `version` has answered, and none should: see `eval.at_sync`.
+    """
+    work = [(each, range(len(each.prompts))) for each in sets]
+    found: dict[tuple[str, int], Answered] = {}
+    async with aclosing(answers(rollouts, engines, config, work, f"eval-{version}")) as stream:
+        async for answered in stream:
+            if not config.validation_goes_on:
+                _refuse_other_versions(answered, version)
+            found[answered.asked.name, answered.number] = answered
+    has_turns = bool(config.environment.name)
+    ordered = [found[each.name, number] for each in sets for number in range(len(each.prompts))]
+    items = {
+        each.name: [it.to_item(version, has_turns=has_turns) for it in ordered if it.asked is each] for each in sets
+    }
+    summaries = [summarize(each.name, version, items[each.name], each.num_samples, each.k) for each in sets]
+    return Validation(version=version, answered=ordered, items=items, summaries=summaries)
+
+
+def _refuse_other_versions(answered: Answered, version: int) -> None:
+    turns = [turn for trajectory, _ in answered.samples for turn in trajectory.turns]
+    served = {segment.version for turn in turns for segment in turn.segments}
+    if served - {version}:
+        raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
+
+
+async def answers(
+    rollouts: Rollouts,
+    engines: Engines,
+    config: GrpoConfig,
+    work: Sequence[tuple[ValidationSet, Iterable[int]]],
+    request_prefix: str,
+) -> AsyncGenerator[Answered, None]:
+    """Answer items of sets, as many at once as keep the engines busy, and yield each when it is scored."""
+    # Beside training a sync waits for what is in flight: no more of it than the engines decode at once.
+    most = config.rollout.max_running * len(engines.names) * (1 if config.validation_goes_on else 2)
+    waiting = iter([(each, number) for each, numbers in work for number in numbers])
+    tasks: set[asyncio.Task[Answered]] = set()
+    in_flight, upcoming = 0, next(waiting, None)
+    try:
+        while upcoming or tasks:
+            while upcoming and (not tasks or in_flight + upcoming[0].num_samples <= most):
+                each, number = upcoming
+                tasks.add(asyncio.create_task(_answer(rollouts, engines, config, each, number, request_prefix)))
+                in_flight += each.num_samples
+                upcoming = next(waiting, None)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                answered = task.result()
+                tasks.discard(task)
+                in_flight -= answered.asked.num_samples
+                yield answered
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(
+    rollouts: Rollouts, engines: Engines, config: GrpoConfig, each: ValidationSet, number: int, request_prefix: str
+) -> Answered:
+    """One item, from another engine when one dies over it."""
+    prompt, base = each.prompts[number], each.params
+    # A seed of its own: with one for all, every prompt would be answered by the same draw.
+    params = replace(base, seed=(base.seed or 0) + number * each.num_samples)
+    request = GenerateRequest(
+        request_id=f"{request_prefix}-{each.name}-{number}",
+        prompt_ids=prompt.ids,
+        num_samples=each.num_samples,
+        params=params,
+    )
+    judge = each.name if each.has_own_reward else ""
+    for retries_left in reversed(range(config.async_.max_group_retries + 1)):
+        name = engines.least_loaded()
+        try:
+            with engines.hold(name):
+                samples = await rollouts.sample(name, prompt, request, judge)
+        except PeerFailedError:
+            if not retries_left:
+                raise
+        else:
+            return Answered(asked=each, number=number, prompt=prompt, samples=samples)
+    raise AssertionError  # the last attempt returns or raises

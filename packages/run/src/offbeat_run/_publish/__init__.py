@@ -1,0 +1,1 @@
+"""A checkpoint for others: its model card, and a folder as the Hub takes it."""

@@ -1,0 +1,151 @@
+"""The model card of a checkpoint: what it was trained from, on and how, and what the run has measured.
+
+Source: https://huggingface.co/docs/hub/model-cards, the metadata between the lines of dashes.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_run._config.secrets import hide_secrets
+from offbeat_run._files import atomic_write
+from offbeat_run._folder import Checkpoint, RunFolder
+from offbeat_run._metrics import METRIC_NAMES, read_metrics
+from offbeat_run._quantities import number_text
+from offbeat_run._report.figures import Series, number_series
+
+CARD: Final = "README.md"
+_FIGURES: Final = ("train/reward", "train/loss", "train/response_tokens", "train/entropy")
+"""Besides everything that validations have measured."""
+_LEFT_OUT: Final = ("_low", "_high", "_p95", "/versions")
+_IN_HUB_CACHE: Final = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
+_PATH_IN_TOML: Final = re.compile(r'"(?:/|~/|\./)[^"\n]*/([^"/\n]+)/?"')
+
+
+def model_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> str:
+    """Write about a checkpoint, in Markdown with the Hub's metadata.
+
+    Args:
+        run: that it is of.
+        checkpoint: of the run.
+        application: that has trained it, such as "grpo-async-app".
+
+    Returns:
+        The text. Folders of this machine are told by their last name, and secrets of the environment by theirs.
+    """
+    text = run.config.read_text()
+    config = tomllib.loads(text)
+    base = str(config.get("model", {}).get("path", ""))
+    parts = [
+        _metadata(base, application),
+        f"# {run.path.name}\n",
+        f"{_name(base)} after {checkpoint.step} updates of `{application}` {_version(application)}"
+        "(offbeat). This card was written by the run itself; nobody has looked at what the model says.\n",
+        "## Figures\n",
+        _figures(run, checkpoint),
+        "## Data\n",
+        _data(config),
+        "## Use\n",
+        _USE,
+        "## Configuration\n",
+        f"<details><summary>config.toml</summary>\n\n{_fenced(_without_folders(text))}\n</details>\n",
+    ]
+    return hide_secrets("\n".join(parts))
+
+
+def write_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> Path:
+    """Put the card of a checkpoint beside its weights."""
+    path = checkpoint.path / CARD
+    with atomic_write(path) as file:
+        file.write(model_card(run, checkpoint, application))
+    return path
+
+
+def _metadata(base: str, application: str) -> str:
+    method = "grpo" if application.startswith("grpo") else "sft"
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags:\n- offbeat\n- {method}"]
+    if found := _IN_HUB_CACHE.search(base):  # elsewhere a folder's name says nothing to the Hub
+        lines.append(f"base_model: {found[1]}/{found[2]}")
+    return "---\n" + "\n".join(lines) + "\n---\n"
+
+
+def _name(path: str) -> str:
+    found = _IN_HUB_CACHE.search(path)
+    return f"`{found[1]}/{found[2]}`" if found else f"`{_plain(Path(path).name or path)}`"
+
+
+def _version(application: str) -> str:
+    try:
+        return f"{version(application)} "
+    except PackageNotFoundError:
+        return ""
+
+
+def _figures(run: RunFolder, checkpoint: Checkpoint) -> str:
+    series = number_series(read_metrics(run.metrics, []))
+    names = [name for name in series if name.startswith("eval/") and not name.endswith(_LEFT_OUT)]
+    rows = [_row(name, series, checkpoint.step) for name in (*names, *_FIGURES) if name in series]
+    if not rows:
+        return "The run has measured nothing yet.\n"
+    head = "| metric | first | at this checkpoint | 95 % interval | what it is |\n| --- | --- | --- | --- | --- |\n"
+    return head + "".join(rows)
+
+
+def _row(name: str, series: Mapping[str, Series], step: int) -> str:
+    first, here = series[name][0][1], _at(series[name], step)
+    known = METRIC_NAMES.get(name)
+    low, high = (_at(series[f"{name}_{end}"], step) if f"{name}_{end}" in series else None for end in ("low", "high"))
+    interval = f"{number_text(low)} to {number_text(high)}" if low is not None and high is not None else ""
+    doc = f"{known.doc}{f' In {known.unit}.' if known.unit else ''}" if known else ""
+    return f"| `{name}` | {number_text(first)} | {number_text(here)} | {interval} | {doc} |\n"
+
+
+def _at(points: Series, step: int) -> float:
+    """The value at a step, or the last one before it."""
+    return next((value for at, value in reversed(points) if at <= step), points[0][1])
+
+
+def _data(config: Mapping[str, Any]) -> str:
+    data = config.get("data", {})
+    lines = [f"- trained on {_source(data)}"]
+    if data.get("eval_path") or data.get("eval_size"):
+        held = (
+            _source({"path": data.get("eval_path"), "split": data.get("eval_split")}) if data.get("eval_path") else ""
+        )
+        lines.append(f"- held out: {held or str(data['eval_size']) + ' of these'}")
+    sets = config.get("eval", {}).get("sets", {})
+    lines += [f"- validated on {_plain(name)}: {_source(each)}" for name, each in sets.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _source(data: Mapping[str, Any]) -> str:
+    """A generator such as arithmetic:2 as it is, a file or a folder by its name."""
+    path = str(data.get("path") or "")
+    name = path if ":" in path else Path(path).name
+    return f"`{_plain(name)}`" + (f", split {_plain(str(data['split']))}" if data.get("split") else "")
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("`", "'").replace("|", "/").split())
+
+
+def _without_folders(text: str) -> str:
+    return _PATH_IN_TOML.sub(r'".../\1"', text)
+
+
+def _fenced(text: str) -> str:
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}toml\n{text.rstrip()}\n{fence}\n"
+
+
+_USE: Final = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH OR NAME OF THIS MODEL")
+model = AutoModelForCausalLM.from_pretrained("PATH OR NAME OF THIS MODEL")
+```
+"""
