@@ -6,7 +6,10 @@ from offbeat_data._environments import Environment, EnvironmentFailedError, Epis
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
-from offbeat_data._rewards import NotANumberError, Reward, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_data._scoring.config import RewardConfig
+from offbeat_data._scoring.functions import NotANumberError, RewardError, Written
+from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
+from offbeat_data._scoring.sandbox import ProgramLimits, ProgramRun, Sandbox
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
 from offbeat_data._tokenizer import (
     ARITHMETIC_ALPHABET,
@@ -35,6 +38,8 @@ __all__ = [
     "Message",
     "NotANumberError",
     "Picture",
+    "ProgramLimits",
+    "ProgramRun",
     "Prompt",
     "PromptSet",
     "RenderedChat",
@@ -43,10 +48,12 @@ __all__ = [
     "RewardError",
     "RewardScore",
     "RowCounts",
+    "Sandbox",
     "Tokenizer",
     "ToolCall",
     "ToolEnvironment",
     "TurnTemplate",
+    "Written",
     "build_character_tokenizer",
     "build_environment",
     "build_reward",
