@@ -255,7 +255,8 @@ def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramet
 
 
 def _is_coroutine(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    """Also an object whose class has a coroutine as its call."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def _list_of(result: Any) -> list[Any] | None:

@@ -156,10 +156,8 @@ def _as_text(question: str | list[dict[str, Any]]) -> str:
     """What was asked, in words: of chat messages, those that the model was to answer."""
     if isinstance(question, str):
         return question
-    said = [(str(each.get("role", "")), each.get("content")) for each in question if isinstance(each, dict)]
-    if len(said) == 1:
-        return _content(said[0][1])
-    return "\n\n".join(f"{role}: {_content(content)}" for role, content in said)
+    said = [(str(each.get("role", "")), _content(each.get("content"))) for each in question]
+    return said[0][1] if len(said) == 1 else "\n\n".join(f"{role}: {content}" for role, content in said)
 
 
 def _content(content: Any) -> str:

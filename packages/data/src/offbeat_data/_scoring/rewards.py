@@ -81,6 +81,11 @@ class Reward:
         self._runner: asyncio.Runner | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(self._scorers)
+
+    @property
     def waiting(self) -> tuple[str, ...]:
         """Rewards that wait without holding the thread: a judge, coroutine functions."""
         return tuple(name for name, scorer in self._scorers.items() if scorer.waits)
