@@ -357,3 +357,83 @@ async def test_one_scorer_serves_a_quick_reward(config: RewardConfig) -> None:
 async def test_a_slow_judge_gets_as_many_scorers_as_there_may_be(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", num_processes=3)) as pool:
         assert len(set(await values_of(pool, *["1.5"] * 9))) == 3
+
+
+WAITING = r"""
+import asyncio, os, time
+async def ask(prompt, completion):
+    if completion == "hang":
+        await asyncio.sleep(600)
+    if completion == "block":
+        time.sleep(600)
+    if completion == "raise":
+        raise ValueError("no")
+    await asyncio.sleep(float(completion))
+    return os.getpid()
+def longest(prompt, completions):
+    if "hang" in completions:
+        time.sleep(600)
+    return [float(len(each) == max(map(len, completions))) for each in completions]
+def trl_length(completions, **columns):
+    if "hang" in completions:
+        time.sleep(600)
+    if len(completions) > 1 and "sour" in completions:
+        raise ValueError("spoils the batch")
+    return [float(len(each)) for each in completions]
+"""
+
+
+@pytest.fixture
+def waiting(config: RewardConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards_waiting.py").write_text(WAITING)
+
+
+def waiting_for(function: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=f"rewards_waiting:{function}", **settings)
+
+
+@in_loop
+async def test_many_wait_side_by_side_in_one_process_and_the_gauge_tells_how_long(waiting: None) -> None:
+    async with scoring(waiting_for("ask", timeout_s=60.0, concurrency=8)) as pool:
+        await pool.score(PROMPT, written(["0"]))
+        pool.metrics()
+        begun_s = time.monotonic()
+        asked = asyncio.create_task(pool.score(PROMPT, written(["1.0"] * 16)))
+        await asyncio.sleep(0.5)
+        assert pool.metrics()["scoring/queue"].value == 8.0
+        scores = await asked
+        assert len({score.value for score in scores if score}) == 1, "one process"
+        assert time.monotonic() - begun_s < 10, "one after the other it would be 16 s"
+        metrics = pool.metrics()
+        assert 0.9 <= metrics["scoring/latency_p50_s"].value <= metrics["scoring/latency_max_s"].value < 10
+        assert 0.3 < metrics["scoring/busy_share"].value <= 0.51, "of two processes one is busy"
+        assert (metrics["scoring/queue"].value, metrics["scoring/processes"].value) == (0.0, 2.0)
+
+
+@in_loop
+async def test_what_hangs_while_others_wait_costs_itself_alone_blocking_or_not(waiting: None) -> None:
+    async with scoring(waiting_for("ask", timeout_s=6.0)) as pool:
+        scores = await pool.score(PROMPT, written(["0", "hang", "raise", "0.2"]))
+        assert [None if score is None else score.parts["timed_out"] for score in scores] == [0.0, 1.0, None, 0.0]
+        scores = await pool.score(PROMPT, written(["0", "block", "4.0"]))
+        assert [score and score.parts["timed_out"] for score in scores] == [0.0, 1.0, 0.0]
+        assert pool.metrics()["scoring/restarts"].value >= 1
+        assert await values_of(pool, "0") != [0.0], "and it goes on"
+
+
+@in_loop
+async def test_what_compares_gets_whole_groups_and_what_only_takes_lists_is_split_where_that_helps(
+    waiting: None,
+) -> None:
+    async with scoring(waiting_for("longest", timeout_s=3.0)) as pool:
+        scores = await pool.score(PROMPT, written(["a", "ccc", "bb"]))
+        assert [score and score.value for score in scores] == [0.0, 1.0, 0.0]
+        scores = await pool.score(PROMPT, written(["a", "hang"]))
+        assert [score and score.parts["timed_out"] for score in scores] == [1.0, 1.0], "they cannot be told apart"
+    weights = {"rewards_waiting:trl_length": 1.0, "rewards_waiting:longest": 10.0}
+    async with scoring(RewardConfig(weights=weights, timeout_s=3.0)) as pool:
+        scores = await pool.score(PROMPT, written(["a", "sour", "bb"]))
+        assert [score and score.value for score in scores] == [1.0, 14.0, 2.0]
+    async with scoring(waiting_for("trl_length", timeout_s=3.0)) as pool:
+        scores = await pool.score(PROMPT, written(["a", "hang", "bb"]))
+        assert [score and (score.value, score.parts["timed_out"]) for score in scores] == [(1, 0), (0, 1), (2, 0)]
