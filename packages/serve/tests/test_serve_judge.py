@@ -1,11 +1,11 @@
 """A judge of rewards served by this very server, on a tiny model."""
 
-import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Serving
 
 from offbeat_data import Prompt, RewardConfig, Written, build_reward
 
@@ -13,7 +13,7 @@ WRITTEN = [Written(text=text) for text in ("twelve", "thirteen", "twelve")]
 
 
 @pytest.mark.asyncio
-async def test_a_model_served_here_judges_rewards(serving: Serving, tmp_path: Path) -> None:
+async def test_a_model_served_here_judges_rewards(serving: Callable[..., Any], tmp_path: Path) -> None:
     """The tiny model babbles: whatever it says is a score, by a pattern that takes any letter, and stays the same."""
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="5+7=", answer="12", fields={"prompt": "5+7="})
     async with serving() as served:
@@ -44,4 +44,3 @@ async def test_a_model_served_here_judges_rewards(serving: Serving, tmp_path: Pa
     tokens = {each.text: said[each.text].usage for each in WRITTEN}
     assert costs[1]["judge/prompt_tokens"] == tokens["thirteen"].prompt_tokens
     assert costs[1]["judge/completion_tokens"] == tokens["thirteen"].completion_tokens
-    await asyncio.sleep(0)
