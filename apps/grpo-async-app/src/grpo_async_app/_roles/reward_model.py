@@ -14,6 +14,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.scorer import ScorerAnswer
 from offbeat_data import RewardError, RewardScore, Tokenizer, load_tokenizer
 from offbeat_mesh import open_device
+from offbeat_run import inspect_model
 from offbeat_types import Ids
 
 
@@ -81,9 +82,10 @@ class RewardModelRole:
 
         options = self._options
         self._device = open_device(options.device).torch_device
-        self._tokenizer = load_tokenizer(options.path, self._trust)
+        folder = inspect_model(options.path).path
+        self._tokenizer = load_tokenizer(folder, self._trust)
         model = AutoModelForSequenceClassification.from_pretrained(
-            options.path,
+            folder,
             dtype=getattr(torch, options.dtype),
             local_files_only=True,
             use_safetensors=True,
