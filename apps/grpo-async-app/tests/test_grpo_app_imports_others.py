@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from offbeat_data import Prompt, RewardConfig, build_reward
 from offbeat_testing import CommandLine
