@@ -255,6 +255,15 @@ def test_a_bubblewrap_that_does_not_isolate_is_refused(monkeypatch: pytest.Monke
         BubblewrapSandbox(LIMITS)
 
 
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="limits on processes hold for everybody but root")
+def test_root_without_the_rights_of_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may make a user namespace, in which programs still count as root's: there is no limit on processes."""
+    monkeypatch.setattr("offbeat_data._scoring.sandbox._has_rights", lambda: False)
+    with pytest.raises(BackendError, match="does not isolate"):
+        BubblewrapSandbox(LIMITS)
+
+
 def test_a_plain_process_has_limits_too() -> None:
     sandbox = ProcessSandbox(ProgramLimits(timeout_s=3.0, memory_bytes=1 << 28, output_bytes=1 << 12))
     assert sandbox.run("print(input())", "hi").stdout == "hi\n"
