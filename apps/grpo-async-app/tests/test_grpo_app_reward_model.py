@@ -13,7 +13,7 @@ from role_faults import accounting_complaints, last_value, role_pids, signal_rol
 
 from grpo_async_app._config.placement import place_run
 from grpo_async_app._config.preflight import check_reward
-from grpo_async_app._config.reward_model import RewardModelAsk
+from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, check_reward_model
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.reward_model import RewardModelRole
 from offbeat_data import RewardError
@@ -131,7 +131,7 @@ def test_a_reward_model_has_a_place_and_must_be_one(config: Path, scorer: Path, 
     assert [rank.role for rank in placed.plan.ranks].count("reward_model") == 2
     assert check_reward(settings) == (f"reward_model: 2 x {scorer}, in processes of its own",)
     with pytest.raises(ModelError, match="one label, got Qwen3ForCausalLM"):
-        check_reward(with_model(config, model))
+        check_reward_model(RewardModelOptions(path=str(model)))
     with pytest.raises(ConfigError, match="did you mean max_batch"):
         check_reward(with_model(config, scorer, "--reward.reward_model.max_batches=2"))
 

@@ -102,7 +102,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def scorer_pids(pool: ScorerPool) -> list[int]:
-    return pool.starter.pids
+    return [actor.pid for actor in pool.starter._launcher._actors.values()]
 
 
 def written(texts: list[str]) -> list[Written]:
@@ -226,7 +226,7 @@ from offbeat_data import Prompt, RewardConfig, Written
 async def main():
     pool = ScorerPool(RewardConfig(name="rewards_guarded:{function}", timeout_s=600.0), ClusterConfig())
     await pool.start()
-    print(*pool.starter.pids, flush=True)
+    print(*(actor.pid for actor in pool.starter._launcher._actors.values()), flush=True)
     [score] = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), [Written(text="hang")])
     print(score.value)
     await pool.close()
@@ -373,6 +373,8 @@ async def ask(prompt, completion):
 def longest(prompt, completions):
     if "hang" in completions:
         time.sleep(600)
+    if "die" in completions:
+        os._exit(9)
     return [float(len(each) == max(map(len, completions))) for each in completions]
 def trl_length(completions, **columns):
     if "hang" in completions:
@@ -430,6 +432,8 @@ async def test_what_compares_gets_whole_groups_and_what_only_takes_lists_is_spli
         assert [score and score.value for score in scores] == [0.0, 1.0, 0.0]
         scores = await pool.score(PROMPT, written(["a", "hang"]))
         assert [score and score.parts["timed_out"] for score in scores] == [1.0, 1.0], "they cannot be told apart"
+        assert await pool.score(PROMPT, written(["a", "die"])) == [None, None]
+        assert "ended with code 9 on prompt 3" in pool.last_error
     weights = {"rewards_waiting:trl_length": 1.0, "rewards_waiting:longest": 10.0}
     async with scoring(RewardConfig(weights=weights, timeout_s=3.0)) as pool:
         scores = await pool.score(PROMPT, written(["a", "sour", "bb"]))

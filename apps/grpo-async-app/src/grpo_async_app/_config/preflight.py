@@ -120,6 +120,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     model = inspect_model(config.model.path)
     _check_positions(config, model)
     reward_notes = check_reward(config)
+    if (scorer := reward_model_of(config.reward)) is not None:
+        check_reward_model(scorer)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     template = _turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
@@ -277,7 +279,6 @@ def check_reward(config: GrpoConfig) -> tuple[str, ...]:
                 "environment.name are scored one by one, each when it ends: leave one of them out"
             )
     if (model := reward_model_of(config.reward)) is not None:
-        check_reward_model(model)
         notes += (f"reward_model: {model.num_replicas} x {model.path}, in processes of its own",)
     if name:
         build_environment(config.environment)

@@ -132,11 +132,8 @@ class ScorerPool:
         if kind == "alone" or len(ask.texts) == 1:
             return await scorers.score(ask)
         judged = await scorers.score_together(ask)
-        if kind == "whole":
-            return judged or [worthless(self._config, "timed_out")] * len(ask.texts)
-        if judged is None or any(isinstance(each, OffbeatError) for each in judged):
-            return await scorers.score(ask)
-        return judged
+        is_sound = not any(isinstance(each, OffbeatError) or each.parts.get("timed_out") for each in judged)
+        return judged if is_sound or kind == "whole" else await scorers.score(ask)
 
     async def _judged(self, prompt: Prompt, written: Sequence[Written]) -> list[Judged]:
         if self.starter.is_closed:

@@ -6,6 +6,7 @@ stopped and math-verify's own timeouts need the main thread, so scoring happens 
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -37,11 +38,6 @@ class ScorerStarter:
         self._config, self.gauge, self.is_closed = config, gauge, False
         self._launcher, self._names = LocalLauncher("grpo", cluster), count()
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that live."""
-        return [actor.pid for actor in self._launcher._actors.values()]
 
     def new(self) -> "Scorer":
         """A scorer, not yet started."""
@@ -138,9 +134,16 @@ class BlockingScorers:
         judged = await self._first(ask) if self._is_quick and len(ask.texts) > 1 else []
         return judged + await asyncio.gather(*(self.score_one(each) for each in split(ask)[len(judged) :]))
 
-    async def score_together(self, ask: ScorerAsk) -> list[Judged] | None:
-        """Score a whole group by one call; None where it hung, or ended the scorer."""
-        return await self._group("score_together", ask, self._config.timeout_s)
+    async def score_together(self, ask: ScorerAsk) -> list[Judged]:
+        """Score a whole group by one call, whose result, or failure, is that of all."""
+        try:
+            return await self._group("score_together", ask, self._config.timeout_s)
+        except DeadlineError:
+            return [worthless(self._config, "timed_out")] * len(ask.texts)
+        except PeerFailedError as error:
+            return [RewardError(f"{end_of_scorer(error)}{_where(ask)}")] * len(ask.texts)
+        except RewardError as error:
+            return [error] * len(ask.texts)
 
     async def score_one(self, ask: ScorerAsk) -> Judged:
         """Score the only completion of `ask`; one that takes too long is worth 0 and has the part `timed_out` 1."""
@@ -164,9 +167,12 @@ class BlockingScorers:
 
     async def _first(self, ask: ScorerAsk) -> list[Judged]:
         """Score by one call the first of them, or all if they are quick; none where one hangs or ends the scorer."""
-        return await self._group("score", ask, self._config.timeout_s + AT_A_TIME_S) or []
+        try:
+            return await self._group("score", ask, self._config.timeout_s + AT_A_TIME_S)
+        except (DeadlineError, PeerFailedError, RewardError):
+            return []
 
-    async def _group(self, method: str, ask: ScorerAsk, deadline_s: float) -> list[Judged] | None:
+    async def _group(self, method: str, ask: ScorerAsk, deadline_s: float) -> list[Judged]:
         async with self._gate:
             with self._gauge.queued(len(ask.texts)):
                 scorer = await self._take()
@@ -204,12 +210,12 @@ class BlockingScorers:
             self._idle.put_nowait(scorer)
         raise AssertionError  # the last attempt returns or raises
 
-    async def _ask_group(self, scorer: Scorer, method: str, ask: ScorerAsk, deadline_s: float) -> list[Judged] | None:
+    async def _ask_group(self, scorer: Scorer, method: str, ask: ScorerAsk, deadline_s: float) -> list[Judged]:
         try:
             return [each.judged() for each in await self._call(scorer, method, ask, deadline_s)]
         except (DeadlineError, PeerFailedError):
             scorer.start_again()
-            return None
+            raise
         finally:
             self._idle.put_nowait(scorer)
 
@@ -241,6 +247,4 @@ def end_of_scorer(error: PeerFailedError) -> str:
 
 
 def _where(ask: ScorerAsk) -> str:
-    import json
-
     return f" on prompt {json.loads(ask.prompt)['index']}; see its log above"

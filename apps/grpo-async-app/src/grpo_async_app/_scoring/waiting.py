@@ -1,6 +1,7 @@
 """Rewards that wait without holding a thread, such as a judge: many completions at once in one process."""
 
 import asyncio
+import logging
 from functools import partial
 
 from grpo_async_app._roles.scorer import Judged, ScorerAnswer, ScorerAsk
@@ -8,6 +9,8 @@ from grpo_async_app._scoring.processes import BlockingScorers, Scorer, ScorerSta
 from offbeat_actors import ActorHandle, wait_gone
 from offbeat_data import RewardConfig, RewardError
 from offbeat_types import PeerFailedError
+
+_log = logging.getLogger(__name__)
 
 
 class WaitingScorer:
@@ -36,15 +39,19 @@ class WaitingScorer:
         """Score completions side by side."""
         return await asyncio.gather(*(self._one(each) for each in split(ask)))
 
-    async def score_together(self, ask: ScorerAsk) -> list[Judged] | None:
-        """Score a whole group by one call; None where it took too long, or the process ended over it."""
-        async with self._gate:
-            try:
-                judged = await self._call(ask)
-            except (PeerFailedError, RewardError):
-                return None
-        is_late = any(not isinstance(each, Exception) and each.parts.get("timed_out") for each in judged)
-        return None if is_late else judged
+    async def score_together(self, ask: ScorerAsk) -> list[Judged]:
+        """Score a whole group by one call, whose result, or failure, is that of all."""
+        with self._gauge.queued(len(ask.texts)):
+            await self._gate.acquire()
+        try:
+            return await self._call(ask)
+        except RewardError as error:
+            return [error] * len(ask.texts)
+        except PeerFailedError:
+            _log.info("a scorer ended while others waited in it: a group is asked about again, alone")
+        finally:
+            self._gate.release()
+        return await self._alone.score_together(ask)
 
     async def _one(self, ask: ScorerAsk) -> Judged:
         judged: Judged | None

@@ -151,11 +151,6 @@ class Reward:
         for part in [written] if scorer.is_group else [[each] for each in written]:
             yield scorer.ask(prompt, part)
 
-    def close(self) -> None:
-        """Leave what coroutine functions have opened in the event loop of `score`."""
-        if self._runner is not None:
-            self._runner.close()
-
     def _run(self, work: Awaitable[list[Worth]]) -> list[Worth]:
         # One loop for all completions: what a function keeps open belongs to an event loop.
         self._runner = self._runner or asyncio.Runner()
