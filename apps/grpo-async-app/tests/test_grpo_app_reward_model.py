@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,8 @@ def test_a_run_with_a_reward_model_and_a_file_of_trl_survives_the_death_of_the_m
 
 def test_a_reward_model_has_a_place_and_must_be_one(config: Path, scorer: Path, model: Path) -> None:
     settings = with_model(config, scorer, "--reward.reward_model.num_replicas=2")
-    placed = place_run(settings, ClusterView(grid_nodes(1, 0, cpus=16), reserves=True))
+    nodes = tuple(replace(node, num_cpus=16) for node in grid_nodes(1, 0))
+    placed = place_run(settings, ClusterView(nodes=nodes, reserves=True))
     assert [rank.role for rank in placed.plan.ranks].count("reward_model") == 2
     assert check_reward(settings) == (f"reward_model: 2 x {scorer}, in processes of its own",)
     with pytest.raises(ModelError, match="one label, got Qwen3ForCausalLM"):

@@ -379,7 +379,7 @@ def share_cpus(config: GrpoConfig, threads: Mapping[str, int]) -> bool:
     Those that take turns on a device do not.
     """
     return not config.cluster.colocate and available_cpus() < sum(
-        count * threads[kind] for kind, count in _count_roles(config).items()
+        count * threads[kind] for kind, count in _count_roles(config).items() if count
     )
 
 
