@@ -17,7 +17,8 @@ import nox
 ROOT: Final = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from find_chromium import find_if_required  # noqa: E402
+import find_bubblewrap  # noqa: E402
+import find_chromium  # noqa: E402
 from find_links import find_links  # noqa: E402
 from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
 from side_by_side import run_side_by_side  # noqa: E402
@@ -225,7 +226,9 @@ def test_package(session: nox.Session, package: Package, *, engine: bool, marks:
     folder = package.folder / "tests"
     others = [f"--ignore={tests.folder}" for tests in HARDWARE if tests.package == package]
     others += [f"--ignore={package.engine_tests}"] * package.engine_tests.is_dir()
-    browser = chromium(session) if package.key == "run" else None
+    browser = on_machine(session, find_chromium.find_if_required) if package.key == "run" else None
+    if package.key in ("data", "grpo-async-app"):
+        on_machine(session, find_bubblewrap.find_if_required)
     pytest(session, package.key, folder, *others, marks=marks, OFFBEAT_CHROMIUM=browser)
 
 
@@ -266,10 +269,10 @@ def test_engine_pair(session: nox.Session, folder: Path, *, marks: str) -> None:
     pytest(session, folder.name, folder, bin_folder=first, marks=marks, OFFBEAT_PARTNER_PYTHON=str(other / "python"))
 
 
-def chromium(session: nox.Session) -> str | None:
-    """A browser for the tests that look at a report; installed by CI where it may, and done without elsewhere."""
+def on_machine(session: nox.Session, find: Callable[[], str | None]) -> str | None:
+    """A program that some tests need; installed by CI where it may, and done without elsewhere."""
     try:
-        return find_if_required()
+        return find()
     except FileNotFoundError as error:
         session.error(str(error))
 

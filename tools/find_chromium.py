@@ -7,9 +7,10 @@ On Debian, as root and with CI=true, a missing one is installed by apt; elsewher
 
 import os
 import shutil
-import subprocess
 import sys
 from typing import Final
+
+from apt import install, may_install
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ADVICE: Final = (
@@ -25,18 +26,6 @@ def on_path() -> str | None:
     return next((path for path in found if path), None)
 
 
-def may_install() -> bool:
-    """Whether this is a throw-away Debian machine on which we are allowed to install a package."""
-    return os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get") is not None
-
-
-def install() -> None:
-    """Install Debian's package. Output goes to stderr, because stdout carries the path."""
-    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "chromium"]):
-        subprocess.run(command, check=True, env=quiet, stdout=sys.stderr, stdin=subprocess.DEVNULL, timeout=600)
-
-
 def find() -> str:
     """Path of a Chromium, installed first where that is allowed.
 
@@ -45,7 +34,7 @@ def find() -> str:
     """
     path = on_path()
     if path is None and may_install():
-        install()
+        install("chromium")
         path = on_path()
     if path is None:
         raise FileNotFoundError(ADVICE)

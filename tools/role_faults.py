@@ -22,7 +22,7 @@ from offbeat_testing import RunningCommand, tiny_model
 NUM_TRAIN: Final = 20
 GROUPS_PER_UPDATE: Final = 4
 DRIVER: Final = "driver"
-_ROLE_LOG: Final = re.compile(r"(trainer|rollout|teacher|environment)-\d+\.log")
+_ROLE_LOG: Final = re.compile(r"(trainer|rollout|teacher|reward_model|environment)-\d+\.log")
 
 CONFIG: Final = """
 [model]

@@ -4,6 +4,7 @@ import os
 import stat
 from pathlib import Path
 
+import find_bubblewrap
 import find_chromium
 import find_links
 import pytest
@@ -108,3 +109,19 @@ def test_a_session_that_only_skips_has_passed_nothing(tmp_path):
     assert num_passed(junit) == 0
     junit.write_text('<testsuites><testsuite tests="5" skipped="1" failures="1" errors="0"/></testsuites>')
     assert num_passed(junit) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root installs")
+def test_ci_installs_bubblewrap_and_others_do_without(bare_machine, monkeypatch, capsys):
+    assert find_bubblewrap.find_if_required() is None
+    assert "apt-get install bubblewrap" in capsys.readouterr().err
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(FileNotFoundError, match="no bubblewrap"):
+        find_bubblewrap.find_if_required()
+    made = bare_machine / "bwrap"
+    executable(
+        bare_machine / "apt-get",
+        f'#!/bin/sh\n[ "$1" = install ] && [ "$4" = bubblewrap ] && echo "#!/bin/sh" > {made} && /bin/chmod +x {made}\n'
+        "exit 0\n",
+    )
+    assert find_bubblewrap.find_if_required() == str(made)

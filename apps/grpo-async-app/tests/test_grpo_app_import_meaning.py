@@ -180,8 +180,8 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
         pytest.param(
             MAIN,
             {"reward.custom_reward_function.path": "a/mine.py", "trainer.logger": "[console,wandb]"},
-            {"reward.name": "mine:compute_score", "log.trackers": ["wandb"]},
-            {"reward.custom_reward_function.path": "solution_str=completion"},
+            {"reward.name": "a/mine.py:compute_score", "reward.signature": "verl", "log.trackers": ["wandb"]},
+            {},
             id="the newer name of a reward of one's own",
         ),
         pytest.param(
@@ -289,7 +289,7 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_import
         ),
         (
             {"reward_funcs": ["a:b", "c:d"], "reward_weights": [2.0]},
-            {"reward.weights": {"a:b": 2.0, "c:d": 1.0}},
+            {"reward.weights": {"a:b": 2.0, "c:d": 1.0}, "reward.signature": "trl"},
             {"reward_weights": "1 for 2 functions"},
         ),
         (

@@ -1,13 +1,12 @@
 """Options of prime-rl and OpenRLHF become a configuration that loads, and what does not carry over is told."""
 
-import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from offbeat_data import Prompt
+from offbeat_data import Prompt, RewardConfig, build_reward
 from offbeat_testing import CommandLine
 
 # Options of PrimeIntellect-ai/prime-rl 559b4477 (2026-08-21), of configs/basic/hendrycks-sanity/rl.toml and of
@@ -89,24 +88,21 @@ def test_what_is_for_another_command_of_prime_rl_is_refused(command: CommandLine
     assert "section orchestrator is required" in ended.err
 
 
-# Reward functions with the signatures of the three, as the page for those who move expects them.
+# Reward files as users of the three have them.
 REWARDS = {
-    "my_verl_reward": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    "    return {'score': float(solution_str == ground_truth and data_source == 'sums' and extra_info is None)}\n",
-    "my_trl_reward": "def reward(prompts, completions, data_source, **columns):\n"
+    "verl": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return {'score': float(solution_str == ground_truth and data_source == 'sums')}\n",
+    "trl": "def reward(prompts, completions, data_source, **columns):\n"
     "    return [float(said.startswith('4') and asked == '2+2=') for asked, said in zip(prompts, completions)]\n",
-    "my_openrlhf_reward": "import torch\n\ndef reward_func(queries, prompts, labels):\n"
+    "openrlhf": "import torch\n\ndef reward_func(queries, prompts, labels):\n"
     "    return {'rewards': torch.tensor([float(each == p + a) for each, p, a in zip(queries, prompts, labels)])}\n",
 }
+FUNCTIONS = {"verl": "compute_score", "trl": "reward", "openrlhf": "reward_func"}
 
 
-def test_reward_functions_of_others_are_called_as_the_page_says(own_module: Callable[[str, str], None]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
-    shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(shown) == len(REWARDS)
+@pytest.mark.parametrize("peer", REWARDS)
+def test_a_reward_file_of_a_peer_runs_unchanged(peer: str, tmp_path: Path) -> None:
+    (tmp_path / f"{peer}_reward.py").write_text(REWARDS[peer])
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="2+2=", answer="4", fields={"data_source": "sums"})
-    for text, (name, module) in zip(shown, REWARDS.items(), strict=True):
-        own_module(name, module)
-        held: dict[str, Callable[[Prompt, str], float]] = {}
-        exec(text, held)
-        assert [held["score"](prompt, said) for said in ("4", "5")] == [1.0, 0.0], name
+    reward = build_reward(RewardConfig(name=f"{tmp_path}/{peer}_reward.py:{FUNCTIONS[peer]}"))
+    assert [reward.score(prompt, said).value for said in ("4", "5")] == [1.0, 0.0]

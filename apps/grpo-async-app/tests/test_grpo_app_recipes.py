@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def stated_cluster(recipe: Path) -> tuple[int, int]:
 
 def test_there_are_recipes_of_both_kinds() -> None:
     stems = {path.stem for path in RECIPES}
-    assert {"smollm2_arithmetic", "smollm2_jsonl"} == {path.stem for path in FOR_HERE}
+    rewards = {"smollm2_code", "smollm2_judge", "smollm2_reward_model"}
+    assert {"smollm2_arithmetic", "smollm2_jsonl"} | rewards == {path.stem for path in FOR_HERE}
     wanted = {
         "math_qwen3_8b_fsdp",
         "math_qwen3_8b_megatron",
@@ -97,6 +99,15 @@ def test_a_recipe_for_one_machine_can_be_planned_here(
     tiny_model(tmp_path / "SmolLM2-135M-Instruct")
     rows = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(80)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    programs = [{"prompt": f"Write f{n}().", "tests": [f"assert f{n}() is None"]} for n in range(80)]
+    (tmp_path / "programs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in programs))
+    if recipe.stem == "smollm2_code" and shutil.which("bwrap") is None:
+        pytest.skip("no bubblewrap on this machine")
+    if recipe.stem == "smollm2_reward_model":
+        scorer = tiny_model(tmp_path / "reward-model")
+        described = json.loads((scorer / "config.json").read_text())
+        described |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "score"}}
+        (scorer / "config.json").write_text(json.dumps(described))
     # The tiny model's tokenizer needs more tokens for the same text.
     ended = command("plan", recipe, "--data.max_prompt_tokens", "192", "--rollout.max_model_len", "256")
     assert ended.code == 0, ended.err

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import offbeat_liveness as liveness
-from grpo_async_app._roles.scorer import prompt_to_json
-from grpo_async_app._run.scoring import ScorerPool
+from grpo_async_app._roles.scorer import ScorerAsk, prompt_to_json
+from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig, call_or_kill
-from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
 from offbeat_testing import wait_until_gone
 from offbeat_types import ConfigError, DeadlineError
 
@@ -102,7 +102,11 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def scorer_pids(pool: ScorerPool) -> list[int]:
-    return [actor.pid for actor in pool._launcher._actors.values()]
+    return [actor.pid for actor in pool.starter._launcher._actors.values()]
+
+
+def written(texts: list[str]) -> list[Written]:
+    return [Written(text=text) for text in texts]
 
 
 async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:
@@ -111,7 +115,7 @@ async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:
 
 
 async def score_of(pool: ScorerPool, completion: str) -> RewardScore | None:
-    [score] = await pool.score(PROMPT, [completion])
+    [score] = await pool.score(PROMPT, written([completion]))
     return score
 
 
@@ -137,7 +141,7 @@ async def test_a_function_has_the_main_thread_and_may_use_signals_and_event_loop
 
 def test_a_scorer_is_sent_no_picture() -> None:
     prompt = replace(PROMPT, pictures=(Picture(data=b"", height=8, width=8),))
-    assert sorted(json.loads(prompt_to_json(prompt))) == ["answer", "fields", "ids", "index", "text"]
+    assert sorted(json.loads(prompt_to_json(prompt))) == ["answer", "column", "fields", "ids", "index", "text"]
 
 
 @in_loop
@@ -146,7 +150,7 @@ async def test_what_takes_too_long_is_worth_nothing_and_costs_itself_alone(confi
         [slow] = scorer_pids(pool)
         late = asyncio.create_task(pool.judge(PROMPT, "hang"))
         await asyncio.sleep(0.1)
-        pool._config = config
+        pool._blocking._config = config
         assert await values_of(pool, *["fine"] * 3) == [1.0] * 3
         assert await late == RewardScore(value=0.0, parts={NAME: 0.0, "timed_out": 1.0})
         wait_until_gone([slow], 0.1)
@@ -158,23 +162,23 @@ async def test_one_call_scores_a_group_where_that_is_quick_and_each_counts_alone
 ) -> None:
     asked: list[int] = []
 
-    async def noted(handle: Any, method: str, prompt: str, completions: list[str], **settings: Any) -> Any:
-        asked.append(len(completions))
-        return await call_or_kill(handle, method, prompt, completions, **settings)
+    async def noted(handle: Any, method: str, ask: ScorerAsk, **settings: Any) -> Any:
+        asked.append(len(ask.texts))
+        return await call_or_kill(handle, method, ask, **settings)
 
-    monkeypatch.setattr("grpo_async_app._run.scoring.call_or_kill", noted)
+    monkeypatch.setattr("grpo_async_app._scoring.processes.call_or_kill", noted)
     async with scoring(replace(config, timeout_s=1.0, on_error="drop")) as pool:
-        scores = await pool.score(PROMPT, ["fine"] * 8 + ["raise"])
+        scores = await pool.score(PROMPT, written(["fine"] * 8 + ["raise"]))
         assert [score and score.value for score in scores] == [1.0] * 8 + [None]
         assert asked == [9]
-        scores = await pool.score(PROMPT, ["fine", "hang", "raise", "die", "fine"])
+        scores = await pool.score(PROMPT, written(["fine", "hang", "raise", "die", "fine"]))
         assert [score and score.value for score in scores] == [1.0, 0.0, None, None, 1.0]
         assert [score.parts["timed_out"] for score in scores if score] == [0.0, 1.0, 0.0]
     async with scoring(reward_of("wait", num_processes=1)) as pool:
         asked.clear()
-        scores = await pool.score(PROMPT, ["0.2", "0", "0"])
+        scores = await pool.score(PROMPT, written(["0.2", "0", "0"]))
         assert (len([score for score in scores if score]), asked) == (3, [3, 1, 1])
-        slow = asyncio.create_task(pool.score(PROMPT, ["0.2"] * 3))
+        slow = asyncio.create_task(pool.score(PROMPT, written(["0.2"] * 3)))
         counted = set()
         while not slow.done():
             await asyncio.sleep(0.05)
@@ -199,7 +203,7 @@ async def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) ->
 @in_loop
 async def test_whoever_no_longer_waits_leaves_the_scorer_its_time(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", num_processes=1)) as pool:
-        nobodys = asyncio.create_task(pool.score(PROMPT, ["1"]))
+        nobodys = asyncio.create_task(pool.score(PROMPT, written(["1"])))
         await asyncio.sleep(0.3)
         nobodys.cancel()
         [pid] = await values_of(pool, "0")
@@ -216,14 +220,14 @@ async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
 
 SCRIPT = """
 import asyncio, numpy as np
-from grpo_async_app._run.scoring import ScorerPool
+from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig, call_or_kill
-from offbeat_data import Prompt, RewardConfig
+from offbeat_data import Prompt, RewardConfig, Written
 async def main():
     pool = ScorerPool(RewardConfig(name="rewards_guarded:{function}", timeout_s=600.0), ClusterConfig())
     await pool.start()
-    print(*(actor.pid for actor in pool._launcher._actors.values()), flush=True)
-    [score] = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), ["hang"])
+    print(*(actor.pid for actor in pool.starter._launcher._actors.values()), flush=True)
+    [score] = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), [Written(text="hang")])
     print(score.value)
     await pool.close()
 asyncio.run(main())
@@ -251,7 +255,7 @@ def test_a_busy_scorer_ends_by_itself_when_its_driver_is_killed(config: RewardCo
 async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", timeout_s=600.0, num_processes=3)) as pool:
         [pid] = await values_of(pool, "0")
-        waiting = [asyncio.create_task(pool.score(PROMPT, ["600"])) for _ in range(5)]
+        waiting = [asyncio.create_task(pool.score(PROMPT, written(["600"]))) for _ in range(5)]
         await asyncio.sleep(0.3)
         begun_s = time.monotonic()
         await pool.close()
@@ -259,7 +263,7 @@ async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: R
         assert time.monotonic() - begun_s < 10
         assert [type(outcome) for outcome in outcomes] == [RewardError] * 5
         with pytest.raises(RewardError, match="closed"):  # the next one must not bring it back
-            await pool.score(PROMPT, ["0"])
+            await pool.score(PROMPT, written(["0"]))
         assert pid is not None
         wait_until_gone([int(pid)], 0.1)
         assert pool.num_scored == 1
@@ -353,3 +357,87 @@ async def test_one_scorer_serves_a_quick_reward(config: RewardConfig) -> None:
 async def test_a_slow_judge_gets_as_many_scorers_as_there_may_be(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", num_processes=3)) as pool:
         assert len(set(await values_of(pool, *["1.5"] * 9))) == 3
+
+
+WAITING = r"""
+import asyncio, os, time
+async def ask(prompt, completion):
+    if completion == "hang":
+        await asyncio.sleep(600)
+    if completion == "block":
+        time.sleep(600)
+    if completion == "raise":
+        raise ValueError("no")
+    await asyncio.sleep(float(completion))
+    return os.getpid()
+def longest(prompt, completions):
+    if "hang" in completions:
+        time.sleep(600)
+    if "die" in completions:
+        os._exit(9)
+    return [float(len(each) == max(map(len, completions))) for each in completions]
+def trl_length(completions, **columns):
+    if "hang" in completions:
+        time.sleep(600)
+    if len(completions) > 1 and "sour" in completions:
+        raise ValueError("spoils the batch")
+    return [float(len(each)) for each in completions]
+"""
+
+
+@pytest.fixture
+def waiting(config: RewardConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards_waiting.py").write_text(WAITING)
+
+
+def waiting_for(function: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=f"rewards_waiting:{function}", **settings)
+
+
+@in_loop
+async def test_many_wait_side_by_side_in_one_process_and_the_gauge_tells_how_long(waiting: None) -> None:
+    async with scoring(waiting_for("ask", timeout_s=60.0, concurrency=8)) as pool:
+        await pool.score(PROMPT, written(["0"]))
+        pool.metrics()
+        begun_s = time.monotonic()
+        asked = asyncio.create_task(pool.score(PROMPT, written(["1.0"] * 16)))
+        await asyncio.sleep(0.5)
+        assert pool.metrics()["scoring/queue"].value == 8.0
+        scores = await asked
+        assert len({score.value for score in scores if score}) == 1, "one process"
+        assert time.monotonic() - begun_s < 10, "one after the other it would be 16 s"
+        metrics = pool.metrics()
+        assert 0.9 <= metrics["scoring/latency_p50_s"].value <= metrics["scoring/latency_max_s"].value < 10
+        assert 0.3 < metrics["scoring/busy_share"].value <= 0.51, "of two processes one is busy"
+        assert (metrics["scoring/queue"].value, metrics["scoring/processes"].value) == (0.0, 2.0)
+
+
+@in_loop
+async def test_what_hangs_while_others_wait_costs_itself_alone_blocking_or_not(waiting: None) -> None:
+    async with scoring(waiting_for("ask", timeout_s=6.0)) as pool:
+        scores = await pool.score(PROMPT, written(["0", "hang", "raise", "0.2"]))
+        assert [None if score is None else score.parts["timed_out"] for score in scores] == [0.0, 1.0, None, 0.0]
+        scores = await pool.score(PROMPT, written(["0", "block", "4.0"]))
+        assert [score and score.parts["timed_out"] for score in scores] == [0.0, 1.0, 0.0]
+        assert pool.metrics()["scoring/restarts"].value >= 1
+        assert await values_of(pool, "0") != [0.0], "and it goes on"
+
+
+@in_loop
+async def test_what_compares_gets_whole_groups_and_what_only_takes_lists_is_split_where_that_helps(
+    waiting: None,
+) -> None:
+    async with scoring(waiting_for("longest", timeout_s=3.0)) as pool:
+        scores = await pool.score(PROMPT, written(["a", "ccc", "bb"]))
+        assert [score and score.value for score in scores] == [0.0, 1.0, 0.0]
+        scores = await pool.score(PROMPT, written(["a", "hang"]))
+        assert [score and score.parts["timed_out"] for score in scores] == [1.0, 1.0], "they cannot be told apart"
+        assert await pool.score(PROMPT, written(["a", "die"])) == [None, None]
+        assert "ended with code 9 on prompt 3" in pool.last_error
+    weights = {"rewards_waiting:trl_length": 1.0, "rewards_waiting:longest": 10.0}
+    async with scoring(RewardConfig(weights=weights, timeout_s=3.0)) as pool:
+        scores = await pool.score(PROMPT, written(["a", "sour", "bb"]))
+        assert [score and score.value for score in scores] == [1.0, 14.0, 2.0]
+    async with scoring(waiting_for("trl_length", timeout_s=3.0)) as pool:
+        scores = await pool.score(PROMPT, written(["a", "hang", "bb"]))
+        assert [score and (score.value, score.parts["timed_out"]) for score in scores] == [(1, 0), (0, 1), (2, 0)]

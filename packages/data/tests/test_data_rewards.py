@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from offbeat_data import Prompt, Reward, RewardConfig, RewardError, build_reward
-from offbeat_data._rewards import last_boxed, last_number, to_number
+from offbeat_data._scoring.answers import last_boxed, last_number, to_number
 from offbeat_types import ConfigError, DataError
 
 

@@ -7,7 +7,10 @@ from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._preferences import Pair, PreferenceSet, Rating, load_pairs, load_ratings
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
-from offbeat_data._rewards import NotANumberError, Reward, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_data._scoring.config import RewardConfig
+from offbeat_data._scoring.functions import NotANumberError, RewardError, Written
+from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
+from offbeat_data._scoring.sandbox import ProgramLimits, ProgramRun, Sandbox
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
 from offbeat_data._tokenizer import (
     ARITHMETIC_ALPHABET,
@@ -19,7 +22,7 @@ from offbeat_data._tokenizer import (
     load_tokenizer,
 )
 from offbeat_data._tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
-from offbeat_data._votes import vote_of
+from offbeat_data._scoring.votes import vote_of
 
 __all__ = [
     "ARITHMETIC_ALPHABET",
@@ -39,6 +42,8 @@ __all__ = [
     "Pair",
     "Picture",
     "PreferenceSet",
+    "ProgramLimits",
+    "ProgramRun",
     "Prompt",
     "PromptSet",
     "Rating",
@@ -48,10 +53,12 @@ __all__ = [
     "RewardError",
     "RewardScore",
     "RowCounts",
+    "Sandbox",
     "Tokenizer",
     "ToolCall",
     "ToolEnvironment",
     "TurnTemplate",
+    "Written",
     "build_character_tokenizer",
     "build_environment",
     "build_reward",

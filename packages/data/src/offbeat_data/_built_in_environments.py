@@ -20,8 +20,9 @@ from typing import Any, Final
 
 from offbeat_data._environments import Environment, EnvironmentFactory, interruptible
 from offbeat_data._prompts import Prompt
-from offbeat_data._rewards import RewardScore, last_in_tag
 from offbeat_data._rows import to_plain, unpack
+from offbeat_data._scoring.answers import last_in_tag
+from offbeat_data._scoring.rewards import RewardScore
 from offbeat_data._task_libraries import (
     VERIFIERS,
     import_reasoning_gym,

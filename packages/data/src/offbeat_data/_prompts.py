@@ -32,6 +32,7 @@ class Prompt:
         answer: the reference answer, or None.
         fields: the row it came from, as plain JSON data.
         pictures: its images, in the order of their placeholders.
+        column: of `fields`, or a part of one, that holds what is asked.
     """
 
     index: int
@@ -40,6 +41,13 @@ class Prompt:
     answer: str | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()
+    column: str = "prompt"
+
+    @property
+    def question(self) -> str | list[dict[str, Any]]:
+        """What is asked, as the data has it: a text, or chat messages. `text` where the row does not say."""
+        asked = find_column(self.fields, self.column)
+        return asked if isinstance(asked, str | list) else self.text
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -152,7 +160,17 @@ class _PromptBuilder:
         if len(ids) > self.config.max_prompt_tokens:
             return []
         answer, fields = self._answer(row), to_plain(row)
-        return [Prompt(index=index, ids=ids, text=made.text, answer=answer, fields=fields, pictures=made.pictures)]
+        return [
+            Prompt(
+                index=index,
+                ids=ids,
+                text=made.text,
+                answer=answer,
+                fields=fields,
+                pictures=made.pictures,
+                column=self.config.prompt_column,
+            )
+        ]
 
     @cached_property
     def _images(self) -> RowImages:

@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import Any, Final
 
 from offbeat_data._prompts import Prompt
-from offbeat_data._rewards import RewardScore
 from offbeat_data._rows import as_text
+from offbeat_data._scoring.rewards import RewardScore
 from offbeat_data._tokenizer import Message
 from offbeat_types import ConfigError, DataError
 

@@ -1,12 +1,15 @@
 """Finds backends by entry point and users' functions by name, and asks devices what engines need."""
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, Final
 
 from offbeat_types._errors import BackendError, ConfigError
@@ -57,20 +60,20 @@ def available_devices() -> dict[str, int]:
 
 
 def find_function(section: str, name: str) -> Callable[..., Any]:
-    """Import `module:function`, looking in the working folder too, as a script beside it would.
+    """Import `module:function` or `path/to/file.py:function`, looking in the working folder too, as a script would.
 
     Args:
         section: that names it, such as "reward".
-        name: such as "my_rewards:score".
+        name: such as "my_rewards:score" or "rewards/mine.py:score"; a file's own folder is looked in as well.
 
     Raises:
         ConfigError: there is no such module or function, or the module cannot be imported.
     """
-    module_name, _, attribute = name.partition(":")
+    module_name, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"{section} {name}: importing {module_name} failed: {type(error).__name__}: {error}; "
@@ -87,6 +90,28 @@ def find_function(section: str, name: str) -> Callable[..., Any]:
         advice = f"; nearest: {', '.join(near)}" if near else ""
         raise ConfigError(f"{section} {name}: {module_name} has no function {attribute!r}{advice}")
     return function  # type: ignore[no-any-return]
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module that a file is, once in a process; under its own name where no other module has that."""
+    whole = os.path.realpath(os.path.expanduser(path))
+    stem = os.path.basename(whole).removesuffix(".py")
+    is_taken = stem in sys.modules and getattr(sys.modules[stem], "__file__", None) != whole
+    name = f"{stem}_{hashlib.sha256(whole.encode()).hexdigest()[:8]}" if is_taken else stem
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, whole)
+    if spec is None or spec.loader is None or not os.path.isfile(whole):
+        raise FileNotFoundError(f"no such file: {whole}")
+    if os.path.dirname(whole) not in sys.path:
+        sys.path.append(os.path.dirname(whole))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def defer_device_backends() -> None:

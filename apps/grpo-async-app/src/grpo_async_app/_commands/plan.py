@@ -100,6 +100,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
         *_describe_sync(preflight),
         *_describe_environment(preflight),
+        *[("reward", note) for note in preflight.reward_notes],
         *([("reward", preflight.reward_trial)] if preflight.reward_trial else []),
         ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
         ("objective", _describe_objective(config)),

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import cluster_request
 from offbeat_actors import find_view as find_nodes
@@ -21,6 +22,10 @@ _TEACHER_KEYS: Final = {
     "cpus_per_rank": "cluster.rollout_threads",
     "tensor_parallel": "teacher.tensor_parallel",
     "shares_devices_with": "teacher.colocate",
+}
+_REWARD_MODEL_KEYS: Final = {
+    "num_replicas": "reward.reward_model.num_replicas",
+    "cpus_per_rank": "cluster.rollout_threads",
 }
 
 
@@ -68,6 +73,18 @@ def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
     ]
     if config.teacher.is_set:
         groups.append(_teacher_group(config, view, samples_on))
+    if (model := reward_model_of(config.reward)) is not None:
+        kind = view.kind(model.device)
+        groups.append(
+            RankGroup(
+                role="reward_model",
+                num_replicas=model.num_replicas,
+                accelerator=kind,
+                cpus_per_rank=view.cpus_per_rank(kind, cluster.rollout_threads),
+                process_per_replica=True,
+                keys=_REWARD_MODEL_KEYS,
+            )
+        )
     if config.environment.name:
         cpus = view.cpus_per_rank("", 1)
         groups.append(RankGroup(role="environment", accelerator="", cpus_per_rank=cpus, process_per_replica=True))

@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields, replace
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
+from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
-from grpo_async_app._run.scoring import try_reward
+from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_kinds, check_processes
 from offbeat_data import (
     PromptSet,
@@ -50,6 +51,7 @@ class Preflight:
         choices: what the machine has decided, with reasons.
         lora_sync: what engines get of a policy with LoRA, and why.
         objective_trial: what came of the loss and the advantage of the user's own on random data, a sentence each.
+        reward_notes: how functions of the user's own are called, and programs of the model run, in words.
         reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
             takes part.
     """
@@ -66,6 +68,7 @@ class Preflight:
     choices: tuple[str, ...] = ()
     lora_sync: LoraSync = LoraSync(what="merged")
     transport: str = ""
+    reward_notes: tuple[str, ...] = ()
     reward_trial: str = ""
     objective_trial: tuple[str, ...] = ()
 
@@ -118,7 +121,9 @@ def check_run(config: GrpoConfig) -> Preflight:
     check_trackers(config.log)
     model = inspect_model(config.model.path)
     check_positions(config, model)
-    check_reward(config)
+    reward_notes = check_reward(config)
+    if (scorer := reward_model_of(config.reward)) is not None:
+        check_reward_model(scorer)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     template = turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
@@ -162,6 +167,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         choices=tuple(choices),
         lora_sync=lora_sync,
         transport=transport,
+        reward_notes=reward_notes,
         reward_trial=_try_reward(config, prompts),
         objective_trial=objective_trial,
     )
@@ -275,15 +281,29 @@ _OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge prompts of their own only, and how data.path begins for those."""
 
 
-def check_reward(config: GrpoConfig) -> None:
-    """Whoever judges is there: the reward section, or the environment, with prompts that it can judge."""
+def check_reward(config: GrpoConfig) -> tuple[str, ...]:
+    """Whoever judges is there: the reward section, or the environment, with prompts that it can judge.
+
+    Returns:
+        How functions of the user's own are called, and programs of the model run, in words.
+    """
     name, path = config.environment.name, config.data.path
+    notes: tuple[str, ...] = ()
     if config.reward.is_set or (config.algorithm.needs_reward and not name):
-        build_reward(config.reward)
+        reward = build_reward(config.reward)
+        notes = reward.notes
+        if name and reward.comparing:
+            raise ConfigError(
+                f"reward {', '.join(reward.comparing)} compares the completions of a group, and episodes of "
+                "environment.name are scored one by one, each when it ends: leave one of them out"
+            )
+    if (model := reward_model_of(config.reward)) is not None:
+        notes += (f"reward_model: {model.num_replicas} x {model.path}, in processes of its own",)
     if name:
         build_environment(config.environment)
     if not path.startswith(_OWN_DATA.get(name, "")):
         raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+    return notes
 
 
 def _try_objective(config: GrpoConfig) -> tuple[str, ...]:

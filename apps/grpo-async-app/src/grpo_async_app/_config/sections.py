@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from grpo_async_app._config.reward_model import reward_model_of
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
@@ -286,13 +287,18 @@ class GrpoConfig:
     def devices(self) -> dict[str, str]:
         """What each kind of role computes on, by the setting that says so."""
         teacher = {"teacher.device": self.teacher.device} if self.teacher.is_set else {}
-        return {"engine.device": self.engine.device, "rollout.device": self.rollout.device, **teacher}
+        model = reward_model_of(self.reward)
+        scoring = {"reward.reward_model.device": model.device} if model else {}
+        return {"engine.device": self.engine.device, "rollout.device": self.rollout.device, **teacher, **scoring}
 
     @property
     def processes(self) -> dict[str, int]:
         """Processes of each kind of role, by the setting that says how many."""
         teacher = {"teacher.num_replicas": self.teacher.num_replicas} if self.teacher.is_set else {}
-        return {"engine.num_ranks": self.engine.num_ranks, "rollout.num_engines": self.rollout.num_engines, **teacher}
+        model = reward_model_of(self.reward)
+        scoring = {"reward.reward_model.num_replicas": model.num_replicas} if model else {}
+        engines = {"engine.num_ranks": self.engine.num_ranks, "rollout.num_engines": self.rollout.num_engines}
+        return {**engines, **teacher, **scoring}
 
     @property
     def validation_goes_on(self) -> bool:

@@ -79,6 +79,11 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
         raise ConfigError(f"eval.sets.{name} needs something that judges: set reward.name, or eval.sets.{name}.reward")
     if reward.is_set:
         build_reward(reward)
+    if reward.uses_reward_model and reward.reward_model != config.reward.reward_model:
+        raise ConfigError(
+            f"eval.sets.{name}.reward asks another reward model than section reward: a run has one, so give both the "
+            "same reward_model table"
+        )
     source = replace(
         data,
         path=own.path,

@@ -81,12 +81,8 @@ def _write_reward(draft: Draft) -> None:
     name = "reward.remote_url"
     path = str(draft.take(name, default=""))
     if path.endswith(".py"):
-        draft.put("reward.name", f"{path.rsplit('/', 1)[-1].removesuffix('.py')}:reward_func", name)
-        draft.change(
-            name,
-            "called with all queries, prompts and labels there, here as function(prompt, completion), from the working "
-            "folder or what is installed: write one that calls yours",
-        )
+        draft.put("reward.name", f"{path}:reward_func", name)
+        draft.put("reward.signature", "openrlhf", name)
         return
     draft.put("reward.name", "math_verify", name)
     draft.change(name, "rewards come from a model, a server or an agent there; here by reward.name: choose yours")

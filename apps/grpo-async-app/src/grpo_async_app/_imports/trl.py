@@ -84,9 +84,8 @@ def _write_data(draft: Draft) -> None:
             draft.change("reward_weights", f"{len(given)} for {len(names)} functions: those without one weigh 1")
         shares = [*given, *[1.0] * len(names)]
         draft.put("reward.weights", dict(zip(map(str, names), shares, strict=False)), "reward_funcs")
-        draft.change(
-            "reward_funcs", "called as function(prompt, completion), one completion at a time: module:function"
-        )
+        draft.put("reward.signature", "trl", "reward_funcs")
+        draft.change("reward_funcs", "each is named as module:function or file.py:function")
     else:
         draft.put("reward.name", "math_verify", "reward_funcs")
         draft.change("reward_funcs", "is given in code there; here by reward.name: choose yours")

@@ -107,14 +107,8 @@ def _write_reward(draft: Draft) -> None:
     name = "reward_model.reward_manager"
     draft.take(name, "reward.reward_manager.name")
     if path:
-        module = str(path).rsplit("/", 1)[-1].removesuffix(".py")
-        draft.put("reward.name", f"{module}:{function or 'compute_score'}", *paths)
-        draft.change(
-            draft.named(*paths),
-            "called with (data_source, solution_str, ground_truth, extra_info) there, here as function(prompt, "
-            "completion), from the working folder or what is installed: write one that calls yours with "
-            "solution_str=completion, ground_truth=prompt.answer",
-        )
+        draft.put("reward.name", f"{path}:{function or 'compute_score'}", *paths)
+        draft.put("reward.signature", "verl", *paths)
     else:
         draft.put("reward.name", "math_verify", name)
         draft.change(name, "the reward is chosen by data_source there; here by reward.name: choose yours")

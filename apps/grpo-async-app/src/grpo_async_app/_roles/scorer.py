@@ -1,5 +1,6 @@
-"""The scorer role: scores completions, one at a time, in a process that is ended when one takes too long."""
+"""The scorer role: a process that is ended when a completion takes too long; many wait in one for judges to answer."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -7,13 +8,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from offbeat_data import NotANumberError, Prompt, RewardConfig, RewardError, RewardScore, build_reward
+from offbeat_data import NotANumberError, Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
 from offbeat_types import BackendError, ConfigError, DataError, OffbeatError
 
 _ERRORS: Final[dict[str, type[OffbeatError]]] = {
@@ -28,6 +29,45 @@ AT_A_TIME_S: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScorerTraits:
+    """How the rewards of a run may be asked, by their names.
+
+    Args:
+        waiting: they hold no thread while they wait; many completions are under way at once.
+        blocking: the others, one completion at a time in each process.
+        grouping: of both, those that get all completions of a prompt in one call.
+        comparing: of those, the ones that may not be asked about some of them alone.
+    """
+
+    waiting: list[str]
+    blocking: list[str]
+    grouping: list[str]
+    comparing: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerAsk:
+    """Completions of one prompt, as they travel to a scorer.
+
+    Args:
+        prompt: one of `prompt_to_json`.
+        texts: the completions.
+        ids: their token ids; empty where nobody asks for them.
+        names: of the rewards that shall score them.
+    """
+
+    prompt: str
+    texts: list[str]
+    ids: list[list[int]]
+    names: list[str]
+
+    @property
+    def written(self) -> list[Written]:
+        ids = self.ids or [[]] * len(self.texts)
+        return [Written(text=text, ids=each) for text, each in zip(self.texts, ids, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScorerAnswer:
     """A score; or the error that there is none for, with its traceback, which the driver keeps.
 
@@ -38,11 +78,16 @@ class ScorerAnswer:
     error: str = ""
     text: str = ""
     trace: str = ""
+    timed_out: bool = False
 
     def judged(self) -> Judged:
-        """The score, which came in time, or the error, with its traceback as a note."""
+        """The score, or the error, with its traceback as a note."""
         if self.score is not None:
-            return RewardScore(value=self.score.value, parts={**self.score.parts, "timed_out": 0.0})
+            return RewardScore(
+                value=self.score.value,
+                parts={**self.score.parts, "timed_out": float(self.timed_out)},
+                costs=self.score.costs,
+            )
         error = _ERRORS.get(self.error, RewardError)(self.text)
         error.add_note(self.trace)
         return error
@@ -60,27 +105,67 @@ class ScorerRole:
 
     def __init__(self, *, config: RewardConfig) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal's does not get here
+        self._timeout_s = config.timeout_s
         with _ending_process():
             self._reward = build_reward(config)
 
-    def score(self, prompt: str, completions: list[str]) -> list[ScorerAnswer]:
-        """Score the first of these completions, and others in `AT_A_TIME_S`; the prompt is one of `prompt_to_json`."""
-        fields = json.loads(prompt)
-        fields["ids"] = np.array(fields["ids"], dtype=np.int32)
-        asked, answers, end_s = Prompt(**fields), list[ScorerAnswer](), time.monotonic() + AT_A_TIME_S
-        for completion in completions:
-            answers.append(self._score(asked, completion))
+    def traits(self) -> ScorerTraits:
+        reward = self._reward
+        blocking = [name for name in reward.names if name not in reward.waiting]
+        return ScorerTraits(
+            waiting=list(reward.waiting),
+            blocking=blocking,
+            grouping=list(reward.grouping),
+            comparing=list(reward.comparing),
+        )
+
+    def score(self, ask: ScorerAsk) -> list[ScorerAnswer]:
+        """Score the first of these completions, and others in `AT_A_TIME_S`."""
+        prompt, answers, end_s = _read_prompt(ask.prompt), list[ScorerAnswer](), time.monotonic() + AT_A_TIME_S
+        for one in ask.written:
+            answers += self._score(prompt, [one], ask.names)
             if time.monotonic() > end_s:
                 break
         return answers
 
-    def _score(self, prompt: Prompt, completion: str) -> ScorerAnswer:
+    def score_together(self, ask: ScorerAsk) -> list[ScorerAnswer]:
+        """Score all by rewards that take a whole group."""
+        return self._score(_read_prompt(ask.prompt), ask.written, ask.names)
+
+    async def wait(self, ask: ScorerAsk) -> list[ScorerAnswer]:
+        """Score by rewards that wait, all in one call; other calls go on meanwhile."""
+        written = ask.written
         try:
             with _ending_process():
-                return ScorerAnswer(score=self._reward.score(prompt, completion))
+                prompt = _read_prompt(ask.prompt)
+                scores = await self._reward.await_group(prompt, written, ask.names, self._timeout_s)
+        except TimeoutError:
+            late = ScorerAnswer(score=RewardScore(value=0.0, parts=dict.fromkeys(ask.names, 0.0)), timed_out=True)
+            return [late] * len(written)
         except OffbeatError as error:
-            trace = "".join(traceback.format_exception(error))
-            return ScorerAnswer(error=type(error).__name__, text=_as_unicode(str(error)), trace=_as_unicode(trace))
+            return [_failed(error)] * len(written)
+        return [ScorerAnswer(score=score) for score in scores]
+
+    async def beat(self) -> None:
+        """Answer that nobody holds the thread in which coroutine functions wait."""
+
+    def _score(self, prompt: Prompt, written: Sequence[Written], names: Sequence[str]) -> list[ScorerAnswer]:
+        try:
+            with _ending_process():
+                return [ScorerAnswer(score=score) for score in self._reward.score_group(prompt, written, names)]
+        except OffbeatError as error:
+            return [_failed(error)] * len(written)
+
+
+def _read_prompt(text: str) -> Prompt:
+    fields = json.loads(text)
+    fields["ids"] = np.array(fields["ids"], dtype=np.int32)
+    return Prompt(**fields)
+
+
+def _failed(error: OffbeatError) -> ScorerAnswer:
+    trace = "".join(traceback.format_exception(error))
+    return ScorerAnswer(error=type(error).__name__, text=_as_unicode(str(error)), trace=_as_unicode(trace))
 
 
 @contextlib.contextmanager
@@ -88,7 +173,7 @@ def _ending_process() -> Iterator[None]:
     """End the process by whatever error is not offbeat's own, such as SystemExit, as it would end a program."""
     try:
         yield
-    except OffbeatError:
+    except (OffbeatError, TimeoutError, asyncio.CancelledError):
         raise
     except BaseException as error:  # noqa: BLE001  as the docstring says
         code = 1

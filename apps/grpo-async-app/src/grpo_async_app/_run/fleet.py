@@ -2,22 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._run.busy import OnSpan
 from grpo_async_app._run.colocation import ColocationSchedule, Note
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.environments import EnvironmentProcess
-from grpo_async_app._run.scoring import ScorerPool
-from grpo_async_app._run.teachers import Teachers
+from grpo_async_app._run.replicas import Replicas
+from grpo_async_app._run.teachers import RewardModels, Teachers
 from grpo_async_app._run.trainers import Trainers, start_trainers
 from grpo_async_app._run.weights import Taken, WeightOffer
+from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import (
     ActorHandle,
     Launcher,
@@ -29,7 +32,7 @@ from offbeat_actors import (
     split_threads,
     start_again,
 )
-from offbeat_data import Prompt, RewardScore
+from offbeat_data import Prompt, RewardScore, Written
 from offbeat_placement import Placement
 from offbeat_run import clock_s
 from offbeat_types import (
@@ -64,7 +67,7 @@ class Fleet:
         has_images: prompts have some.
         tell: takes a line when something has happened to a role.
         handed_over: takes every step in which memory changes hands between roles that share devices.
-        worked: told of each stretch in which a teacher was busy.
+        worked: told of each stretch in which a teacher or a reward model was busy.
         taken: see `WeightOffer`.
 
     Attributes:
@@ -99,16 +102,30 @@ class Fleet:
             if config.environment.name
             else None
         )
+        self._replicas: list[Replicas] = []
         self.teachers = (
-            Teachers(config, self._start_teacher, self._budget, tell, worked) if config.teacher.is_set else None
+            Teachers(config, self._make_replicas("teacher", config.teacher.num_replicas, worked))
+            if config.teacher.is_set
+            else None
         )
+        model = None
+        if (options := reward_model_of(config.reward)) is not None:
+            model = RewardModels(options, self._make_replicas("reward_model", options.num_replicas, worked))
+        self._reward_models = model
         sets = config.eval.sets if config.eval.every_updates else {}
         own = {name: (each.reward, f"-{name}") for name, each in sets.items() if each.reward is not None}
         judges = {**({"": (config.reward, "")} if config.reward.is_set else {}), **own}
         self._scorers = {
-            name: ScorerPool(reward, config.cluster, log_folder / f"reward_errors{suffix}.log")
+            name: ScorerPool(
+                reward, config.cluster, log_folder / f"reward_errors{suffix}.log", model.score if model else None
+            )
             for name, (reward, suffix) in judges.items()
         }
+
+    def _make_replicas(self, kind: str, number: int, worked: OnSpan) -> Replicas:
+        replicas = Replicas(self._config, kind, number, self._start_replica, self._budget, self.tell, worked)
+        self._replicas.append(replicas)
+        return replicas
 
     async def __aenter__(self) -> "Fleet":
         return self
@@ -117,8 +134,8 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.engines.close()
-        if self.teachers is not None:
-            await self.teachers.close()
+        for replicas in self._replicas:
+            await replicas.close()
         if self._trainer is not None:
             await self._trainer.forget()
         await self._launcher.close(QUICK_STOP_S if error else None)
@@ -139,17 +156,19 @@ class Fleet:
             await turns.trainer_started()
             await self._start_serving()
             await turns.engines_started()
-            await gather_or_cancel(self._starting_teachers())
+            await gather_or_cancel(self._starting_replicas())
         else:
             self._trainer, *_ = await gather_or_cancel(
-                [self._start_trainers(num_updates, checkpoint), self._start_serving(), *self._starting_teachers()]
+                [self._start_trainers(num_updates, checkpoint), self._start_serving(), *self._starting_replicas()]
             )
         self.engines.let_others_join()
 
     async def start(self, placement: Placement) -> None:
         """Start the rollout engines alone, each in its place: they serve the model folder as it is."""
-        await self._place(placement.only("rollout", "environment"))
+        await self._place(placement.only("rollout", "environment", "reward_model"))
         await self._start_serving()
+        if self._reward_models is not None:
+            await self._reward_models.replicas.start()
         self.engines.serve()
 
     async def _place(self, placement: Placement) -> None:
@@ -161,11 +180,11 @@ class Fleet:
         judges = [scorers.start() for scorers in self._scorers.values()]
         await gather_or_cancel([self.engines.start(), *environment, *judges])
 
-    def _starting_teachers(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.teachers.start()] if self.teachers is not None else []
+    def _starting_replicas(self) -> list[Coroutine[Any, Any, None]]:
+        return [replicas.start() for replicas in self._replicas]
 
-    async def _start_teacher(self, name: str) -> ActorHandle:
-        return await self._launcher.start(self._roles.teacher(name))
+    async def _start_replica(self, name: str) -> ActorHandle:
+        return await self._launcher.start(self._roles.replica(name))
 
     async def _start_rollout(self, name: str) -> ActorHandle:
         is_planned = int(name.rpartition("-")[2]) < self._config.rollout.num_engines
@@ -188,7 +207,7 @@ class Fleet:
     def last_reward_error(self) -> str:
         return next((scorers.last_error for scorers in self._scorers.values() if scorers.last_error), "")
 
-    async def score(self, prompt: Prompt, texts: list[str], judge: str = "") -> list[RewardScore | None]:
+    async def score(self, prompt: Prompt, written: Sequence[Written], judge: str = "") -> list[RewardScore | None]:
         """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
         One that takes its verifier too long gets 0 and is counted. `judge` names the validation set with a reward of
@@ -196,13 +215,13 @@ class Fleet:
         """
         scorers = self._scorers.get(judge) or self._scorers.get("")
         if scorers is None and not self._config.environment.name:  # a teacher alone is learned from
-            return [RewardScore(value=0.0, parts={}) for _ in texts]
+            return [RewardScore(value=0.0, parts={}) for _ in written]
         if scorers is None:
             raise ConfigError(
                 f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
                 "give reward.name, or return a RewardScore from the environment"
             )
-        return await scorers.score(prompt, texts)
+        return await scorers.score(prompt, written)
 
     # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,21 +290,23 @@ class Fleet:
     def raise_if_dead(self) -> None:
         """Raise when a role is gone without which the run cannot go on."""
         self.engines.raise_if_failed()
-        if self.teachers is not None:
-            self.teachers.raise_if_failed()
+        for replicas in self._replicas:
+            replicas.raise_if_failed()
         self.trainer.raise_if_dead()
 
     def metrics(self) -> Metrics:
-        """What has happened to the roles, where anything has: the line of a run without accidents holds none of it."""
+        """What scoring takes; and what has happened to the roles, where anything has."""
         num_engines = len(self.engines.names)
         counts = {
             "engines/restarts": self.engines.num_restarts,
             "engines/stragglers": len(self.engines.stragglers),
             "engines/serving": num_engines if num_engines != self._config.rollout.num_engines else 0,
             "trainer/restarts": self._budget.spent["trainer"],
-            "teacher/restarts": self.teachers.num_restarts if self.teachers is not None else 0,
+            **{f"{replicas.kind}/restarts": replicas.num_restarts for replicas in self._replicas},
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
+        if "" in self._scorers:
+            metrics.update(self._scorers[""].metrics())
         if self.turns is not None:
             metrics["perf/handover_s"] = Metric(value=self.turns.take_spent_s())
         return metrics
@@ -307,8 +328,11 @@ class RoleSpecs:
     def rollout(self, name: str) -> RoleSpec:
         return self._spec(name, "RolloutRole", name=name, model_path=self._model_path, trace_folder=self._trace_folder)
 
-    def teacher(self, name: str) -> RoleSpec:
-        return self._spec(name, "TeacherRole", images=self._has_images)
+    def replica(self, name: str) -> RoleSpec:
+        """Of a teacher or a reward model."""
+        if name.startswith("teacher"):
+            return self._spec(name, "TeacherRole", images=self._has_images)
+        return self._spec(name, "RewardModelRole")
 
     def environment(self) -> RoleSpec:
         """It gets its own section alone: the whole configuration would import torch."""
@@ -343,14 +367,15 @@ def plan_threads(config: GrpoConfig) -> dict[str, int]:
     them. (Half of the CPUs each was 1.5 to 2 times slower: each kind waits for the other a part of the time.)
     """
     counts = _count_roles(config)
-    trainers, rollouts, teachers = ([f"{kind}-{number}" for number in range(n)] for kind, n in counts.items())
+    trainers, rollouts, *others = ([f"{kind}-{number}" for number in range(n)] for kind, n in counts.items())
     shares: dict[str, int] = {}
-    for roles in (trainers, [*rollouts, *teachers]):  # teachers score while engines sample
+    for roles in (trainers, [*rollouts, *chain(*others)]):  # who scores does so while engines sample
         shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
     return {
         "trainer": config.cluster.trainer_threads or shares["trainer-0"],
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],
         "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
+        "reward_model": config.cluster.rollout_threads or shares.get("reward_model-0", 1),
     }
 
 
@@ -360,11 +385,16 @@ def share_cpus(config: GrpoConfig, threads: Mapping[str, int]) -> bool:
     Those that take turns on a device do not.
     """
     return not config.cluster.colocate and available_cpus() < sum(
-        count * threads[kind] for kind, count in _count_roles(config).items()
+        count * threads[kind] for kind, count in _count_roles(config).items() if count
     )
 
 
 def _count_roles(config: GrpoConfig) -> dict[str, int]:
     """Processes that compute with torch, by kind."""
-    teachers = config.teacher.num_replicas if config.teacher.is_set else 0
-    return {"trainer": config.engine.num_ranks, "rollout": config.rollout.num_engines, "teacher": teachers}
+    model = reward_model_of(config.reward)
+    return {
+        "trainer": config.engine.num_ranks,
+        "rollout": config.rollout.num_engines,
+        "teacher": config.teacher.num_replicas if config.teacher.is_set else 0,
+        "reward_model": model.num_replicas if model else 0,
+    }

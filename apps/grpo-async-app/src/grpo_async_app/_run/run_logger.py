@@ -18,7 +18,7 @@ from offbeat_types import Metric, Metrics, WeightPart
 
 WAIT_SHOWN_AFTER_S = 120.0
 _logging = logging.getLogger(__name__)
-_WORK: Final = {"rollout": "generate", "teacher": "score", "trainer": "train"}
+_WORK: Final = {"rollout": "generate", "teacher": "score", "reward_model": "score", "trainer": "train"}
 """What a role does, as the timeline calls it."""
 
 

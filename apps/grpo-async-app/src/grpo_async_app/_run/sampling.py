@@ -11,7 +11,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.busy import Busy
 from grpo_async_app._run.fleet import Fleet
 from offbeat_actors import gather_or_cancel
-from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, play_episode
+from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, Written, play_episode
 from offbeat_types import (
     Completion,
     DataError,
@@ -116,7 +116,8 @@ class Rollouts:
         return None if score is None else (trajectory, score)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion], judge: str) -> list[RewardScore | None]:
-        scores = await self._fleet.score(prompt, [completion.text for completion in completions], judge)
+        written = [Written(text=each.text, ids=each.ids.tolist()) for each in completions]
+        scores = await self._fleet.score(prompt, written, judge)
         if failed := scores.count(None):
             self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)
         return scores

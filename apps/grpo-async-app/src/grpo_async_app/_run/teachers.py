@@ -1,73 +1,21 @@
-"""The teacher's replicas: asked in turn, watched, started again; an answer that is lost is asked for anew."""
+"""What a teacher and a reward model are asked, each served by replicas."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.busy import BusyClock, OnSpan
-from offbeat_actors import (
-    ActorHandle,
-    RestartBudget,
-    Supervised,
-    Tell,
-    gather_or_cancel,
-    least_loaded,
-    start_again,
-    wait_gone,
-)
-from offbeat_run import clock_s
-from offbeat_types import (
-    EngineHealth,
-    Floats,
-    Ids,
-    Image,
-    PeerFailedError,
-    ScoreRequest,
-    Trajectory,
-)
+from grpo_async_app._roles.scorer import Judged, ScorerAnswer
+from grpo_async_app._run.replicas import Replicas
+from offbeat_data import Prompt
+from offbeat_types import Floats, Ids, Image, ScoreRequest, Trajectory
 
 
 class Teachers:
-    """Replicas of one teacher, which may die or stop answering while the run goes on.
+    """The teacher of a run."""
 
-    Args:
-        start: starts the process of the replica of this name.
-        tell: takes a line when something has happened to a replica.
-        worked: told of each stretch in which one was busy.
-    """
-
-    def __init__(
-        self,
-        config: GrpoConfig,
-        start: Callable[[str], Awaitable[ActorHandle]],
-        budget: RestartBudget,
-        tell: Tell,
-        worked: OnSpan,
-    ) -> None:
-        self._config, self._start, self._budget, self._tell = config, start, budget, tell
-        self._replicas: list[Supervised] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        # A clock of its own: shares of idle time are those of trainer and engines.
-        self._clock = BusyClock("", lambda: config.teacher.num_replicas, clock_s, worked)
-
-    async def start(self) -> None:
-        names = [f"teacher-{number}" for number in range(self._config.teacher.num_replicas)]
-        handles = await gather_or_cancel([self._start(name) for name in names])
-        for name, handle in zip(names, handles, strict=True):
-            replica = Supervised(name, handle)
-            replica.serves.set()
-            self._replicas.append(replica)
-            self._tasks.append(asyncio.create_task(self._look_after(replica)))
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    @property
-    def num_restarts(self) -> int:
-        return sum(self._budget.spent[replica.name] for replica in self._replicas)
+    def __init__(self, config: GrpoConfig, replicas: Replicas) -> None:
+        self._config, self.replicas = config, replicas
 
     async def score(
         self,
@@ -89,49 +37,28 @@ class Teachers:
             temperature=self._config.rollout.temperature,
             images=images,
         )
-        for retries_left in reversed(range(self._config.async_.max_group_retries + 1)):
-            replica = least_loaded(self._replicas)
-            where(replica.name)
-            try:
-                scores = await self._ask(replica, request)
-            except PeerFailedError:
-                if not retries_left or replica.failure is not None:
-                    raise
-            else:
-                return [found[each.loss_mask] for found, each in zip(scores, trajectories, strict=True)]
-        raise AssertionError  # the last attempt returns or raises
+        scores = await self.replicas.ask(request, list[Floats], self._config.teacher.deadline_s, where)
+        return [found[each.loss_mask] for found, each in zip(scores, trajectories, strict=True)]
 
-    async def _ask(self, replica: Supervised, request: ScoreRequest) -> list[Floats]:
-        deadline_s = self._config.teacher.deadline_s
-        replica.load += 1
-        try:
-            actor = await replica.ready("score", self._config.cluster.start_timeout_s)
-            try:
-                with self._clock.busy(replica.name):
-                    return await actor.call("score", request, returns=list[Floats], deadline_s=deadline_s)
-            except PeerFailedError:
-                replica.give_up(actor)
-                raise
-        finally:
-            replica.load -= 1
 
-    async def _look_after(self, replica: Supervised) -> None:
-        """Start a replica again whenever it ends. Who waits for it hears why it never will serve again."""
-        try:
-            while True:
-                ask = partial(replica.actor.call, "health", returns=EngineHealth)
-                cause = await wait_gone(replica.actor, ask, self._config.cluster.silent_after_s)
-                replica.serves.clear()
-                replica.actor = await start_again(
-                    self._budget, replica.name, cause, lambda: self._start(replica.name), self._tell
-                )
-                replica.serves.set()
-        except Exception as error:
-            replica.failure = error
-            replica.serves.set()
-            raise
+class RewardModels:
+    """The reward model of a run."""
 
-    def raise_if_failed(self) -> None:
-        for replica in self._replicas:
-            if replica.failure is not None:
-                raise replica.failure
+    def __init__(self, options: RewardModelOptions, replicas: Replicas) -> None:
+        self._options, self.replicas = options, replicas
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Judged]:
+        """What it makes of completions of one prompt: its own score, before any weight."""
+        asked = prompt.question
+        chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        messages = [(str(each.get("role")), _content(each.get("content"))) for each in chat]
+        ask = RewardModelAsk(messages=messages, text=prompt.text, completions=list(texts))
+        answers = await self.replicas.ask(ask, list[ScorerAnswer], self._options.deadline_s)
+        return [answer.judged() for answer in answers]
+
+
+def _content(content: Any) -> str:
+    """The words of a message, which may come in parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content or "")

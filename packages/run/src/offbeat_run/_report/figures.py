@@ -107,6 +107,25 @@ _LINES = (
         {"groups/filtered": "filtered", "groups/dropped": "dropped"},
         _from_zero("groups"),
     ),
+    _Lines(
+        "Scoring time",
+        "From asking for a reward to having it, the wait for a scorer included.",
+        {"scoring/latency_p50_s": "median", "scoring/latency_p95_s": "95 %", "scoring/latency_max_s": "longest"},
+        _from_zero("s"),
+    ),
+    _Lines(
+        "Scorers at work",
+        "Share of the time. Near 1 with completions in the queue, more processes would score sooner.",
+        {"scoring/busy_share": "busy"},
+        _SHARE,
+    ),
+    _Lines(
+        "Waiting for a scorer",
+        "Completions in the queue.",
+        {"scoring/queue": "queue"},
+        _from_zero("completions"),
+        hide_zeros=True,
+    ),
     _Lines("Gradient norm", "Before clipping.", {"engine/grad_norm": "gradient norm"}, _from_zero()),
     _Lines(
         "Learning rate",

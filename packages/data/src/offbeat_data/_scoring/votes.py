@@ -1,6 +1,8 @@
 """The answer that a completion gives to its question, as majorities are counted: what a reward would look at."""
 
-from offbeat_data._rewards import RewardConfig, _answer_of, last_number
+from offbeat_data._scoring.answers import last_number
+from offbeat_data._scoring.config import RewardConfig
+from offbeat_data._scoring.rewards import answer_of
 
 
 def vote_of(completion: str, config: RewardConfig) -> str | None:
@@ -14,7 +16,7 @@ def vote_of(completion: str, config: RewardConfig) -> str | None:
     Returns:
         None where there is no answer.
     """
-    answer = _answer_of(completion, config)
+    answer = answer_of(completion, config)
     if answer is None:
         return None
     if config.is_set and "number_match" in config.all_weights:

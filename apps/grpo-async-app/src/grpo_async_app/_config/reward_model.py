@@ -1,0 +1,76 @@
+"""The reward model of a run: the table `reward.reward_model`, and what is wrong with it."""
+
+import json
+from dataclasses import dataclass
+
+from offbeat_data import RewardConfig
+from offbeat_run import inspect_model
+from offbeat_types import ConfigError, ModelError, read_options, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelOptions:
+    """The table `reward.reward_model`."""
+
+    path: str = setting("", "Hugging Face folder of a sequence classification model with one label.")
+    input: str = setting(
+        "auto",
+        "What it reads: chat, the row's messages and the answer through its own chat template; text, the prompt as "
+        "the policy saw it and the answer; auto: chat where it has a template.",
+        choices=("auto", "chat", "text"),
+    )
+    num_replicas: int = setting(1, "Replicas side by side, each in a process of its own.", "replicas", ge=1, le=65536)
+    device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
+    dtype: str = setting("float32", "Of its weights.", choices=("float32", "bfloat16", "float16"))
+    max_batch: int = setting(16, "Completions that it reads at once at most.", "completions", ge=1)
+    max_tokens: int = setting(4096, "Of prompt and completion; a longer one cannot be scored.", "tokens", ge=1)
+    squash: str = setting(
+        "none", "none: the reward is its logit; sigmoid: the logit between 0 and 1.", choices=("none", "sigmoid")
+    )
+    deadline_s: float = setting(300.0, "For the completions of one prompt, once a replica serves.", "s", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelAsk:
+    """Completions of one prompt, for a reward model.
+
+    Args:
+        messages: what was asked as chat messages, (role, content) each; empty where the data has a text.
+        text: the prompt as the policy has read it.
+        completions: of it.
+    """
+
+    messages: list[tuple[str, str]]
+    text: str
+    completions: list[str]
+
+
+def reward_model_of(reward: RewardConfig) -> RewardModelOptions | None:
+    """The options of the reward model, where the run has one.
+
+    Raises:
+        ConfigError: an option that cannot be, or no path.
+    """
+    if not reward.uses_reward_model:
+        return None
+    options = read_options("reward.reward_model", RewardModelOptions, reward.reward_model)
+    if not options.path:
+        raise ConfigError("the reward reward_model needs reward.reward_model.path, a Hugging Face folder")
+    return options
+
+
+def check_reward_model(options: RewardModelOptions) -> None:
+    """Refuse a folder that holds no model with one score.
+
+    Raises:
+        ModelError: no folder of a model, or one of another kind.
+    """
+    folder = inspect_model(options.path)
+    config = json.loads((folder.path / "config.json").read_text())
+    names, labels = config.get("architectures") or ["no architecture"], config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else 2
+    if not any(str(name).endswith("ForSequenceClassification") for name in names) or num_labels != 1:
+        raise ModelError(
+            f"reward.reward_model.path = {options.path}: needed is a sequence classification model with one label, got "
+            f"{', '.join(map(str, names))} with {num_labels}"
+        )

@@ -1,0 +1,250 @@
+"""Scorers that are processes: one completion at a time in each, ended and replaced when it takes too long.
+
+A completion may ask a verifier for 10**10**10, or send a user's regular expression into the woods. No thread can be
+stopped and math-verify's own timeouts need the main thread, so scoring happens where it can be ended.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from itertools import count
+from typing import Any, Final, TypeVar
+
+from grpo_async_app._roles.scorer import AT_A_TIME_S, Judged, ScorerAnswer, ScorerAsk, ScorerTraits
+from grpo_async_app._scoring.gauge import ScoringGauge
+from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RestartedRole, RoleSpec, call_or_kill
+from offbeat_data import RewardConfig, RewardError, RewardScore
+from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
+
+T = TypeVar("T")
+
+_SLOW_S: Final = 0.5
+"""A completion that waits as long for a scorer gets one of its own: a quick reward is served by one."""
+_KILL_EVERY_S: Final = 0.1
+
+
+class ScorerStarter:
+    """Starts the processes that score, and ends them all.
+
+    Attributes:
+        gauge: of all of them.
+        is_closed: nothing is started any more.
+    """
+
+    def __init__(self, config: RewardConfig, cluster: ClusterConfig, gauge: ScoringGauge) -> None:
+        self._config, self.gauge, self.is_closed = config, gauge, False
+        self._launcher, self._names = LocalLauncher("grpo", cluster), count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def new(self) -> "Scorer":
+        """A scorer, not yet started."""
+        name = f"scorer-{next(self._names)}"
+        spec = RoleSpec(
+            name=name,
+            target="grpo_async_app._roles.scorer:ScorerRole",
+            kwargs={"config": self._config},
+            main_thread=True,
+        )
+        return Scorer(name, RestartedRole(self._launcher, spec), self)
+
+    def in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def kill(self) -> None:
+        """End every scorer now."""
+        self._launcher.kill()
+
+    async def close(self) -> None:
+        """End the scorers, and nobody waits for a slow verifier: what is being scored, or waits for it, raises."""
+        self.is_closed = True
+        self.kill()
+        while self._tasks:  # one may just be starting another process
+            await asyncio.wait(self._tasks, timeout=_KILL_EVERY_S)
+            self.kill()
+        await self._launcher.close()
+
+
+class Scorer:
+    """One scorer through all its processes."""
+
+    def __init__(self, name: str, role: RestartedRole, starter: ScorerStarter) -> None:
+        self.name, self._role, self._starter = name, role, starter
+
+    async def started(self) -> ActorHandle:
+        """Its process; raises RewardError where it died before it was ready, or scoring has ended."""
+        if self._starter.is_closed:
+            raise RewardError("scoring has ended: this reward is closed")
+        try:
+            return await self._role.start()
+        except PeerFailedError as error:
+            raise RewardError(f"{end_of_scorer(error)} before it was ready; see its log above") from error
+
+    def start_again(self) -> None:
+        """Start another process in the background; whoever asks first, should it fail, tries again."""
+        self._starter.gauge.num_restarts += 1
+        self._starter.in_background(self._start_quietly())
+
+    async def _start_quietly(self) -> None:
+        with contextlib.suppress(OffbeatError):
+            await self.started()
+
+
+class BlockingScorers:
+    """Scores in up to `config.num_processes` scorers: one at first, others when completions wait.
+
+    Attributes:
+        num_scored: completions that were judged, each counted at once, whatever came of it; it tells slow from stuck.
+    """
+
+    def __init__(self, config: RewardConfig, starter: ScorerStarter) -> None:
+        self._config, self._starter, self._gauge = config, starter, starter.gauge
+        self._idle: asyncio.Queue[Scorer] = asyncio.Queue()
+        self._gate = asyncio.Semaphore(config.num_processes)
+        self._is_quick, self._num_scorers, self.num_scored = True, 0, 0
+
+    async def start(self) -> ScorerTraits:
+        """Start a scorer, which is idle then, and tells how it may be asked.
+
+        Raises:
+            ConfigError, BackendError: as `build_reward`.
+            RewardError: it died while it started.
+            DeadlineError: it did not start in time.
+        """
+        self._num_scorers += 1
+        self._gauge.num_scorers += 1
+        scorer = self._starter.new()
+        try:
+            handle = await scorer.started()
+            traits: ScorerTraits = await handle.call("traits", returns=ScorerTraits)
+        except BaseException:
+            self._num_scorers -= 1
+            self._gauge.num_scorers -= 1
+            raise
+        self._idle.put_nowait(scorer)
+        return traits
+
+    async def score(self, ask: ScorerAsk) -> list[Judged]:
+        """Score completions one by one: all by one call where that is quick."""
+        judged = await self._first(ask) if self._is_quick and len(ask.texts) > 1 else []
+        return judged + await asyncio.gather(*(self.score_one(each) for each in split(ask)[len(judged) :]))
+
+    async def score_together(self, ask: ScorerAsk) -> list[Judged]:
+        """Score a whole group by one call, whose result, or failure, is that of all."""
+        try:
+            return await self._group("score_together", ask, self._config.timeout_s)
+        except DeadlineError:
+            return [worthless(self._config, "timed_out")] * len(ask.texts)
+        except PeerFailedError as error:
+            return [RewardError(f"{end_of_scorer(error)}{_where(ask)}")] * len(ask.texts)
+        except RewardError as error:
+            return [error] * len(ask.texts)
+
+    async def score_one(self, ask: ScorerAsk) -> Judged:
+        """Score the only completion of `ask`; one that takes too long is worth 0 and has the part `timed_out` 1."""
+        with self._gauge.queued():
+            await self._gate.acquire()
+            try:
+                scorer = await self._take()
+            except RewardError as error:
+                self._gate.release()
+                return error
+            except BaseException:
+                self._gate.release()
+                raise
+        try:
+            # Who is cancelled leaves the scorer at work: it is idle when it has answered, or is ended at the deadline.
+            return await asyncio.shield(self._starter.in_background(self._ask(scorer, ask)))
+        except RewardError as error:
+            return error
+        finally:
+            self._gate.release()
+
+    async def _first(self, ask: ScorerAsk) -> list[Judged]:
+        """Score by one call the first of them, or all if they are quick; none where one hangs or ends the scorer."""
+        try:
+            return await self._group("score", ask, self._config.timeout_s + AT_A_TIME_S)
+        except (DeadlineError, PeerFailedError, RewardError):
+            return []
+
+    async def _group(self, method: str, ask: ScorerAsk, deadline_s: float) -> list[Judged]:
+        async with self._gate:
+            with self._gauge.queued(len(ask.texts)):
+                scorer = await self._take()
+            return await asyncio.shield(self._starter.in_background(self._ask_group(scorer, method, ask, deadline_s)))
+
+    async def _take(self) -> Scorer:
+        """A scorer that is idle; after a while a new one is started, if there may be more."""
+        if not self._idle.empty():
+            return self._idle.get_nowait()
+        if self._num_scorers:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SLOW_S):
+                    return await self._idle.get()
+        if self._num_scorers < self._config.num_processes:
+            await asyncio.shield(self._starter.in_background(self.start()))
+        return await self._idle.get()
+
+    async def _ask(self, scorer: Scorer, ask: ScorerAsk) -> Judged:
+        """Ask a scorer, and its next process where it dies: it may have been killed from outside."""
+        try:
+            for is_last in (False, True):
+                try:
+                    [answer] = await self._call(scorer, "score", ask, self._config.timeout_s)
+                    return answer.judged()
+                except DeadlineError:
+                    self.num_scored += 1
+                    scorer.start_again()
+                    return worthless(self._config, "timed_out")
+                except PeerFailedError as error:
+                    if is_last:
+                        self.num_scored += 1
+                        scorer.start_again()
+                        raise RewardError(f"{end_of_scorer(error)}{_where(ask)}") from error
+        finally:
+            self._idle.put_nowait(scorer)
+        raise AssertionError  # the last attempt returns or raises
+
+    async def _ask_group(self, scorer: Scorer, method: str, ask: ScorerAsk, deadline_s: float) -> list[Judged]:
+        try:
+            return [each.judged() for each in await self._call(scorer, method, ask, deadline_s)]
+        except (DeadlineError, PeerFailedError):
+            scorer.start_again()
+            raise
+        finally:
+            self._idle.put_nowait(scorer)
+
+    async def _call(self, scorer: Scorer, method: str, ask: ScorerAsk, deadline_s: float) -> list[ScorerAnswer]:
+        handle = await scorer.started()
+        start_s = time.monotonic()
+        with self._gauge.busy(scorer.name):
+            answers: list[ScorerAnswer] = await call_or_kill(
+                handle, method, ask, returns=list[ScorerAnswer], deadline_s=deadline_s
+            )
+        self._is_quick = time.monotonic() - start_s < AT_A_TIME_S
+        self.num_scored += len(answers)
+        return answers
+
+
+def split(ask: ScorerAsk) -> list[ScorerAsk]:
+    """One for each completion."""
+    ids = [[each] for each in ask.ids] or [[]] * len(ask.texts)
+    return [replace(ask, texts=[text], ids=each) for text, each in zip(ask.texts, ids, strict=True)]
+
+
+def worthless(config: RewardConfig, part: str) -> RewardScore:
+    return RewardScore(value=0.0, parts={**dict.fromkeys(config.all_weights, 0.0), part: 1.0})
+
+
+def end_of_scorer(error: PeerFailedError) -> str:
+    """Such as "the process that scores ended with code 1"."""
+    return error.reason.replace("process exited", "process ended").replace("its process", "the process that scores", 1)
+
+
+def _where(ask: ScorerAsk) -> str:
+    return f" on prompt {json.loads(ask.prompt)['index']}; see its log above"

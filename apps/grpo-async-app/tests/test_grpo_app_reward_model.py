@@ -1,0 +1,145 @@
+"""A reward model beside the run: its scores are those of transformers, its death loses nothing, and it is planned."""
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
+
+from grpo_async_app._config.placement import place_run
+from grpo_async_app._config.preflight import check_reward
+from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, check_reward_model
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.reward_model import RewardModelRole
+from offbeat_data import RewardError
+from offbeat_placement import ClusterView, grid_nodes
+from offbeat_run import load_config, read_metrics
+from offbeat_testing import CommandLine, RunningCommand
+from offbeat_types import ConfigError, ModelError
+
+Main = Callable[[], object]
+NUM_TRAIN = 20
+
+
+@pytest.fixture(scope="session")
+def scorer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A sequence classification model with one label, and the policy's tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("scorer") / "model"
+    shutil.copytree(model, folder)
+    torch.manual_seed(3)
+    made = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    made.config.pad_token_id = 0
+    made.score.weight.data.normal_(std=0.5)
+    made.save_pretrained(folder)
+    return folder
+
+
+def with_model(config: Path, scorer: Path, *words: str) -> GrpoConfig:
+    table = f"{{path = {json.dumps(str(scorer))}, device = 'cpu', max_batch = 3}}"
+    return load_config(config, GrpoConfig, ["--reward.name=reward_model", f"--reward.reward_model={table}", *words])
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_scores_are_those_of_transformers_whatever_is_read_together(kind: str, config: Path, scorer: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    settings = with_model(config, scorer, f"--reward.reward_model.input={kind}", "--reward.reward_model.max_tokens=64")
+    completions = ["two", "the answer is three", "", "a number is a number, so it is a number", "no"]
+    messages = [("user", "what is one and one?")]
+
+    async def score() -> list[Any]:
+        role = RewardModelRole(config=settings, num_threads=1)
+        await role.start()
+        asks = [
+            RewardModelAsk(messages=messages, text="what is one and one?", completions=part)
+            for part in (completions[:2], completions[2:], ["x" * 300])
+        ]
+        answers = await asyncio.gather(*map(role.score, asks))
+        await role.close()
+        return [each.judged() for part in answers for each in part]
+
+    *scores, too_long = asyncio.run(score())
+    assert isinstance(too_long, RewardError)
+    assert "are more than reward.reward_model.max_tokens = 64" in str(too_long)
+    reference = AutoModelForSequenceClassification.from_pretrained(scorer)
+    tokenizer = AutoTokenizer.from_pretrained(scorer)
+    for completion, found in zip(completions, scores, strict=True):
+        if kind == "text":
+            text = messages[0][1] + completion
+        else:
+            chat = [{"role": role, "content": said} for role, said in (*messages, ("assistant", completion))]
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=kind == "text").input_ids
+        with torch.no_grad():
+            assert found.value == pytest.approx(float(reference(input_ids=ids).logits[0, 0]), abs=1e-4)
+    assert len({round(each.value, 3) for each in scores}) == len(scores)
+
+
+TRL_FILE = """
+def brevity(completions, completion_ids, answer, **columns):
+    assert len(answer) == len(completions)
+    return [-len(ids) / 100 for ids in completion_ids]
+"""
+
+
+def test_a_run_with_a_reward_model_and_a_file_of_trl_survives_the_death_of_the_model(
+    forked_main: Main, config: Path, scorer: Path, tmp_path: Path
+) -> None:
+    run, rewards = tmp_path / "run", tmp_path / "trl_rewards.py"
+    rewards.write_text(TRL_FILE)
+    weights = {"reward_model": 0.5, f"{rewards}:brevity": 1.0}
+    words = [
+        f"--reward.weights={{{', '.join(f'{json.dumps(name)} = {weight}' for name, weight in weights.items())}}}",
+        "--reward.name=",
+        f"--reward.reward_model={{path = {json.dumps(str(scorer))}, squash = 'sigmoid'}}",
+        "--data.epochs=5",
+    ]
+    with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
+        process.wait_until(lambda: len(updates(run)) >= 3, "3 updates")
+        gone = signal_role(process, "reward_model-0", signal.SIGKILL)
+        process.wait_until(lambda: role_pids(process).get("reward_model-0", gone) != gone, "a new reward model")
+        assert process.wait() == 0, process.output
+        output = " ".join(process.output.split())
+        assert "called as TRL's reward_func" in output
+        assert "tried once" in output
+    assert accounting_complaints(run, NUM_TRAIN, 5, per_update=4) == []
+    assert last_value(run, "reward_model/restarts") == 1.0
+    lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
+    for values in lines:
+        parts = 0.5 * values["reward/reward_model"] + values[f"reward/{rewards}:brevity"]
+        assert values["train/reward"] == pytest.approx(parts, abs=1e-5)
+        assert 0 < values["reward/reward_model"] < 1
+        assert (
+            0 <= values["scoring/latency_p50_s"] <= values["scoring/latency_p95_s"] <= values["scoring/latency_max_s"]
+        )
+        assert 0 <= values["scoring/busy_share"] <= 1
+    assert "Scoring time" in (run / "report.html").read_text()
+
+
+def test_a_reward_model_has_a_place_and_must_be_one(config: Path, scorer: Path, model: Path) -> None:
+    settings = with_model(config, scorer, "--reward.reward_model.num_replicas=2")
+    nodes = tuple(replace(node, num_cpus=16) for node in grid_nodes(1, 0))
+    placed = place_run(settings, ClusterView(nodes=nodes, reserves=True))
+    assert [rank.role for rank in placed.plan.ranks].count("reward_model") == 2
+    assert check_reward(settings) == (f"reward_model: 2 x {scorer}, in processes of its own",)
+    with pytest.raises(ModelError, match="one label, got Qwen3ForCausalLM"):
+        check_reward_model(RewardModelOptions(path=str(model)))
+    with pytest.raises(ConfigError, match="did you mean max_batch"):
+        check_reward(with_model(config, scorer, "--reward.reward_model.max_batches=2"))
+
+
+def test_a_plan_names_it(command: CommandLine, config: Path, scorer: Path) -> None:
+    table = f"{{path = {json.dumps(str(scorer))}}}"
+    ended = command("plan", config, "--reward.name=reward_model", f"--reward.reward_model={table}")
+    assert ended.code == 0, ended.err
+    assert f"reward_model: 1 x {scorer}" in "".join(ended.out.split("\n")) or "reward_model: 1 x" in ended.out

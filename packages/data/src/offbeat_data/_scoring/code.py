@@ -1,0 +1,224 @@
+"""The reward `code`: a program out of a completion, run in a sandbox against the tests of its row."""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final
+
+from offbeat_data._prompts import Prompt
+from offbeat_data._rows import find_column
+from offbeat_data._scoring.config import RewardConfig
+from offbeat_data._scoring.functions import Worth, Written
+from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, ProgramLimits, Sandbox
+from offbeat_types import BackendError, ConfigError, DataError, find_function, read_options, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeOptions:
+    """The table `reward.code`."""
+
+    tests_column: str = setting("tests", "Column with the tests, or a part of one, such as reward_model.ground_truth.")
+    setup_column: str = setting("", "Column with code that runs before assertions, such as MBPP's test_setup_code.")
+    score: str = setting(
+        "all", "all: 1 when every test passes, else 0; share: the share that pass.", choices=("all", "share")
+    )
+    max_tests: int = setting(0, "Run so many tests at most, the first ones; 0: all.", "tests", ge=0)
+    timeout_s: float = setting(4.0, "For one pair of input and output, or for all assertions together.", "s", gt=0)
+    memory_bytes: int = setting(1 << 29, "Address space of each process.", "bytes", ge=1 << 26)
+    disk_bytes: int = setting(1 << 26, "Of files in /tmp, which lies in memory.", "bytes", ge=0)
+    output_bytes: int = setting(1 << 20, "That a program may print; more fails the test.", "bytes", ge=1)
+    max_processes: int = setting(16, "Processes and threads of one program at once.", ge=1)
+    packages: list[str] = setting([], "Folders to import from besides the standard library, such as a site-packages.")
+    sandbox: str = setting("bubblewrap", "bubblewrap, or module:Class of your own with run(source, stdin).")
+    unsafe_no_isolation: bool = setting(
+        False, "Where bubblewrap does not work, run programs that can read and write whatever you can."
+    )
+
+    def limits(self) -> ProgramLimits:
+        return ProgramLimits(
+            timeout_s=self.timeout_s,
+            memory_bytes=self.memory_bytes,
+            disk_bytes=self.disk_bytes,
+            output_bytes=self.output_bytes,
+            processes=self.max_processes,
+            packages=tuple(self.packages),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests:
+    """The tests of one row.
+
+    Args:
+        pairs: what a program reads, and what it should print then.
+        assertions: statements, run one after another where the program has run: each that raises has failed.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    assertions: tuple[str, ...] = ()
+
+
+class CodeScorer:
+    """Scores completions by tests.
+
+    Attributes:
+        note: how programs are run, in words.
+    """
+
+    def __init__(self, config: RewardConfig, options: CodeOptions, sandbox: Sandbox, note: str) -> None:
+        self._config, self._options, self._sandbox, self.note = config, options, sandbox, note
+
+    def score(self, prompt: Prompt, written: Sequence[Written]) -> list[Worth]:
+        """The share of tests that pass, or whether all do.
+
+        Raises:
+            DataError: the row has no tests, or some of no known form.
+        """
+        tests = self._tests(prompt)
+        return [self._worth(program_of(each.text), prompt, tests) for each in written]
+
+    def _worth(self, source: str | None, prompt: Prompt, tests: CodeTests) -> Worth:
+        if source is None:
+            return Worth(value=0.0, extras={"no_program": 1.0})
+        needs_all = self._options.score == "all"
+        passed = self._assert(source, prompt, tests.assertions) if tests.assertions else []
+        for given, wanted in tests.pairs:
+            if needs_all and not all(passed):
+                return Worth(value=0.0, extras={"no_program": 0.0})
+            run = self._sandbox.run(source, given)
+            passed.append(run.ended == "exited" and run.code == 0 and prints_alike(run.stdout, wanted))
+        share = sum(passed) / len(passed)
+        return Worth(value=float(share == 1) if needs_all else share, extras={"no_program": 0.0})
+
+    def _assert(self, source: str, prompt: Prompt, assertions: Sequence[str]) -> list[bool]:
+        """Which hold. The word that marks a result gets into the process once the program has run."""
+        word, before = secrets.token_hex(16), find_column(prompt.fields, self._options.setup_column)
+        given = json.dumps({"word": word, "setup": before or "", "tests": list(assertions)})
+        run = self._sandbox.run(_ASSERTING.replace("SOURCE", repr(source)), given)
+        told = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith(word)]
+        held = {int(number) for number, result in told if result == "1"}
+        return [number in held for number in range(len(assertions))]
+
+    def _tests(self, prompt: Prompt) -> CodeTests:
+        column = self._options.tests_column
+        found = find_column(prompt.fields, column)
+        if found is None:
+            raise DataError(f"the reward code needs tests in column {column!r}, and prompt {prompt.index} has none")
+        try:
+            return read_tests(found, self._options.max_tests)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"the tests of prompt {prompt.index} (reward.code.tests_column = {column!r}) are of no known form: "
+                "needed are pairs [{input, output}], {inputs: [...], outputs: [...]}, assertions as a list of texts, "
+                f"or one text of Python; got {str(found)[:80]!r} ({error})"
+            ) from error
+
+
+def code_scorer(config: RewardConfig) -> CodeScorer:
+    """Check the options and the sandbox.
+
+    Raises:
+        ConfigError: an option that cannot be; a sandbox of the user's own that is not there.
+        BackendError: nothing isolates programs here, and that was not asked for.
+    """
+    options = read_options("reward.code", CodeOptions, config.code)
+    if options.timeout_s >= config.timeout_s:
+        raise ConfigError(
+            f"reward.code.timeout_s = {options.timeout_s:g} must be less than reward.timeout_s = "
+            f"{config.timeout_s:g}, in which all tests of a completion are run: raise the latter"
+        )
+    sandbox, note = _open_sandbox(options)
+    return CodeScorer(config, options, sandbox, f"code: programs run {note}")
+
+
+def _open_sandbox(options: CodeOptions) -> tuple[Sandbox, str]:
+    if options.sandbox != "bubblewrap":
+        return find_function("reward.code.sandbox", options.sandbox)(options.limits()), f"by {options.sandbox}"
+    try:
+        return BubblewrapSandbox(options.limits()), BubblewrapSandbox.note
+    except BackendError as error:
+        if not options.unsafe_no_isolation:
+            raise BackendError(
+                f"the reward code runs programs of the model, and nothing here keeps them apart: {error}. Install it, "
+                "name a sandbox of your own (reward.code.sandbox, docs/rewards.md), or take the risk: "
+                "reward.code.unsafe_no_isolation = true"
+            ) from error
+        return ProcessSandbox(options.limits()), ProcessSandbox.note
+
+
+_FENCED: Final = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+def program_of(completion: str) -> str | None:
+    """The last fenced block of Python in a completion, all of it where no block is; None where there is nothing."""
+    blocks = _FENCED.findall(completion)
+    source = str(blocks[-1] if blocks else completion)
+    return source if source.strip() and "\0" not in source else None
+
+
+def read_tests(found: Any, max_tests: int = 0) -> CodeTests:
+    """Tests as data sets write them.
+
+    Args:
+        found: pairs as a list of {input, output}, or as {inputs, outputs} (APPS, TACO); assertions as a list of texts
+            (MBPP); one text of Python, such as a function `check` and its call; or any of these as JSON text.
+        max_tests: so many at most; 0: all.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is none of these.
+    """
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError:
+            return CodeTests(assertions=(found,))
+    if isinstance(found, dict):
+        found = [
+            {"input": given, "output": wanted} for given, wanted in zip(found["inputs"], found["outputs"], strict=True)
+        ]
+    if not isinstance(found, list) or not found:
+        raise ValueError("no tests are there")
+    found = found[: max_tests or None]
+    if all(isinstance(each, str) for each in found):
+        return CodeTests(assertions=tuple(found))
+    return CodeTests(pairs=tuple((_lines(each["input"]), _lines(each["output"])) for each in found))
+
+
+def _lines(value: Any) -> str:
+    """A text, also where a data set holds its lines as a list."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def prints_alike(printed: str, wanted: str) -> bool:
+    """Whether two outputs are the same, but for blanks at the ends of lines and empty lines at the end."""
+    pairs = zip_longest(printed.rstrip().split("\n"), wanted.rstrip().split("\n"))
+    return all(one is not None and other is not None and one.rstrip() == other.rstrip() for one, other in pairs)
+
+
+_ASSERTING: Final = """
+import io, json, os, sys, traceback
+told, sys.stdin = sys.stdin, io.StringIO()
+out = os.dup(1)
+space = {"__name__": "solution"}
+try:
+    exec(compile(SOURCE, "solution.py", "exec"), space)
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)
+sys.stdout.flush()
+told = json.load(told)
+exec(compile(told["setup"], "setup.py", "exec"), space)
+for number, test in enumerate(told["tests"]):
+    try:
+        exec(compile(test, "test.py", "exec"), space)
+        holds = 1
+    except BaseException:
+        traceback.print_exc()
+        holds = 0
+    sys.stdout.flush()
+    os.write(out, f"\\n{told['word']} {number} {holds}\\n".encode())
+os._exit(0)
+"""

@@ -1,0 +1,118 @@
+"""The `reward` section."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat_types import ConfigError, setting
+
+NEEDS_ANSWER = frozenset({"exact_match", "number_match", "math_verify"})
+"""Rewards that compare with `Prompt.answer`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """One reward by `name`, or several by `weights`, and where in a completion they look for the answer."""
+
+    name: str = setting(
+        "",
+        "exact_match, number_match, math_verify, reasoning_gym, judge, code, reward_model, or a Python function as "
+        "module:function or file.py:function.",
+    )
+    weights: dict[str, float] = setting(
+        {}, "Several rewards by name, each with its weight; the reward is their weighted sum."
+    )
+    extract: str = setting(
+        "all",
+        "Where the answer is in a completion: all of it, the last <tag>, the last \\boxed{}, or the last match of "
+        "pattern. Without an answer the reward is 0. Functions always get the whole completion.",
+        choices=("all", "tag", "boxed", "pattern"),
+    )
+    tag: str = setting("answer", "Name of that tag.")
+    pattern: str = setting("", "That regular expression; its first group is the answer.")
+    reference_pattern: str = setting(
+        "", "Regular expression that finds the answer in answer_column, such as #### (.*)."
+    )
+    ignore_case: bool = setting(False, "exact_match: take upper and lower case as equal.")
+    tolerance: float = setting(1e-6, "number_match: relative difference that counts as equal.", ge=0, lt=1)
+    function_options: dict[str, Any] = setting({}, "Keyword arguments for functions, by their module:function name.")
+    signature: str = setting(
+        "auto",
+        "What functions were written for: offbeat's (prompt, completion), verl's compute_score, TRL's reward_func, "
+        "OpenRLHF's reward_func; auto: told by the names of their parameters.",
+        choices=("auto", "offbeat", "verl", "trl", "openrlhf"),
+    )
+    judge: dict[str, Any] = setting({}, "Of the reward judge: url, model, template, pattern and more; docs/rewards.md.")
+    code: dict[str, Any] = setting({}, "Of the reward code: where tests are, limits, the sandbox; docs/rewards.md.")
+    reward_model: dict[str, Any] = setting({}, "Of the reward reward_model: path, device and more; docs/rewards.md.")
+    timeout_s: float = setting(10.0, "Time to score one completion; after it the reward is 0 and counted.", "s", gt=0)
+    num_processes: int = setting(
+        8, "Processes that score side by side at most; one, and more only where completions wait.", "processes", ge=1
+    )
+    concurrency: int = setting(
+        64,
+        "Completions that wait side by side for a judge or a coroutine function, in one process.",
+        "completions",
+        ge=1,
+    )
+    on_error: str = setting(
+        "drop",
+        "A completion that cannot be scored (a function raised, ended its process, or returned no finite number) is "
+        "left out of its group, or worth 0, or ends the run. It is counted; the first tracebacks are kept.",
+        choices=("drop", "zero", "fail"),
+    )
+    max_error_share: float = setting(
+        0.1,
+        "The run ends when more than this share of the last 200 completions could not be scored.",
+        "share of 200 completions",
+        ge=0,
+        le=1,
+    )
+
+    @property
+    def all_weights(self) -> Mapping[str, float]:
+        """Every reward with its weight.
+
+        Raises:
+            ConfigError: none is named, or both ways of naming are used.
+        """
+        if bool(self.name) == bool(self.weights):
+            got = "both" if self.name else "neither"
+            raise ConfigError(f'reward: give either name or weights, got {got}; such as name = "number_match"')
+        return {self.name: 1.0} if self.name else self.weights
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a model in a process of its own takes part."""
+        return self.is_set and "reward_model" in self.all_weights
+
+    @property
+    def is_set(self) -> bool:
+        """Whether any reward is named."""
+        return bool(self.name or self.weights)
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether prompts must have a reference answer."""
+        return self.is_set and not NEEDS_ANSWER.isdisjoint(self.all_weights)
+
+    def check(self) -> None:
+        """Find what is wrong with these settings before anything starts.
+
+        Raises:
+            ConfigError: a broken regular expression, or a setting that would have no effect.
+        """
+        names = self.all_weights
+        for key, pattern in (("pattern", self.pattern), ("reference_pattern", self.reference_pattern)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"reward.{key} is not a regular expression: {error}; got {pattern!r}") from error
+        if (self.extract == "pattern") != bool(self.pattern):
+            raise ConfigError('reward.pattern and extract = "pattern" need each other: give both or neither')
+        for own in ("judge", "code", "reward_model"):
+            if getattr(self, own) and own not in names:
+                raise ConfigError(f"the table reward.{own} has no effect: no reward of this run is named {own}")
+        if unused := sorted(set(self.function_options) - set(names)):
+            raise ConfigError(f"reward.function_options names {', '.join(unused)}, which is no reward of this run")

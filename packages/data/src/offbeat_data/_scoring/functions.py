@@ -1,0 +1,307 @@
+"""A user's reward functions, called as offbeat, verl, TRL or OpenRLHF call them.
+
+Sources: verl, verl/experimental/reward_loop/reward_manager/naive.py (keywords, extra_info, dict results); TRL,
+trl/trainer/grpo_trainer.py `_calculate_rewards` (columns as lists, None for what a function does not judge);
+OpenRLHF, openrlhf/utils/remote_rm_utils.py (queries, prompts, labels).
+"""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from offbeat_data._prompts import Prompt
+from offbeat_data._rows import find_column
+from offbeat_data._scoring.config import RewardConfig
+from offbeat_types import ConfigError, OffbeatError, find_function
+
+
+class RewardError(OffbeatError):
+    """A user's reward function raised, or returned something that is no finite number."""
+
+
+class NotANumberError(RewardError):
+    """A user's reward function returned what is a number for no completion, such as a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A completion as rewards see it: its text and, where the caller has them, its token ids."""
+
+    text: str
+    ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What one reward makes of one completion.
+
+    Args:
+        value: None where its judge could not read it or does not judge it: that counts as 0.
+        extras: other numbers that were found, by name.
+        costs: what finding it took, such as tokens of a judge, to be added up over the run.
+    """
+
+    value: float | None
+    extras: Mapping[str, float] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """How functions of one kind are called.
+
+    Args:
+        words: for people.
+        marks: parameter names that only functions of this kind have.
+        arguments: of a call; for kinds that take lists, of all completions together.
+        takes_list: it gets all completions of a prompt, and returns as many results.
+        may_split: it may as well be called with some of them: it does not compare.
+        lacks: None or NaN in its results means that it does not judge that completion.
+    """
+
+    words: str
+    marks: frozenset[str]
+    arguments: Callable[[Prompt, Sequence[Written]], Arguments]
+    takes_list: bool = False
+    may_split: bool = True
+    lacks: bool = False
+
+
+def _offbeat(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+    return (prompt, written[0].text), {}
+
+
+def _offbeat_group(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+    return (prompt, [each.text for each in written]), {}
+
+
+def _verl(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+    row = prompt.fields
+    truth = find_column(row, "reward_model.ground_truth")
+    extra = row.get("extra_info")
+    named = {
+        "data_source": row.get("data_source"),
+        "solution_str": written[0].text,
+        "ground_truth": prompt.answer if truth is None else truth,
+        "extra_info": {**(extra if isinstance(extra, dict) else {}), "num_turns": None, "rollout_reward_scores": {}},
+    }
+    return (), named
+
+
+def _trl(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+    asked, texts = prompt.question, [each.text for each in written]
+    is_chat = isinstance(asked, list)
+    own = {"prompt", "completion", "completion_ids", prompt.column}
+    columns = {name: [value] * len(texts) for name, value in prompt.fields.items() if name not in own}
+    named = {
+        **columns,
+        "prompts": [asked] * len(texts),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+        "completion_ids": [list(each.ids) for each in written],
+        "log_extra": lambda *_: None,
+        "log_metric": lambda *_: None,
+    }
+    return (), named
+
+
+def _openrlhf(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+    count = len(written)
+    return ([prompt.text + each.text for each in written], [prompt.text] * count, [prompt.answer] * count), {}
+
+
+_GROUP: Final = "offbeat, a group at a time"
+SIGNATURES: Final[Mapping[str, Signature]] = {
+    "offbeat": Signature(words="function(prompt, completion)", marks=frozenset({"completion"}), arguments=_offbeat),
+    _GROUP: Signature(
+        words="function(prompt, completions), a whole group at a time",
+        marks=frozenset(),
+        arguments=_offbeat_group,
+        takes_list=True,
+        may_split=False,
+    ),
+    "verl": Signature(
+        words="verl's compute_score(data_source, solution_str, ground_truth, extra_info)",
+        marks=frozenset({"solution_str"}),
+        arguments=_verl,
+    ),
+    "trl": Signature(
+        words="TRL's reward_func(prompts, completions, **columns)",
+        marks=frozenset({"completions", "completion_ids"}),
+        arguments=_trl,
+        takes_list=True,
+        lacks=True,
+    ),
+    "openrlhf": Signature(
+        words="OpenRLHF's reward_func(queries, prompts, labels)",
+        marks=frozenset({"queries"}),
+        arguments=_openrlhf,
+        takes_list=True,
+    ),
+}
+
+
+_OTHERS: Final = frozenset({"prompts", "ground_truth", "data_source", "extra_info", "labels"})
+"""Names of which none is one of offbeat's own, and none tells whose it is."""
+
+
+class RewardFunction:
+    """One function by `module:function` or `file.py:function`, with its signature.
+
+    Attributes:
+        signature: how it is called.
+        note: the same in words, and whether that was told or found.
+        waits: it is a coroutine function.
+
+    Raises:
+        ConfigError: it is not there, or cannot be called so.
+    """
+
+    def __init__(self, name: str, config: RewardConfig) -> None:
+        self._name, self._options = name, dict(config.function_options.get(name, {}))
+        self._function = find_function("reward", name)
+        self._parameters = _parameters_of(self._function)
+        kind = self._kind(config.signature)
+        self.signature = SIGNATURES[kind]
+        told = "as reward.signature says" if config.signature != "auto" else "by the names of its parameters"
+        self.note = f"{name}: called as {self.signature.words}, {told}"
+        self.waits = _is_coroutine(self._function)
+        self._check_bound()
+
+    def __call__(self, prompt: Prompt, written: Sequence[Written]) -> Awaitable[Any] | Any:
+        """What the function returns, unread."""
+        args, named = self.signature.arguments(prompt, written)
+        return self._function(*args, **self._accepted(named), **self._options)
+
+    def read(self, result: Any, prompt: Prompt, count: int) -> list[Worth]:
+        """What it has returned, one for each completion.
+
+        Raises:
+            RewardError: not as many as completions, or one that is no finite number.
+        """
+        if not self.signature.takes_list:
+            return [self._worth(result, prompt)]
+        values = _list_of(result.get("rewards") if isinstance(result, dict) else result)
+        if values is None or len(values) != count:
+            got = _shown(result) if values is None else f"{len(values)} of them"
+            raise NotANumberError(
+                f"the reward function {self._name} must return a list of {count} numbers, one for each completion: "
+                f"on prompt {prompt.index} it returned {got}"
+            )
+        return [self._worth(value, prompt) for value in values]
+
+    def failed(self, error: Exception, prompt: Prompt) -> RewardError:
+        """The error that says that it raised."""
+        return RewardError(
+            f"the reward function {self._name} raised {type(error).__name__} on prompt {prompt.index}: {error}"
+        )
+
+    def _worth(self, value: Any, prompt: Prompt) -> Worth:
+        extras: dict[str, float] = {}
+        if isinstance(value, dict) and "score" in value:
+            others = {key: given for key, given in value.items() if key != "score"}
+            extras = {str(key): float(given) for key, given in others.items() if _is_finite(given)}
+            value = value["score"]
+        if self.signature.lacks and (value is None or _is_nan(value)):
+            return Worth(value=None, extras=extras)
+        return Worth(value=finite(self._name, value, prompt.index), extras=extras)
+
+    def _kind(self, signature: str) -> str:
+        names = set(self._parameters)
+        if signature == "offbeat" or (signature == "auto" and "prompt" in names):
+            return _GROUP if "completions" in names else "offbeat"
+        if signature != "auto":
+            return signature
+        found = [kind for kind, known in SIGNATURES.items() if not known.marks.isdisjoint(names)]
+        if len(found) > 1 or (not found and names & _OTHERS):
+            fit = " and ".join(found) or "none"
+            raise ConfigError(
+                f"reward {self._name}: its parameters {', '.join(self._parameters)} do not tell who it was written for "
+                f"(it could be {fit}): set reward.signature to offbeat, verl, trl or openrlhf"
+            )
+        return found[0] if found else "offbeat"
+
+    def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what there is by name, what the function has a parameter for."""
+        if any(each.kind is each.VAR_KEYWORD for each in self._parameters.values()):
+            return {name: value for name, value in named.items() if name not in self._options}
+        return {name: value for name, value in named.items() if name in self._parameters and name not in self._options}
+
+    def _check_bound(self) -> None:
+        """Refuse at the start what no call could satisfy; columns of the data are not known here."""
+        if self.signature.lacks:
+            return
+        args, named = self.signature.arguments(_EMPTY, [Written(text="")])
+        try:
+            inspect.signature(self._function).bind(*args, **self._accepted(named), **self._options)
+        except TypeError as error:
+            raise ConfigError(
+                f"reward {self._name} cannot be called as {self.signature.words}: {error}; set reward.signature to "
+                "what it was written for, or give what is missing in reward.function_options"
+            ) from error
+        except ValueError:  # a function of C, which does not tell
+            return
+
+
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _is_coroutine(function: Callable[..., Any]) -> bool:
+    """Also an object whose class has a coroutine as its call."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def _list_of(result: Any) -> list[Any] | None:
+    """A list, a tuple, or an array of numpy or torch, as a list."""
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    return list(result) if isinstance(result, list | tuple) else None
+
+
+def finite(name: str, value: Any, index: int) -> float:
+    """The number that a reward function has returned.
+
+    Raises:
+        RewardError: it is not finite; NotANumberError: it is none.
+    """
+    # Numbers of numpy and torch answer __float__, and so does an array of one element; a text does not.
+    is_number = value is None or hasattr(value, "__float__") or hasattr(value, "__index__")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not is_number or not math.isfinite(number):
+        raise (RewardError if is_number else NotANumberError)(
+            f"the reward function {name} must return a finite number: on prompt {index} it returned {_shown(value)} "
+            f"({type(value).__name__})"
+        )
+    return number
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception as error:  # noqa: BLE001  such as an int of more digits than Python writes
+        return f"what cannot be shown: {type(error).__name__}"
+
+
+_EMPTY: Final = Prompt(index=0, ids=None, text="")  # type: ignore[arg-type]
