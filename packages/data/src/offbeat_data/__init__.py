@@ -1,6 +1,6 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
-from offbeat_data._built_in_environments import EnvironmentConfig, build_environment
+from offbeat_data._built_in_environments import EnvironmentConfig, build_environment, environment_tools
 from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
 from offbeat_data._environments import Environment, EnvironmentFailedError, EpisodeHost
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
@@ -64,6 +64,7 @@ __all__ = [
     "build_reward",
     "calculate",
     "calculator",
+    "environment_tools",
     "load_conversations",
     "load_image_rules",
     "load_pairs",

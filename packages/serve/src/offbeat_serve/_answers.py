@@ -211,7 +211,7 @@ class Answerer:
         [only] = sampled
         choices = []
         for index, completion in enumerate(only.completions):
-            message = _message(text_before(completion, request.stops), calls_tools=request.calls_tools)
+            message = answered_message(text_before(completion, request.stops), calls_tools=request.calls_tools)
             choice = _choice(index, completion, request)
             if message.tool_calls is not UNSET and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
@@ -266,7 +266,7 @@ def _choice(index: int, completion: Completion, request: SamplingRequest) -> dic
     }
 
 
-def _message(text: str, *, calls_tools: bool) -> AnsweredMessage:
+def answered_message(text: str, *, calls_tools: bool) -> AnsweredMessage:
     """The model's turn; its calls apart where it was given tools and every call can be read."""
     calls = read_tool_calls(text) if calls_tools else []
     if not calls or any(call.complaint for call in calls):

@@ -29,6 +29,8 @@ from offbeat_serve._requests import (
     completion_prompts,
     read_json,
 )
+from offbeat_serve._session_routes import bearer, end_session, gone_or_over, offer_session, session_of
+from offbeat_serve._sessions import Sessions
 from offbeat_serve._settings import RefusedError, ServedModel, ServeSettings, check_access, error_answer, refusal_of
 from offbeat_serve._stream import KEEP_ALIVE, AnswerStream, MakeAnswer, error_event
 from offbeat_types import (
@@ -39,6 +41,7 @@ from offbeat_types import (
     Ids,
     OffbeatError,
     RolloutEngine,
+    SamplingParams,
     StreamingEngine,
 )
 
@@ -159,7 +162,11 @@ KEEP_ALIVE_S: Final = 10.0
 
 
 class Endpoint:
-    """OpenAI's completions and chats over any rollout engine. `app` is the ASGI application."""
+    """OpenAI's completions and chats over any rollout engine. `app` is the ASGI application.
+
+    Attributes:
+        sessions: requests that bring the key of one are its agent's: sampled as the session says, and recorded.
+    """
 
     def __init__(
         self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings, token: str
@@ -168,6 +175,7 @@ class Endpoint:
         self._tokenizer = tokenizer
         self._answerer = Answerer(tokenizer, model.name)
         self.generation = Generation(engine, settings)
+        self.sessions = Sessions(tokenizer)
         types = bounded_types(model, settings)
         self._completion_decoder = msgspec.json.Decoder(types.completion)
         self._chat_decoder = msgspec.json.Decoder(types.chat)
@@ -181,6 +189,8 @@ class Endpoint:
             ("/v1/models", self._models, "GET"),
             ("/v1/completions", self._complete, "POST"),
             ("/v1/chat/completions", self._chat, "POST"),
+            ("/v1/sessions", self._offer_session, "POST"),
+            ("/v1/sessions/end", self._end_session, "POST"),
             ("/openapi.json", self._describe, "GET"),
         ]
         app = Starlette(
@@ -197,7 +207,7 @@ class Endpoint:
 
         async def answer(request: Request) -> Response:
             try:
-                check_access(request.headers, self._token)
+                self._let_in(request)
                 return await handler(request)
             except (ClientDisconnect, ClientGoneError):
                 return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
@@ -206,11 +216,17 @@ class Endpoint:
 
         return answer
 
+    def _let_in(self, request: Request) -> None:
+        """Let in who brings the key of a session, and whom `check_access` lets in."""
+        request.state.session = self.sessions.find(bearer(request))
+        if request.state.session is None:
+            check_access(request.headers, self._token)
+
     async def _no_route(self, request: Request, error: Exception) -> Response:
         """Starlette's own 404 and 405, which only those may see that may ask."""
         assert isinstance(error, HTTPException)
         try:
-            check_access(request.headers, self._token)
+            self._let_in(request)
         except RefusedError as refusal:
             return _refuse(refusal)
         message = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is"
@@ -237,52 +253,72 @@ class Endpoint:
     async def _describe(self, _: Request) -> Response:
         return _json(self._description, (await self.generation.health()).version)
 
+    async def _offer_session(self, request: Request) -> Response:
+        return offer_session(request, self.sessions)
+
+    async def _end_session(self, request: Request) -> Response:
+        return await end_session(request, session_of(request), self._settings)
+
     async def _complete(self, request: Request) -> Response:
         body = await self._read(request, self._completion_decoder)
         prompts = await asyncio.to_thread(completion_prompts, body, self._tokenizer, self._settings.max_prompts)
         request_id = f"cmpl-{uuid4().hex}"
-        requests = self._requests(request_id, body, prompts, body.max_tokens, COMPLETION_TOKENS)
+        requests = self._requests(request, request_id, body, prompts, body.max_tokens, COMPLETION_TOKENS)
         return await self._answer(request, body, requests, partial(self._answerer.completion, body, request_id))
 
     async def _chat(self, request: Request) -> Response:
         body = await self._read(request, self._chat_decoder)
         body.check()
-        prompt = await asyncio.to_thread(chat_prompt, body, self._tokenizer)
+        session = session_of(request)
+        make_prompt = session.prompt if session else partial(chat_prompt, tokenizer=self._tokenizer)
+        prompt = await asyncio.to_thread(make_prompt, body)
         request_id = f"chatcmpl-{uuid4().hex}"
         max_tokens = body.max_completion_tokens or body.max_tokens
-        requests = self._requests(request_id, body, [prompt], max_tokens, self._model.max_model_len)
+        requests = self._requests(request, request_id, body, [prompt], max_tokens, self._model.max_model_len)
         return await self._answer(request, body, requests, partial(self._answerer.chat, body, request_id))
 
     # ── what routes share ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def _read(self, request: Request, decoder: "msgspec.json.Decoder[T]") -> T:
         body = await read_json(request, decoder, self._settings)
-        if body.model not in (None, self._model.name):
+        # Agents have the names of other models in them, and a session has the one that it has.
+        if body.model not in (None, self._model.name) and session_of(request) is None:
             message = f"there is no model {body.model!r:.80}: this server has {self._model.name!r}"
             raise RefusedError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return body
 
     def _requests(
         self,
+        asked: Request,
         request_id: str,
         body: SamplingRequest,
         prompts: Sequence[Ids],
         max_tokens: int | None,
         default_max_tokens: int,
     ) -> list[GenerateRequest]:
-        wanted = max_tokens or self._settings.default_max_tokens or default_max_tokens
+        wanted, limit = max_tokens or self._settings.default_max_tokens or default_max_tokens, self._model.max_model_len
+        if (longest := max(map(len, prompts), default=0)) >= limit:
+            message = f"the prompt has {longest} tokens and the model's context {limit}, of which one must be left"
+            raise RefusedError(HTTPStatus.BAD_REQUEST, message, code="context_length_exceeded")
+        session = session_of(asked)
+        if session:
+            session.admit(len(prompts) * body.num_samples)
+
+        def params(room: int) -> SamplingParams:
+            return session.params(body, min(wanted, room)) if session else body.sampling(min(wanted, room))
+
         requests = [
             GenerateRequest(
                 request_id=f"{request_id}-{number}",
                 prompt_ids=prompt,
                 num_samples=body.num_samples,
-                params=body.sampling(max(min(wanted, self._model.max_model_len - len(prompt)), 1)),
+                params=params(limit - len(prompt)),
                 adapter=self._model.adapter,
             )
             for number, prompt in enumerate(prompts)
         ]
         for one in requests:
-            one.check(self._model.vocab_size, self._model.max_model_len)
+            one.check(self._model.vocab_size, limit)
         return requests
 
     async def _answer(
@@ -291,15 +327,28 @@ class Endpoint:
         """Complete every prompt n times and tell of it, at the end or all the while."""
         if body.stream:
             return await self._stream(request, body, requests, make)
-        sampled = await self._sample(request, requests)
+        sampled = await self._sample(request, body, requests)
         version = (await self.generation.health()).version
         return _json(await asyncio.to_thread(make, sampled, version), version)
 
     async def _sample(
-        self, request: Request, requests: Sequence[GenerateRequest], tell: Callable[..., None] | None = None
+        self,
+        request: Request,
+        body: SamplingRequest,
+        requests: Sequence[GenerateRequest],
+        tell: Callable[..., None] | None = None,
     ) -> list[Sampled]:
+        session, gone = session_of(request), partial(_gone, request)
         with self.generation.admitted(sum(one.num_samples for one in requests)):
-            completions = await self.generation.generate(requests, lambda: _gone(request), tell)
+            try:
+                left = partial(gone_or_over, gone, session) if session else gone
+                completions = await self.generation.generate(requests, left, tell)
+            except ClientGoneError:
+                if session:
+                    session.check_open()  # it may be the session that has ended, and the client waits
+                raise
+        if session:
+            session.record(body, requests, completions)
         return [Sampled(one.prompt_ids, found) for one, found in zip(requests, completions, strict=True)]
 
     async def _stream(
@@ -307,7 +356,7 @@ class Endpoint:
     ) -> Response:
         """Begin to answer. What is refused at once is an answer with that status, as it is without a stream."""
         news: asyncio.Queue[tuple[int, int, int, float] | None] = asyncio.Queue()
-        work = asyncio.ensure_future(self._sample(request, requests, lambda *token: news.put_nowait(token)))
+        work = asyncio.ensure_future(self._sample(request, body, requests, lambda *token: news.put_nowait(token)))
         work.add_done_callback(heard)
         work.add_done_callback(lambda _: news.put_nowait(None))
         try:

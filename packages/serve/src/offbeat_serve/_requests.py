@@ -74,6 +74,9 @@ class SamplingRequest(_Request, kw_only=True):
     presence_penalty: Neutral = None
     frequency_penalty: Neutral = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def calls_tools(self) -> bool:
@@ -139,6 +142,7 @@ class ToolCall(_Request, kw_only=True):
 
     function: FunctionCall
     id: str | None = None
+    index: Annotated[int, Meta(ge=0, description="Of a call put together from a stream.")] | None = None
     type: Literal["function"] = "function"
 
 
@@ -206,10 +210,17 @@ class ChatRequest(SamplingRequest, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables of the chat template.")] | None = None
     store: Annotated[bool, Meta(description="Nothing is stored: false only.")] | None = None
     metadata: Annotated[dict[str, str], Meta(description="Of what is stored, so of nothing.")] | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1, description="Text only.")] | None = None
 
     @property
     def calls_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template, the tools among them."""
+        tools = {"tools": [_plain(tool) for tool in self.tools or ()]} if self.calls_tools else {}
+        return {**(self.chat_template_kwargs or {}), **tools}
 
     def check(self) -> None:
         for name, served in ONE_VALUE.items():
@@ -342,20 +353,22 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Ids:
     Messages are rendered by the chat template up to the first turn that brings its `token_ids`. From there on the
     prompt grows by tokens: those of the turn as they were sampled, then those of the messages that answer it.
     """
-    options: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if request.calls_tools:
-        options["tools"] = [_plain(tool) for tool in request.tools or ()]
-    messages = request.messages
+    messages, options = request.messages, request.template_options
     start = next((at for at, message in enumerate(messages) if message.was_sampled), len(messages))
-    opening = [_template_message(message) for message in messages[:start]]
+    opening = [template_message(message) for message in messages[:start]]
     rendered = tokenizer.require_template().render(opening, add_generation_prompt=True, options=options)
     parts = tokenizer.encode([rendered.text], add_special_tokens=False)
     if start < len(messages):
-        # Its other settings, a path among them, are about reading data sets.
-        turns = TurnTemplate(tokenizer, DataConfig(path="", chat_template="on", template_options=options))
+        turns = turn_template(tokenizer, options)
         for said, replies in _turns(messages, start):
             parts += [said, turns.reply_ids(said, replies)] if replies else [said]
     return np.concatenate(parts)
+
+
+def turn_template(tokenizer: Tokenizer, options: Mapping[str, Any]) -> TurnTemplate:
+    """Makes the tokens that follow a sampled turn of a conversation with these variables of the chat template."""
+    # Its other settings, a path among them, are about reading data sets.
+    return TurnTemplate(tokenizer, DataConfig(path="", chat_template="on", template_options=dict(options)))
 
 
 def _turns(messages: Sequence[ChatMessage], start: int) -> list[tuple[Ids, list[Message]]]:
@@ -371,26 +384,27 @@ def _turns(messages: Sequence[ChatMessage], start: int) -> list[tuple[Ids, list[
             )
             raise RefusedError(HTTPStatus.BAD_REQUEST, needed, param=f"messages[{at}].token_ids")
         else:
-            turns[-1][1].append(_template_message(message))
+            turns[-1][1].append(template_message(message))
     return turns
 
 
-def _template_message(message: ChatMessage) -> Message:
+def template_message(message: ChatMessage) -> Message:
     """A message as chat templates know it: the content a text, arguments of calls as objects."""
-    plain: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    plain: dict[str, Any] = {"role": message.role, "content": message_text(message)}
     plain |= {name: value for name in _PASSED_ON if (value := getattr(message, name)) is not None}
     if message.tool_calls:
         plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return plain
 
 
-def _text(message: ChatMessage) -> str:
+def message_text(message: ChatMessage) -> str:
     content = message.content or ""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _template_call(call: ToolCall) -> Mapping[str, Any]:
     plain: dict[str, Any] = _plain(call)
+    plain.pop("index", None)
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import secrets
 import socket
 from collections.abc import Iterator
 from types import TracebackType
@@ -13,6 +14,7 @@ import uvicorn
 
 from offbeat_data import Tokenizer
 from offbeat_serve._endpoint import Endpoint
+from offbeat_serve._sessions import Sessions
 from offbeat_serve._settings import ServedModel, ServeSettings, read_token
 from offbeat_types import ConfigError, DeadlineError, RolloutEngine
 
@@ -28,19 +30,32 @@ class RolloutServer:
         tokenizer: of the model.
         model: what is served.
         settings: where, how much, how long; loopback by default.
+        sessions_only: let nobody in but agents with the key of a session.
 
     Raises:
         ConfigError: the address can be reached from elsewhere and there is no token.
     """
 
     def __init__(
-        self, engine: RolloutEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings | None = None
+        self,
+        engine: RolloutEngine,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        settings: ServeSettings | None = None,
+        *,
+        sessions_only: bool = False,
     ) -> None:
         self._settings = settings or ServeSettings()
-        self._endpoint = Endpoint(engine, tokenizer, model, self._settings, read_token(self._settings))
+        token = secrets.token_urlsafe(32) if sessions_only else read_token(self._settings)
+        self._endpoint = Endpoint(engine, tokenizer, model, self._settings, token)
         self._uvicorn: _Uvicorn
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
+
+    @property
+    def sessions(self) -> Sessions:
+        """Sessions of agents: see `Sessions.open`."""
+        return self._endpoint.sessions
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -75,6 +75,7 @@ from offbeat_types._rollout import (
     WeightStream,
     wake_tags,
 )
+from offbeat_types._sessions import RecordedSession, SessionEnd, SessionPlan
 from offbeat_types._settings import METADATA_KEY, REQUIRED, Setting, read_options, setting
 from offbeat_types._training import (
     Aggregation,
@@ -149,6 +150,7 @@ __all__ = [
     "PauseMode",
     "PeerFailedError",
     "PlacementError",
+    "RecordedSession",
     "Reply",
     "RolloutCapabilities",
     "RolloutEngine",
@@ -158,6 +160,8 @@ __all__ = [
     "SamplingParams",
     "ScoreRequest",
     "ScoringEngine",
+    "SessionEnd",
+    "SessionPlan",
     "Setting",
     "ShapeError",
     "SleepingTrainEngine",

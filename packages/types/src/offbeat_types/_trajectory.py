@@ -149,11 +149,14 @@ class Trajectory:
         replies: what it was told after each turn but the last.
         ended: `done`: by the environment or, with one turn, by the model; `cut_off`: its last turn was too long;
             `max_turns`, `max_tokens`: it had no more turns or tokens left.
+        prompt_ids: [P] int32, what was read before the first turn where that is not the prompt of its group: an agent
+            writes its prompts itself, and what it has branched off from was sampled in another trajectory.
     """
 
     turns: tuple[Completion, ...]
     replies: tuple[Reply, ...] = ()
     ended: TrajectoryEnd = "done"
+    prompt_ids: Ids | None = None
 
     def __post_init__(self) -> None:
         if len(self.turns) != len(self.replies) + 1:
@@ -217,9 +220,10 @@ class Trajectory:
         """The prompt and this trajectory, with the loss on what was sampled.
 
         Args:
-            prompt_ids: [P] int32.
+            prompt_ids: [P] int32, of the group; a prompt of its own goes before.
             images: of the prompt, in the order of their placeholders.
         """
+        prompt_ids = prompt_ids if self.prompt_ids is None else self.prompt_ids
         mask = np.concatenate([np.zeros(len(prompt_ids), np.bool_), self.loss_mask])
         return TrainSequence(ids=np.concatenate([prompt_ids, self.ids]), loss_mask=mask, images=images)
 

@@ -1,0 +1,98 @@
+"""Trajectories of recorded calls: a call that goes on where another has ended is one more turn of it.
+
+Whatever an agent does (asks again, tries two ways from one point, has sub-agents, rewrites its context), its calls make
+trees: a call goes on with another whose prompt and completion its own prompt begins with. A path of calls is one
+trajectory; where a path forks, the first child goes on with it and each other child begins a trajectory of its own,
+whose prompt holds what the path had said. So every sampled token is in the loss once, in the context that it was
+sampled in, and everywhere else it is read.
+
+Legend: P prompt tokens.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from offbeat_types import Completion, Ids, Reply, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """One sample of one call.
+
+    Args:
+        prompt_ids: [P] int32, all that the model has read.
+        completion: what it said, with log-probabilities and policy versions.
+    """
+
+    prompt_ids: Ids
+    completion: Completion
+
+    @property
+    def end_ids(self) -> Ids:
+        """What the prompt of a call that goes on with this one begins with."""
+        return np.concatenate([self.prompt_ids, self.completion.ids])
+
+
+def trajectories_of(calls: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> tuple[Trajectory, ...]:
+    """The trajectories of an episode, in the order of their first calls.
+
+    Args:
+        calls: in the order in which they ended, each with at least one sampled token.
+        decode: the text of what the model was told between two turns, for people.
+    """
+    chains: list[list[RecordedCall]] = []
+    ends = _OpenEnds()
+    for call in calls:
+        chain = ends.take_before(call.prompt_ids)
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(call)
+        ends.add(chain)
+    return tuple(_trajectory(chain, decode) for chain in chains)
+
+
+class _OpenEnds:
+    """Chains of calls that nobody has gone on with yet, by all that was read and said in them."""
+
+    def __init__(self) -> None:
+        self._chains: defaultdict[bytes, list[list[RecordedCall]]] = defaultdict(list)
+
+    def add(self, chain: list[RecordedCall]) -> None:
+        self._chains[_bytes(chain[-1].end_ids)].append(chain)
+
+    def take_before(self, prompt_ids: Ids) -> list[RecordedCall] | None:
+        """The longest that a prompt begins with; the earliest of several that are alike."""
+        prompt = _bytes(prompt_ids)
+        for length in sorted({len(end) for end in self._chains if len(end) <= len(prompt)}, reverse=True):
+            if waiting := self._chains.get(prompt[:length]):
+                chain = waiting.pop(0)
+                if not waiting:
+                    del self._chains[prompt[:length]]
+                return chain
+        return None
+
+
+def _bytes(ids: Ids) -> bytes:
+    return np.ascontiguousarray(ids, np.int32).tobytes()
+
+
+def _trajectory(chain: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> Trajectory:
+    last = chain[-1].completion.stop_reason
+    return Trajectory(
+        turns=tuple(call.completion for call in chain),
+        replies=tuple(_replies(chain, decode)),
+        ended="done" if last in ("eos", "stop") else "cut_off",
+        prompt_ids=chain[0].prompt_ids,
+    )
+
+
+def _replies(chain: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> Iterator[Reply]:
+    """What was read between two calls."""
+    for before, after in pairwise(chain):
+        ids = after.prompt_ids[len(before.end_ids) :]
+        yield Reply(ids=ids, text=decode(ids))

@@ -1,0 +1,191 @@
+"""Sessions: an agent that knows OpenAI's interface alone is recorded token for token."""
+
+import asyncio
+import json
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from offbeat_data import load_tokenizer
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_serve import RolloutServer, ServedModel, ServeSettings
+from offbeat_testing import reference_logprobs, reference_model
+from offbeat_types import RolloutEngineConfig, SamplingParams, SessionPlan
+
+pytestmark = pytest.mark.asyncio
+DEADLINE_S = 60.0
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def plan(**changes):
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=7, ignore_eos=True, whole_logprobs=True)
+    return SessionPlan(**{"params": params, "deadline_s": DEADLINE_S, "max_calls": 20, **changes})
+
+
+@pytest.fixture
+def agent(served):
+    """Opens a session and gives an agent's client, made as any program makes it."""
+
+    def opened(**changes):
+        session = served.server.sessions.open(plan(**changes))
+        client = openai.AsyncOpenAI(
+            base_url=f"{served.server.url}/v1", api_key=session.key, max_retries=0, http_client=served.http
+        )
+        return session, client
+
+    return opened
+
+
+def taken(served, session):
+    found = served.server.sessions.take(session.key)
+    assert found is session
+    return found.result()
+
+
+async def chat(client, messages, **ask):
+    answer = await client.chat.completions.create(model="gpt-4o", messages=messages, **ask)
+    return answer.choices[0].message
+
+
+async def test_turns_that_an_agent_sends_back_as_text_are_one_trajectory_of_the_tokens_sampled(served, agent, model):
+    session, client = agent()
+    messages = [{"role": "user", "content": "one and one?"}]
+    for question in ("and twice that?", "and once more?"):
+        said = await chat(client, messages, temperature=0.2, max_tokens=100)  # sampled as the session says
+        messages += [{"role": "assistant", "content": said.content.strip()}, {"role": "user", "content": question}]
+    await chat(client, messages)
+    recorded = taken(served, session)
+    [trajectory] = recorded.trajectories
+    assert [len(turn.ids) for turn in trajectory.turns] == [6, 6, 6]
+    assert (recorded.ended_by, recorded.num_calls, recorded.num_aborted) == ("taken", 3, 0)
+    assert recorded.answer == trajectory.turns[-1].text
+    sequence = trajectory.to_sequence(np.array([], np.int32))
+    expected = reference_logprobs(reference_model(model), sequence.ids)[sequence.loss_mask]
+    np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-4)
+    assert "and twice that?" in trajectory.replies[0].text
+
+
+async def test_a_turn_that_was_changed_and_a_compacted_context_begin_trajectories_of_their_own(served, agent):
+    session, client = agent()
+    opening = [{"role": "user", "content": "one and one?"}]
+    said = await chat(client, opening)
+    follow = {"role": "user", "content": "sure?"}
+    await chat(client, [*opening, {"role": "assistant", "content": said.content}, follow])
+    await chat(client, [*opening, {"role": "assistant", "content": "changed by the agent"}, follow])
+    await chat(client, [{"role": "user", "content": "in short: it was two. and now?"}])
+    await chat(client, [*opening, {"role": "assistant", "content": said.content}, {"role": "user", "content": "why?"}])
+    recorded = taken(served, session)
+    assert [len(each.turns) for each in recorded.trajectories] == [2, 1, 1, 1]
+    main, _, _, branch = recorded.trajectories
+    before = np.concatenate([main.prompt_ids, main.turns[0].ids])
+    assert branch.prompt_ids[: len(before)].tolist() == before.tolist()
+    drawn = [tuple(turn.ids.tolist()) for each in recorded.trajectories for turn in each.turns]
+    assert len(set(drawn)) == len(drawn), "each call should draw with a seed of its own"
+
+
+async def test_a_stream_and_tool_messages_go_on_with_what_was_sampled(served, agent):
+    session, client = agent()
+    messages = [{"role": "user", "content": "add"}]
+    stream = await client.chat.completions.create(model="x", messages=messages, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    messages += [{"role": "assistant", "content": text}, {"role": "tool", "tool_call_id": "call_1", "content": "42"}]
+    await chat(client, messages)
+    await chat(client, messages, tools=TOOLS)  # other tools, another opening
+    assert [len(each.turns) for each in taken(served, session).trajectories] == [2, 1]
+
+
+async def test_every_sample_of_a_call_begins_a_trajectory_and_ids_are_gone_on_with(served, agent):
+    session, client = agent()
+    first = await client.completions.create(
+        model="x", prompt=[5, 6, 7], n=2, max_tokens=3, extra_body={"return_token_ids": True}
+    )
+    await client.completions.create(model="x", prompt=[5, 6, 7, *first.choices[1].token_ids, 9], max_tokens=2)
+    recorded = taken(served, session)
+    assert [len(each.turns) for each in recorded.trajectories] == [1, 2]
+    assert recorded.trajectories[1].replies[0].ids.tolist() == [9]
+
+
+async def test_the_end_of_a_session_ends_its_calls_and_refuses_more(served, agent):
+    session, client = agent(params=SamplingParams(max_tokens=400, seed=1, ignore_eos=True))
+    waiting = asyncio.ensure_future(chat(client, [{"role": "user", "content": "go on"}]))
+    while not (await served.engine.health()).num_running:
+        await asyncio.sleep(0.005)
+    session.end("call")
+    with pytest.raises(openai.ConflictError, match="over"):
+        await waiting
+    with pytest.raises(openai.ConflictError, match="over"):
+        await chat(client, [{"role": "user", "content": "go on"}])
+    assert taken(served, session).trajectories == ()
+    with pytest.raises(openai.AuthenticationError, match="no session with this key"):
+        await chat(client, [{"role": "user", "content": "go on"}])
+    while (await served.engine.health()).num_running:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_session_ends_at_its_deadline_or_with_a_reward(served, agent):
+    session, client = agent(deadline_s=0.05)
+    await session.over.wait()
+    assert taken(served, session).ended_by == "deadline"
+    session, client = agent()
+    await chat(client, [{"role": "user", "content": "two"}])
+    headers = {"Authorization": f"Bearer {session.key}"}
+    body = {"reward": 0.5, "parts": {"right": 1.0}}
+    told = await served.http.post("/v1/sessions/end", json=body, headers=headers)
+    assert told.json() == {"num_calls": 1}
+    again = await served.http.post("/v1/sessions/end", json=body, headers=headers)
+    assert again.status_code == 409
+    recorded = taken(served, session)
+    assert (recorded.ended_by, recorded.reward, recorded.reward_parts) == ("reward", 0.5, {"right": 1.0})
+
+
+async def test_an_agent_elsewhere_is_given_a_session_once(served, agent):
+    assert (await served.http.post("/v1/sessions")).status_code == 204
+    session, _ = agent(is_offered=True, row={"question": "2+2"})
+    offer = (await served.http.post("/v1/sessions")).json()
+    assert (offer["session_key"], offer["row"]) == (session.key, {"question": "2+2"})
+    assert offer["base_url"] == f"{served.server.url}/v1"
+    assert (await served.http.post("/v1/sessions")).status_code == 204
+    taken(served, session)
+
+
+async def test_errors_are_openais_and_cost_nothing(served, agent):
+    session, client = agent(max_calls=1)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(client, [{"role": "user", "content": "two " * 512}])
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+        await chat(client, [{"role": "user", "content": "two"}], presence_penalty=1.0)
+    await chat(client, [{"role": "user", "content": "two"}], service_tier="auto", store=False, metadata={"a": "b"})
+    with pytest.raises(openai.BadRequestError, match="max_calls"):
+        await chat(client, [{"role": "user", "content": "two"}])
+    assert taken(served, session).num_calls == 1
+
+
+async def test_a_template_that_rewrites_turns_gives_a_trajectory_for_each(model, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}{{ loop.index if loop.last else '' }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = RolloutEngineConfig(model_path=str(folder), device="cpu", max_model_len=512, num_threads=1)
+    engine = await TorchRolloutEngine.create(config)
+    served_model = ServedModel.read(config, "tiny")
+    settings = ServeSettings(port=0)
+    async with RolloutServer(engine, load_tokenizer(folder), served_model, settings, sessions_only=True) as server:
+        session = server.sessions.open(plan())
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
+            assert (await http.get("/v1/models")).status_code == 401
+            client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=session.key, http_client=http)
+            messages = [{"role": "user", "content": "one"}]
+            said = await chat(client, messages)
+            await chat(client, [*messages, said.model_dump(), {"role": "user", "content": "two"}])
+        assert [len(each.turns) for each in server.sessions.take(session.key).result().trajectories] == [1, 1]
+    await engine.close()
