@@ -11,6 +11,7 @@ from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._scoring.functions import NotANumberError, RewardError, Written
 from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
 from offbeat_data._scoring.sandbox import ProgramLimits, ProgramRun, Sandbox
+from offbeat_data._scoring.votes import vote_of
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
 from offbeat_data._tokenizer import (
     ARITHMETIC_ALPHABET,
@@ -22,7 +23,6 @@ from offbeat_data._tokenizer import (
     load_tokenizer,
 )
 from offbeat_data._tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
-from offbeat_data._scoring.votes import vote_of
 
 __all__ = [
     "ARITHMETIC_ALPHABET",
