@@ -121,7 +121,16 @@ def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
     mlflow.start_run(run_id=known, run_name=None if known else run.path.name, tags={"offbeat_run": tag})
 
     def write_table(name: str, step: int, rows: Rows) -> None:
-        columns, data = _table(rows, mlflow.Image)
+        pictures: list[Any] = []
+
+        def as_file(picture: Any) -> str:
+            pictures.append(picture)
+            return f"{name}-{step:06d}-{len(pictures)}.png"
+
+        # The images lie beside the table, which names their files: a column of MLflow's holds images alone, or none.
+        columns, data = _table(rows, as_file)
+        for number, picture in enumerate(pictures, 1):
+            mlflow.log_image(picture, artifact_file=f"{name}-{step:06d}-{number}.png")
         # A file for each step: to append to one, MLflow fetches it and writes all of it anew.
         by_column = dict(zip(columns, map(list, zip(*data, strict=True)), strict=True))
         mlflow.log_table(by_column, artifact_file=f"{name}-{step:06d}.json")
