@@ -95,8 +95,13 @@ def _open_wandb(wandb: Any, project: str, run: RunFolder) -> Tracker:
     started.define_metric("*", step_metric="step")
 
     def write_table(name: str, step: int, rows: Rows) -> None:
+        # Images of a table go into an artifact of it alone; so that they are seen beside the run's curves, once more.
         columns, data = _table(rows, wandb.Image)
-        started.log({name: wandb.Table(columns=columns, data=data), "step": step})
+        images = [
+            wandb.Image(_picture(address), caption=row["prompt"][:200]) for row in rows for address in row["images"]
+        ]
+        shown = {f"{name} images": images} if images else {}
+        started.log({name: wandb.Table(columns=columns, data=data), **shown, "step": step})
 
     return Tracker(lambda values, step: started.log({**values, "step": step}), started.finish, write_table)
 
