@@ -31,6 +31,7 @@ def enumerated_majority(votes, right, k):
     return float(np.mean(values))
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(right, data):
     k = data.draw(st.integers(1, len(right)))

@@ -174,7 +174,7 @@ def test_the_hub_gets_the_same_files_in_a_private_repository(hub, run, capsys):
     check_destination(words)
     push(run, words, "grpo-async-app")
     [created] = [json.loads(body) for path, _, body in hub.seen if path.endswith("/repos/create")]
-    assert created["private"] is True or created.get("visibility") == "private"
+    assert created.get("private") is True or created.get("visibility") == "private"
     [commit] = [body.decode() for path, _, body in hub.seen if "/commit/" in path]
     lines = [json.loads(line) for line in commit.splitlines()]
     sent = {line["value"]["path"] for line in lines if line["key"] == "file"}

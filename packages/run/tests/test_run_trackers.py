@@ -61,10 +61,12 @@ def test_mlflow_gets_numbers_tables_and_images_and_goes_on_with_the_same_run(tmp
             table = mlflow.load_table(f"generations/{kind}-{step:06d}.json", run_ids=[found.info.run_id])
             assert list(table["completion"]) == ["2 <b>"] * rows
             assert list(table["step"]) == [step] * rows
-    held = mlflow.artifacts.list_artifacts(run_id=found.info.run_id)
-    assert any("image" in each.path or "generations" in each.path for each in held)
-    files = [path for path in (tmp_path / "mlruns").rglob("*.png") if "thumb" not in path.name]
-    assert files, "the image lies among the artifacts"
+    held = [
+        each.path for each in mlflow.artifacts.list_artifacts(run_id=found.info.run_id, artifact_path="generations")
+    ]
+    assert "generations/validation-000001-1.png" in held
+    validated = mlflow.load_table("generations/validation-000001.json", run_ids=[found.info.run_id])
+    assert "generations/validation-000001-1.png" in set(validated["image 1"])
 
 
 @needs("wandb")
@@ -79,7 +81,7 @@ def test_wandb_gets_numbers_tables_and_images_offline(tmp_path, monkeypatch):
     assert by_rows[2]["columns"][-1] == "image 1"
     assert by_rows[2]["data"][0][by_rows[2]["columns"].index("set")] == "aime"
     assert by_rows[1]["data"][0][by_rows[1]["columns"].index("completion")] == "2 <b>"
-    assert list(logs.rglob("*.png")), "the image lies beside the table"
+    assert [path.name for path in logs.rglob("media/images/**/*.*")], "the image lies beside the table"
     assert list(logs.rglob("*.wandb")), "what `wandb sync` sends"
 
 

@@ -4,7 +4,6 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/, text forma
 """
 
 import hmac
-import http.client
 import http.server
 import ipaddress
 import math
@@ -12,6 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from email.message import Message
 from http import HTTPStatus
 from typing import Final
 
@@ -133,7 +133,7 @@ class PrometheusServer:
 
         return Handler
 
-    def _refusal(self, headers: http.client.HTTPMessage, host: str) -> HTTPStatus | None:
+    def _refusal(self, headers: Message, host: str) -> HTTPStatus | None:
         """Why a request is not answered: it lacks the token, or a web page may have sent a browser here."""
         if self._token:
             given = headers.get("Authorization", "").encode(errors="replace")

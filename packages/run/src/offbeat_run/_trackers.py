@@ -95,8 +95,13 @@ def _open_wandb(wandb: Any, project: str, run: RunFolder) -> Tracker:
     started.define_metric("*", step_metric="step")
 
     def write_table(name: str, step: int, rows: Rows) -> None:
+        # Images of a table go into an artifact of it alone; so that they are seen beside the run's curves, once more.
         columns, data = _table(rows, wandb.Image)
-        started.log({name: wandb.Table(columns=columns, data=data), "step": step})
+        images = [
+            wandb.Image(_picture(address), caption=row["prompt"][:200]) for row in rows for address in row["images"]
+        ]
+        shown = {f"{name} images": images} if images else {}
+        started.log({name: wandb.Table(columns=columns, data=data), **shown, "step": step})
 
     return Tracker(lambda values, step: started.log({**values, "step": step}), started.finish, write_table)
 
@@ -121,7 +126,16 @@ def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
     mlflow.start_run(run_id=known, run_name=None if known else run.path.name, tags={"offbeat_run": tag})
 
     def write_table(name: str, step: int, rows: Rows) -> None:
-        columns, data = _table(rows, mlflow.Image)
+        pictures: list[Any] = []
+
+        def as_file(picture: Any) -> str:
+            pictures.append(picture)
+            return f"{name}-{step:06d}-{len(pictures)}.png"
+
+        # The images lie beside the table, which names their files: a column of MLflow's holds images alone, or none.
+        columns, data = _table(rows, as_file)
+        for number, picture in enumerate(pictures, 1):
+            mlflow.log_image(picture, artifact_file=f"{name}-{step:06d}-{number}.png")
         # A file for each step: to append to one, MLflow fetches it and writes all of it anew.
         by_column = dict(zip(columns, map(list, zip(*data, strict=True)), strict=True))
         mlflow.log_table(by_column, artifact_file=f"{name}-{step:06d}.json")
