@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import time
@@ -441,3 +442,15 @@ async def test_what_compares_gets_whole_groups_and_what_only_takes_lists_is_spli
     async with scoring(waiting_for("trl_length", timeout_s=3.0)) as pool:
         scores = await pool.score(PROMPT, written(["a", "hang", "bb"]))
         assert [score and (score.value, score.parts["timed_out"]) for score in scores] == [(1, 0), (0, 1), (2, 0)]
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+@in_loop
+async def test_programs_of_a_model_run_in_scorers_and_one_that_hangs_costs_itself() -> None:
+    config = RewardConfig(name="code", code={"timeout_s": 5.0}, timeout_s=20.0, num_processes=2)
+    prompt = replace(PROMPT, fields={"tests": ["assert double(2) == 4"]})
+    async with scoring(config) as pool:
+        right, wrong = "def double(x):\n    return 2 * x", "def double(x):\n    return x"
+        scores = await pool.score(prompt, written([right, wrong, "while True:\n    pass", right]))
+    assert [score and score.value for score in scores] == [1.0, 0.0, 0.0, 1.0]
+    assert [score.parts["timed_out"] for score in scores if score] == [0.0] * 4, "each has a limit of its own"

@@ -83,19 +83,24 @@ class Sandbox(Protocol):
 class BubblewrapSandbox:
     """Programs in namespaces of their own.
 
+    Args:
+        limits: of each run.
+        is_tried: it is known to isolate; else that is tried first.
+
     Raises:
         BackendError: bubblewrap is not installed, or what it promises does not hold on this machine: tried once.
     """
 
     note: Final = "in namespaces of its own, by bubblewrap"
 
-    def __init__(self, limits: ProgramLimits) -> None:
+    def __init__(self, limits: ProgramLimits, *, is_tried: bool = False) -> None:
         self._limits, self._program = limits, shutil.which("bwrap")
         if self._program is None:
             raise BackendError(
                 "it needs bubblewrap (bwrap), which is not installed: Debian: apt-get install bubblewrap"
             )
-        self._probe()
+        if not is_tried:
+            self._try_out()
 
     def run(self, source: str, stdin: str) -> ProgramRun:
         """Run a program; see `Sandbox`."""
@@ -131,12 +136,10 @@ class BubblewrapSandbox:
         places += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
         return [self._program, *spaces, *rights, *own, *view, *places]
 
-    def _probe(self) -> None:
+    def _try_out(self) -> None:
         """Try what is promised: a program that tells how far it gets."""
         small = ProgramLimits(timeout_s=_PROBE_S, processes=2, packages=self._limits.packages)
-        trial = object.__new__(BubblewrapSandbox)
-        trial._limits, trial._program = small, self._program
-        run = trial.run(_PROBE, "")
+        run = BubblewrapSandbox(small, is_tried=True).run(_PROBE, "")
         if run.ended != "exited" or run.stdout != "isolated\n":
             told = (run.stdout + run.stderr).strip()[-400:] or f"it ended with {run.code}"
             raise BackendError(f"bubblewrap is there, and on this machine it does not isolate: {told}")
