@@ -66,7 +66,7 @@ def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]
 
 
 def _is_source_rank(name: str) -> bool:
-    return "src" in name and "rank" in name
+    return ("src" in name and "rank" in name) or "send" in name
 
 
 def _passes_function(function: FunctionFact) -> bool:
