@@ -11,7 +11,7 @@ GUARDED = "import torch.distributed as dist\n{imports}\n\ndef report(value, trai
 
 def findings(folder: Path, **files: str) -> list[Finding]:
     for name, text in files.items():
-        path = folder / (name.replace("__", "/") + ".py")
+        path = folder / (name.replace("_in_", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return [f for f in analyse([folder], Settings()).findings if f.rule in ("HL001", "HL002") and f.function.startswith("report")]
@@ -32,8 +32,8 @@ REDUCE = "import torch.distributed as dist\n\ndef reduce_all(value, group=None):
     ],
 )
 def test_through_imports_and_re_exports(tmp_path, imports, call):
-    files = {"project____init__": "from .sums import reduce_all\n", "project__sums": REDUCE}
-    (found,) = findings(tmp_path, **files, project__main=GUARDED.format(imports=imports, call=call))
+    files = {"project_in___init__": "from .sums import reduce_all\n", "project_in_sums": REDUCE}
+    (found,) = findings(tmp_path, **files, project_in_main=GUARDED.format(imports=imports, call=call))
     assert found.confidence in ("high", "medium")
     assert found.steps[-1].path == "project/sums.py"
 
