@@ -29,7 +29,7 @@ _AXIS_OF_WORD: Final = {
 # Words of groups that mean no axis there: "data" of `data_group` does, "model" of `model_update_group` does not.
 _UPDATE_WORDS: Final = frozenset(("update", "weight", "weights", "sync", "transfer", "nccl", "vllm", "sglang", "engine", "rollout"))
 _NOT_A_RANK: Final = frozenset(
-    ("lora", "low", "ranks", "size", "num", "count", "world", "effective", "matrix", "svd", "max", "min", "full", "reward", "tensor_rank")
+    ("lora", "low", "ranks", "size", "num", "count", "world", "effective", "matrix", "svd", "max", "min", "full", "reward", "from", "only", "broadcast", "per", "config", "cfg", "fn", "map", "list", "offset", "info", "top", "bm25", "mrr")
 )
 _LEADERS: Final = frozenset(
     ("main", "master", "leader", "primary", "chief", "coordinator", "representative", "rank0", "lead", "logging", "head", "src", "source")

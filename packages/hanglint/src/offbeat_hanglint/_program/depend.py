@@ -17,7 +17,8 @@ from offbeat_hanglint._program.reach import Reach
 
 Depends = dict[str, str]
 
-LOCAL: Final = frozenset(("data", "time", "file", "error", "fill"))
+LOCAL: Final = frozenset(("data", "time", "file", "error", "fill", "beyond"))
+_AGREED_WORDS: Final = frozenset(("size", "num", "count", "backend", "type", "enabled", "distributed", "initialized", "config", "cfg", "dtype", "mode", "steps", "dir", "path"))
 MAX_DEPTH: Final = 4
 _DATA_WORDS: Final = frozenset(
     (
@@ -70,6 +71,8 @@ class Dependence:
             return dict.fromkeys(axes, atom)
         function = self.program.functions[caller]
         deeper: Depends = {}
+        if not axes and _AGREED_WORDS & set(words(last)):
+            return {}
         if atom.startswith("self.") and atom.count(".") == 1 and function.class_name:
             deeper = self.of_attribute(self.program.file_of[caller], function.class_name, last, depth)
         elif "." not in atom and atom not in function.parameters:

@@ -135,8 +135,8 @@ def atoms(node: ast.expr) -> Iterator[str]:
                 stack.append(current.value)
         elif isinstance(current, ast.Call):
             yield call_atom(current)
-            stack += current.args
-            stack += [k.value for k in current.keywords]
+            if is_passing_on(current):
+                stack += current.args
         elif isinstance(current, ast.Subscript):
             text = dotted(current)
             if text:
@@ -160,6 +160,15 @@ def passed_call(node: ast.Call) -> ast.Call | None:
         return None
     inner = ast.Call(func=node.args[place], args=node.args[place + 1 :], keywords=node.keywords)
     return ast.copy_location(inner, node)
+
+
+_PASSES_ON: Final = frozenset(("int", "bool", "str", "float", "max", "min", "any", "all", "abs", "tensor", "divmod", "tuple", "list", "getenv", "get", "index"))
+
+
+def is_passing_on(node: ast.Call) -> bool:
+    """Whether what a call returns tells its arguments: `int(os.environ["RANK"])`; a sampler made for a rank does not."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    return name in _PASSES_ON
 
 
 def call_atom(node: ast.Call) -> str:

@@ -1,6 +1,6 @@
 """All files together: which call means which function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from offbeat_hanglint._libraries import Libraries, Operation, libraries
@@ -239,7 +239,9 @@ class Program:
             if not receivers or receivers & receiver_words:
                 return operation
         if last in tables.anywhere and not (receiver in ("self", "cls") or not receiver):
-            return tables.functions.get(f"torch.distributed.{last}") or Operation(last, axes=UNKNOWN, is_sure=False)
+            known = tables.functions.get(f"torch.distributed.{last}") or Operation(last)
+            is_module = full != callee and words(full.rsplit(".", 2)[-2])[-1:] in (("dist",), ("distributed",), ("comm",))
+            return known if is_module else replace(known, axes=UNKNOWN, is_sure=False)
         return None
 
     def group_of(self, caller: int, call: CallFact, operation: Operation) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 
 from offbeat_hanglint._program.axes import UNKNOWN, Axes, words
 from offbeat_hanglint._program.depend import LOCAL, Dependence, Depends, is_data_name, is_filled_name
-from offbeat_hanglint._program.expressions import call_atom, dotted, group_text, parts, passed_call
+from offbeat_hanglint._program.expressions import call_atom, dotted, group_text, is_passing_on, parts, passed_call
 from offbeat_hanglint._program.facts import CallFact, FileFact, FunctionFact, _groups_of
 from offbeat_hanglint._program.program import Program, Target
 from offbeat_hanglint._program.reach import Reach, Reached, is_module_call
@@ -430,8 +430,10 @@ class Walker:
         found = dict(self.view.dependence.of_atom(self.view.index, call_atom(node))) if name else {}
         if isinstance(node.func, ast.Attribute) and not found:
             found |= {t: w for t, w in self.depends(node.func.value, depth + 1).items()}
+        passes_on = is_passing_on(node)
         for argument in [*node.args, *(k.value for k in node.keywords)]:
-            found |= self.depends(argument, depth + 1)
+            given = self.depends(argument, depth + 1)
+            found |= given if passes_on else {tag: reason for tag, reason in given.items() if tag in LOCAL}
         if not name:
             found |= self.depends(node.func, depth + 1)
         last = node.func.attr if isinstance(node.func, ast.Attribute) else last
@@ -456,7 +458,7 @@ class Walker:
                 return {"fill": text}
         is_none = isinstance(right, ast.Constant) and right.value is None
         if is_none or (isinstance(right, ast.UnaryOp) and isinstance(right.op, ast.USub)) or (
-            isinstance(node.ops[0], ast.GtE) and isinstance(right, ast.Constant) and right.value == 0
+            isinstance(node.ops[0], ast.GtE | ast.Lt) and isinstance(right, ast.Constant) and right.value == 0
         ):
             text = dotted(node.left)
             kept = {t: w for t, w in found.items() if t in LOCAL or "under which it is set" in w}

@@ -56,7 +56,9 @@ def _one_rank_raises(view: FunctionView) -> Iterator[Finding]:
         hit = after.explicit[0]
         if axes and not meet(axes, hit.axes):  # type: ignore[arg-type]
             continue
-        confidence: Confidence = "medium" if axes and hit.is_sure and hit.axes != UNKNOWN else "low"
+        confidence: Confidence = "low"
+        if axes and hit.is_sure and hit.axes != UNKNOWN:
+            confidence = "high" if axes & {"world", "node"} and after.is_direct else "medium"
         yield finding(
             view, "HL011", confidence, left.node,
             f"an error is raised where a condition on {tags_text(depends)} holds, before {what_is_called(after)} in which the others wait",
@@ -131,8 +133,8 @@ def _teardown(view: FunctionView) -> Iterator[Finding]:
                 continue
             seen.add(id(guard.node))
             confidence: Confidence = "medium" if hit.is_sure and hit.depth <= 2 else "low"
-            if hit.is_sure and not is_destroy and hit.depth <= 1 and hit.axes != UNKNOWN and guard.kind == "finally":
-                confidence = "medium"
+            if hit.is_sure and hit.depth <= 1 and hit.axes != UNKNOWN and guard.kind == "finally":
+                confidence = "high"
             yield finding(
                 view, "HL013", confidence, event.node,
                 f"{what_is_called(event)} runs on the way of an exception, where the other ranks are elsewhere",

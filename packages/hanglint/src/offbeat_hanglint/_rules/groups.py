@@ -142,7 +142,7 @@ def _shapes(view: FunctionView, event: Event) -> Iterator[Finding]:
         if not reason:
             continue
         yield finding(
-            view, "HL033", "medium" if is_strong and not is_torch else "low", event.node,
+            view, "HL033", "high" if "chosen by a mask" in reason else "medium" if is_strong and not is_torch else "low", event.node,
             f"`{event.callee.rsplit('.', 1)[-1]}` gathers {reason}, whose size may differ between ranks",
             "All members enter, but with other sizes; the backend reads past the end, fails on some ranks, or waits.",
             "Pad to the largest size first (pad_across_processes), gather sums and counts, or gather objects.",
@@ -159,13 +159,15 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
         if name in ("nonzero", "masked_select", "unique", "argwhere"):
             return f"the result of `{name}`", True
         if isinstance(node.func, ast.Attribute) and name in ("to", "cuda", "contiguous", "detach", "clone", "float", "long", "int", "view", "reshape", "flatten", "argmax", "cpu", "bool", "unsqueeze", "squeeze", "half", "double"):
-            return ragged(view, node.func.value, depth + 1)
+            reason, is_strong = ragged(view, node.func.value, depth + 1)
+            return reason, is_strong and name != "argmax"
         return "", False
     if isinstance(node, ast.Subscript):
         if _is_mask(view, node.slice):
             return f"`{ast.unparse(node)[:60]}`, chosen by a mask", True
         if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-            return (f"`{ast.unparse(node)[:60]}`", True) if _is_ragged_name(node.slice.value) else ("", False)
+            is_strong = node.slice.value in ("input_ids", "attention_mask", "logits")
+            return (f"`{ast.unparse(node)[:60]}`", is_strong) if _is_ragged_name(node.slice.value) else ("", False)
         if isinstance(node.slice, ast.Slice | ast.Tuple):
             return ragged(view, node.value, depth + 1)
         return "", False
@@ -180,7 +182,7 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
             return (f"`{node.id}`", False) if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id) else ("", False)
         return (f"`{node.id}`", False) if _is_ragged_name(node.id) else ("", False)
     if isinstance(node, ast.Attribute):
-        return (f"`{dotted(node)}`", node.attr in ("logits", "labels")) if _is_ragged_name(node.attr) else ("", False)
+        return (f"`{dotted(node)}`", node.attr == "logits") if _is_ragged_name(node.attr) else ("", False)
     if isinstance(node, ast.Tuple | ast.List) and node.elts:
         return next((r for e in node.elts if (r := ragged(view, e, depth + 1))[0]), ("", False))
     if isinstance(node, ast.BinOp):

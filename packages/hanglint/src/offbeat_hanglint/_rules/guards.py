@@ -64,7 +64,7 @@ def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
         return None
     if axes and not guard.is_membership:
         return _rank_guard(view, event, guard, hit)
-    local = {tag: text for tag, text in guard.depends.items() if tag in LOCAL or tag == "beyond"}
+    local = {tag: text for tag, text in guard.depends.items() if tag in LOCAL}
     return _local_guard(view, event, guard, hit, local) if local else None
 
 
@@ -73,13 +73,13 @@ def _apart(reached: Reached, guard: Guard) -> bool:
         return False
     if reached.kind in ("new_group", "destroy_process_group", "init_device_mesh"):
         return False
-    axes = only_axes(guard.depends) - {"beyond"}
+    axes = only_axes(guard.depends)
     if axes and not guard.is_membership and meet(axes, reached.axes):
         return True
     if "beyond" in guard.depends:
         agreed = set(guard.depends["beyond"].split(","))
         return reached.axes != UNKNOWN and not reached.axes <= agreed
-    return any(tag in LOCAL for tag in guard.depends)
+    return any(tag in LOCAL and tag != "beyond" for tag in guard.depends)
 
 
 def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:

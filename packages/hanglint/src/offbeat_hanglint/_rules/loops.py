@@ -62,7 +62,7 @@ def _uneven(view: FunctionView, event: Event, guard: Guard, container: ast.expr)
     if isinstance(container, ast.Call) and name in ("enumerate", "zip", "tqdm", "list", "iter", "trange", "reversed", "range", "len") and container.args:
         return _uneven(view, event, guard, container.args[0])
     depends = guard.depends
-    axes = only_axes(depends) - {"beyond"}
+    axes = only_axes(depends)
     if axes and event.explicit and event.explicit[0].is_sure:
         return _uneven_finding(view, event, guard, "low", f"the number of rounds depends on {tags_text(depends)} ({why(depends)})")
     parts = set(words(name))

@@ -7,7 +7,7 @@ from typing import Final
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import words
 from offbeat_hanglint._program.expressions import dotted
-from offbeat_hanglint._program.walk import FunctionView
+from offbeat_hanglint._program.walk import FunctionView, Guard
 from offbeat_hanglint._rules.report import finding, is_test
 
 _QUEUE_WORDS: Final = frozenset(("queue", "q", "inbox", "mailbox", "channel"))
@@ -21,10 +21,10 @@ _CLOCKS: Final = ("time.time", "monotonic", "perf_counter", "deadline", "timeout
 
 def check(view: FunctionView) -> Iterator[Finding]:
     """Report each wait once."""
-    for node, callee, _ in view.calls:
+    for node, callee, guard in view.calls:
         yield from _rendezvous(view, node, callee)
         yield from _ray(view, node, callee)
-        yield from _wait(view, node, callee)
+        yield from _wait(view, node, callee, guard)
     yield from _blocking_in_async(view)
     yield from _polling(view)
     yield from _dropped(view)
@@ -84,7 +84,7 @@ def _ray(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
     if full in ("ray.get", "ray.wait") and not keywords & {"timeout", None} and not (full == "ray.get" and len(node.args) > 1):
         inner = dotted(node.args[0]) if node.args else ""
         what = "a placement group" if inner.endswith("ready()") else f"`{inner}`" if inner else "its arguments"
-        confidence: Confidence = "medium" if inner.endswith(".ready()") else "low"
+        confidence: Confidence = "high" if inner.endswith(".ready()") else "low"
         yield finding(
             view, "HL060", confidence, node,
             f"`{callee}` waits for {what} without a timeout",
@@ -104,7 +104,7 @@ def _ray(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _wait(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
+def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) -> Iterator[Finding]:
     receiver, _, last = callee.rpartition(".")
     if not receiver:
         return
@@ -123,11 +123,19 @@ def _wait(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
         what = "a socket"
     if what:
         yield finding(
-            view, "HL061", "medium" if what == "a socket" else "low", node,
+            view, "HL061", _socket_confidence(parts, guard) if what == "a socket" else "low", node,
             f"`{callee}` waits for {what} without a timeout",
             "If the other side is gone or failed without an answer, this one waits for ever.",
             "Wait with a timeout in a loop that checks whether the other side lives, and answer errors, too.",
         )  # fmt: skip
+
+
+def _socket_confidence(parts: set[str], guard: Guard | None) -> Confidence:
+    """A server may wait for its next request as long as it takes; who waits for an answer may not."""
+    loops = [g.node for g in (guard.chain() if guard else ()) if g.kind == "loop"]
+    if any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) for loop in loops):
+        return "low"
+    return "medium" if parts & {"conn", "connection", "pipe"} else "high"  # a pipe whose other end has died says so
 
 
 def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
@@ -143,7 +151,7 @@ def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
         )
         if is_blocking and id(node) not in awaited:
             yield finding(
-                view, "HL062", "medium" if full in ("ray.get", "ray.wait") else "low", node,
+                view, "HL062", "high" if full in ("ray.get", "ray.wait") else "low", node,
                 f"`{callee}` blocks the event loop of an async function",
                 "While it waits nothing else of this process runs, also not the call that would answer it.",
                 "Await instead (`await ref`, `asyncio.sleep`, `asyncio.to_thread`).",
