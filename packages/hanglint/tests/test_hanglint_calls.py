@@ -14,10 +14,16 @@ def findings(folder: Path, **files: str) -> list[Finding]:
         path = folder / (name.replace("_in_", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [f for f in analyse([folder], Settings()).findings if f.rule in ("HL001", "HL002") and f.function.startswith("report")]
+    return [
+        f
+        for f in analyse([folder], Settings()).findings
+        if f.rule in ("HL001", "HL002") and f.function.startswith("report")
+    ]
 
 
-REDUCE = "import torch.distributed as dist\n\ndef reduce_all(value, group=None):\n    dist.all_reduce(value, group=group)\n"
+REDUCE = (
+    "import torch.distributed as dist\n\ndef reduce_all(value, group=None):\n    dist.all_reduce(value, group=group)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,9 @@ def test_through_imports_and_re_exports(tmp_path, imports, call):
 
 
 def test_through_a_method_of_a_base_class(tmp_path):
-    base = "import torch.distributed as dist\n\nclass Base:\n    def total(self, value):\n        dist.all_reduce(value)\n"
+    base = (
+        "import torch.distributed as dist\n\nclass Base:\n    def total(self, value):\n        dist.all_reduce(value)\n"
+    )
     code = "import torch.distributed as dist\nfrom base import Base\n\nclass Child(Base):\n    def report(self, value):\n        if dist.get_rank() == 0:\n            self.total(value)\n"
     for name, text in (("base", base), ("child", code)):
         (tmp_path / f"{name}.py").write_text(text)
@@ -48,7 +56,10 @@ def test_through_a_method_of_a_base_class(tmp_path):
 
 def test_a_group_that_the_caller_gives_counts_with_its_axes(tmp_path):
     call = "if mpu.is_pipeline_last_stage():\n            reduce_all(value, {group})"
-    code = "from megatron.core import mpu\nfrom sums import reduce_all\n\ndef report(value):\n    if True:\n        " + call
+    code = (
+        "from megatron.core import mpu\nfrom sums import reduce_all\n\ndef report(value):\n    if True:\n        "
+        + call
+    )
     assert findings(tmp_path, sums=REDUCE, main=code.format(group="mpu.get_data_parallel_group()")) == []
     assert findings(tmp_path, sums=REDUCE, main=code.format(group="mpu.get_pipeline_model_parallel_group()")) != []
 

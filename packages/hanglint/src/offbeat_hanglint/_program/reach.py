@@ -51,7 +51,9 @@ class Reach:
                 if operation is not None:
                     text = program.group_of(caller, call, operation)
                     axes: Axes | str = program.resolve_group(caller, text) if text else operation.axes
-                    entry = Reached(operation.kind, axes, operation.is_explicit, operation.is_sure, call.line, -1, 0, call.gate)
+                    entry = Reached(
+                        operation.kind, axes, operation.is_explicit, operation.is_sure, call.line, -1, 0, call.gate
+                    )
                     self.of[caller].setdefault((operation.kind, axes), entry)
                     continue
                 targets = program.targets(caller, call.callee)
@@ -82,10 +84,7 @@ class Reach:
                 continue
             key = (reached.kind, reached.axes)
             known = own.get(key)
-            if known is None and len(own) < MAX_ENTRIES and caller != function:
-                own[key] = reached
-                changed = True
-            elif known is not None and reached.is_sure and not known.is_sure:
+            if (known is None and len(own) < MAX_ENTRIES and caller != function) or (known is not None and reached.is_sure and not known.is_sure):
                 own[key] = reached
                 changed = True
         return changed
@@ -146,7 +145,9 @@ def is_module_call(callee: str, calls: frozenset[str], methods: frozenset[str]) 
         last = parts[-2]
     elif len(parts) > 3 or (len(parts) > 1 and parts[0] not in ("self", "model", "module", "trainer", "args")):
         return False
-    if not last.islower() or last.startswith(("get", "build", "create", "load", "make", "init", "set", "is", "has", "prepare", "save", "_get", "wrap")):
+    if not last.islower() or last.startswith(
+        ("get", "build", "create", "load", "make", "init", "set", "is", "has", "prepare", "save", "_get", "wrap")
+    ):
         return False
     return words(last)[-1:] != () and words(last)[-1] in calls
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import UNKNOWN, meet
-from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
+from offbeat_hanglint._program.depend import Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
-from offbeat_hanglint._program.walk import Event, FunctionView, Guard
+from offbeat_hanglint._program.view import Event, FunctionView, Guard
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
 
 
@@ -50,7 +50,10 @@ def _one_rank_raises(view: FunctionView) -> Iterator[Finding]:
         if not depends or any(g.kind in ("try", "except") for g in left.guard.chain()):
             continue
         axes = only_axes(depends)
-        after = next((e for e in view.events if e.explicit and e.node.lineno > left.node.lineno and _is_later(e, left.guard)), None)
+        after = next(
+            (e for e in view.events if e.explicit and e.node.lineno > left.node.lineno and _is_later(e, left.guard)),
+            None,
+        )
         if after is None:
             continue
         hit = after.explicit[0]
@@ -86,7 +89,9 @@ def _swallowed(view: FunctionView) -> Iterator[Finding]:
             if _ends_by_raise(handler.body) or _is_import_error(handler):
                 continue
             in_handler = view.inside(handler, "except")
-            hit = next((e for e in inside if e.explicit), None) or next((e for e in inside if e.reached[0].kind == "backward"), None)
+            hit = next((e for e in inside if e.explicit), None) or next(
+                (e for e in inside if e.reached[0].kind == "backward"), None
+            )
             if hit is None or any(e.kinds() & hit.kinds() for e in in_handler):
                 continue
             yield _swallow_finding(view, handler, hit, guard)
@@ -97,8 +102,21 @@ def _swallow_finding(view: FunctionView, handler: ast.ExceptHandler, event: Even
     reached = event.explicit[0] if event.explicit else event.reached[0]
     in_loop = any(g.kind == "loop" for g in (guard.chain() if guard else ()))
     caught = dotted(handler.type) if handler.type else "every exception"
-    is_wide = caught in ("every exception", "Exception", "BaseException", "RuntimeError", "torch.cuda.OutOfMemoryError", "torch.OutOfMemoryError") or not caught
-    confidence: Confidence = "medium" if in_loop and is_wide and reached.is_sure and reached.is_explicit and event.is_direct else "low"
+    is_wide = (
+        caught
+        in (
+            "every exception",
+            "Exception",
+            "BaseException",
+            "RuntimeError",
+            "torch.cuda.OutOfMemoryError",
+            "torch.OutOfMemoryError",
+        )
+        or not caught
+    )
+    confidence: Confidence = (
+        "medium" if in_loop and is_wide and reached.is_sure and reached.is_explicit and event.is_direct else "low"
+    )
     return finding(
         view, "HL012", confidence, handler,
         f"{caught or 'an error'} of one rank is swallowed around {what_is_called(event)}, and the rank goes on alone",
@@ -112,13 +130,17 @@ def _ends_by_raise(body: list[ast.stmt]) -> bool:
     if isinstance(terminates(body), ast.Raise):
         return True
     return any(
-        isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and dotted(s.value.func).rsplit(".", 1)[-1] in ("exit", "_exit", "abort", "kill", "fail")
+        isinstance(s, ast.Expr)
+        and isinstance(s.value, ast.Call)
+        and dotted(s.value.func).rsplit(".", 1)[-1] in ("exit", "_exit", "abort", "kill", "fail")
         for s in body
     )
 
 
 def _is_import_error(handler: ast.ExceptHandler) -> bool:
-    return handler.type is not None and any(name in ast.unparse(handler.type) for name in ("ImportError", "ModuleNotFoundError", "AttributeError"))
+    return handler.type is not None and any(
+        name in ast.unparse(handler.type) for name in ("ImportError", "ModuleNotFoundError", "AttributeError")
+    )
 
 
 def _teardown(view: FunctionView) -> Iterator[Finding]:
@@ -145,8 +167,3 @@ def _teardown(view: FunctionView) -> Iterator[Finding]:
             break
         else:
             continue
-
-
-def local_only(depends: Depends) -> bool:
-    """Whether a condition depends on nothing but a rank's own data, time or errors."""
-    return bool(depends) and all(tag in LOCAL for tag in depends)

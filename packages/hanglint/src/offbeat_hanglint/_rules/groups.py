@@ -5,17 +5,48 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._finding import Confidence, Finding
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, group_axes, words
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, words
 from offbeat_hanglint._program.depend import only_axes
 from offbeat_hanglint._program.expressions import dotted
-from offbeat_hanglint._program.walk import Event, FunctionView, simple_kind
+from offbeat_hanglint._program.view import Event, FunctionView, simple_kind
 from offbeat_hanglint._rules.report import axes_text, finding, is_test, steps_of, tags_text
 
-_GATHERS: Final = frozenset(("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all"))
-_RAGGED_WORDS: Final = frozenset(
-    ("logits", "labels", "ids", "input", "mask", "preds", "predictions", "entropies", "completions", "tokens", "sequences", "logprobs", "logps", "embeddings", "hidden")
+_GATHERS: Final = frozenset(
+    ("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all")
 )
-_SAFE_SOURCES: Final = ("get_global_rank", "get_process_group_ranks", "src_rank", "source_rank", "ranks", "global", "root", "first_rank", "last_rank", "prev_rank", "next_rank", "group_src")
+_RAGGED_WORDS: Final = frozenset(
+    (
+        "logits",
+        "labels",
+        "ids",
+        "input",
+        "mask",
+        "preds",
+        "predictions",
+        "entropies",
+        "completions",
+        "tokens",
+        "sequences",
+        "logprobs",
+        "logps",
+        "embeddings",
+        "hidden",
+    )
+)
+_SAFE_SOURCES: Final = (
+    "get_global_rank",
+    "get_process_group_ranks",
+    "src_rank",
+    "source_rank",
+    "ranks",
+    "global",
+    "root",
+    "first_rank",
+    "last_rank",
+    "prev_rank",
+    "next_rank",
+    "group_src",
+)
 
 
 def check(view: FunctionView) -> Iterator[Finding]:
@@ -33,15 +64,30 @@ def check(view: FunctionView) -> Iterator[Finding]:
 
 def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
     hit = event.reached[0]
-    if hit.kind not in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh", "initialize_model_parallel"):
+    if hit.kind not in (
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "init_device_mesh",
+        "initialize_model_parallel",
+    ):
         return
     for guard in event.guards():
         axes = only_axes(guard.depends)
-        if guard.kind not in ("if", "else", "rest", "case") or not axes:
+        if guard.kind not in ("if", "else", "rest", "case") or not axes or isinstance(guard.exit, ast.Raise):
             continue
-        if any(e is not event and e.kinds() & event.kinds() and any(g.node is guard.node and g.kind != guard.kind for g in e.guards()) for e in view.events):
+        if any(
+            e is not event
+            and e.kinds() & event.kinds()
+            and any(g.node is guard.node and g.kind != guard.kind for g in e.guards())
+            for e in view.events
+        ):
             continue
-        is_guess = not hit.is_sure or hit.kind == "initialize_model_parallel" or any("under which" in w for w in guard.depends.values())
+        is_guess = (
+            not hit.is_sure
+            or hit.kind == "initialize_model_parallel"
+            or any("under which" in w for w in guard.depends.values())
+        )
         yield finding(
             view, "HL030", "medium" if is_guess else "high", event.node,
             f"`{hit.kind}` is called by some ranks only: the condition around it depends on {tags_text(guard.depends)}",
@@ -60,7 +106,11 @@ def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
                 steps_of(view, around, event, hit),
             )  # fmt: skip
             return
-    ranks = event.node.args[0] if event.node.args else next((k.value for k in event.node.keywords if k.arg == "ranks"), None)
+    ranks = (
+        event.node.args[0]
+        if event.node.args
+        else next((k.value for k in event.node.keywords if k.arg == "ranks"), None)
+    )
     if hit.kind == "new_group" and ranks is not None and isinstance(ranks, ast.List | ast.Tuple):
         from_rank = [e for e in ranks.elts if _is_own_rank(view, e)]
         if from_rank:
@@ -82,7 +132,11 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
     """HL031: `src` and `dst` are ranks among all, whatever the group."""
     operation = view.program.operation(view.index, event.callee)
     hit = event.reached[0]
-    if operation is None or not event.group or simple_kind(hit.kind) not in ("broadcast", "reduce", "gather", "scatter"):
+    if (
+        operation is None
+        or not event.group
+        or simple_kind(hit.kind) not in ("broadcast", "reduce", "gather", "scatter")
+    ):
         return
     node = event.node
     place = operation.src if operation.src >= 0 else operation.dst
@@ -106,7 +160,11 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
 
 def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple[Confidence, str] | None:
     axes = event.reached[0].axes
-    if isinstance(source, ast.Name) and source.id not in view.fact.parameters and (inner := view.value_of(source.id, source)) is not None:
+    if (
+        isinstance(source, ast.Name)
+        and source.id not in view.fact.parameters
+        and (inner := view.value_of(source.id, source)) is not None
+    ):
         if isinstance(inner, ast.Constant):
             return _source_verdict(view, inner, event)
     if isinstance(source, ast.Constant) and isinstance(source.value, int):
@@ -158,9 +216,28 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
         name = dotted(node.func).rsplit(".", 1)[-1]
         if name in ("nonzero", "masked_select", "unique", "argwhere"):
             return f"the result of `{name}`", True
-        if isinstance(node.func, ast.Attribute) and name in ("to", "cuda", "contiguous", "detach", "clone", "float", "long", "int", "view", "reshape", "flatten", "argmax", "cpu", "bool", "unsqueeze", "squeeze", "half", "double"):
-            reason, is_strong = ragged(view, node.func.value, depth + 1)
-            return reason, is_strong and name != "argmax"
+        if isinstance(node.func, ast.Attribute) and name in (
+            "to",
+            "cuda",
+            "contiguous",
+            "detach",
+            "clone",
+            "float",
+            "long",
+            "int",
+            "view",
+            "reshape",
+            "flatten",
+            "argmax",
+            "cpu",
+            "bool",
+            "unsqueeze",
+            "squeeze",
+            "half",
+            "double",
+        ):
+            inner, is_plain = ragged(view, node.func.value, depth + 1)
+            return inner, is_plain and name != "argmax"
         return "", False
     if isinstance(node, ast.Subscript):
         if _is_mask(view, node.slice):
@@ -179,7 +256,11 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
             reason = ragged(view, value, depth + 1)
             if reason[0]:
                 return reason
-            return (f"`{node.id}`", False) if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id) else ("", False)
+            return (
+                (f"`{node.id}`", False)
+                if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id)
+                else ("", False)
+            )
         return (f"`{node.id}`", False) if _is_ragged_name(node.id) else ("", False)
     if isinstance(node, ast.Attribute):
         return (f"`{dotted(node)}`", node.attr == "logits") if _is_ragged_name(node.attr) else ("", False)
@@ -198,7 +279,11 @@ def _is_mask(view: FunctionView, node: ast.expr) -> bool:
         return True
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         return True
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("bool", "nonzero", "flatten", "view"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("bool", "nonzero", "flatten", "view")
+    ):
         return _is_mask(view, node.func.value) or node.func.attr in ("bool", "nonzero")
     text = dotted(node)
     return "mask" in words(text.rsplit(".", 1)[-1]) or text.endswith(("keep", "valid"))
@@ -206,7 +291,23 @@ def _is_mask(view: FunctionView, node: ast.expr) -> bool:
 
 def _is_ragged_name(name: str) -> bool:
     parts = words(name)
-    if not parts or {"num", "count", "sum", "mean", "len", "length", "lengths", "per", "avg", "loss", "size", "id", "max", "min", "norm"} & set(parts):
+    if not parts or {
+        "num",
+        "count",
+        "sum",
+        "mean",
+        "len",
+        "length",
+        "lengths",
+        "per",
+        "avg",
+        "loss",
+        "size",
+        "id",
+        "max",
+        "min",
+        "norm",
+    } & set(parts):
         return False
     return parts[-1] in _RAGGED_WORDS
 
@@ -215,7 +316,11 @@ def _default_group(view: FunctionView) -> Iterator[Finding]:
     """HL032: a library's call that reduces over the default group unless one is given."""
     for node, callee, guard in view.calls:
         table = view.program.libraries.default_groups.get(callee.rsplit(".", 1)[-1])
-        if table is None or any(k.arg == table.keyword or k.arg is None for k in node.keywords) or len(node.args) > table.position:
+        if (
+            table is None
+            or any(k.arg == table.keyword or k.arg is None for k in node.keywords)
+            or len(node.args) > table.position
+        ):
             continue
         yield finding(
             view, "HL032", "low", node,
@@ -228,9 +333,18 @@ def _default_group(view: FunctionView) -> Iterator[Finding]:
 def _all_ranks(view: FunctionView, event: Event) -> Iterator[Finding]:
     """HL032: data reduced over all ranks in a program whose pipeline stages do not all have them."""
     hit = event.reached[0]
-    if event.group or hit.axes != WORLD or hit.kind not in ("all_reduce", "all_gather", "reduce", "all_gather_into_tensor", "reduce_scatter"):
+    if (
+        event.group
+        or hit.axes != WORLD
+        or hit.kind not in ("all_reduce", "all_gather", "reduce", "all_gather_into_tensor", "reduce_scatter")
+    ):
         return
-    if not hit.is_sure or not view.program.has_stages or is_test(view.file.path) or not event.callee.startswith(("dist.", "torch.distributed.")):
+    if (
+        not hit.is_sure
+        or not view.program.has_stages
+        or is_test(view.file.path)
+        or not event.callee.startswith(("dist.", "torch.distributed."))
+    ):
         return
     yield finding(
         view, "HL032", "low", event.node,
@@ -246,9 +360,18 @@ def _send_lists(view: FunctionView) -> Iterator[Finding]:
     if "send" not in words(view.fact.name):
         return
     for statement, guard in view.statements:
-        if not isinstance(statement, ast.If) or statement.orelse or not any(g.kind == "loop" for g in (guard.chain() if guard else ())):
+        if (
+            not isinstance(statement, ast.If)
+            or statement.orelse
+            or not any(g.kind == "loop" for g in (guard.chain() if guard else ()))
+        ):
             continue
-        appended = [dotted(n.func) for s in statement.body for n in ast.walk(s) if isinstance(n, ast.Call) and dotted(n.func).endswith(".append")]
+        appended = [
+            dotted(n.func)
+            for s in statement.body
+            for n in ast.walk(s)
+            if isinstance(n, ast.Call) and dotted(n.func).endswith(".append")
+        ]
         if appended and len(statement.body) <= 2:
             yield finding(
                 view, "HL033", "low", statement,
@@ -281,12 +404,13 @@ def _computed_source(view: FunctionView) -> Iterator[Finding]:
 
 
 def _is_rank_formula(view: FunctionView, value: ast.expr) -> bool:
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mod | ast.FloorDiv | ast.Mult | ast.Sub | ast.Add):
+    if not isinstance(value, ast.BinOp) or not isinstance(
+        value.op, ast.Mod | ast.FloorDiv | ast.Mult | ast.Sub | ast.Add
+    ):
         return False
-    names = {dotted(n.func if isinstance(n, ast.Call) else n).rsplit(".", 1)[-1] for n in ast.walk(value) if isinstance(n, ast.Call | ast.Name | ast.Attribute)}
+    names = {
+        dotted(n.func if isinstance(n, ast.Call) else n).rsplit(".", 1)[-1]
+        for n in ast.walk(value)
+        if isinstance(n, ast.Call | ast.Name | ast.Attribute)
+    }
     return any("rank" in words(name) and not {"size", "ranks"} & set(words(name)) for name in names)
-
-
-def group_named(text: str) -> bool:
-    """Whether a group's text names axes."""
-    return group_axes(text) not in (WORLD, UNKNOWN)

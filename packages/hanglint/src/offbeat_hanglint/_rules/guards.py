@@ -9,13 +9,41 @@ from offbeat_hanglint._program.axes import UNKNOWN, WORLD, meet, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.reach import Reached
-from offbeat_hanglint._program.walk import Event, FunctionView, Guard, simple_kind
+from offbeat_hanglint._program.view import Event, FunctionView, Guard, simple_kind
 from offbeat_hanglint._rules.report import ORDER, axes_text, finding, steps_of, tags_text, what_is_called
 
 DECIDES: Final = frozenset(("if", "else", "case", "rest", "except"))
 STRONG_LOCAL: Final = frozenset(("time", "error"))
 _LONG_WORK: Final = frozenset(
-    ("generate", "load", "save", "download", "compile", "run", "eval", "evaluate", "build", "convert", "fetch", "init", "create", "upload", "preprocess", "push", "train", "map", "tokenize", "process", "export", "write", "merge", "request", "snapshot", "from_pretrained", "launch")
+    (
+        "generate",
+        "load",
+        "save",
+        "download",
+        "compile",
+        "run",
+        "eval",
+        "evaluate",
+        "build",
+        "convert",
+        "fetch",
+        "init",
+        "create",
+        "upload",
+        "preprocess",
+        "push",
+        "train",
+        "map",
+        "tokenize",
+        "process",
+        "export",
+        "write",
+        "merge",
+        "request",
+        "snapshot",
+        "from_pretrained",
+        "launch",
+    )
 )
 
 
@@ -23,7 +51,9 @@ def check(view: FunctionView) -> Iterator[Finding]:
     """Report each condition once per rule, at the first collective behind it."""
     seen: set[tuple[int, str]] = set()
     for event in view.events:
-        found = [(guard, result) for guard in event.guards() if _decides(guard) and (result := _judge(view, event, guard))]
+        found = [
+            (guard, result) for guard in event.guards() if _decides(guard) and (result := _judge(view, event, guard))
+        ]
         if not found:
             continue
         guard, result = max(found, key=lambda pair: (bool(only_axes(pair[0].depends)), ORDER.index(pair[1].confidence)))
@@ -97,17 +127,20 @@ def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:
         for other in view.events:
             if other is not event and any(g.node is guard.node and g.kind in ("if", "else") for g in other.guards()):
                 found |= other.kinds()
-    text, side = _normal(guard)
+    text, is_true = _normal(guard)
     for other in view.events:
         if other.kinds() & event.kinds():
             for around in other.guards():
                 if around.node is not guard.node and around.kind in ("if", "else"):
                     other_text, other_side = _normal(around)
-                    if other_text == text and other_side != side:
+                    if other_text == text and other_side != is_true:
                         found |= other.kinds()
     if guard.kind == "case":
         for other in view.events:
-            if any(g.kind == "case" and g.node is guard.node for g in other.guards()) and other.guard is not event.guard:
+            if (
+                any(g.kind == "case" and g.node is guard.node for g in other.guards())
+                and other.guard is not event.guard
+            ):
                 found |= other.kinds()
     return found
 
@@ -134,7 +167,11 @@ def _rank_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached) ->
     advice = "Let every member of the group make the call, and put only what one rank is to do under the condition."
     if hit.axes == WORLD and specific and specific == only_axes(guard.depends) and not event.group:
         rule, advice = "HL032", "Pass the group of the ranks that come here, or take the call out of the condition."
-        confidence = "high" if confidence == "high" and event.is_direct else min(confidence, "medium", key=("low", "medium", "high").index)
+        confidence = (
+            "high"
+            if confidence == "high" and event.is_direct
+            else min(confidence, "medium", key=("low", "medium", "high").index)
+        )
     message = f"{what_is_called(event)} spans {axes_text(hit.axes)} but runs only where a condition on {tags_text(guard.depends)} holds"
     if is_left:
         message = f"{what_is_called(event)} spans {axes_text(hit.axes)}, but some ranks have left before, by a condition on {tags_text(guard.depends)}"
@@ -167,7 +204,11 @@ def _local_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached, l
         rule = "HL012" if "error" in local else "HL010"
     else:
         rule = "HL004"
-    verb = "is left out by ranks that went another way before" if guard.kind == "rest" else "runs only where a condition holds"
+    verb = (
+        "is left out by ranks that went another way before"
+        if guard.kind == "rest"
+        else "runs only where a condition holds"
+    )
     message = f"{what_is_called(event)} {verb}; the condition depends on {tags_text(local)}"
     ranks = f"Ranks may decide differently: some enter `{hit.kind}` over {axes_text(hit.axes)} and wait there for the others."
     advice = "Agree on the condition first (all_reduce a flag over the same group), or make the call on every rank."
@@ -204,7 +245,10 @@ def _leader_work(view: FunctionView) -> Iterator[Finding]:
     for position, (statement, guard) in enumerate(view.statements):
         if not isinstance(statement, ast.If) or view.inside(statement, "if"):
             continue
-        around = next((g for s, g in view.statements[position + 1 :] if g is not None and g.node is statement and g.kind == "if"), None)
+        around = next(
+            (g for s, g in view.statements[position + 1 :] if g is not None and g.node is statement and g.kind == "if"),
+            None,
+        )
         if around is None or not only_axes(around.depends) or around.is_membership:
             continue
         work = _long_work(statement.body)
@@ -237,6 +281,10 @@ def _next_collective(view: FunctionView, statement: ast.If, guard: Guard | None)
     last = statement.end_lineno or statement.lineno
     for event in view.events:
         if event.node.lineno > last and event.explicit and event.explicit[0].is_sure:
-            if event.guard is guard or (event.guard is not None and event.guard.parent is guard and event.guard.kind in ("if", "else", "with", "try")):
+            if event.guard is guard or (
+                event.guard is not None
+                and event.guard.parent is guard
+                and event.guard.kind in ("if", "else", "with", "try")
+            ):
                 return event if event.node.lineno - last < 30 else None
     return None
