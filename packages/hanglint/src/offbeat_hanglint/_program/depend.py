@@ -293,7 +293,7 @@ class Dependence:
 
 
 def _chosen_group(name: str, last: str, arguments: str) -> str:
-    """Text of the group whose rank a getter gives: an argument, or what it is a method of, `mesh["tp"].get_local_rank()`."""
+    """Text of the group whose rank a getter gives: an argument, or the receiver of `mesh["tp"].get_local_rank()`."""
     if last not in ("get_rank", "get_local_rank", "get_group_rank", "rank", "get_coordinate"):
         return ""
     if arguments:

@@ -118,7 +118,7 @@ def _constant(node: ast.expr) -> str:
 
 
 def group_text(node: ast.expr) -> str:
-    """Text of an expression that gives a group, with the options of a getter: `get_data_parallel_group(with_context_parallel=True)`."""
+    """Text of an expression that gives a group, with a getter's options: `get_group(with_context_parallel=True)`."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Call):
@@ -214,7 +214,7 @@ _PASSES_ON: Final = frozenset(
 
 
 def is_passing_on(node: ast.Call) -> bool:
-    """Whether what a call returns tells its arguments: `int(os.environ["RANK"])`; a sampler made for a rank does not."""
+    """Whether what a call returns tells its arguments: `int(os.environ["RANK"])` does, a sampler does not."""
     name = (
         node.func.attr
         if isinstance(node.func, ast.Attribute)

@@ -219,9 +219,8 @@ class _Reader:
             return
         function = self.fact.functions[owner]
         made_of = (tuple(self.local_atoms(value)) + under)[:MAX_ATOMS]
-        if "." in text:
-            if function.name != "__init__":
-                self.set_later.add(text.rsplit(".", 1)[-1])
+        if "." in text and function.name != "__init__":
+            self.set_later.add(text.rsplit(".", 1)[-1])
         if text.startswith("self.") and text.count(".") == 1 and function.class_name in self.fact.classes:
             owner_class = self.fact.classes[function.class_name]
             name = text[5:]
@@ -273,7 +272,8 @@ class _Reader:
             functions[owner].nested.setdefault(node.name, index)
         functions.append(
             FunctionFact(
-                node.name, qualified, class_name or functions[owner].class_name, node.lineno, node.end_lineno or node.lineno,
+                node.name, qualified, class_name or functions[owner].class_name,
+                node.lineno, node.end_lineno or node.lineno,
                 tuple(parameters), _falsy(arguments), owner, isinstance(node, ast.AsyncFunctionDef),
                 tuple(dotted(d).removesuffix("()") for d in node.decorator_list),
             )
@@ -335,10 +335,13 @@ def groups_of(call: ast.Call) -> tuple[tuple[int | str, str], ...]:
             text = group_text(argument)
             if any(word in text for word in _GROUP_WORDS):
                 found.append((position, text))
-    for keyword in call.keywords:
-        if keyword.arg and any(word in keyword.arg for word in ("group", "mesh", "comm", "pg")):
-            found.append((keyword.arg, group_text(keyword.value)))
-    return tuple(found)
+    named = [(k.arg, group_text(k.value)) for k in call.keywords if k.arg and is_group_word(k.arg)]
+    return (*found, *named)
+
+
+def is_group_word(keyword: str) -> bool:
+    """Whether an argument of this name is a group or a mesh."""
+    return any(word in keyword for word in ("group", "mesh", "comm", "pg"))
 
 
 def _falsy(arguments: ast.arguments) -> frozenset[str]:

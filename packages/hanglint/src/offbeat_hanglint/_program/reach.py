@@ -18,7 +18,7 @@ class Reached:
 
     Attributes:
         axes: which its group spans; the name of a parameter of the function where its caller chooses the group.
-        line: of the call in this function that leads there; `through` is the function called, -1 for the collective itself.
+        line: of the call in this function that leads there; `through`: the function called, -1 for the collective.
         gate: a parameter that must be true for it to be reached, "" if none.
     """
 
@@ -84,7 +84,8 @@ class Reach:
                 continue
             key = (reached.kind, reached.axes)
             known = own.get(key)
-            if (known is None and len(own) < MAX_ENTRIES and caller != function) or (known is not None and reached.is_sure and not known.is_sure):
+            is_new = known is None and len(own) < MAX_ENTRIES and caller != function
+            if is_new or (known is not None and reached.is_sure and not known.is_sure):
                 own[key] = reached
                 changed = True
         return changed
@@ -161,7 +162,7 @@ def _is_given(call: CallFact, parameters: tuple[str, ...], name: str) -> bool:
 
 def _argument(call: CallFact, parameters: tuple[str, ...], name: str) -> str | None:
     position = _position(call, parameters, name)
-    return next((text for place, text in call.groups if place == name or place == position), None)
+    return next((text for place, text in call.groups if place in (name, position)), None)
 
 
 def _position(call: CallFact, parameters: tuple[str, ...], name: str) -> int | None:

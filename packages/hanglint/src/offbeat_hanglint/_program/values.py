@@ -163,7 +163,7 @@ class Values:
             return {"beyond": ",".join(sorted(axes))}
         found = dict(self.view.dependence.of_atom(self.view.index, call_atom(node))) if name else {}
         if isinstance(node.func, ast.Attribute) and not found:
-            found |= {t: w for t, w in self.depends(node.func.value, depth + 1).items()}
+            found |= self.depends(node.func.value, depth + 1)
         passes_on = is_passing_on(node)
         for argument in [*node.args, *(k.value for k in node.keywords)]:
             given = self.depends(argument, depth + 1)

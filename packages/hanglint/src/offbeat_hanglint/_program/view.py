@@ -28,7 +28,7 @@ class Guard:
     exit: ast.stmt | None = None
 
     def chain(self) -> "Iterator[Guard]":
-        """This one and those around it, innermost first."""
+        """It and those around it, innermost first."""
         guard: Guard | None = self
         while guard is not None:
             yield guard

@@ -51,8 +51,7 @@ def views(
 ) -> Iterator[FunctionView]:
     """Each function that reaches a collective or waits, file by file; files without one are not read again.
 
-    Args:
-        only: paths to look at, all by default; the rest of the program still counts for what calls reach.
+    With `only`, of these paths alone; the rest of the program still counts for what calls reach.
     """
     dependence = Dependence(program, reach)
     for number, file in enumerate(program.files):

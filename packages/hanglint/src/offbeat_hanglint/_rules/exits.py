@@ -20,7 +20,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
 
 
 def _unprotected(view: FunctionView) -> Iterator[Finding]:
-    """HL011: a call that the file guards elsewhere against an exception of its own, without that guard before a collective."""
+    """HL011: a call that the file guards elsewhere against an exception of its own, here unguarded."""
     for node, callee, guard in view.calls:
         raised = view.file.protected.get(callee)
         if not raised or any(g.kind in ("try", "except") for g in (guard.chain() if guard else ())):
@@ -64,7 +64,8 @@ def _one_rank_raises(view: FunctionView) -> Iterator[Finding]:
             confidence = "high" if axes & {"world", "node"} and after.is_direct else "medium"
         yield finding(
             view, "HL011", confidence, left.node,
-            f"an error is raised where a condition on {tags_text(depends)} holds, before {what_is_called(after)} in which the others wait",
+            f"an error is raised where a condition on {tags_text(depends)} "
+            f"holds, before {what_is_called(after)} in which the others wait",
             f"The rank that raises never comes to `{hit.kind}` over {axes_text(hit.axes)}.",
             "Share the outcome first: broadcast or all_reduce whether it failed, then raise on every rank.",
             steps_of(view, None, after, hit),
@@ -76,7 +77,7 @@ def _is_later(event: Event, guard: Guard) -> bool:
     sides = {(id(g.node), g.kind) for g in guard.chain() if g.kind in ("if", "else")}
     opposite = {(node, "else" if kind == "if" else "if") for node, kind in sides}
     own = {(id(g.node), g.kind) for g in event.guards()}
-    outer = [g for g in guard.chain()]
+    outer = list(guard.chain())
     return not own & opposite and not any(g.kind == "if" and (id(g.node), g.kind) in own for g in outer[:1])
 
 
@@ -84,7 +85,7 @@ def _swallowed(view: FunctionView) -> Iterator[Finding]:
     for statement, guard in view.statements:
         if not isinstance(statement, ast.Try) or not statement.handlers:
             continue
-        inside = [e for e in view.inside(statement, "try")]
+        inside = view.inside(statement, "try")
         for handler in statement.handlers:
             if _ends_by_raise(handler.body) or _is_import_error(handler):
                 continue
@@ -120,7 +121,8 @@ def _swallow_finding(view: FunctionView, handler: ast.ExceptHandler, event: Even
     return finding(
         view, "HL012", confidence, handler,
         f"{caught or 'an error'} of one rank is swallowed around {what_is_called(event)}, and the rank goes on alone",
-        f"The rank whose error is caught skips `{reached.kind}` over {axes_text(reached.axes)}; the others wait there, or meet its next collective.",
+        f"The rank whose error is caught skips `{reached.kind}` over "
+        f"{axes_text(reached.axes)}; the others wait there, or meet its next collective.",
         "Raise again, or let all ranks agree (all_reduce a flag) whether the step counts.",
         steps_of(view, None, event, reached),
     )  # fmt: skip
@@ -160,7 +162,8 @@ def _teardown(view: FunctionView) -> Iterator[Finding]:
             yield finding(
                 view, "HL013", confidence, event.node,
                 f"{what_is_called(event)} runs on the way of an exception, where the other ranks are elsewhere",
-                "The rank that raised waits here for its peers, which wait for it in their own collective; its error is not shown before a timeout.",
+                "The rank that raised waits here for its peers, which wait for it "
+                "in their own collective; its error is not shown before a timeout.",
                 "Tear down after success only; on an exception let the process end, which ends its peers.",
                 steps_of(view, guard, event, hit),
             )  # fmt: skip

@@ -91,7 +91,8 @@ def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
         yield finding(
             view, "HL030", "medium" if is_guess else "high", event.node,
             f"`{hit.kind}` is called by some ranks only: the condition around it depends on {tags_text(guard.depends)}",
-            "All ranks of the default group must call it, members or not, and in the same order; those that do not are waited for.",
+            "All ranks of the default group must call it, members or not, "
+            "and in the same order; those that do not are waited for.",
             "Create every group on every rank, in one order, and keep the one that this rank belongs to.",
             steps_of(view, guard, event, hit),
         )  # fmt: skip
@@ -152,7 +153,8 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
     yield finding(
         view, "HL031", confidence, node,
         f"`{hit.kind}` over {axes_text(hit.axes)} names its source as {what}, but a source is a rank among all ranks",
-        "Only the group that holds that global rank works; in the others the source is no member, and they fail or wait for ever.",
+        "Only the group that holds that global rank works; in the others "
+        "the source is no member, and they fail or wait for ever.",
         "Give `dist.get_global_rank(group, 0)` or `group_src=0`.",
         steps_of(view, None, event, hit),
     )  # fmt: skip
@@ -163,10 +165,9 @@ def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple
     if (
         isinstance(source, ast.Name)
         and source.id not in view.fact.parameters
-        and (inner := view.value_of(source.id, source)) is not None
+        and isinstance(inner := view.value_of(source.id, source), ast.Constant)
     ):
-        if isinstance(inner, ast.Constant):
-            return _source_verdict(view, inner, event)
+        return _source_verdict(view, inner, event)
     if isinstance(source, ast.Constant) and isinstance(source.value, int):
         is_known = axes != UNKNOWN
         return ("high" if is_known and "node" not in axes else "low"), f"the literal {source.value}"
@@ -200,12 +201,16 @@ def _shapes(view: FunctionView, event: Event) -> Iterator[Finding]:
         if not reason:
             continue
         yield finding(
-            view, "HL033", "high" if "chosen by a mask" in reason else "medium" if is_strong and not is_torch else "low", event.node,
+            view, "HL033", _shape_confidence(reason, is_strong and not is_torch), event.node,
             f"`{event.callee.rsplit('.', 1)[-1]}` gathers {reason}, whose size may differ between ranks",
             "All members enter, but with other sizes; the backend reads past the end, fails on some ranks, or waits.",
             "Pad to the largest size first (pad_across_processes), gather sums and counts, or gather objects.",
             steps_of(view, None, event, hit),
         )  # fmt: skip
+
+
+def _shape_confidence(reason: str, is_plain: bool) -> Confidence:
+    return "high" if "chosen by a mask" in reason else "medium" if is_plain else "low"
 
 
 def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, bool]:
@@ -314,7 +319,7 @@ def _is_ragged_name(name: str) -> bool:
 
 def _default_group(view: FunctionView) -> Iterator[Finding]:
     """HL032: a library's call that reduces over the default group unless one is given."""
-    for node, callee, guard in view.calls:
+    for node, callee, _ in view.calls:
         table = view.program.libraries.default_groups.get(callee.rsplit(".", 1)[-1])
         if (
             table is None
@@ -397,7 +402,8 @@ def _computed_source(view: FunctionView) -> Iterator[Finding]:
         yield finding(
             view, "HL034", "medium" if is_source else "low", node,
             "the source rank is computed from the global rank, as if the members of the group had neighbouring numbers",
-            "Under another layout of the axes (pipeline stages, experts) members compute different sources, or one outside of the group, and wait.",
+            "Under another layout of the axes (pipeline stages, experts) members "
+            "compute different sources, or one outside of the group, and wait.",
             "Read it from the group: `dist.get_process_group_ranks(group)[0]` or `dist.get_global_rank(group, 0)`.",
         )  # fmt: skip
         return

@@ -73,7 +73,8 @@ def _along_the_path(view: FunctionView, event: Event, guard: Guard, result: Find
         fact = view.program.functions[function]
         yield Finding(
             result.rule, "low", step.path, step.line, step.line, 1, fact.qualified,
-            f"`{hit.kind}` over {axes_text(hit.axes)} is reached from here, and {view.fact.qualified} calls this only where a condition on {tags_text(guard.depends)} holds",
+            f"`{hit.kind}` over {axes_text(hit.axes)} is reached from here, and {view.fact.qualified} "
+            f"calls this only where a condition on {tags_text(guard.depends)} holds",
             result.ranks, result.steps, result.advice,
         )  # fmt: skip
 
@@ -172,10 +173,19 @@ def _rank_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached) ->
             if confidence == "high" and event.is_direct
             else min(confidence, "medium", key=("low", "medium", "high").index)
         )
-    message = f"{what_is_called(event)} spans {axes_text(hit.axes)} but runs only where a condition on {tags_text(guard.depends)} holds"
+    message = (
+        f"{what_is_called(event)} spans {axes_text(hit.axes)} but runs "
+        f"only where a condition on {tags_text(guard.depends)} holds"
+    )
     if is_left:
-        message = f"{what_is_called(event)} spans {axes_text(hit.axes)}, but some ranks have left before, by a condition on {tags_text(guard.depends)}"
-    ranks = f"Ranks for which the condition holds enter `{hit.kind}`; members of {axes_text(hit.axes)} for which it does not never come."
+        message = (
+            f"{what_is_called(event)} spans {axes_text(hit.axes)}, but some ranks "
+            f"have left before, by a condition on {tags_text(guard.depends)}"
+        )
+    ranks = (
+        f"Ranks for which the condition holds enter `{hit.kind}`; members "
+        f"of {axes_text(hit.axes)} for which it does not never come."
+    )
     node = guard.exit if is_left and guard.exit is not None else event.node
     return finding(view, rule, confidence, node, message, ranks, advice, steps_of(view, guard, event, hit))
 
@@ -200,17 +210,18 @@ def _is_lock(node: ast.AST) -> bool:
 def _local_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached, local: Depends) -> Finding:
     is_strong = bool(STRONG_LOCAL & set(local))
     confidence: Confidence = "medium" if is_strong and hit.is_sure and hit.depth <= 2 and hit.axes != UNKNOWN else "low"
-    if guard.kind == "rest":
-        rule = "HL012" if "error" in local else "HL010"
-    else:
-        rule = "HL004"
+    is_left = guard.kind == "rest"
+    rule = "HL004" if not is_left else "HL012" if "error" in local else "HL010"
     verb = (
         "is left out by ranks that went another way before"
         if guard.kind == "rest"
         else "runs only where a condition holds"
     )
     message = f"{what_is_called(event)} {verb}; the condition depends on {tags_text(local)}"
-    ranks = f"Ranks may decide differently: some enter `{hit.kind}` over {axes_text(hit.axes)} and wait there for the others."
+    ranks = (
+        f"Ranks may decide differently: some enter `{hit.kind}` "
+        f"over {axes_text(hit.axes)} and wait there for the others."
+    )
     advice = "Agree on the condition first (all_reduce a flag over the same group), or make the call on every rank."
     node = guard.exit if guard.kind == "rest" and guard.exit is not None else event.node
     return finding(view, rule, confidence, node, message, ranks, advice, steps_of(view, guard, event, hit))
@@ -226,8 +237,14 @@ def _judge_implicit(view: FunctionView, event: Event, guard: Guard) -> Finding |
         return None
     if axes & {"world", "dp", "node"}:
         rule = "HL010" if guard.kind == "rest" and hit.kind == "backward" else "HL003"
-        message = f"{what_is_called(event)} runs a module on some ranks only; if it is wrapped (DDP, FSDP, ZeRO) its {hit.kind} pass is a collective"
-        ranks = f"Ranks for which the condition on {tags_text(guard.depends)} holds enter it; the others go on to their next collective."
+        message = (
+            f"{what_is_called(event)} runs a module on some ranks only; if it "
+            f"is wrapped (DDP, FSDP, ZeRO) its {hit.kind} pass is a collective"
+        )
+        ranks = (
+            f"Ranks for which the condition on {tags_text(guard.depends)} "
+            "holds enter it; the others go on to their next collective."
+        )
         advice = "Run it on all ranks, or on the unwrapped module with parameters that are whole on this rank."
         return finding(view, rule, "low", event.node, message, ranks, advice, steps_of(view, guard, event, hit))
     if hit.kind == "backward" and {"data", "error"} & set(guard.depends) and event.is_direct:
@@ -280,11 +297,10 @@ def _long_work(body: list[ast.stmt]) -> ast.Call | None:
 def _next_collective(view: FunctionView, statement: ast.If, guard: Guard | None) -> Event | None:
     last = statement.end_lineno or statement.lineno
     for event in view.events:
-        if event.node.lineno > last and event.explicit and event.explicit[0].is_sure:
-            if event.guard is guard or (
-                event.guard is not None
-                and event.guard.parent is guard
-                and event.guard.kind in ("if", "else", "with", "try")
-            ):
-                return event if event.node.lineno - last < 30 else None
+        if event.node.lineno <= last or not event.explicit or not event.explicit[0].is_sure:
+            continue
+        inner = event.guard
+        is_below = inner is not None and inner.parent is guard and inner.kind in ("if", "else", "with", "try")
+        if inner is guard or is_below:
+            return event if event.node.lineno - last < 30 else None
     return None

@@ -132,7 +132,8 @@ def _uneven_finding(view: FunctionView, event: Event, guard: Guard, confidence: 
         view, "HL020", confidence, guard.node,
         f"{what_is_called(event)} runs once per round, and {reason}",
         f"Ranks with more rounds enter `{hit.kind}` over {axes_text(hit.axes)} once more than the others.",
-        "Agree on the number of rounds over the group (all_reduce with MAX) and fill up, or move the collective out of the loop.",
+        "Agree on the number of rounds over the group (all_reduce with "
+        "MAX) and fill up, or move the collective out of the loop.",
         steps_of(view, guard, event, hit),
     )  # fmt: skip
 
@@ -217,7 +218,8 @@ def _entry_finding(view: FunctionView, event: Event, guard: Guard, filled: str) 
     confidence: Confidence = "medium" if is_clear and "timer" in last else "low"
     return finding(
         view, "HL021", confidence, guard.node,
-        f"{what_is_called(event)} runs once per entry of `{filled}`; ranks that have other entries call it another number of times",
+        f"{what_is_called(event)} runs once per entry of `{filled}`; "
+        "ranks that have other entries call it another number of times",
         f"A rank with an entry more enters `{hit.kind}` over {axes_text(hit.axes)} alone.",
         "Agree on the keys first (all_gather_object, then their sorted union), or reduce one tensor for all.",
         steps_of(view, guard, event, hit),
@@ -270,7 +272,8 @@ def _breaks(view: FunctionView) -> Iterator[Finding]:
         yield finding(
             view, "HL010", confidence, left.node,
             f"the loop is left by {tags_text(local)} ({why(local)}), while {what_is_called(event)} runs in every round",
-            f"A rank that leaves does not come to the next round's `{hit.kind}` over {axes_text(hit.axes)}; the others wait.",
+            "A rank that leaves does not come to the next round's "
+            f"`{hit.kind}` over {axes_text(hit.axes)}; the others wait.",
             "Leave when all ranks can: reduce the condition over the group before the test.",
             steps_of(view, None, event, hit),
         )  # fmt: skip

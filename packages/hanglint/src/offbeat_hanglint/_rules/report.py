@@ -22,7 +22,7 @@ def finding(
     advice: str,
     steps: tuple[Step, ...] = (),
 ) -> Finding:
-    """A finding at a statement or expression of a function. In tests, where asymmetry is often meant, at most medium."""
+    """A finding at a place in a function. In tests, where asymmetry is often meant, at most medium."""
     line = getattr(node, "lineno", view.fact.line)
     if confidence == "high" and is_test(view.file.path):
         confidence = "medium"
@@ -42,7 +42,7 @@ def is_test(path: str) -> bool:
 
 
 def axes_text(axes: Axes | str) -> str:
-    """ "dp and cp", "all ranks", "a group of its own"."""
+    """Axes in words: "dp and cp", "all ranks"."""
     if isinstance(axes, str) or axes == UNKNOWN:
         return "a group that the code does not name"
     if axes == WORLD or "world" in axes:
@@ -52,7 +52,7 @@ def axes_text(axes: Axes | str) -> str:
 
 def why(depends: Depends) -> str:
     """The names that a condition depends on, shortest first."""
-    names = sorted({reason for reason in depends.values()}, key=len)
+    names = sorted(set(depends.values()), key=len)
     return ", ".join(f"`{name}`" if " " not in name else name for name in names[:3])
 
 

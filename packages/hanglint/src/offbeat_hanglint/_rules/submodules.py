@@ -96,9 +96,11 @@ def _skipped_part(view: FunctionView) -> Iterator[Finding]:
             seen.add(id(guard.node))
             yield finding(
                 view, "HL040", "low", event.node,
-                f"`{event.callee}` runs only where this rank's data ask for it; if the model is sharded its forward pass is a collective",
+                f"`{event.callee}` runs only where this rank's data ask for "
+                "it; if the model is sharded its forward pass is a collective",
                 "Ranks with such data gather its parameters and wait for ranks without.",
-                "Run it on every rank, in training and in evaluation: on ranks without data on a dummy whose output is added times zero.",
+                "Run it on every rank, in training and in evaluation: on ranks "
+                "without data on a dummy whose output is added times zero.",
                 steps_of(view, guard, event, hit),
             )  # fmt: skip
             break
@@ -125,7 +127,8 @@ def _empty_stand_in(view: FunctionView) -> Iterator[Finding]:
             yield finding(
                 view, "HL041", "low", statement,
                 f"`{name}` is replaced by an empty tensor where this rank's batch has none",
-                "The encoder that reads it is skipped on this rank, or its output takes no part in the loss; other ranks wait in its collectives.",
+                "The encoder that reads it is skipped on this rank, or its output "
+                "takes no part in the loss; other ranks wait in its collectives.",
                 "Use a dummy of the usual shape, run the encoder, and add its output times zero.",
             )  # fmt: skip
 
@@ -161,8 +164,10 @@ def _started(view: FunctionView) -> Iterator[Finding]:
             yield finding(
                 view, "HL042", confidence, node,
                 f"`{name}`, which reaches `{kind}` over {axes_text(axes)}, runs in a thread or task of its own",
-                "Collectives of one group must come in one order on all ranks; a thread's order is its own, and cancelled or late jobs are missing on some ranks.",
-                "Give that thread a group of its own, submit the same jobs in the same order everywhere, and never cancel one that holds a collective.",
+                "Collectives of one group must come in one order on all ranks; a thread's "
+                "order is its own, and cancelled or late jobs are missing on some ranks.",
+                "Give that thread a group of its own, submit the same jobs in the "
+                "same order everywhere, and never cancel one that holds a collective.",
             )  # fmt: skip
             break
 
@@ -241,7 +246,8 @@ def check_control(view: FunctionView) -> Iterator[Finding]:
             yield finding(
                 view, "HL032", "low", event.node,
                 f"the server tells the others what to do by a broadcast over {axes_text(hit.axes)} only",
-                "Ranks of the same model that are not in that group (other pipeline stages) wait for the message for ever.",
+                "Ranks of the same model that are not in that group "
+                "(other pipeline stages) wait for the message for ever.",
                 "Broadcast over all ranks of the model, from the server's global rank.",
                 steps_of(view, None, event, hit),
             )  # fmt: skip

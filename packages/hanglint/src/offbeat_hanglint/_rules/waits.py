@@ -89,7 +89,8 @@ def _wrong_rank(view: FunctionView, node: ast.Call, argument: str, what: str) ->
     return finding(
         view, "HL050", "high", node,
         f"`init_process_group` is given {what} as `{argument}`",
-        "With more than one node several processes announce the same rank, or too few are expected; the rendezvous never completes.",
+        "With more than one node several processes announce the same "
+        "rank, or too few are expected; the rendezvous never completes.",
         "Use RANK and WORLD_SIZE of the launcher.",
     )  # fmt: skip
 
@@ -119,7 +120,8 @@ def _ray(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
     elif full == "ray.init" and not keywords & {"num_cpus", "address", "resources", None} and not node.args:
         yield finding(
             view, "HL065", "low", node, "`ray.init` does not say how many CPUs the cluster has",
-            "Where the process may use fewer CPUs than the machine has, Ray starts a worker per CPU and start-up may stand still.",
+            "Where the process may use fewer CPUs than the machine has, "
+            "Ray starts a worker per CPU and start-up may stand still.",
             "Pass `num_cpus=` from the configuration.",
         )  # fmt: skip
 
@@ -257,7 +259,8 @@ def _dropped(view: FunctionView) -> Iterator[Finding]:
             continue
         if callee.endswith(".remote") and isinstance(statement, ast.Expr):
             yield finding(
-                view, "HL064", "low", statement, f"the result of `{callee}` is dropped, so nobody waits for it or sees it fail",
+                view, "HL064", "low", statement,
+                f"the result of `{callee}` is dropped, so nobody waits for it or sees it fail",
                 "The caller goes on as if the call were done; if it failed, others wait for what it should have done.",
                 "Keep the reference and wait for it with a timeout.",
             )  # fmt: skip
@@ -268,7 +271,8 @@ def _dropped(view: FunctionView) -> Iterator[Finding]:
             "wait",
         ):
             yield finding(
-                view, "HL064", "low", statement, f"what `{callee}` returns is dropped; references within it are never waited for",
+                view, "HL064", "low", statement,
+                f"what `{callee}` returns is dropped; references within it are never waited for",
                 "Calls that the answers stand for may still run, or have failed.",
                 "Look at the answers; wait for the references that they hold.",
             )  # fmt: skip
