@@ -39,7 +39,6 @@ def check(view: FunctionView) -> Iterator[Finding]:
             yield from _all_ranks(view, event)
     yield from _default_group(view)
     yield from _computed_source(view)
-    yield from _stale_state(view)
 
 
 def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
