@@ -114,6 +114,10 @@ _COMMON_METHODS: Final = frozenset(
 )
 
 
+# Words of objects that stand for a group and have its collectives as methods: `get_tp_group().broadcast(...)`.
+_GROUP_RECEIVERS: Final = frozenset(("group", "communicator", "comm", "coordinator"))
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A function that a call may mean. `is_sure` is False where only the method's name points to it."""
@@ -353,6 +357,12 @@ class Program:
         for receivers, operation in tables.methods.get(last, ()):
             if not receivers or receivers & receiver_words:
                 return operation
+        if receiver_words & _GROUP_RECEIVERS and (
+            last in tables.anywhere or f"torch.distributed.{last}" in tables.functions
+        ):
+            return replace(Operation(last), axes=group_axes(receiver), is_sure=group_axes(receiver) != UNKNOWN)
+        if last in tables.anywhere and receiver == "self" and not self.targets(caller, callee):
+            return replace(Operation(last), axes=UNKNOWN, is_sure=False)
         if last in tables.anywhere and not (receiver in ("self", "cls") or not receiver):
             known = tables.functions.get(f"torch.distributed.{last}") or Operation(last)
             is_module = full != callee and words(full.rsplit(".", 2)[-2])[-1:] in (

@@ -149,6 +149,12 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
         and not any("RCVTIMEO" in ast.dump(n) for n in ast.walk(view.node) if isinstance(n, ast.Attribute))
     ):
         what = "a socket"
+    elif last in ("get", "wait") and "store" in parts and (node.args or last == "wait") and "timeout" not in keywords:
+        what = "a store" if (last == "wait" and len(node.args) < 2) or (last == "get" and "tcp" in parts) else ""
+    elif last in ("wait", "communicate") and parts & {"process", "proc", "popen"} and not node.args and not keywords:
+        what = "a process"
+    elif callee in ("requests.get", "requests.post", "requests.put") and not keywords & {"timeout", None}:
+        what = "a server"
     if what:
         yield finding(
             view, "HL061", _socket_confidence(parts, guard) if what == "a socket" else "low", node,
