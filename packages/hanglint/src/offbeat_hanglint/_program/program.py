@@ -291,7 +291,11 @@ class Program:
         file = self.files[number]
         first, _, method = name.partition(".")
         if first in file.classes:
-            return self.find_method(number, first, method or "__init__") if "." not in method else ()
+            if "." in method:
+                return ()
+            if method == "apply" and "apply" not in file.classes[first].methods:  # of an autograd function
+                return (*self.find_method(number, first, "forward"), *self.find_method(number, first, "backward"))
+            return self.find_method(number, first, method or "__init__")
         index = file.functions[0].nested.get(name)
         return (Target(self.first[number] + index, True),) if index is not None else ()
 
@@ -316,7 +320,9 @@ class Program:
                 found = self.find_class(number, function.class_name)
                 bases = found[1].bases if found else ()
                 return next((t for base in bases if (t := self.find_method(number, base, first, 1))), ())
-            return self.find_method(number, function.class_name, first)
+            own = self.find_method(number, function.class_name, first)
+            made_by = None if own else self.attribute_class(number, function.class_name, first)
+            return self.find_method(made_by[0], made_by[1], "forward") if made_by else own
         if "." not in more:
             made_by = self.attribute_class(number, function.class_name, first)
             if made_by:
