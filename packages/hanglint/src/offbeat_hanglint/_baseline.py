@@ -42,7 +42,7 @@ def read_baseline(path: Path) -> Counter[str]:
         raise ConfigError(
             f"the baseline must be a readable file: got {path} ({error.strerror}); --write-baseline writes one"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"a baseline must be JSON: {path} is not ({error}); write it anew") from error
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:

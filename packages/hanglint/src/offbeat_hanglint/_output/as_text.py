@@ -83,7 +83,9 @@ def _finding(said: Said, root: Path, lines: SourceLines, is_coloured: bool) -> I
 def _excerpt(finding: Finding, lines: SourceLines, dim: Style, mark: Style) -> Iterator[str]:
     """The finding's lines, the one before, and guards above them; `...` where lines are left out."""
     own = range(finding.line, max(finding.line, finding.end_line) + 1)[:MAX_LINES_SHOWN]
-    above = {step.line for step in finding.steps if step.path == finding.path and step.line < finding.line}
+    here = [step.line for step in finding.steps if step.path == finding.path]
+    guards = here[: here.index(finding.line)] if finding.line in here else here
+    above = {line for line in guards if line < finding.line}
     near = {line for line in above if finding.line - line <= MAX_LINES_ABOVE}
     shown = sorted({*near, finding.line - 1, *own} - {0})
     if not lines.line(finding.path, finding.line):
