@@ -7,15 +7,12 @@ from pathlib import Path
 
 from offbeat_hanglint._files import find_files, read_source
 from offbeat_hanglint._finding import Finding
+from offbeat_hanglint._program.program import Program
+from offbeat_hanglint._program.reach import Reach
+from offbeat_hanglint._program.views import views
+from offbeat_hanglint._reading import Unreadable, read_facts
+from offbeat_hanglint._rules.registry import CHECKS
 from offbeat_hanglint._settings import Settings
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A file that could not be read, and why."""
-
-    path: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,17 @@ def analyse(paths: Sequence[Path], settings: Settings) -> Analysis:
     """Read every Python file under the paths as one program and report what may hang."""
     start_s = time.perf_counter()
     files, unread = find_files(paths, settings.root, settings.exclude)
+    by_path = {each.path: each for each in files}
+    read = list(read_facts(files, settings.cache_folder, settings.num_jobs))
+    facts = [each for each in read if not isinstance(each, Unreadable)]
     unreadable = [Unreadable(path, why) for path, why in unread]
-    num_files = num_lines = 0
-    for source in files:
-        try:
-            content = read_source(source)
-        except OSError as error:
-            unreadable.append(Unreadable(source.path, error.strerror or str(error)))
-            continue
-        num_files += 1
-        num_lines += content.count(b"\n")
-    return Analysis((), tuple(unreadable), num_files, num_lines, time.perf_counter() - start_s)
+    unreadable += [each for each in read if isinstance(each, Unreadable)]
+    program = Program(facts)
+    looked_at = views(program, Reach(program), lambda path: read_source(by_path[path]))
+    found = [f for view in looked_at for check in CHECKS for f in check(view)]
+    if settings.rules:
+        found = [f for f in found if f.rule in settings.rules]
+    found.sort(key=lambda f: (f.path, f.line, f.rule, f.column))
+    num_lines = sum(f.num_lines for f in facts)
+    seconds = time.perf_counter() - start_s
+    return Analysis(tuple(dict.fromkeys(found)), tuple(unreadable), len(facts), num_lines, seconds)
