@@ -10,6 +10,7 @@ from offbeat_hanglint._finding import Finding
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
 from offbeat_hanglint._program.views import views
+from offbeat_hanglint._program.walk import Walker
 from offbeat_hanglint._reading import Unreadable, read_facts
 from offbeat_hanglint._rules.registry import CHECKS
 from offbeat_hanglint._settings import Settings
@@ -37,7 +38,13 @@ def analyse(paths: Sequence[Path], settings: Settings) -> Analysis:
     unreadable += [each for each in read if isinstance(each, Unreadable)]
     program = Program(facts)
     looked_at = views(program, Reach(program), lambda path: read_source(by_path[path]))
-    found = [f for view in looked_at for check in CHECKS for f in check(view)]
+    found: list[Finding] = []
+    for view in looked_at:
+        try:
+            walked = Walker(view).walk()
+            found += [f for check in CHECKS for f in check(walked)]
+        except RecursionError:
+            unreadable.append(Unreadable(view.file.path, f"{view.fact.qualified} is nested too deeply to be looked at"))
     if settings.rules:
         found = [f for f in found if f.rule in settings.rules]
     found.sort(key=lambda f: (f.path, f.line, f.rule, f.column))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def from_data(kind: type[T], data: Any) -> T:
     Raises:
         TypeError, ValueError, AttributeError: it made it of no such value.
     """
-    found: T = _reader(kind)(data)
+    found: T = _reader(cast(Any, kind))(data)
     return found
 
 

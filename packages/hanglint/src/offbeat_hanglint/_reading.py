@@ -88,4 +88,4 @@ def _read(cache: FactCache, source: SourceFile) -> FileFact | Unreadable:
 def _parse(path: str, content: bytes) -> FileFact:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as an invalid escape in what is read
-        return extract(path, ast.parse(content), content.count(b"\n"))
+        return extract(path, ast.parse(content), len(content.splitlines()))

@@ -82,10 +82,7 @@ class Reach:
                 continue
             key = (reached.kind, reached.axes)
             known = own.get(key)
-            if known is None and len(own) < MAX_ENTRIES and caller != function:
-                own[key] = reached
-                changed = True
-            elif known is not None and reached.is_sure and not known.is_sure:
+            if (known is None and len(own) < MAX_ENTRIES and caller != function) or (known is not None and reached.is_sure and not known.is_sure):
                 own[key] = reached
                 changed = True
         return changed

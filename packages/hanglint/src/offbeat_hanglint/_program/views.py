@@ -8,7 +8,7 @@ from typing import Final
 from offbeat_hanglint._program.depend import Dependence
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
-from offbeat_hanglint._program.walk import FunctionView, Walker
+from offbeat_hanglint._program.walk import FunctionView
 
 # Last parts of calls that wait, start or set up something: functions with one are looked at, too.
 WAITS: Final = frozenset(
@@ -38,7 +38,7 @@ def views(program: Program, reach: Reach, read: Callable[[str], bytes]) -> Itera
             index = 0 if isinstance(node, ast.Module) else by_place.get((node.lineno, node.name), -1)
             if index in wanted:
                 view = FunctionView(program, reach, dependence, file, first + index, file.functions[index], node)
-                yield Walker(view).walk()
+                yield view
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:
