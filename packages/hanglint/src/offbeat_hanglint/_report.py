@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from offbeat_hanglint._analyse import Analysis
@@ -64,18 +64,24 @@ class Report:
 
 
 class SourceLines:
-    """Lines of the files that findings are in, read when asked for."""
+    """Lines of the files that findings are in, read when asked for.
+
+    Args:
+        root: what paths are relative to.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._read: dict[str, list[str]] = {}
 
     def line(self, path: str, number: int) -> str:
         """One line, from 1, without its end; empty where there is none."""
-        lines = _lines(self._root / path)
+        if path not in self._read:
+            self._read[path] = _lines(self._root / path)
+        lines = self._read[path]
         return lines[number - 1] if 1 <= number <= len(lines) else ""
 
 
-@lru_cache(maxsize=64)
 def _lines(file: Path) -> list[str]:
     import io
     import tokenize
@@ -83,7 +89,7 @@ def _lines(file: Path) -> list[str]:
     try:
         content = file.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        # Only what Python itself counts as the end of a line: splitlines() also splits at form feeds.
+        # Only what Python itself counts as the end of a line: str.splitlines() also splits at form feeds.
         text = content.decode(encoding, "replace").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, SyntaxError, LookupError):
         return []
