@@ -10,9 +10,10 @@ from offbeat_hanglint._finding import Finding
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
 from offbeat_hanglint._program.views import views
-from offbeat_hanglint._program.walk import Walker
+from offbeat_hanglint._program.walk import FunctionView
 from offbeat_hanglint._reading import Unreadable, read_facts
 from offbeat_hanglint._rules.registry import CHECKS
+from offbeat_hanglint._rules.report import ORDER
 from offbeat_hanglint._settings import Settings
 
 
@@ -37,17 +38,24 @@ def analyse(paths: Sequence[Path], settings: Settings) -> Analysis:
     unreadable = [Unreadable(path, why) for path, why in unread]
     unreadable += [each for each in read if isinstance(each, Unreadable)]
     program = Program(facts)
-    looked_at = views(program, Reach(program), lambda path: read_source(by_path[path]))
+    too_deep: list[FunctionView] = []
     found: list[Finding] = []
-    for view in looked_at:
+    for view in views(program, Reach(program), lambda path: read_source(by_path[path]), too_deep=too_deep):
         try:
-            walked = Walker(view).walk()
-            found += [f for check in CHECKS for f in check(walked)]
+            found += [f for check in CHECKS for f in check(view)]
         except RecursionError:
-            unreadable.append(Unreadable(view.file.path, f"{view.fact.qualified} is nested too deeply to be looked at"))
+            too_deep.append(view)
+    unreadable += [Unreadable(each.file.path, f"{each.fact.qualified} is nested too deeply") for each in too_deep]
     if settings.rules:
         found = [f for f in found if f.rule in settings.rules]
-    found.sort(key=lambda f: (f.path, f.line, f.rule, f.column))
     num_lines = sum(f.num_lines for f in facts)
     seconds = time.perf_counter() - start_s
-    return Analysis(tuple(dict.fromkeys(found)), tuple(unreadable), len(facts), num_lines, seconds)
+    return Analysis(_once(found), tuple(unreadable), len(facts), num_lines, seconds)
+
+
+def _once(found: list[Finding]) -> tuple[Finding, ...]:
+    """The surest finding of a rule on a line, ordered."""
+    kept: dict[tuple[str, int, str], Finding] = {}
+    for finding in sorted(found, key=lambda f: (f.path, f.line, f.rule, -ORDER.index(f.confidence), f.column)):
+        kept.setdefault((finding.path, finding.line, finding.rule), finding)
+    return tuple(kept.values())

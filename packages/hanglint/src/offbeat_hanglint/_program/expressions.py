@@ -41,6 +41,19 @@ def parts(node: ast.AST) -> list[ast.AST]:
     return found
 
 
+def comparisons_in(node: ast.AST) -> list[ast.Compare]:
+    """Comparisons of an assigned or tested expression, without those within calls."""
+    found: list[ast.Compare] = []
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, ast.Compare):
+            found.append(current)
+        elif isinstance(current, ast.BoolOp | ast.UnaryOp | ast.IfExp):
+            stack += parts(current)
+    return found
+
+
 def calls_in(node: ast.AST) -> list[ast.Call]:
     """Every call within an expression, outermost first."""
     found: list[ast.Call] = []

@@ -104,6 +104,16 @@ class Reach:
                 axes, sure = (named if named != UNKNOWN else WORLD if axes in callee.falsy else UNKNOWN), False
         return Reached(entry.kind, axes, entry.is_explicit, sure, call.line, function, entry.depth + 1, call.gate)
 
+    def functions_below(self, entry: Reached) -> list[int]:
+        """The functions from the one that is called to the one that holds the collective."""
+        if entry.through < 0:
+            return []
+        below = [e for e in self.of[entry.through].values() if e.kind == entry.kind]
+        if not below:
+            return [entry.through]
+        chosen = min(below, key=lambda e: (e.axes != entry.axes, e.depth))
+        return [function for function, _, _ in self.path(entry.through, chosen)]
+
     def path(self, function: int, entry: Reached) -> list[tuple[int, int, str]]:
         """(function, line, what is called there) from an entry of a function down to the collective."""
         steps: list[tuple[int, int, str]] = []

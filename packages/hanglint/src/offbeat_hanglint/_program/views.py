@@ -9,7 +9,7 @@ from offbeat_hanglint._program.depend import Dependence
 from offbeat_hanglint._program.facts import FunctionFact
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
-from offbeat_hanglint._program.walk import FunctionView
+from offbeat_hanglint._program.walk import FunctionView, Walker
 
 # Last parts of calls that wait, start or set up something: functions with one are looked at, too.
 WAITS: Final = frozenset(
@@ -21,13 +21,19 @@ WAITS: Final = frozenset(
 
 
 def views(
-    program: Program, reach: Reach, read: Callable[[str], bytes], only: frozenset[str] | None = None
+    program: Program,
+    reach: Reach,
+    read: Callable[[str], bytes],
+    only: frozenset[str] | None = None,
+    too_deep: list[FunctionView] | None = None,
 ) -> Iterator[FunctionView]:
     """Each function that reaches a collective or waits, file by file; files without one are not read again.
 
     Args:
         only: paths to look at, all by default; the rest of the program still counts for what calls reach.
+        too_deep: is given the functions that are nested too deeply to be walked.
     """
+    too_deep = [] if too_deep is None else too_deep
     dependence = Dependence(program, reach)
     for number, file in enumerate(program.files):
         if only is not None and file.path not in only:
@@ -47,7 +53,12 @@ def views(
             index = 0 if isinstance(node, ast.Module) else by_place.get((node.lineno, node.name), -1)
             if index in wanted:
                 view = FunctionView(program, reach, dependence, file, first + index, file.functions[index], node)
-                yield view
+                try:
+                    walked = Walker(view).walk()
+                except RecursionError:
+                    too_deep.append(view)
+                else:
+                    yield walked
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -66,7 +77,7 @@ def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]
 
 
 def _is_source_rank(name: str) -> bool:
-    return "src" in name and "rank" in name
+    return ("src" in name and "rank" in name) or "send" in name
 
 
 def _passes_function(function: FunctionFact) -> bool:

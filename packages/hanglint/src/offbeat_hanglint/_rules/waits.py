@@ -53,8 +53,8 @@ def _is_local_rank(view: FunctionView, node: ast.expr, depth: int = 0) -> bool:
     if depth > 4:
         return False
     text = dotted(node)
-    if isinstance(node, ast.Name) and node.id in view.assigned:
-        return _is_local_rank(view, view.assigned[node.id], depth + 1)
+    if isinstance(node, ast.Name) and (value := view.value_of(node.id, node)) is not None:
+        return _is_local_rank(view, value, depth + 1)
     if isinstance(node, ast.Call) and node.args and dotted(node.func) in ("int", "os.getenv", "os.environ.get"):
         return _is_local_rank(view, node.args[0], depth + 1)
     if isinstance(node, ast.Constant):
@@ -64,8 +64,8 @@ def _is_local_rank(view: FunctionView, node: ast.expr, depth: int = 0) -> bool:
 
 
 def _is_device_count(view: FunctionView, node: ast.expr) -> bool:
-    if isinstance(node, ast.Name) and node.id in view.assigned:
-        node = view.assigned[node.id]
+    if isinstance(node, ast.Name):
+        node = view.value_of(node.id, node) or node
     return isinstance(node, ast.Call) and dotted(node.func).endswith("device_count")
 
 
@@ -123,11 +123,17 @@ def _wait(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
         what = "a socket"
     if what:
         yield finding(
-            view, "HL061", "medium" if what == "a socket" else "low", node,
+            view, "HL061", "medium" if what == "a socket" and not _sets_timeouts(view) else "low", node,
             f"`{callee}` waits for {what} without a timeout",
             "If the other side is gone or failed without an answer, this one waits for ever.",
             "Wait with a timeout in a loop that checks whether the other side lives, and answer errors, too.",
         )  # fmt: skip
+
+
+def _sets_timeouts(view: FunctionView) -> bool:
+    """Whether a socket of this file gets a timeout, or never blocks."""
+    names = {call.callee.rsplit(".", 1)[-1] for function in view.file.functions for call in function.calls}
+    return bool(names & {"settimeout", "setblocking", "setdefaulttimeout"})
 
 
 def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
