@@ -37,7 +37,7 @@ def analyse(paths: Sequence[Path], settings: Settings) -> Analysis:
     facts = [each for each in read if not isinstance(each, Unreadable)]
     unreadable = [Unreadable(path, why) for path, why in unread]
     unreadable += [each for each in read if isinstance(each, Unreadable)]
-    program = Program(facts)
+    program = Program(facts, settings.summaries)
     too_deep: list[FunctionView] = []
     found: list[Finding] = []
     for view in views(program, Reach(program), lambda path: read_source(by_path[path]), too_deep=too_deep):

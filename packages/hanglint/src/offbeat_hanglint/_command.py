@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--jobs", type=_count, default=0, metavar="N", help="processes that read files (default: one a core, at most 8)"
     )
+    add("--summarise-installed", action="append", metavar="NAME", help="write what a library does, for `summaries`")
     add("--statistics", action="store_true", help="count findings by rule, too")
     add("--list-rules", action="store_true", help="show the rules, and end")
     add("--explain", metavar="RULE", help="show the page of a rule, and end")
@@ -90,6 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         print(rule_list())
     elif options.explain is not None:
         print(_explain(options.explain), end="")
+    elif options.summarise_installed:
+        _summarise(options)
     elif not options.paths:
         raise ConfigError("needs at least one PATH, such as `hanglint src`; --help shows the rest")
     else:
@@ -104,6 +107,30 @@ def _explain(rule: str) -> str:
     if rule.upper() not in known:
         raise ConfigError(f"--explain must name a rule: got `{rule}`{nearest(rule.upper(), known)}")
     return page(rule.upper())
+
+
+def _summarise(options: argparse.Namespace) -> None:
+    from offbeat_hanglint._cache import default_cache_folder
+    from offbeat_hanglint._summarise import summarise
+
+    cache = default_cache_folder() if options.cache else None
+    texts = [summarise(name, cache, _num_jobs(options)) for name in options.summarise_installed]
+    _write("\n".join(texts), options.output)
+
+
+def _num_jobs(options: argparse.Namespace) -> int:
+    return int(options.jobs) or min(os.cpu_count() or 1, MAX_JOBS)
+
+
+def _write(text: str, output: Path | None) -> None:
+    """Print it, or write it where it is asked for."""
+    if output is None:
+        print(text, end="", flush=True)
+        return
+    try:
+        output.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--output must be writable: got {output} ({error.strerror})") from error
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -134,10 +161,24 @@ def _config(options: argparse.Namespace) -> Config:
         exclude=(*config.exclude, *options.exclude) if options.exclude else None,
         baseline=options.baseline,
     )
-    for file in config.summaries:
-        if not file.is_file():
-            raise ConfigError(f"`summaries` must name files that exist: got {file}")
+    _check_summaries(config)
     return replace(config, baseline=None) if options.write_baseline is not None else config
+
+
+def _check_summaries(config: Config) -> None:
+    if not config.summaries:
+        return
+    from offbeat_hanglint._libraries import libraries
+
+    try:
+        libraries(config.summaries)
+    except OSError as error:
+        raise ConfigError(f"`summaries` must name readable files: got {error.filename} ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = ", ".join(map(str, config.summaries))
+        raise ConfigError(
+            f"`summaries` must have the form of hanglint's own `_libraries`: {files}: {error!r}"
+        ) from error
 
 
 def _analyse(options: argparse.Namespace, config: Config) -> "Report":
@@ -155,7 +196,7 @@ def _analyse(options: argparse.Namespace, config: Config) -> "Report":
         root=config.root,
         summaries=config.summaries,
         cache_folder=cache,
-        num_jobs=options.jobs or min(os.cpu_count() or 1, MAX_JOBS),
+        num_jobs=_num_jobs(options),
     )
     analysis = analyse(options.paths, settings)
     if cache is not None:
@@ -169,14 +210,9 @@ def _show(report: "Report", options: argparse.Namespace, config: Config) -> None
     from offbeat_hanglint._output.as_text import statistics, summary
 
     text = _formatted(report, options, config)
+    _write(text, options.output)
     if options.output is not None:
-        try:
-            options.output.write_text(text, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise ConfigError(f"--output must be writable: got {options.output} ({error.strerror})") from error
         print(f"hanglint: {summary(report)}; written to {options.output}", file=sys.stderr)
-    else:
-        print(text, end="", flush=True)
     if options.statistics:
         print(statistics(report), file=sys.stderr)
 
