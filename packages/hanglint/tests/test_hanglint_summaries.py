@@ -18,7 +18,12 @@ def mean_over(value, group):
 
 
 def mean(value):
-    return mean_over(value, None)
+    return total(value) / dist.get_world_size()
+
+
+def total(value):
+    dist.all_reduce(value)
+    return value
 
 
 def log(value, everywhere=False):
@@ -75,6 +80,7 @@ def test_a_summary_says_where_a_function_is_over_which_axes_and_who_names_the_gr
     assert functions == {
         "mean": (["fleet.parts", "fleet"], {"axes": ["world"]}),
         "mean_over": (["fleet.parts"], {"axes": ["world"], "group": 1}),
+        "total": (["fleet.parts"], {"axes": ["world"]}),
     }
     assert data["methods"] == [{"names": ["collect"], "receivers": ["reducer"], "axes": ["world"]}]
 
