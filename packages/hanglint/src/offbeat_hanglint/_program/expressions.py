@@ -112,7 +112,7 @@ def group_text(node: ast.expr) -> str:
         first = group_text(node.body)
         return first if first != "None" else group_text(node.orelse)
     if isinstance(node, ast.BoolOp):
-        return group_text(node.values[0])
+        return group_text(node.values[-1])
     if isinstance(node, ast.List | ast.Tuple) and len(node.elts) == 1:
         return group_text(node.elts[0])
     return dotted(node)

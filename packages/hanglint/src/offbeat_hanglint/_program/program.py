@@ -259,7 +259,8 @@ class Program:
         for _ in range(3):
             if text in function.parameters:
                 axes = group_axes(text)
-                return text if axes == UNKNOWN else axes
+                default = group_axes(function.groups.get(text, "")) if text in function.groups else UNKNOWN
+                return axes if axes != UNKNOWN else default if default not in (UNKNOWN, WORLD) else text
             axes = group_axes(text) if text else WORLD
             if axes != UNKNOWN:
                 return axes

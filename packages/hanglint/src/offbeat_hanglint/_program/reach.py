@@ -82,7 +82,10 @@ class Reach:
                 continue
             key = (reached.kind, reached.axes)
             known = own.get(key)
-            if (known is None and len(own) < MAX_ENTRIES and caller != function) or (known is not None and reached.is_sure and not known.is_sure):
+            if known is None and len(own) < MAX_ENTRIES and caller != function:
+                own[key] = reached
+                changed = True
+            elif known is not None and reached.is_sure and not known.is_sure:
                 own[key] = reached
                 changed = True
         return changed
@@ -101,7 +104,8 @@ class Reach:
                 axes = self.program.resolve_group(caller, text)
             else:
                 named = group_axes(axes)
-                axes, sure = (named if named != UNKNOWN else WORLD if axes in callee.falsy else UNKNOWN), False
+                is_default = named == UNKNOWN and axes in callee.falsy  # None, which means the default group
+                axes, sure = (WORLD if is_default else named), sure and is_default
         return Reached(entry.kind, axes, entry.is_explicit, sure, call.line, function, entry.depth + 1, call.gate)
 
     def functions_below(self, entry: Reached) -> list[int]:

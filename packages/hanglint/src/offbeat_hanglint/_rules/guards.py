@@ -37,7 +37,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
 def _along_the_path(view: FunctionView, event: Event, guard: Guard, result: Finding) -> Iterator[Finding]:
     """The same at the functions between the condition and the collective: the change may belong there."""
     hit = next((r for r in event.explicit if _apart(r, guard)), None)
-    if hit is None or hit.through < 0 or not hit.is_sure or guard.kind == "except":
+    if hit is None or hit.through < 0 or hit.depth > 4 or guard.kind == "except":
         return
     for function, step in zip(view.reach.functions_below(hit), result.steps[2:], strict=False):
         fact = view.program.functions[function]

@@ -168,16 +168,18 @@ def _breaks(view: FunctionView) -> Iterator[Finding]:
         if left.loop is None or left.guard is None or isinstance(left.node, ast.Raise | ast.Continue) or id(left.loop) in seen:
             continue
         depends: dict[str, str] = {}
+        around: list[Guard] = []
         for guard in left.guard.chain():
             if guard.node is left.loop:
                 break
+            around.append(guard)
             if guard.kind in ("if", "else", "except"):
                 depends |= guard.depends
         local = {t: w for t, w in depends.items() if t in ("data", "time", "error") or t in ("world", "dp", "cp", "tp", "pp", "ep", "node")}
         if not local:
             continue
         inside = [e for e in view.events if any(g.node is left.loop for g in e.guards()) and (e.explicit or e.reached[0].kind in ("forward", "backward"))]
-        inside = [e for e in inside if not any(e.guard is g for g in left.guard.chain())] or []
+        inside = [e for e in inside if e.guard not in around]
         if not inside:
             continue
         seen.add(id(left.loop))
