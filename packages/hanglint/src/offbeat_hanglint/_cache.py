@@ -4,11 +4,11 @@ An entry is plain JSON under a name that is the hash of what it was made from: t
 and the version of the code that reads it. Nothing needs to be renewed, then, and a damaged entry is as good as none.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -117,14 +117,11 @@ def _hash(content: bytes, beside: object) -> str:
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Write a file that readers see whole or not at all; nothing is written where that is impossible."""
+    part = path.parent / f".{os.urandom(8).hex()}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        part.write_bytes(content)
+        os.replace(part, path)
     except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)

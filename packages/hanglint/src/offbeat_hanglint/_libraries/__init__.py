@@ -3,12 +3,12 @@
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_hanglint._program.axes import WORLD, Axes
 
+FOLDER: Final = Path(__file__).parent
 SOURCES: Final = ("torch.toml", "frameworks.toml")
 
 
@@ -70,7 +70,7 @@ def libraries(summaries: tuple[Path, ...] = ()) -> Libraries:
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError: one of them cannot be read, or has another form.
     """
-    tables = [tomllib.loads(files(__package__).joinpath(name).read_text("utf-8")) for name in SOURCES]
+    tables = [tomllib.loads((FOLDER / name).read_text("utf-8")) for name in SOURCES]
     tables += [tomllib.loads(path.read_text("utf-8")) for path in summaries]
     merged = {key: [entry for t in tables for entry in _as_list(t.get(key))] for key in {k for t in tables for k in t}}
     methods: dict[str, list[tuple[frozenset[str], Operation]]] = {}
