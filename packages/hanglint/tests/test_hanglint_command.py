@@ -133,13 +133,17 @@ def test_whoever_stops_reading_sees_no_traceback(project: Path) -> None:
         assert running.wait(timeout=60) == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
 @pytest.mark.nightly
 def test_an_interrupt_ends_it_without_a_traceback(project: Path) -> None:
     for number in range(300):
-        (project / "src" / f"m{number}.py").write_text(WRONG * 100)
+        (project / "src" / f"m{number}.py").write_text(WRONG * 200)
     command = [sys.executable, "-m", "offbeat_hanglint", "src", "--no-cache", "--jobs", "2"]
     running = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(1.5)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    end_s = time.monotonic() + 60
+    while not children.read_text() and time.monotonic() < end_s:  # it reads, in processes of its own
+        time.sleep(0.01)
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 130
@@ -305,3 +309,15 @@ def test_help_and_lists_name_every_rule_and_option() -> None:
     assert all(line.startswith("HL") for line in listed)
     assert "--write-baseline" in run("--help").stdout
     assert run("--version").stdout.startswith("hanglint ")
+
+
+def test_the_hook_of_pre_commit_runs_from_a_clone_with_nothing_installed(project: Path) -> None:
+    root = Path(__file__).parents[3]
+    entry = next(line for line in (root / ".pre-commit-hooks.yaml").read_text().splitlines() if "entry:" in line)
+    hook = root / entry.partition("entry:")[2].strip()
+    assert os.access(hook, os.X_OK)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", hook, "."], cwd=project, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("src/loss.py:6:9: HL001")
