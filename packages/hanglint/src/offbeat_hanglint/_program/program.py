@@ -1,6 +1,7 @@
 """All files together: which call means which function."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from offbeat_hanglint._libraries import Libraries, Operation, libraries
@@ -129,9 +130,10 @@ class Target:
 class Program:
     """The facts of all files, and how names lead from one to another."""
 
-    def __init__(self, files: list[FileFact]) -> None:
+    def __init__(self, files: list[FileFact], summaries: tuple[Path, ...] = ()) -> None:
         self.files = files
-        self.libraries: Libraries = libraries()
+        self.libraries: Libraries = libraries(summaries)
+        self._interesting = _interesting(self.libraries)
         self.functions: list[FunctionFact] = []
         self.file_of: list[int] = []
         self.first: list[int] = []
@@ -343,7 +345,7 @@ class Program:
         tables = self.libraries
         file = self.files[self.file_of[caller]]
         last = callee.rsplit(".", 1)[-1]
-        if last not in _interesting():
+        if last not in self._interesting:
             return None
         full = self.full_name(file, callee)
         known = tables.functions.get(full) or tables.functions.get(
@@ -422,14 +424,6 @@ def _common_prefix(first: str, second: str) -> int:
     return count
 
 
-_INTERESTING: set[str] = set()
-
-
-def _interesting() -> set[str]:
+def _interesting(tables: Libraries) -> frozenset[str]:
     """Last parts of every name that a library's table has: most calls are none of them."""
-    if not _INTERESTING:
-        tables = libraries()
-        _INTERESTING.update(name.rsplit(".", 1)[-1] for name in tables.functions)
-        _INTERESTING.update(tables.methods)
-        _INTERESTING.update(tables.anywhere)
-    return _INTERESTING
+    return frozenset(name.rsplit(".", 1)[-1] for name in tables.functions) | tables.methods.keys() | tables.anywhere
