@@ -1,0 +1,1 @@
+"""Source files to facts, facts to a call graph, and what follows from it."""
