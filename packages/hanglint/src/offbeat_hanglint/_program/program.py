@@ -115,6 +115,10 @@ _COMMON_METHODS: Final = frozenset(
 )
 
 
+# Words of objects that stand for a group and have its collectives as methods: `get_tp_group().broadcast(...)`.
+_GROUP_RECEIVERS: Final = frozenset(("group", "communicator", "comm", "coordinator"))
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A function that a call may mean. `is_sure` is False where only the method's name points to it."""
@@ -143,6 +147,13 @@ class Program:
             for file in files
             for name in file.imports.values()
         ) or any("is_pipeline_last_stage" in call.callee for function in self.functions for call in function.calls)
+        self.placing_classes = frozenset(
+            class_.name
+            for file in files
+            for class_ in file.classes.values()
+            for index in class_.methods.values()
+            if any(call.callee.rsplit(".", 1)[-1] == "placement_group" for call in file.functions[index].calls)
+        )
         self._methods_of: dict[tuple[int, str, str], tuple[Target, ...]] = {}
 
     def _add(self, number: int, file: FileFact) -> None:
@@ -282,7 +293,11 @@ class Program:
         file = self.files[number]
         first, _, method = name.partition(".")
         if first in file.classes:
-            return self.find_method(number, first, method or "__init__") if "." not in method else ()
+            if "." in method:
+                return ()
+            if method == "apply" and "apply" not in file.classes[first].methods:  # of an autograd function
+                return (*self.find_method(number, first, "forward"), *self.find_method(number, first, "backward"))
+            return self.find_method(number, first, method or "__init__")
         index = file.functions[0].nested.get(name)
         return (Target(self.first[number] + index, True),) if index is not None else ()
 
@@ -307,7 +322,9 @@ class Program:
                 found = self.find_class(number, function.class_name)
                 bases = found[1].bases if found else ()
                 return next((t for base in bases if (t := self.find_method(number, base, first, 1))), ())
-            return self.find_method(number, function.class_name, first)
+            own = self.find_method(number, function.class_name, first)
+            made_by = None if own else self.attribute_class(number, function.class_name, first)
+            return self.find_method(made_by[0], made_by[1], "forward") if made_by else own
         if "." not in more:
             made_by = self.attribute_class(number, function.class_name, first)
             if made_by:
@@ -348,6 +365,12 @@ class Program:
         for receivers, operation in tables.methods.get(last, ()):
             if not receivers or receivers & receiver_words:
                 return operation
+        if receiver_words & _GROUP_RECEIVERS and (
+            last in tables.anywhere or f"torch.distributed.{last}" in tables.functions
+        ):
+            return replace(Operation(last), axes=group_axes(receiver), is_sure=group_axes(receiver) != UNKNOWN)
+        if last in tables.anywhere and receiver == "self" and not self.targets(caller, callee):
+            return replace(Operation(last), axes=UNKNOWN, is_sure=False)
         if last in tables.anywhere and not (receiver in ("self", "cls") or not receiver):
             known = tables.functions.get(f"torch.distributed.{last}") or Operation(last)
             is_module = full != callee and words(full.rsplit(".", 2)[-2])[-1:] in (
