@@ -136,16 +136,13 @@ def test_whoever_stops_reading_sees_no_traceback(project: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
 @pytest.mark.nightly
 def test_an_interrupt_ends_it_without_a_traceback(project: Path) -> None:
-    for number in range(300):
-        (project / "src" / f"m{number}.py").write_text(WRONG * 200)
+    for number in range(600):
+        (project / "src" / f"m{number}.py").write_text(WRONG * 100)
     command = [sys.executable, "-m", "offbeat_hanglint", "src", "--no-cache", "--jobs", "2"]
     running = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-    end_s = time.monotonic() + 60
-    while not children.read_text() and time.monotonic() < end_s:  # it reads, in processes of its own
-        time.sleep(0.01)
+    first_child(running.pid)  # now it reads
     running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
+    _, stderr = running.communicate(timeout=100)
     assert running.returncode == 130
     assert stderr == ""
 
@@ -254,6 +251,30 @@ def test_processes_side_by_side_find_the_same(project: Path) -> None:
         == reports[1]["unreadable"]
         == [{"path": "src/odd.py", "why": "line 1: invalid syntax"}]
     )
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
+@pytest.mark.nightly
+def test_a_process_that_is_killed_is_said_in_one_line(project: Path) -> None:
+    for number in range(600):
+        (project / "src" / f"m{number}.py").write_text(WRONG * 100)
+    command = [sys.executable, "-m", "offbeat_hanglint", "src", "--no-cache", "--jobs", "2"]
+    running = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.kill(first_child(running.pid), signal.SIGKILL)
+    _, stderr = running.communicate(timeout=100)
+    assert running.returncode == 2
+    assert stderr == "hanglint: a process that read files was killed, perhaps for its memory: try --jobs 1\n"
+
+
+def first_child(pid: int) -> int:
+    """A process that this one has started, as soon as there is one."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        if found := children.read_text().split():
+            return int(found[0])
+        time.sleep(0.01)
+    raise AssertionError("it has started no process")
 
 
 def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:

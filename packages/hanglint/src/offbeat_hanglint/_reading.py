@@ -2,19 +2,24 @@
 
 import ast
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from offbeat_hanglint._cache import FactCache
+from offbeat_hanglint._config import ConfigError
 from offbeat_hanglint._facts_data import from_data, to_data
 from offbeat_hanglint._files import SourceFile, read_source
 from offbeat_hanglint._program.facts import FileFact, extract
 
 # Below this many bytes a process takes longer to start than to read.
 MIN_BYTES_PER_JOB: Final = 2_000_000
+# What a process has begun it ends: after Ctrl-C the command waits for that. Killed while it writes, it would leave half
+# a message, and the command would wait for the rest.
+FILES_AT_A_TIME: Final = 4
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,47 @@ def read_facts(
         files: what to read.
         cache_folder: where facts are kept between runs; None keeps nothing.
         num_jobs: processes at most.
+
+    Raises:
+        ConfigError: one of the processes was killed.
     """
     read = partial(_read, FactCache(cache_folder, _version()))
     num_jobs = min(num_jobs, _num_bytes(files) // MIN_BYTES_PER_JOB)
     if num_jobs < 2:
         yield from map(read, files)
         return
-    from concurrent.futures import ProcessPoolExecutor  # takes a third of the time that the command takes to start
+    yield from _in_processes(read, files, num_jobs)
 
-    with ProcessPoolExecutor(num_jobs) as pool:
-        yield from pool.map(read, files, chunksize=16)
+
+def _in_processes(
+    read: Callable[[SourceFile], FileFact | Unreadable], files: Sequence[SourceFile], num_jobs: int
+) -> Iterator[FileFact | Unreadable]:
+    # Imported here: they take a third of the time that the command takes to start.
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    try:
+        with ProcessPoolExecutor(num_jobs) as pool:
+            with _interrupts_wait():  # an interrupt half-way through a start leaves a process that nobody ends
+                found = pool.map(read, files, chunksize=FILES_AT_A_TIME)
+            yield from found
+    except BrokenProcessPool as error:
+        raise ConfigError("a process that read files was killed, perhaps for its memory: try --jobs 1") from error
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C is heard at the end; processes that are started inside never hear it."""
+    import signal
+
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _num_bytes(files: Sequence[SourceFile]) -> int:
