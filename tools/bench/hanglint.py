@@ -4,10 +4,10 @@
 
 Nothing is fetched. A bug's tree is the whole repository at the commit before its mend: a folder
 `<owner>+<repo>@<10 hex of the commit>` of --trees, or taken from the git directory `<owner>+<repo>/repo` of
---histories, its .py files alone. A bug is found by a finding of a rule that fits its pattern (`hanglint/patterns.toml`) in the named
-function or within 10 lines of the named lines. --newest holds a folder `<owner>+<repo>` of each project: findings
-per 1,000 lines, seconds, peak memory; --draw picks findings of high confidence there to judge by hand, and --judged
-says how those that were judged did.
+--histories, its .py files alone. A bug is found by a finding of a rule that fits its pattern (`hanglint/patterns.toml`)
+in the named function or within 10 lines of the named lines. --newest holds a folder `<owner>+<repo>` of each project:
+findings per 1,000 lines, seconds, peak memory; --draw picks findings of high confidence there to judge by hand, and
+--judged says how those that were judged did.
 """
 
 import argparse
