@@ -1,9 +1,22 @@
 """Which rules there are."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_hanglint._finding import Confidence
+from offbeat_hanglint._finding import Confidence, Finding
+from offbeat_hanglint._program.walk import FunctionView
+from offbeat_hanglint._rules import exits, groups, guards, loops, submodules, waits
+
+CHECKS: Final[tuple[Callable[[FunctionView], Iterator[Finding]], ...]] = (
+    guards.check,
+    exits.check,
+    loops.check,
+    groups.check,
+    submodules.check,
+    submodules.check_control,
+    waits.check,
+)
 
 
 @dataclass(frozen=True)

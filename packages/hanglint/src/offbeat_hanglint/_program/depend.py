@@ -1,0 +1,161 @@
+"""On what a name's value depends: on the rank along which axes, or on something else that is local to a process.
+
+A dependence is a tag with the name that showed it: axes as in `axes.py`, or one of
+
+    data    the rank's own batch, its gradients, its losses
+    time    what each process sees at its own moment: a future that is done, a clock, a random number
+    file    what is on a disk when this process looks
+    error   whether an exception came
+    fill    what this process has put into a container so far
+"""
+
+from typing import Final
+
+from offbeat_hanglint._program.axes import NONE, UNKNOWN, WORLD, Axes, environment_axes, group_axes, rank_axes, words
+from offbeat_hanglint._program.program import Program
+from offbeat_hanglint._program.reach import Reach
+
+Depends = dict[str, str]
+
+LOCAL: Final = frozenset(("data", "time", "file", "error", "fill"))
+MAX_DEPTH: Final = 4
+_DATA_WORDS: Final = frozenset(
+    (
+        *("batch", "batches", "pixel", "pixels", "image", "images", "video", "videos", "audio", "mask", "masks", "labels", "loss", "losses", "grad"),
+        *("grads", "overflow", "inf", "nan", "logits", "samples", "sample", "example", "examples", "tokens", "sequences", "rewards", "vision", "multimodal", "finite"),
+        *("inputs", "features", "anchors", "unfinished", "finished", "eos", "experience", "rollout", "trajectories", "prompts", "responses"),
+    )
+)
+_CONFIG_WORDS: Final = frozenset(
+    (
+        *("config", "cfg", "args", "use", "enable", "enabled", "num", "size", "max", "min", "token", "path", "dir", "name", "type", "scale", "fn", "func", "function"),
+        *("per", "only", "steps", "every", "class", "cls", "id", "dtype", "device", "clip", "weight", "mode", "coef", "processor", "loader", "key", "keys", "average", "aux", "sampler"),
+    )
+)
+_FILL_WORDS: Final = frozenset(("buffer", "cache", "queue", "pending", "backlog", "bucket", "metrics", "stats", "timers", "log", "logs", "history", "outputs", "results", "accumulated"))
+
+
+def is_data_name(name: str) -> bool:
+    """Whether a variable of this name holds a rank's own data."""
+    parts = set(words(name))
+    return bool(parts & _DATA_WORDS) and not parts & _CONFIG_WORDS
+
+
+def is_filled_name(name: str) -> bool:
+    """Whether a container of this name is filled by each rank as it goes."""
+    parts = set(words(name))
+    return bool(parts & _FILL_WORDS) and not parts & (_CONFIG_WORDS - {"size"})
+
+
+class Dependence:
+    """Answers for names of a program, through attributes, globals and the returns of functions."""
+
+    def __init__(self, program: Program, reach: Reach) -> None:
+        self.program = program
+        self.reach = reach
+        self._returns: dict[int, Depends] = {}
+        self._attributes: dict[tuple[int, str, str], Depends] = {}
+
+    def of_atom(self, caller: int, atom: str, depth: int = 0) -> Depends:
+        """Dependence of one name, attribute or call as written in function `caller`."""
+        if atom.endswith(")"):
+            return self.of_call(caller, atom, depth)
+        if atom.endswith("]"):
+            head, _, key = atom[:-1].rpartition("[")
+            axes = environment_axes(key) if head.endswith("environ") else rank_axes(key) if key else NONE
+            return dict.fromkeys(axes, atom) if axes else self.of_atom(caller, head, depth) if "[" not in head else {}
+        last = atom.rsplit(".", 1)[-1]
+        axes = rank_axes(last)
+        if axes and axes != WORLD:
+            return dict.fromkeys(axes, atom)
+        function = self.program.functions[caller]
+        deeper: Depends = {}
+        if atom.startswith("self.") and atom.count(".") == 1 and function.class_name:
+            deeper = self.of_attribute(self.program.file_of[caller], function.class_name, last, depth)
+        elif "." not in atom and atom not in function.parameters:
+            deeper = self._of_global(caller, atom, depth)
+        if axes:
+            ranks = {tag: why for tag, why in deeper.items() if tag not in LOCAL}
+            return ranks or dict.fromkeys(axes, atom)
+        return deeper
+
+    def of_call(self, caller: int, atom: str, depth: int = 0) -> Depends:
+        """Dependence of what a call returns."""
+        name, _, arguments = atom[:-1].rpartition("(")
+        last = name.rsplit(".", 1)[-1]
+        if last in ("getenv", "get") and ("environ" in name or last == "getenv"):
+            return dict.fromkeys(environment_axes(arguments), f"{name}({arguments})")
+        axes = rank_axes(last)
+        if axes == WORLD and arguments:
+            chosen = group_axes(arguments)
+            resolved = self.program.resolve_group(caller, arguments) if chosen == UNKNOWN else chosen
+            if isinstance(resolved, str) or resolved == UNKNOWN:
+                return {"rank": atom}
+            return dict.fromkeys(resolved, atom)
+        if axes and axes != WORLD:
+            return dict.fromkeys(axes, atom)
+        tables = self.program.libraries
+        targets = self.program.targets(caller, name) if depth < MAX_DEPTH else ()
+        if targets and (len(targets) == 1 or targets[0].is_sure):
+            found = self.of_return(targets[0].function, depth + 1)
+            ranks = {tag: f"{atom} ({why})" for tag, why in found.items() if tag not in LOCAL}
+            if axes:
+                return ranks or dict.fromkeys(axes, atom)
+            return {tag: f"{atom} ({why})" for tag, why in found.items()} if targets[0].is_sure else {}
+        if axes:
+            return dict.fromkeys(axes, atom)
+        if last in tables.local_time and (name.count(".") or last in ("random",)):
+            return {"time": atom}
+        if last in tables.local_file:
+            return {"file": atom}
+        return {}
+
+    def of_return(self, function: int, depth: int = 0) -> Depends:
+        """Dependence of what a function returns; nothing where it agrees with the others first."""
+        if function in self._returns:
+            return self._returns[function]
+        self._returns[function] = {}
+        if any(e.is_explicit for e in self.reach.of[function].values()):
+            return {}
+        found: Depends = {}
+        for atom in self.program.functions[function].returns:
+            found.update(self.of_atom(function, atom, depth))
+        if depth < MAX_DEPTH:
+            self._returns[function] = found
+        else:
+            self._returns.pop(function, None)
+        return found
+
+    def of_attribute(self, file_number: int, class_name: str, name: str, depth: int = 0) -> Depends:
+        """Dependence of `self.name` in a class: of all that any method assigns to it."""
+        key = (file_number, class_name, name)
+        if key in self._attributes:
+            return self._attributes[key]
+        self._attributes[key] = {}
+        found: Depends = {}
+        if depth < MAX_DEPTH:
+            for number, class_ in self.program.lineage(file_number, class_name):
+                index = next(iter(class_.methods.values()), None)
+                if name not in class_.attributes or index is None:
+                    continue
+                inside = self.program.first[number] + index
+                for atom in class_.attributes[name]:
+                    if atom != f"self.{name}":
+                        found.update({t: w for t, w in self.of_atom(inside, atom, depth + 1).items() if t not in LOCAL})
+        self._attributes[key] = found
+        return found
+
+    def _of_global(self, caller: int, name: str, depth: int) -> Depends:
+        file = self.program.files[self.program.file_of[caller]]
+        if depth >= MAX_DEPTH:
+            return {}
+        found: Depends = {}
+        for atom in file.globals.get(name, ()):
+            if atom != name:
+                found.update({t: w for t, w in self.of_atom(self.program.first[self.program.file_of[caller]], atom, depth + 1).items() if t not in LOCAL})
+        return found
+
+
+def only_axes(depends: Depends) -> Axes:
+    """The axes among the tags."""
+    return frozenset(tag for tag in depends if tag not in LOCAL)

@@ -1,0 +1,107 @@
+"""Expressions as short texts: what is called, and which names a value comes from."""
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+MAX_TEXT: Final = 120
+# Where an argument chooses whose rank is asked for: `dist.get_rank(group)`, `mesh.get_local_rank("tp")`.
+_ASKS_FOR_RANK: Final = frozenset(("get_rank", "get_local_rank", "get_group_rank", "get_coordinate", "rank", "getenv", "get"))
+
+
+def dotted(node: ast.expr | None) -> str:
+    """`a.b().c` for names, attributes, calls and subscripts of constants; "" for anything else."""
+    parts: list[str] = []
+    while True:
+        if isinstance(node, ast.Attribute):
+            parts.append("." + node.attr)
+            node = node.value
+        elif isinstance(node, ast.Name):
+            parts.append(node.id)
+            return "".join(reversed(parts))[:MAX_TEXT]
+        elif isinstance(node, ast.Call):
+            parts.append("()")
+            node = node.func
+        elif isinstance(node, ast.Subscript):
+            parts.append(f"[{_constant(node.slice)}]")
+            node = node.value
+        elif isinstance(node, ast.Await):
+            node = node.value
+        else:
+            return ""
+
+
+def _constant(node: ast.expr) -> str:
+    return str(node.value)[:40] if isinstance(node, ast.Constant) and isinstance(node.value, str | int) else ""
+
+
+def group_text(node: ast.expr) -> str:
+    """Text of an expression that gives a group, with the options of a getter: `get_data_parallel_group(with_context_parallel=True)`."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Call):
+        options = ",".join([*(_text(a) for a in node.args), *(f"{k.arg}={_text(k.value)}" for k in node.keywords)])
+        return f"{dotted(node.func)}({options})"[:MAX_TEXT]
+    if isinstance(node, ast.IfExp):
+        first = group_text(node.body)
+        return first if first != "None" else group_text(node.orelse)
+    if isinstance(node, ast.BoolOp):
+        return group_text(node.values[0])
+    if isinstance(node, ast.List | ast.Tuple) and len(node.elts) == 1:
+        return group_text(node.elts[0])
+    return dotted(node)
+
+
+def _text(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else dotted(node)
+
+
+def atoms(node: ast.expr) -> Iterator[str]:
+    """The names, attributes and calls that a value is made of, longest first: `int(self.mesh.get_rank("tp") == 0)`."""
+    stack: list[ast.expr] = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, ast.Name | ast.Attribute):
+            text = dotted(current)
+            if text:
+                yield text
+            elif isinstance(current, ast.Attribute):
+                stack.append(current.value)
+        elif isinstance(current, ast.Call):
+            yield call_atom(current)
+            stack += current.args
+            stack += [k.value for k in current.keywords]
+        elif isinstance(current, ast.Subscript):
+            text = dotted(current)
+            if text:
+                yield text
+            stack.append(current.value)
+        elif isinstance(current, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            continue
+        else:
+            stack += [child for child in ast.iter_child_nodes(current) if isinstance(child, ast.expr)]
+
+
+def call_atom(node: ast.Call) -> str:
+    """`f()`, or `f(argument)` where the argument says whose rank is asked for."""
+    name = dotted(node.func)
+    last = name.rsplit(".", 1)[-1]
+    if last not in _ASKS_FOR_RANK:
+        return f"{name}()"
+    arguments = [group_text(a) for a in node.args] + [group_text(k.value) for k in node.keywords]
+    return f"{name}({arguments[0] if arguments else ''})"
+
+
+def terminates(body: list[ast.stmt]) -> ast.stmt | None:
+    """The statement that leaves the block at its end: return, raise, continue or break; else nothing."""
+    if not body:
+        return None
+    last = body[-1]
+    if isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break):
+        return last
+    if isinstance(last, ast.If) and last.orelse:
+        first = terminates(last.body)
+        return first if first is not None and terminates(last.orelse) is not None else None
+    if isinstance(last, ast.With | ast.AsyncWith):
+        return terminates(last.body)
+    return None

@@ -1,0 +1,302 @@
+"""What is kept of a file after it is read: functions, calls, classes, imports. Compact, without the syntax tree."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from offbeat_hanglint._program.expressions import atoms, dotted, group_text
+
+MAX_ATOMS: Final = 12
+_GROUP_WORDS: Final = ("group", "mesh", "comm", "_pg", "pg_")
+
+
+class CallFact(NamedTuple):
+    """One call.
+
+    Attributes:
+        callee: as written, `self.engine.step`; "" never.
+        keywords: names of the keyword arguments.
+        groups: (position or keyword, text) of arguments that speak of a group.
+        gate: a parameter of the function that must be true for the call to run, "" if none.
+    """
+
+    callee: str
+    line: int
+    num_positional: int
+    keywords: tuple[str, ...]
+    groups: tuple[tuple[int | str, str], ...]
+    gate: str
+
+
+@dataclass(slots=True)
+class FunctionFact:
+    """One function, method, nested function or the module's own statements ("<module>")."""
+
+    name: str
+    qualified: str
+    class_name: str
+    line: int
+    end_line: int
+    parameters: tuple[str, ...]
+    falsy: frozenset[str]
+    parent: int
+    is_async: bool
+    decorators: tuple[str, ...]
+    calls: list[CallFact] = field(default_factory=list)
+    returns: tuple[str, ...] = ()
+    groups: dict[str, str] = field(default_factory=dict)
+    nested: dict[str, int] = field(default_factory=dict)
+    raises: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ClassFact:
+    """One class. `attributes`: what `self.x` is made of; `types`: the class or call that `self.x` was made by."""
+
+    name: str
+    line: int
+    bases: tuple[str, ...]
+    decorators: tuple[str, ...]
+    methods: dict[str, int] = field(default_factory=dict)
+    attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class FileFact:
+    """One file."""
+
+    path: str
+    module: str
+    num_lines: int
+    imports: dict[str, str]
+    functions: list[FunctionFact]
+    classes: dict[str, ClassFact]
+    globals: dict[str, tuple[str, ...]]
+    stored: frozenset[str]
+    set_later: frozenset[str] = frozenset()
+
+
+def module_name(path: str) -> str:
+    """`src/a/b/__init__.py` is `src.a.b`."""
+    parts = path.removesuffix(".py").split("/")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def extract(path: str, tree: ast.Module, num_lines: int) -> FileFact:
+    """The facts of a parsed file. Recursion is bounded by the parser's own limit on nesting of statements."""
+    fact = FileFact(path, module_name(path), num_lines, {}, [], {}, {}, frozenset())
+    reader = _Reader(fact)
+    module = FunctionFact("<module>", "<module>", "", 1, num_lines, (), frozenset(), -1, False, ())
+    fact.functions.append(module)
+    reader.block(tree.body, 0, "", "", ())
+    fact.stored = frozenset(reader.stored)
+    fact.set_later = frozenset(reader.set_later)
+    return fact
+
+
+class _Reader:
+    def __init__(self, fact: FileFact) -> None:
+        self.fact = fact
+        self.package = fact.module if fact.path.endswith("__init__.py") else fact.module.rpartition(".")[0]
+        self.stored: set[str] = set()
+        self.set_later: set[str] = set()
+        self.locals: dict[str, tuple[str, ...]] = {}
+
+    def block(self, body: list[ast.stmt], owner: int, class_name: str, gate: str, under: tuple[str, ...]) -> None:
+        """Read statements of function `owner`; `under` are atoms of the conditions around them."""
+        for statement in body:
+            self.statement(statement, owner, class_name, gate, under)
+
+    def statement(self, node: ast.stmt, owner: int, class_name: str, gate: str, under: tuple[str, ...]) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self.function(node, owner, class_name)
+        elif isinstance(node, ast.ClassDef):
+            self.class_(node, owner)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            self.import_(node)
+        elif isinstance(node, ast.If):
+            self.calls(node.test, owner, gate)
+            conditions = (under + tuple(self.local_atoms(node.test)))[:MAX_ATOMS]
+            self.block(node.body, owner, class_name, self.gate_of(node.test, owner) or gate, conditions)
+            self.block(node.orelse, owner, class_name, gate, conditions)
+            if any(isinstance(s, ast.Return) for s in node.body):
+                self.returned(node.test, owner, ())
+        else:
+            self.simple(node, owner, gate, under)
+            for name in ("body", "orelse", "finalbody"):
+                inner = getattr(node, name, None)
+                if inner:
+                    self.block(inner, owner, class_name, gate, under)
+            for handler in getattr(node, "handlers", ()):
+                self.block(handler.body, owner, class_name, gate, under)
+            for case in getattr(node, "cases", ()):
+                self.block(case.body, owner, class_name, gate, under)
+
+    def simple(self, node: ast.stmt, owner: int, gate: str, under: tuple[str, ...]) -> None:
+        """Calls of a statement's own expressions, and what it assigns or returns."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.calls(child, owner, gate)
+            elif isinstance(child, ast.withitem):
+                self.calls(child.context_expr, owner, gate)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self.assign(target, node.value, owner, under)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            self.assign(node.target, node.value, owner, under)
+        elif isinstance(node, ast.Return) and node.value is not None:
+            self.returned(node.value, owner, under)
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            function = self.fact.functions[owner]
+            if len(function.raises) < 4:
+                function.raises += (dotted(node.exc).removesuffix("()"),)
+
+    def gate_of(self, test: ast.expr, owner: int) -> str:
+        if isinstance(test, ast.Name) and test.id in self.fact.functions[owner].parameters:
+            return test.id
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            return next((gate for value in test.values if (gate := self.gate_of(value, owner))), "")
+        if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and isinstance(test.ops[0], ast.IsNot):
+            return test.left.id if test.left.id in self.fact.functions[owner].parameters else ""
+        return ""
+
+    def calls(self, node: ast.expr, owner: int, gate: str) -> None:
+        function = self.fact.functions[owner]
+        for child in ast.walk(node):
+            if not isinstance(child, ast.Call):
+                continue
+            callee = dotted(child.func)
+            if not callee:
+                continue
+            keywords = tuple(k.arg for k in child.keywords if k.arg) if child.keywords else ()
+            function.calls.append(
+                CallFact(callee, child.lineno, len(child.args), keywords, _groups_of(child), gate)
+            )
+            if function.nested:
+                for argument in child.args:
+                    if isinstance(argument, ast.Name) and argument.id in function.nested:
+                        function.calls.append(CallFact(argument.id, child.lineno, 0, (), (), gate))
+
+    def assign(self, target: ast.expr, value: ast.expr, owner: int, under: tuple[str, ...]) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for index, element in enumerate(target.elts):
+                same = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+                self.assign(element, value.elts[index] if same else value, owner, under)  # type: ignore[attr-defined]
+            return
+        text = dotted(target)
+        if not text:
+            return
+        function = self.fact.functions[owner]
+        made_of = (tuple(self.local_atoms(value)) + under)[:MAX_ATOMS]
+        if "." in text:
+            self.stored.add(text.rsplit(".", 1)[-1])
+            if function.name != "__init__":
+                self.set_later.add(text.rsplit(".", 1)[-1])
+        if text.startswith("self.") and text.count(".") == 1 and function.class_name in self.fact.classes:
+            owner_class = self.fact.classes[function.class_name]
+            name = text[5:]
+            known = owner_class.attributes.get(name, ())
+            owner_class.attributes[name] = tuple(dict.fromkeys(known + made_of))[:MAX_ATOMS]
+            if isinstance(value, ast.Call):
+                owner_class.types.setdefault(name, dotted(value.func))
+            if any(word in name for word in _GROUP_WORDS):
+                owner_class.groups.setdefault(name, group_text(value))
+        elif isinstance(target, ast.Name):
+            if owner == 0:
+                known = self.fact.globals.get(text, ())
+                self.fact.globals[text] = tuple(dict.fromkeys(known + made_of))[:MAX_ATOMS]
+            else:
+                self.locals[text] = tuple(dict.fromkeys(self.locals.get(text, ()) + made_of))[:MAX_ATOMS]
+            if any(word in text for word in _GROUP_WORDS):
+                function.groups.setdefault(text, group_text(value))
+
+    def local_atoms(self, node: ast.expr) -> list[str]:
+        """Atoms of a value, with local variables replaced by what they were made of."""
+        found: list[str] = []
+        for atom in atoms(node):
+            found.append(atom)
+            if atom in self.locals:
+                found += self.locals[atom]
+            if len(found) > MAX_ATOMS:
+                break
+        return found
+
+    def returned(self, value: ast.expr, owner: int, under: tuple[str, ...]) -> None:
+        function = self.fact.functions[owner]
+        if isinstance(value, ast.Dict | ast.List | ast.JoinedStr) or len(function.returns) >= MAX_ATOMS:
+            return
+        made_of = (*self.local_atoms(value), *under)
+        function.returns = tuple(dict.fromkeys(function.returns + made_of))[:MAX_ATOMS]
+
+    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: int, class_name: str) -> None:
+        functions = self.fact.functions
+        index = len(functions)
+        for decorator in node.decorator_list:
+            self.calls(decorator, owner, "")
+        arguments = node.args
+        parameters = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        if class_name:
+            qualified = f"{class_name}.{node.name}"
+            self.fact.classes[class_name].methods.setdefault(node.name, index)
+        else:
+            qualified = node.name if owner == 0 else f"{functions[owner].qualified}.{node.name}"
+            functions[owner].nested.setdefault(node.name, index)
+        functions.append(
+            FunctionFact(
+                node.name, qualified, class_name or functions[owner].class_name, node.lineno, node.end_lineno or node.lineno,
+                tuple(parameters), _falsy(arguments), owner, isinstance(node, ast.AsyncFunctionDef),
+                tuple(dotted(d).removesuffix("()") for d in node.decorator_list),
+            )
+        )  # fmt: skip
+        outer, self.locals = self.locals, {}
+        self.block(node.body, index, "", "", ())
+        self.locals = outer
+
+    def class_(self, node: ast.ClassDef, owner: int) -> None:
+        if node.name not in self.fact.classes:
+            bases = tuple(text for base in node.bases if (text := dotted(base)))
+            decorators = tuple(dotted(d).removesuffix("()") for d in node.decorator_list)
+            self.fact.classes[node.name] = ClassFact(node.name, node.lineno, bases, decorators)
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.function(statement, owner, node.name)
+            elif isinstance(statement, ast.If | ast.Try):
+                self.block(statement.body, owner, node.name, "", ())
+            else:
+                self.statement(statement, owner, node.name, "", ())
+
+    def import_(self, node: ast.Import | ast.ImportFrom) -> None:
+        imports = self.fact.imports
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imports[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else alias.name.partition(".")[0]
+            return
+        base = node.module or ""
+        if node.level:
+            parts = self.package.split(".")
+            kept = parts[: len(parts) - node.level + 1]
+            base = ".".join([*kept, base] if base else kept)
+        for alias in node.names:
+            imports[alias.asname or alias.name] = f"{base}.{alias.name}"
+
+
+def _groups_of(call: ast.Call) -> tuple[tuple[int | str, str], ...]:
+    found: list[tuple[int | str, str]] = []
+    for position, argument in enumerate(call.args[:8]):
+        if isinstance(argument, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+            text = group_text(argument)
+            if any(word in text for word in _GROUP_WORDS):
+                found.append((position, text))
+    for keyword in call.keywords:
+        if keyword.arg and any(word in keyword.arg for word in ("group", "mesh", "comm", "pg")):
+            found.append((keyword.arg, group_text(keyword.value)))
+    return tuple(found)
+
+
+def _falsy(arguments: ast.arguments) -> frozenset[str]:
+    """Parameters whose default is None, False, 0 or empty."""
+    plain = (*arguments.posonlyargs, *arguments.args)
+    pairs = [*zip(reversed(plain), reversed(arguments.defaults), strict=False), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return frozenset(a.arg for a, default in pairs if isinstance(default, ast.Constant) and not default.value)

@@ -1,0 +1,60 @@
+"""The functions that rules look at, read again from the files that matter."""
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from offbeat_hanglint._program.depend import Dependence
+from offbeat_hanglint._program.program import Program
+from offbeat_hanglint._program.reach import Reach
+from offbeat_hanglint._program.walk import FunctionView, Walker
+
+# Last parts of calls that wait, start or set up something: functions with one are looked at, too.
+WAITS: Final = frozenset(
+    (
+        *("get", "wait", "ready", "recv", "recv_string", "recv_pyobj", "recv_multipart", "recv_json", "join", "result", "acquire", "sleep", "init", "remote"),
+        *("init_process_group", "fp8_autocast", "convert_sync_batchnorm", "Thread", "submit", "run_in_executor", "create_task", "get_nowait", "communicate"),
+    )
+)
+
+
+def views(program: Program, reach: Reach, read: Callable[[str], bytes]) -> Iterator[FunctionView]:
+    """Each function that reaches a collective or waits, file by file; files without one are not read again."""
+    dependence = Dependence(program, reach)
+    for number, file in enumerate(program.files):
+        first = program.first[number]
+        wanted = {i for i, f in enumerate(file.functions) if reach.of[first + i] or _is_waiting(f.calls) or _is_source_rank(f.name)}
+        if not wanted:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(read(file.path))
+        except (SyntaxError, ValueError, RecursionError, OSError):
+            continue
+        by_place = {(f.line, f.name): i for i, f in enumerate(file.functions)}
+        for node in _functions(tree):
+            index = 0 if isinstance(node, ast.Module) else by_place.get((node.lineno, node.name), -1)
+            if index in wanted:
+                view = FunctionView(program, reach, dependence, file, first + index, file.functions[index], node)
+                yield Walker(view).walk()
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield tree
+    stack: list[ast.AST] = list(reversed(tree.body))
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            stack += [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt | ast.excepthandler | ast.match_case)][::-1]
+
+
+def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]
+    return any(call.callee.rsplit(".", 1)[-1] in WAITS for call in calls)
+
+
+def _is_source_rank(name: str) -> bool:
+    return "src" in name and "rank" in name

@@ -1,0 +1,275 @@
+"""Groups, sources and shapes: HL030 to HL034."""
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from offbeat_hanglint._finding import Confidence, Finding
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, group_axes, words
+from offbeat_hanglint._program.depend import only_axes
+from offbeat_hanglint._program.expressions import dotted
+from offbeat_hanglint._program.walk import Event, FunctionView, simple_kind
+from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text
+
+_GATHERS: Final = frozenset(("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all"))
+_RAGGED_WORDS: Final = frozenset(
+    ("logits", "labels", "ids", "input", "mask", "preds", "predictions", "entropies", "completions", "tokens", "sequences", "logprobs", "logps", "embeddings", "hidden")
+)
+_REDUCES: Final = frozenset(
+    (
+        *("sum", "mean", "max", "min", "norm", "item", "numel", "size", "len", "std", "var", "count_nonzero", "tensor", "any", "all", "float", "int", "median", "pad"),
+        *("pad_across_processes", "amax", "amin", "quantile", "zeros", "ones", "full", "empty", "stack_scalars", "nanmean", "nansum", "nested_pad", "logsumexp", "scalar"),
+    )
+)
+_SAFE_SOURCES: Final = ("get_global_rank", "get_process_group_ranks", "src_rank", "source_rank", "ranks", "global", "root", "first_rank", "last_rank", "prev_rank", "next_rank", "group_src")
+
+
+def check(view: FunctionView) -> Iterator[Finding]:
+    """Report each call once per rule."""
+    for event in view.events:
+        if event.is_direct:
+            yield from _new_group(view, event)
+            yield from _source(view, event)
+            yield from _shapes(view, event)
+    yield from _default_group(view)
+    yield from _computed_source(view)
+
+
+def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
+    hit = event.reached[0]
+    if hit.kind not in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh", "initialize_model_parallel"):
+        return
+    for guard in event.guards():
+        axes = only_axes(guard.depends)
+        if guard.kind not in ("if", "else", "rest", "case") or not axes:
+            continue
+        if any(e is not event and e.kinds() & event.kinds() and any(g.node is guard.node and g.kind != guard.kind for g in e.guards()) for e in view.events):
+            continue
+        is_guess = not hit.is_sure or hit.kind == "initialize_model_parallel" or any("under which" in w for w in guard.depends.values())
+        yield finding(
+            view, "HL030", "medium" if is_guess else "high", event.node,
+            f"`{hit.kind}` is called by some ranks only: the condition around it depends on {tags_text(guard.depends)}",
+            "All ranks of the default group must call it, members or not, and in the same order; those that do not are waited for.",
+            "Create every group on every rank, in one order, and keep the one that this rank belongs to.",
+            steps_of(view, guard, event, hit),
+        )  # fmt: skip
+        return
+    for around in event.guards():
+        if around.kind == "loop" and only_axes(around.depends) and hit.kind == "new_group":
+            yield finding(
+                view, "HL030", "medium", event.node,
+                "`new_group` is called in a loop over what depends on the rank",
+                "Ranks create other groups, or in another order, and wait for one another.",
+                "Loop over all groups on every rank, in one order.",
+                steps_of(view, around, event, hit),
+            )  # fmt: skip
+            return
+    ranks = event.node.args[0] if event.node.args else next((k.value for k in event.node.keywords if k.arg == "ranks"), None)
+    if hit.kind == "new_group" and ranks is not None and isinstance(ranks, ast.List | ast.Tuple):
+        from_rank = [e for e in ranks.elts if _is_own_rank(view, e)]
+        if from_rank:
+            yield finding(
+                view, "HL030", "medium", event.node,
+                "`new_group` is given ranks that depend on the rank that calls it",
+                "Each rank asks for another group; all must ask for the same ones in the same order.",
+                "Create every group on every rank, in one order, and keep the one that this rank belongs to.",
+                steps_of(view, None, event, hit),
+            )  # fmt: skip
+
+
+def _is_own_rank(view: FunctionView, node: ast.expr) -> bool:
+    text = dotted(node)
+    return bool(text) and bool(only_axes(view.dependence.of_atom(view.index, text)))
+
+
+def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
+    """HL031: `src` and `dst` are ranks among all, whatever the group."""
+    operation = view.program.operation(view.index, event.callee)
+    hit = event.reached[0]
+    if operation is None or not event.group or simple_kind(hit.kind) not in ("broadcast", "reduce", "gather", "scatter"):
+        return
+    node = event.node
+    place = operation.src if operation.src >= 0 else operation.dst
+    source = next((k.value for k in node.keywords if k.arg in ("src", "dst", "src_rank")), None)
+    if source is None and 0 <= place < len(node.args):
+        source = node.args[place]
+    if source is None or hit.axes == WORLD or any(k.arg in ("group_src", "group_dst") for k in node.keywords):
+        return
+    verdict = _source_verdict(view, source, event)
+    if verdict is None:
+        return
+    confidence, what = verdict
+    yield finding(
+        view, "HL031", confidence, node,
+        f"`{hit.kind}` over {axes_text(hit.axes)} names its source as {what}, but a source is a rank among all ranks",
+        "Only the group that holds that global rank works; in the others the source is no member, and they fail or wait for ever.",
+        "Give `dist.get_global_rank(group, 0)` or `group_src=0`.",
+        steps_of(view, None, event, hit),
+    )  # fmt: skip
+
+
+def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple[Confidence, str] | None:
+    axes = event.reached[0].axes
+    if isinstance(source, ast.Name) and source.id in view.assigned and source.id not in view.fact.parameters:
+        inner = view.assigned[source.id]
+        if isinstance(inner, ast.Constant):
+            return _source_verdict(view, inner, event)
+    if isinstance(source, ast.Constant) and isinstance(source.value, int):
+        is_known = axes != UNKNOWN and "(" not in str(axes)
+        return ("high" if is_known and "node" not in axes else "low"), f"the literal {source.value}"
+    text = dotted(source)
+    last = text.removesuffix("()").rsplit(".", 1)[-1]
+    if isinstance(source, ast.BinOp):
+        return "low", "a computed number"
+    if not text:
+        return None
+    if _is_compared_with_group_rank(view, text):
+        return "medium", f"`{text}`, which is compared with a rank within the group"
+    if any(word in text for word in _SAFE_SOURCES):
+        return None
+    if "local" in words(last) or "group_rank" in text:
+        return "medium", f"`{text}`, a rank within the group"
+    if last in ("src", "src_idx", "source", "dst", "rank", "owner"):
+        return "low", f"`{text}`, which nothing shows to be a global rank"
+    return None
+
+
+def _is_compared_with_group_rank(view: FunctionView, text: str) -> bool:
+    for node in ast.walk(view.node):
+        if isinstance(node, ast.Compare) and len(node.comparators) == 1:
+            sides = [dotted(node.left), dotted(node.comparators[0])]
+            if text in sides:
+                other = sides[1 - sides.index(text)].removesuffix("()")
+                parts = set(words(other.rsplit(".", 1)[-1]))
+                if "rank" in parts and parts & {"local", "group", "dp", "tp", "cp", "sp", "pp", "ep", "parallel"}:
+                    return True
+    return False
+
+
+def _shapes(view: FunctionView, event: Event) -> Iterator[Finding]:
+    """HL033: what is gathered has a size of this rank's own."""
+    hit = event.reached[0]
+    kind = hit.kind
+    if simple_kind(kind) not in _GATHERS or "object" in kind or not event.node.args:
+        return
+    is_torch = event.callee.startswith(("dist.", "torch.distributed."))
+    arguments = event.node.args[1:2] if is_torch and len(event.node.args) > 1 else event.node.args[:1]
+    for argument in arguments:
+        reason, is_strong = ragged(view, argument)
+        if not reason:
+            continue
+        yield finding(
+            view, "HL033", "medium" if is_strong and not is_torch else "low", event.node,
+            f"`{event.callee.rsplit('.', 1)[-1]}` gathers {reason}, whose size may differ between ranks",
+            "All members enter, but with other sizes; the backend reads past the end, fails on some ranks, or waits.",
+            "Pad to the largest size first (pad_across_processes), gather sums and counts, or gather objects.",
+            steps_of(view, None, event, hit),
+        )  # fmt: skip
+
+
+def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, bool]:
+    """Why a tensor's size depends on the rank's data, and whether that is plain to see."""
+    if depth > 6:
+        return "", False
+    if isinstance(node, ast.Call):
+        name = dotted(node.func).rsplit(".", 1)[-1]
+        if name in _REDUCES or "pad" in name or "mean" in name or "sum" in name or "loss" in name or "accuracy" in name:
+            return "", False
+        if name in ("nonzero", "masked_select", "unique", "argwhere"):
+            return f"the result of `{name}`", True
+        if isinstance(node.func, ast.Attribute) and name in ("to", "cuda", "contiguous", "detach", "clone", "float", "long", "int", "view", "reshape", "flatten", "argmax", "cpu", "bool", "unsqueeze", "squeeze", "half", "double"):
+            return ragged(view, node.func.value, depth + 1)
+        return "", False
+    if isinstance(node, ast.Subscript):
+        if _is_mask(view, node.slice):
+            return f"`{ast.unparse(node)[:60]}`, chosen by a mask", True
+        if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+            return (f"`{ast.unparse(node)[:60]}`", True) if _is_ragged_name(node.slice.value) else ("", False)
+        if isinstance(node.slice, ast.Slice | ast.Tuple):
+            return ragged(view, node.value, depth + 1)
+        return "", False
+    if isinstance(node, ast.Name):
+        if node.id in view.assigned:
+            value = view.assigned[node.id]
+            if isinstance(value, ast.Name) and value.id == node.id:
+                return "", False
+            reason = ragged(view, value, depth + 1)
+            if reason[0]:
+                return reason
+            return (f"`{node.id}`", False) if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id) else ("", False)
+        return (f"`{node.id}`", False) if _is_ragged_name(node.id) else ("", False)
+    if isinstance(node, ast.Attribute):
+        return (f"`{dotted(node)}`", node.attr in ("logits", "labels")) if _is_ragged_name(node.attr) else ("", False)
+    if isinstance(node, ast.Tuple | ast.List) and node.elts:
+        return next((r for e in node.elts if (r := ragged(view, e, depth + 1))[0]), ("", False))
+    if isinstance(node, ast.BinOp):
+        first = ragged(view, node.left, depth + 1)
+        return first if first[0] else ragged(view, node.right, depth + 1)
+    if isinstance(node, ast.IfExp):
+        return ragged(view, node.body, depth + 1)
+    return "", False
+
+
+def _is_mask(view: FunctionView, node: ast.expr) -> bool:
+    if isinstance(node, ast.Compare):
+        return True
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return True
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("bool", "nonzero", "flatten", "view"):
+        return _is_mask(view, node.func.value) or node.func.attr in ("bool", "nonzero")
+    text = dotted(node)
+    return "mask" in words(text.rsplit(".", 1)[-1]) or text.endswith(("keep", "valid"))
+
+
+def _is_ragged_name(name: str) -> bool:
+    parts = words(name)
+    if not parts or {"num", "count", "sum", "mean", "len", "length", "lengths", "per", "avg", "loss", "size", "id", "max", "min", "norm"} & set(parts):
+        return False
+    return parts[-1] in _RAGGED_WORDS
+
+
+def _default_group(view: FunctionView) -> Iterator[Finding]:
+    """HL032: a library's call that reduces over the default group unless one is given."""
+    for node, callee, guard in view.calls:
+        table = view.program.libraries.default_groups.get(callee.rsplit(".", 1)[-1])
+        if table is None or any(k.arg == table.keyword or k.arg is None for k in node.keywords) or len(node.args) > table.position:
+            continue
+        yield finding(
+            view, "HL032", "low", node,
+            f"`{callee}` is given no `{table.keyword}`, so it reduces over all ranks",
+            "Pipeline stages, or replicas, do not come to that reduction together and wait for one another.",
+            f"Pass `{table.keyword}=`: the group of the ranks that run this together.",
+        )  # fmt: skip
+
+
+def _computed_source(view: FunctionView) -> Iterator[Finding]:
+    """HL034: a source rank as a formula of the global rank."""
+    is_source = {"src", "source"} & set(words(view.fact.name)) and "rank" in words(view.fact.name)
+    for node in ast.walk(view.node):
+        if isinstance(node, ast.Return):
+            value, named = node.value, is_source
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):
+            value, named = node.value, bool({"src", "source"} & set(words(dotted(node.targets[0]).rsplit(".", 1)[-1])))
+        else:
+            continue
+        if value is None or not named or not _is_rank_formula(view, value):
+            continue
+        yield finding(
+            view, "HL034", "medium" if is_source else "low", node,
+            "the source rank is computed from the global rank, as if the members of the group had neighbouring numbers",
+            "Under another layout of the axes (pipeline stages, experts) members compute different sources, or one outside of the group, and wait.",
+            "Read it from the group: `dist.get_process_group_ranks(group)[0]` or `dist.get_global_rank(group, 0)`.",
+        )  # fmt: skip
+        return
+
+
+def _is_rank_formula(view: FunctionView, value: ast.expr) -> bool:
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mod | ast.FloorDiv | ast.Mult | ast.Sub | ast.Add):
+        return False
+    names = {dotted(n.func if isinstance(n, ast.Call) else n).rsplit(".", 1)[-1] for n in ast.walk(value) if isinstance(n, ast.Call | ast.Name | ast.Attribute)}
+    return any("rank" in words(name) and not {"size", "ranks"} & set(words(name)) for name in names)
+
+
+def group_named(text: str) -> bool:
+    """Whether a group's text names axes."""
+    return group_axes(text) not in (WORLD, UNKNOWN)

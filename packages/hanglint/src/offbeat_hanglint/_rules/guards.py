@@ -1,0 +1,223 @@
+"""Collectives that not every member of their group comes to: HL001 to HL005, HL010 and HL032."""
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from offbeat_hanglint._finding import Confidence, Finding
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, meet, words
+from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
+from offbeat_hanglint._program.expressions import dotted
+from offbeat_hanglint._program.reach import Reached
+from offbeat_hanglint._program.walk import Event, FunctionView, Guard, simple_kind
+from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
+
+DECIDES: Final = frozenset(("if", "else", "case", "rest"))
+STRONG_LOCAL: Final = frozenset(("time", "error"))
+_LONG_WORK: Final = frozenset(
+    ("generate", "load", "save", "download", "compile", "run", "eval", "evaluate", "build", "convert", "fetch", "init", "create", "upload", "preprocess", "push", "train", "map", "tokenize", "process", "export", "write", "merge", "request", "snapshot", "from_pretrained", "launch")
+)
+
+
+def check(view: FunctionView) -> Iterator[Finding]:
+    """Report each condition once per rule, at the first collective behind it."""
+    seen: set[tuple[int, str]] = set()
+    for event in view.events:
+        for guard in event.guards():
+            if guard.kind not in DECIDES or not guard.depends:
+                continue
+            if isinstance(guard.exit, ast.Raise):
+                continue
+            found = _judge(view, event, guard)
+            if found is None:
+                continue
+            key = (id(guard.node), found.rule)
+            if key not in seen:
+                seen.add(key)
+                yield found
+            break
+    yield from _leader_work(view)
+
+
+def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
+    """What a condition does to a call: nothing where the axes do not meet or the other side calls the same."""
+    axes = only_axes(guard.depends)
+    hit = next((r for r in event.explicit if _apart(r, guard)), None)
+    if hit is None:
+        return _judge_implicit(view, event, guard)
+    if simple_kind(hit.kind) in _other_side(view, event, guard):
+        return None
+    if axes and not guard.is_membership:
+        return _rank_guard(view, event, guard, hit)
+    local = {tag: text for tag, text in guard.depends.items() if tag in LOCAL or tag == "beyond"}
+    return _local_guard(view, event, guard, hit, local) if local else None
+
+
+def _apart(reached: Reached, guard: Guard) -> bool:
+    if isinstance(reached.axes, str):
+        return False
+    if reached.kind in ("new_group", "destroy_process_group", "init_device_mesh"):
+        return False
+    axes = only_axes(guard.depends) - {"beyond"}
+    if axes and not guard.is_membership and meet(axes, reached.axes):
+        return True
+    if "beyond" in guard.depends:
+        agreed = set(guard.depends["beyond"].split(","))
+        return reached.axes != UNKNOWN and not reached.axes <= agreed
+    return any(tag in LOCAL for tag in guard.depends)
+
+
+def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:
+    """Kinds of collectives that the ranks call which do not pass the condition."""
+    found: set[str] = set()
+    opposite = {"if": ("else", "rest"), "else": ("if",), "rest": ("if", "else", "except")}.get(guard.kind, ())
+    for side in opposite:
+        for other in view.inside(guard.node, side):
+            found |= other.kinds()
+    if guard.kind == "rest":
+        for other in view.events:
+            if other is not event and any(g.node is guard.node and g.kind in ("if", "else") for g in other.guards()):
+                found |= other.kinds()
+    text, side = _normal(guard)
+    for other in view.events:
+        if other.kinds() & event.kinds():
+            for around in other.guards():
+                if around.node is not guard.node and around.kind in ("if", "else"):
+                    other_text, other_side = _normal(around)
+                    if other_text == text and other_side != side:
+                        found |= other.kinds()
+    if guard.kind == "case":
+        for other in view.events:
+            if any(g.kind == "case" and g.node is guard.node for g in other.guards()) and other.guard is not event.guard:
+                found |= other.kinds()
+    return found
+
+
+def _normal(guard: Guard) -> tuple[str, bool]:
+    """A condition without its negations, and whether the guard is its true side."""
+    test = getattr(guard.node, "test", None)
+    side = guard.kind == "if"
+    if test is None:
+        return f"at {id(guard.node)}", side
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, side = test.operand, not side
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        negative = isinstance(test.ops[0], ast.NotEq | ast.NotIn | ast.IsNot)
+        return ast.unparse(test.left) + ast.unparse(test.comparators[0]), side != negative
+    return ast.unparse(test), side
+
+
+def _rank_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached) -> Finding:
+    confidence = _confidence(event, guard, hit)
+    is_left = guard.kind == "rest"
+    specific = only_axes(guard.depends) - {"world", "node", "rank"}
+    rule = "HL010" if is_left else "HL001" if event.is_direct else "HL002"
+    advice = "Let every member of the group make the call, and put only what one rank is to do under the condition."
+    if hit.axes == WORLD and specific and specific == only_axes(guard.depends) and not event.group:
+        rule, advice = "HL032", "Pass the group of the ranks that come here, or take the call out of the condition."
+        confidence = "high" if confidence == "high" and event.is_direct else min(confidence, "medium", key=("low", "medium", "high").index)
+    message = f"{what_is_called(event)} spans {axes_text(hit.axes)} but runs only where a condition on {tags_text(guard.depends)} holds"
+    if is_left:
+        message = f"{what_is_called(event)} spans {axes_text(hit.axes)}, but some ranks have left before, by a condition on {tags_text(guard.depends)}"
+    ranks = f"Ranks for which the condition holds enter `{hit.kind}`; members of {axes_text(hit.axes)} for which it does not never come."
+    node = guard.exit if is_left and guard.exit is not None else event.node
+    return finding(view, rule, confidence, node, message, ranks, advice, steps_of(view, guard, event, hit))
+
+
+def _confidence(event: Event, guard: Guard, hit: Reached) -> Confidence:
+    axes = only_axes(guard.depends)
+    if not hit.is_sure or hit.axes == UNKNOWN:
+        return "low"
+    if any("under which it is set" in text for text in guard.depends.values()):
+        return "medium"
+    if hit.depth > 3 or "rank" in axes:
+        return "medium"
+    if any(g.kind == "with" and _is_lock(g.node) for g in event.guards()):
+        return "medium"
+    return "high"
+
+
+def _is_lock(node: ast.AST) -> bool:
+    return isinstance(node, ast.With) and any("first" in dotted(item.context_expr) for item in node.items)
+
+
+def _local_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached, local: Depends) -> Finding:
+    is_strong = bool(STRONG_LOCAL & set(local))
+    confidence: Confidence = "medium" if is_strong and hit.is_sure and hit.depth <= 2 and hit.axes != UNKNOWN else "low"
+    if guard.kind == "rest":
+        rule = "HL012" if "error" in local else "HL010"
+    else:
+        rule = "HL004"
+    verb = "is left out by ranks that went another way before" if guard.kind == "rest" else "runs only where a condition holds"
+    message = f"{what_is_called(event)} {verb}; the condition depends on {tags_text(local)}"
+    ranks = f"Ranks may decide differently: some enter `{hit.kind}` over {axes_text(hit.axes)} and wait there for the others."
+    advice = "Agree on the condition first (all_reduce a flag over the same group), or make the call on every rank."
+    node = guard.exit if guard.kind == "rest" and guard.exit is not None else event.node
+    return finding(view, rule, confidence, node, message, ranks, advice, steps_of(view, guard, event, hit))
+
+
+def _judge_implicit(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
+    """HL003 and HL010: the forward or backward pass of a wrapped module where only some ranks come."""
+    hit = next((r for r in event.reached if not r.is_explicit), None)
+    if hit is None or guard.is_membership:
+        return None
+    axes = only_axes(guard.depends)
+    if {simple_kind(hit.kind)} & _other_side(view, event, guard):
+        return None
+    if axes & {"world", "dp", "node"}:
+        rule = "HL010" if guard.kind == "rest" and hit.kind == "backward" else "HL003"
+        message = f"{what_is_called(event)} runs a module on some ranks only; if it is wrapped (DDP, FSDP, ZeRO) its {hit.kind} pass is a collective"
+        ranks = f"Ranks for which the condition on {tags_text(guard.depends)} holds enter it; the others go on to their next collective."
+        advice = "Run it on all ranks, or on the unwrapped module with parameters that are whole on this rank."
+        return finding(view, rule, "low", event.node, message, ranks, advice, steps_of(view, guard, event, hit))
+    if hit.kind == "backward" and {"data", "error"} & set(guard.depends) and event.is_direct:
+        rule = "HL012" if "error" in guard.depends else "HL010" if guard.kind == "rest" else "HL004"
+        message = "the backward pass, which reduces gradients, is left out where this rank's data or errors say so"
+        ranks = "Ranks that run it wait in the reduction of gradients for those that do not."
+        advice = "Agree over the data-parallel group whether to skip, or run the pass with a loss multiplied by zero."
+        node = guard.exit if guard.kind == "rest" and guard.exit is not None else event.node
+        return finding(view, rule, "low", node, message, ranks, advice, steps_of(view, guard, event, hit))
+    return None
+
+
+def _leader_work(view: FunctionView) -> Iterator[Finding]:
+    """HL005: one rank works long, and the others wait for it in a collective that has a timeout."""
+    for position, (statement, guard) in enumerate(view.statements):
+        if not isinstance(statement, ast.If) or view.inside(statement, "if"):
+            continue
+        around = next((g for s, g in view.statements[position + 1 :] if g is not None and g.node is statement and g.kind == "if"), None)
+        if around is None or not only_axes(around.depends) or around.is_membership:
+            continue
+        work = _long_work(statement.body)
+        if work is None:
+            continue
+        after = _next_collective(view, statement, guard)
+        if after is None or not meet(only_axes(around.depends), after.explicit[0].axes):  # type: ignore[arg-type]
+            continue
+        kind = after.explicit[0].kind
+        yield finding(
+            view, "HL005", "low", work,
+            f"one rank runs `{dotted(work.func)}` while the others already wait in `{kind}`",
+            f"The rank that passes the condition works; the others wait in `{kind}` until its timeout.",
+            "Give the wait a timeout that covers the work, or let all ranks do it; if the work fails, tell the others.",
+            steps_of(view, around, after, after.explicit[0]),
+        )  # fmt: skip
+
+
+def _long_work(body: list[ast.stmt]) -> ast.Call | None:
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                name = dotted(node.func).rsplit(".", 1)[-1]
+                if set(words(name)) & _LONG_WORK or name in _LONG_WORK:
+                    return node
+    return None
+
+
+def _next_collective(view: FunctionView, statement: ast.If, guard: Guard | None) -> Event | None:
+    last = statement.end_lineno or statement.lineno
+    for event in view.events:
+        if event.node.lineno > last and event.explicit and event.explicit[0].is_sure:
+            if event.guard is guard or (event.guard is not None and event.guard.parent is guard and event.guard.kind in ("if", "else", "with", "try")):
+                return event if event.node.lineno - last < 30 else None
+    return None
