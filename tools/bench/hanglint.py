@@ -5,9 +5,10 @@
 Nothing is fetched. A bug's tree is the whole repository at the commit before its mend: a folder
 `<owner>+<repo>@<10 hex of the commit>` of --trees, or taken from the git directory `<owner>+<repo>/repo` of
 --histories, its .py files alone. A bug is found by a finding of a rule that fits its pattern (`hanglint/patterns.toml`)
-in the named function or within 10 lines of the named lines. --newest holds a folder `<owner>+<repo>` of each project:
-findings per 1,000 lines, seconds, peak memory; --draw picks findings of high confidence there to judge by hand, and
---judged says how those that were judged did.
+in the named function or within 10 lines of the named lines. Half of `hanglint/unseen.jsonl` is for learning (--half
+open); of the other half (--half hidden) only scores are shown, so that nobody tunes on it. --newest holds a folder
+`<owner>+<repo>` of each project: findings per 1,000 lines, seconds, peak memory; --draw picks findings of high
+confidence there to judge by hand, and --judged says how those that were judged did.
 """
 
 import argparse
@@ -193,6 +194,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--newest", type=Path)
     parser.add_argument("--projects", nargs="*", default=list(PROJECTS), help="folders of --newest")
     parser.add_argument("--only", nargs="*", help="identifiers of bugs")
+    parser.add_argument("--half", choices=("open", "hidden"), help="of a corpus, by the hash of each identifier")
     parser.add_argument("--jobs", type=int, default=1, help="trees read at a time")
     parser.add_argument("--draw", type=int, default=0, metavar="NUMBER", help="findings of high confidence to judge")
     parser.add_argument("--seed", type=int, default=18)
@@ -206,14 +208,13 @@ def main() -> None:
     chosen = options()
     report: dict[str, Any] = {}
     bugs = [bug for path in chosen.bugs for bug in read_bugs(path) if not chosen.only or bug.id in chosen.only]
+    bugs = [bug for bug in bugs if not chosen.half or bug.half == chosen.half]
     if bugs:
         scores = score_bugs(bugs, chosen.trees, chosen.histories, chosen.jobs)
         report |= {f"recall by {by}": recall(scores, by) for by in BY}
-        report["bugs"] = [score.row() for score in scores]
-        report["missed"] = [
-            {"id": each.bug.id, "pattern": each.bug.record["pattern"], "mechanism": each.bug.record["mechanism"]}
-            for each in scores if not each.is_found
-        ]  # fmt: skip
+        if chosen.half != "hidden":
+            report["bugs"] = [score.row() for score in scores]
+            report["missed"] = [score.missed_row() for score in scores if not score.is_found]
     if chosen.newest:
         readings = read_projects(chosen.newest, chosen.projects, chosen.jobs)
         report |= {"density": density(readings), "by rule": by_rule(readings)}

@@ -1,5 +1,6 @@
 """What counts as found: a bug of a corpus against the findings of hanglint, and recall over many."""
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,11 @@ class Bug:
     def tree(self) -> str:
         """The folder of the repository at the commit before the mend."""
         return f"{self.record['repo'].replace('/', '+')}@{self.record['parent_commit'][:10]}"
+
+    @property
+    def half(self) -> str:
+        """ "open" to learn from, or "hidden"; by the first digit of the identifier's SHA-1."""
+        return "open" if hashlib.sha1(self.id.encode()).hexdigest() < "8" else "hidden"
 
     def is_at(self, finding: Finding) -> bool:
         """Whether a finding lies in a named function, a function inside of it, or near the named lines."""
@@ -100,6 +106,11 @@ class Score:
         rules = sorted({f"{rule} {confidence}" for rule, confidence, _ in self.found_by})
         return {"id": self.bug.id, **{key: record[key] for key in BY}, "found": self.is_found,
                 "high": self.is_found_high, "by": ", ".join(rules)}  # fmt: skip
+
+    def missed_row(self) -> dict[str, str]:
+        """What a missed bug was about."""
+        record = self.bug.record
+        return {"id": self.bug.id, "pattern": record["pattern"], "mechanism": record["mechanism"]}
 
 
 def recall(scores: Sequence[Score], by: str) -> list[dict[str, Any]]:
