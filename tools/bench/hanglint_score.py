@@ -52,7 +52,7 @@ class Bug:
 
     @property
     def half(self) -> str:
-        """ "open" to learn from, or "hidden"; by the first digit of the identifier's SHA-1."""
+        """Whether it is "open" to learn from or "hidden", by the first digit of the identifier's SHA-1."""
         return "open" if hashlib.sha1(self.id.encode()).hexdigest() < "8" else "hidden"
 
     def is_at(self, finding: Finding) -> bool:
