@@ -16,6 +16,7 @@ NONE: Final[Axes] = frozenset()
 UNKNOWN: Final[Axes] = frozenset(("unknown",))
 
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_BRACKETS: Final = re.compile(r"\[(\w+)\]")
 _AXIS_OF_WORD: Final = {
     **dict.fromkeys(("dp", "data", "fsdp", "hsdp", "ddp", "replicate", "shard", "dpxcp", "edp", "zero"), "dp"),
     **dict.fromkeys(("cp", "context", "sp", "sequence", "ulysses", "ring", "dpxcp", "seq"), "cp"),
@@ -103,8 +104,9 @@ def group_axes(text: str) -> Axes:
     head, _, options = text.partition("(")
     last = head.rsplit(".", 1)[-1]
     parts = words(last)
-    if "[" in head and not {"group", "mesh"} & set(words(head.rsplit("[", 1)[-1])):
-        parts = words(head.rsplit("[", 1)[-1]) or parts
+    chosen = _BRACKETS.findall(head)
+    if chosen and (head.endswith("]") or last in ("get_group", "group")):  # mesh["tp"].get_group()
+        parts = words(chosen[-1]) or parts
     if {"get", "group"} == set(parts) and options:  # mesh.get_group("tp")
         parts = words(options)
     if "exclude" in parts or "no" in parts or "without" in parts:

@@ -9,6 +9,59 @@ MAX_TEXT: Final = 120
 _ASKS_FOR_RANK: Final = frozenset(("get_rank", "get_local_rank", "get_group_rank", "get_coordinate", "rank", "getenv", "get"))
 
 
+def _expression_fields(class_: type[ast.AST]) -> tuple[str, ...]:
+    if issubclass(class_, ast.stmt):
+        blocks = ("body", "orelse", "finalbody", "handlers", "cases", "names", "decorator_list", "args", "bases", "keywords", "type_params")
+        return tuple(f for f in class_._fields if f not in blocks)
+    if class_ in (ast.Name, ast.Constant) or not issubclass(class_, ast.expr | ast.keyword | ast.comprehension | ast.withitem):
+        return ()
+    return class_._fields
+
+
+class _Fields(dict[type[ast.AST], tuple[str, ...]]):
+    """Fields of a kind of node that can hold expressions; looked up far more often than made."""
+
+    def __missing__(self, class_: type[ast.AST]) -> tuple[str, ...]:
+        self[class_] = _expression_fields(class_)
+        return self[class_]
+
+
+_FIELDS: Final = _Fields()
+
+
+def parts(node: ast.AST) -> list[ast.AST]:
+    """The expressions directly within an expression or a statement, without a statement's blocks."""
+    found: list[ast.AST] = []
+    for name in _FIELDS[node.__class__]:
+        value = getattr(node, name, None)
+        if value.__class__ is list:
+            found += [v for v in value if isinstance(v, ast.AST)]
+        elif isinstance(value, ast.AST):
+            found.append(value)
+    return found
+
+
+def calls_in(node: ast.AST) -> list[ast.Call]:
+    """Every call within an expression, outermost first."""
+    found: list[ast.Call] = []
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        class_ = current.__class__
+        if class_ is ast.Call:
+            found.append(current)  # type: ignore[arg-type]
+            inner = passed_call(current)  # type: ignore[arg-type]
+            if inner is not None:
+                found.append(inner)
+        for name in _FIELDS[class_]:
+            value = getattr(current, name, None)
+            if value.__class__ is list:
+                stack += value
+            elif isinstance(value, ast.AST):
+                stack.append(value)
+    return found
+
+
 def dotted(node: ast.expr | None) -> str:
     """`a.b().c` for names, attributes, calls and subscripts of constants; "" for anything else."""
     parts: list[str] = []
@@ -79,7 +132,21 @@ def atoms(node: ast.expr) -> Iterator[str]:
         elif isinstance(current, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             continue
         else:
-            stack += [child for child in ast.iter_child_nodes(current) if isinstance(child, ast.expr)]
+            stack += parts(current)  # type: ignore[arg-type]
+
+
+# Calls that run a function which is given as an argument: how many arguments come before it.
+_RUNS_ARGUMENT: Final = {"to_thread": 0, "run_in_executor": 1, "partial": 0, "run_sync": 0, "map_async": 0, "apply_async": 0}
+
+
+def passed_call(node: ast.Call) -> ast.Call | None:
+    """The call that `asyncio.to_thread(function, *arguments)` and its like make, as if it were written directly."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    place = _RUNS_ARGUMENT.get(name)
+    if place is None or len(node.args) <= place or not isinstance(node.args[place], ast.Name | ast.Attribute):
+        return None
+    inner = ast.Call(func=node.args[place], args=node.args[place + 1 :], keywords=node.keywords)
+    return ast.copy_location(inner, node)
 
 
 def call_atom(node: ast.Call) -> str:

@@ -1,10 +1,11 @@
 """What is kept of a file after it is read: functions, calls, classes, imports. Compact, without the syntax tree."""
 
 import ast
+import builtins
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from offbeat_hanglint._program.expressions import atoms, dotted, group_text
+from offbeat_hanglint._program.expressions import atoms, calls_in, dotted, group_text
 
 MAX_ATOMS: Final = 12
 _GROUP_WORDS: Final = ("group", "mesh", "comm", "_pg", "pg_")
@@ -65,7 +66,13 @@ class ClassFact:
 
 @dataclass(slots=True)
 class FileFact:
-    """One file."""
+    """One file.
+
+    Attributes:
+        globals: what the module's variables are made of.
+        set_later: attributes that something other than a constructor assigns.
+        protected: calls in a `try` with a handler for an exception of the program's own, and that exception.
+    """
 
     path: str
     module: str
@@ -74,8 +81,8 @@ class FileFact:
     functions: list[FunctionFact]
     classes: dict[str, ClassFact]
     globals: dict[str, tuple[str, ...]]
-    stored: frozenset[str]
     set_later: frozenset[str] = frozenset()
+    protected: dict[str, str] = field(default_factory=dict)
 
 
 def module_name(path: str) -> str:
@@ -86,12 +93,11 @@ def module_name(path: str) -> str:
 
 def extract(path: str, tree: ast.Module, num_lines: int) -> FileFact:
     """The facts of a parsed file. Recursion is bounded by the parser's own limit on nesting of statements."""
-    fact = FileFact(path, module_name(path), num_lines, {}, [], {}, {}, frozenset())
+    fact = FileFact(path, module_name(path), num_lines, {}, [], {}, {})
     reader = _Reader(fact)
     module = FunctionFact("<module>", "<module>", "", 1, num_lines, (), frozenset(), -1, False, ())
     fact.functions.append(module)
     reader.block(tree.body, 0, "", "", ())
-    fact.stored = frozenset(reader.stored)
     fact.set_later = frozenset(reader.set_later)
     return fact
 
@@ -100,7 +106,6 @@ class _Reader:
     def __init__(self, fact: FileFact) -> None:
         self.fact = fact
         self.package = fact.module if fact.path.endswith("__init__.py") else fact.module.rpartition(".")[0]
-        self.stored: set[str] = set()
         self.set_later: set[str] = set()
         self.locals: dict[str, tuple[str, ...]] = {}
 
@@ -125,6 +130,8 @@ class _Reader:
                 self.returned(node.test, owner, ())
         else:
             self.simple(node, owner, gate, under)
+            if isinstance(node, ast.Try):
+                self.protect(node)
             for name in ("body", "orelse", "finalbody"):
                 inner = getattr(node, name, None)
                 if inner:
@@ -136,11 +143,7 @@ class _Reader:
 
     def simple(self, node: ast.stmt, owner: int, gate: str, under: tuple[str, ...]) -> None:
         """Calls of a statement's own expressions, and what it assigns or returns."""
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self.calls(child, owner, gate)
-            elif isinstance(child, ast.withitem):
-                self.calls(child.context_expr, owner, gate)
+        self.calls(node, owner, gate)
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self.assign(target, node.value, owner, under)
@@ -153,6 +156,12 @@ class _Reader:
             if len(function.raises) < 4:
                 function.raises += (dotted(node.exc).removesuffix("()"),)
 
+    def protect(self, node: ast.Try) -> None:
+        own = [name for handler in node.handlers if (name := dotted(handler.type)) and not hasattr(builtins, name) and "." not in name]
+        if own:
+            for call in (call for statement in node.body for call in calls_in(statement)):
+                self.fact.protected.setdefault(dotted(call.func), own[0])
+
     def gate_of(self, test: ast.expr, owner: int) -> str:
         if isinstance(test, ast.Name) and test.id in self.fact.functions[owner].parameters:
             return test.id
@@ -162,11 +171,9 @@ class _Reader:
             return test.left.id if test.left.id in self.fact.functions[owner].parameters else ""
         return ""
 
-    def calls(self, node: ast.expr, owner: int, gate: str) -> None:
+    def calls(self, node: ast.AST, owner: int, gate: str) -> None:
         function = self.fact.functions[owner]
-        for child in ast.walk(node):
-            if not isinstance(child, ast.Call):
-                continue
+        for child in calls_in(node):
             callee = dotted(child.func)
             if not callee:
                 continue
@@ -191,7 +198,6 @@ class _Reader:
         function = self.fact.functions[owner]
         made_of = (tuple(self.local_atoms(value)) + under)[:MAX_ATOMS]
         if "." in text:
-            self.stored.add(text.rsplit(".", 1)[-1])
             if function.name != "__init__":
                 self.set_later.add(text.rsplit(".", 1)[-1])
         if text.startswith("self.") and text.count(".") == 1 and function.class_name in self.fact.classes:

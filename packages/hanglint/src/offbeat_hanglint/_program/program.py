@@ -43,6 +43,9 @@ class Program:
         self._subclasses: dict[str, list[tuple[int, str]]] = {}
         for number, file in enumerate(files):
             self._add(number, file)
+        self.has_stages = any(
+            "pipeline" in name and ("first_stage" in name or "last_stage" in name) for file in files for name in file.imports.values()
+        ) or any("is_pipeline_last_stage" in call.callee for function in self.functions for call in function.calls)
         self._methods_of: dict[tuple[int, str, str], tuple[Target, ...]] = {}
 
     def _add(self, number: int, file: FileFact) -> None:

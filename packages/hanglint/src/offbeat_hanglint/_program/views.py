@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from offbeat_hanglint._program.depend import Dependence
+from offbeat_hanglint._program.facts import FunctionFact
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
 from offbeat_hanglint._program.walk import FunctionView, Walker
@@ -19,12 +20,20 @@ WAITS: Final = frozenset(
 )
 
 
-def views(program: Program, reach: Reach, read: Callable[[str], bytes]) -> Iterator[FunctionView]:
-    """Each function that reaches a collective or waits, file by file; files without one are not read again."""
+def views(
+    program: Program, reach: Reach, read: Callable[[str], bytes], only: frozenset[str] | None = None
+) -> Iterator[FunctionView]:
+    """Each function that reaches a collective or waits, file by file; files without one are not read again.
+
+    Args:
+        only: paths to look at, all by default; the rest of the program still counts for what calls reach.
+    """
     dependence = Dependence(program, reach)
     for number, file in enumerate(program.files):
+        if only is not None and file.path not in only:
+            continue
         first = program.first[number]
-        wanted = {i for i, f in enumerate(file.functions) if reach.of[first + i] or _is_waiting(f.calls) or _is_source_rank(f.name)}
+        wanted = {i for i, f in enumerate(file.functions) if reach.of[first + i] or _is_waiting(f.calls) or _is_source_rank(f.name) or _passes_function(f)}
         if not wanted:
             continue
         try:
@@ -58,3 +67,8 @@ def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]
 
 def _is_source_rank(name: str) -> bool:
     return "src" in name and "rank" in name
+
+
+def _passes_function(function: FunctionFact) -> bool:
+    """Whether a function hands functions on, as far as names tell: `run_op(self._check)`."""
+    return any("run" in call.callee or "schedule" in call.callee or "enqueue" in call.callee for call in function.calls)

@@ -7,7 +7,7 @@ from typing import Final
 
 from offbeat_hanglint._program.axes import UNKNOWN, Axes
 from offbeat_hanglint._program.depend import LOCAL, Dependence, Depends, is_data_name
-from offbeat_hanglint._program.expressions import call_atom, dotted, group_text
+from offbeat_hanglint._program.expressions import call_atom, dotted, group_text, parts, passed_call
 from offbeat_hanglint._program.facts import CallFact, FileFact, FunctionFact, _groups_of
 from offbeat_hanglint._program.program import Program, Target
 from offbeat_hanglint._program.reach import Reach, Reached
@@ -15,6 +15,7 @@ from offbeat_hanglint._program.reach import Reach, Reached
 MAX_EXPRESSION_DEPTH: Final = 40
 # Names whose value is the same on all ranks, whatever they are read from.
 _AGREED: Final = frozenset(("training", "dtype", "device", "ndim", "requires_grad", "world_size", "is_initialized", "is_available", "get_world_size"))
+_TENSOR_TESTS: Final = frozenset(("all", "any", "item", "isnan", "isinf", "isfinite", "nonzero", "is_nonzero", "equal", "allclose", "tolist", "numel"))
 _MODAL: Final = frozenset(("image", "images", "pixel", "video", "videos", "audio", "vision", "visual", "grid", "multimodal", "mm", "patches"))
 
 
@@ -119,6 +120,7 @@ class Walker:
     def __init__(self, view: FunctionView) -> None:
         self.view = view
         self.environment: dict[str, Depends] = {}
+        self.agreed: set[str] = set()
         self.loop: ast.AST | None = None
         for name in view.fact.parameters:
             if is_data_name(name):
@@ -239,6 +241,10 @@ class Walker:
         if isinstance(target, ast.Name):
             self.view.assigned[name] = value
         depends = self.depends(value) | self._conditions(guard)
+        if not depends and (self._agrees(value) or (self.agreed and self.agreed & {n.id for n in ast.walk(value) if isinstance(n, ast.Name)})):
+            self.agreed.add(name)
+        else:
+            self.agreed.discard(name)
         if isinstance(target, ast.Name) and not depends and is_data_name(name) and not isinstance(value, ast.Constant) and not self._agrees(value):
             depends = {"data": name}
         self.environment[name] = depends
@@ -280,17 +286,16 @@ class Walker:
                 depends = self.depends(first.iter)
                 self.view.iterables[current] = depends
                 inner = Guard("loop", current, depends, around)
-                parts = (current.key, current.value) if isinstance(current, ast.DictComp) else (current.elt,)
-                stack += [(part, inner) for part in parts]
+                made = (current.key, current.value) if isinstance(current, ast.DictComp) else (current.elt,)
+                stack += [(part, inner) for part in made]
                 stack += [(test, inner) for generator in current.generators for test in generator.ifs]
                 continue
             if isinstance(current, ast.Call):
                 self._call(current, around)
-            for child in ast.iter_child_nodes(current):
-                if isinstance(child, ast.expr):
-                    stack.append((child, around))
-                elif isinstance(child, ast.keyword):
-                    stack.append((child.value, around))
+                inner_call = passed_call(current)
+                if inner_call is not None:
+                    self._call(inner_call, around)
+            stack += [(child, around) for child in parts(current)]  # type: ignore[misc]
 
     def _call(self, node: ast.Call, guard: Guard | None) -> None:
         callee = dotted(node.func)
@@ -347,6 +352,8 @@ class Walker:
                 self.environment[name] = {} if "world" in axes or axes == UNKNOWN else {"beyond": ",".join(sorted(axes))}
             elif name:
                 self.environment[name] = {}
+            if name and not self.environment[name]:
+                self.agreed.add(name)
 
     def _agrees(self, value: ast.expr) -> bool:
         """Whether a value is the result of a collective."""
@@ -418,7 +425,15 @@ class Walker:
             found |= self.depends(argument, depth + 1)
         if not name:
             found |= self.depends(node.func, depth + 1)
+        if not found and last in _TENSOR_TESTS and self._is_tensor_test(node, name):
+            found = {"data": ast.unparse(node)[:60]}
         return found
+
+    def _is_tensor_test(self, node: ast.Call, name: str) -> bool:
+        """Whether a call asks something of a tensor that no collective made the same everywhere: `finished.all()`."""
+        if not isinstance(node.func, ast.Attribute) or name.split(".")[0] in ("np", "numpy", "math", "args", "config"):
+            return False
+        return not self.agreed & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
     def _compare(self, node: ast.Compare, depth: int) -> Depends:
         found = self.depends(node.left, depth + 1)
@@ -441,8 +456,8 @@ def _may_be_missing(text: str) -> bool:
     """Whether a batch may lack what this name holds: images, gradients."""
     from offbeat_hanglint._program.axes import words
 
-    parts = set(words(text.rsplit(".", 1)[-1]))
-    return bool(parts & _MODAL) or "grad" in parts or ".get()" in text
+    named = set(words(text.rsplit(".", 1)[-1]))
+    return bool(named & _MODAL) or "grad" in named or ".get()" in text
 
 
 def is_membership(test: ast.expr) -> bool:

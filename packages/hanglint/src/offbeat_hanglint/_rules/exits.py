@@ -16,6 +16,27 @@ def check(view: FunctionView) -> Iterator[Finding]:
     yield from _one_rank_raises(view)
     yield from _swallowed(view)
     yield from _teardown(view)
+    yield from _unprotected(view)
+
+
+def _unprotected(view: FunctionView) -> Iterator[Finding]:
+    """HL011: a call that the file guards elsewhere against an exception of its own, without that guard before a collective."""
+    for node, callee, guard in view.calls:
+        raised = view.file.protected.get(callee)
+        if not raised or any(g.kind in ("try", "except") for g in (guard.chain() if guard else ())):
+            continue
+        after = next((e for e in view.events if e.explicit and e.node.lineno > node.lineno), None)
+        if after is None:
+            continue
+        hit = after.explicit[0]
+        yield finding(
+            view, "HL011", "low", node,
+            f"`{callee}` may raise {raised}, which is caught elsewhere but not here, before {what_is_called(after)}",
+            f"A rank whose data make it raise ends; the others wait in `{hit.kind}` over {axes_text(hit.axes)}.",
+            f"Handle {raised} so that every rank makes the same calls.",
+            steps_of(view, None, after, hit),
+        )  # fmt: skip
+        return
 
 
 def _one_rank_raises(view: FunctionView) -> Iterator[Finding]:

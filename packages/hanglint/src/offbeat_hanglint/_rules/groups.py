@@ -9,7 +9,7 @@ from offbeat_hanglint._program.axes import UNKNOWN, WORLD, group_axes, words
 from offbeat_hanglint._program.depend import only_axes
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.walk import Event, FunctionView, simple_kind
-from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text
+from offbeat_hanglint._rules.report import axes_text, finding, is_test, steps_of, tags_text
 
 _GATHERS: Final = frozenset(("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all"))
 _RAGGED_WORDS: Final = frozenset(
@@ -31,6 +31,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
             yield from _new_group(view, event)
             yield from _source(view, event)
             yield from _shapes(view, event)
+            yield from _all_ranks(view, event)
     yield from _default_group(view)
     yield from _computed_source(view)
 
@@ -115,7 +116,7 @@ def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple
         if isinstance(inner, ast.Constant):
             return _source_verdict(view, inner, event)
     if isinstance(source, ast.Constant) and isinstance(source.value, int):
-        is_known = axes != UNKNOWN and "(" not in str(axes)
+        is_known = axes != UNKNOWN
         return ("high" if is_known and "node" not in axes else "low"), f"the literal {source.value}"
     text = dotted(source)
     last = text.removesuffix("()").rsplit(".", 1)[-1]
@@ -240,6 +241,22 @@ def _default_group(view: FunctionView) -> Iterator[Finding]:
             "Pipeline stages, or replicas, do not come to that reduction together and wait for one another.",
             f"Pass `{table.keyword}=`: the group of the ranks that run this together.",
         )  # fmt: skip
+
+
+def _all_ranks(view: FunctionView, event: Event) -> Iterator[Finding]:
+    """HL032: data reduced over all ranks in a program whose pipeline stages do not all have them."""
+    hit = event.reached[0]
+    if event.group or hit.axes != WORLD or hit.kind not in ("all_reduce", "all_gather", "reduce", "all_gather_into_tensor", "reduce_scatter"):
+        return
+    if not hit.is_sure or not view.program.has_stages or is_test(view.file.path) or not event.callee.startswith(("dist.", "torch.distributed.")):
+        return
+    yield finding(
+        view, "HL032", "low", event.node,
+        f"`{hit.kind}` spans all ranks, in a program that divides them into pipeline stages",
+        "Only the ranks of the stage that has these data come here; the other stages never do.",
+        "Pass the group of the ranks that have the data.",
+        steps_of(view, None, event, hit),
+    )  # fmt: skip
 
 
 def _computed_source(view: FunctionView) -> Iterator[Finding]:

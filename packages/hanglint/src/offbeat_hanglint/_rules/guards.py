@@ -7,12 +7,12 @@ from typing import Final
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import UNKNOWN, WORLD, meet, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
-from offbeat_hanglint._program.expressions import dotted
+from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.reach import Reached
 from offbeat_hanglint._program.walk import Event, FunctionView, Guard, simple_kind
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
 
-DECIDES: Final = frozenset(("if", "else", "case", "rest"))
+DECIDES: Final = frozenset(("if", "else", "case", "rest", "except"))
 STRONG_LOCAL: Final = frozenset(("time", "error"))
 _LONG_WORK: Final = frozenset(
     ("generate", "load", "save", "download", "compile", "run", "eval", "evaluate", "build", "convert", "fetch", "init", "create", "upload", "preprocess", "push", "train", "map", "tokenize", "process", "export", "write", "merge", "request", "snapshot", "from_pretrained", "launch")
@@ -26,7 +26,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
         for guard in event.guards():
             if guard.kind not in DECIDES or not guard.depends:
                 continue
-            if isinstance(guard.exit, ast.Raise):
+            if isinstance(guard.exit, ast.Raise) or (guard.kind == "except" and isinstance(terminates(guard.node.body), ast.Raise)):  # type: ignore[attr-defined]
                 continue
             found = _judge(view, event, guard)
             if found is None:
@@ -74,6 +74,10 @@ def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:
     for side in opposite:
         for other in view.inside(guard.node, side):
             found |= other.kinds()
+    if guard.kind == "except":
+        for other in view.events:
+            if any(g.kind == "try" and guard.node in g.node.handlers for g in other.guards()):  # type: ignore[attr-defined]
+                found |= other.kinds()
     if guard.kind == "rest":
         for other in view.events:
             if other is not event and any(g.node is guard.node and g.kind in ("if", "else") for g in other.guards()):

@@ -88,9 +88,9 @@ def _started(view: FunctionView) -> Iterator[Finding]:
     """HL042: a function that reaches a collective is handed to a thread, a pool or a task."""
     for node, callee, guard in view.calls:
         last = callee.rsplit(".", 1)[-1]
-        if last not in _STARTERS:
+        if last not in _STARTERS and not _hands_on(view, callee, node):
             continue
-        keyword = _STARTERS[last]
+        keyword = _STARTERS.get(last, "")
         candidates = [k.value for k in node.keywords if k.arg == keyword] if keyword else node.args[:2]
         for candidate in candidates:
             name = dotted(candidate.func if isinstance(candidate, ast.Call) else candidate)
@@ -106,6 +106,17 @@ def _started(view: FunctionView) -> Iterator[Finding]:
                 "Give that thread a group of its own, submit the same jobs in the same order everywhere, and never cancel one that holds a collective.",
             )  # fmt: skip
             break
+
+
+def _hands_on(view: FunctionView, callee: str, node: ast.Call) -> bool:
+    """Whether a function of the program hands what it is given to a thread or a pool."""
+    if not node.args or not any(isinstance(a, ast.Name | ast.Attribute) for a in node.args[:2]):
+        return False
+    return any(
+        call.callee.rsplit(".", 1)[-1] in ("submit", "Thread", "run_in_executor")
+        for target in view.program.targets(view.index, callee)
+        for call in view.program.functions[target.function].calls
+    )
 
 
 def _first_explicit(view: FunctionView, name: str) -> tuple[int, str, object, bool] | None:

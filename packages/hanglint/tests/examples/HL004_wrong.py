@@ -1,0 +1,6 @@
+import torch.distributed as dist
+
+
+def finish_checkpoint(future):
+    if future.done():
+        dist.barrier()

@@ -1,0 +1,12 @@
+import torch.distributed as dist
+
+
+def save(model, path):
+    if dist.get_rank() != 0:
+        return
+    write(model, path)
+    dist.barrier()
+
+
+def write(model, path):
+    path.write_bytes(bytes(model))

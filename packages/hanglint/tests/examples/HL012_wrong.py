@@ -1,0 +1,10 @@
+import torch.distributed as dist
+
+
+def train(batches, step):
+    for batch in batches:
+        try:
+            loss = step(batch)
+            dist.all_reduce(loss)
+        except RuntimeError:
+            continue

@@ -1,0 +1,2 @@
+def entropies(accelerator, entropy, mask):
+    return accelerator.gather(entropy[mask])

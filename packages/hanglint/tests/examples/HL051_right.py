@@ -1,0 +1,7 @@
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def start():
+    dist.init_process_group("nccl", timeout=timedelta(minutes=5))

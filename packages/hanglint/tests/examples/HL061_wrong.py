@@ -1,0 +1,2 @@
+def next_batch(queue):
+    return queue.get()

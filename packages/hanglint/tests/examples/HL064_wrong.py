@@ -1,0 +1,3 @@
+def pause(engines):
+    for engine in engines:
+        engine.pause.remote()

@@ -1,0 +1,5 @@
+import ray
+
+
+def main(num_cpus):
+    ray.init(num_cpus=num_cpus)

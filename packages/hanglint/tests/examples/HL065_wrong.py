@@ -1,0 +1,5 @@
+import ray
+
+
+def main():
+    ray.init()
