@@ -13,7 +13,9 @@ from offbeat_hanglint._program.facts import FileFact, extract
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
 from offbeat_hanglint._program.views import views
+from offbeat_hanglint._program.walk import FunctionView
 from offbeat_hanglint._rules.registry import CHECKS
+from offbeat_hanglint._rules.report import ORDER
 from offbeat_hanglint._settings import Settings
 
 SKIPPED_FOLDERS = frozenset((".git", ".venv", "venv", "node_modules", "__pycache__", ".nox", ".tox", ".mypy_cache"))
@@ -51,12 +53,27 @@ def analyse(paths: Sequence[Path], settings: Settings) -> Analysis:
         else:
             facts.append(read)
     program = Program(facts)
-    found = [f for view in views(program, Reach(program), sources.read) for check in CHECKS for f in check(view)]
+    found = [f for view in views(program, Reach(program), sources.read) for f in _check(view)]
     if settings.rules:
         found = [f for f in found if f.rule in settings.rules]
-    found.sort(key=lambda f: (f.path, f.line, f.rule, f.column))
     num_lines = sum(f.num_lines for f in facts)
-    return Analysis(tuple(dict.fromkeys(found)), tuple(unreadable), len(facts), num_lines, time.perf_counter() - start_s)
+    return Analysis(_once(found), tuple(unreadable), len(facts), num_lines, time.perf_counter() - start_s)
+
+
+def _check(view: FunctionView) -> list[Finding]:
+    """What all rules find in a function; nothing in one whose expressions are nested too deeply to follow."""
+    try:
+        return [finding for check in CHECKS for finding in check(view)]
+    except RecursionError:
+        return []
+
+
+def _once(found: list[Finding]) -> tuple[Finding, ...]:
+    """The surest finding of a rule on a line, ordered."""
+    kept: dict[tuple[str, int, str], Finding] = {}
+    for finding in sorted(found, key=lambda f: (f.path, f.line, f.rule, -ORDER.index(f.confidence), f.column)):
+        kept.setdefault((finding.path, finding.line, finding.rule), finding)
+    return tuple(kept.values())
 
 
 def _read_facts(path: str, source: bytes) -> FileFact | Unreadable:

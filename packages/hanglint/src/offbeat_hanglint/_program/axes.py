@@ -77,7 +77,9 @@ def _axes_of(parts: tuple[str, ...], *, leader: bool) -> Axes:
     found = {_AXIS_OF_WORD[word] for word in parts if word in _AXIS_OF_WORD}
     if leader:
         found -= {"world"}
-    if "model" in parts and "parallel" in parts and "tensor" not in parts and "pipeline" not in parts:
+    if "expert" in parts and "model" in parts:  # Megatron's expert_model_parallel is expert parallelism
+        found.discard("tp")
+    elif "model" in parts and "parallel" in parts and "tensor" not in parts and "pipeline" not in parts:
         found |= {"tp", "pp"}
     if "mp" in parts:
         found |= {"tp", "pp"}
@@ -116,7 +118,7 @@ def group_axes(text: str) -> Axes:
     found = {_AXIS_OF_WORD[word] for word in parts if word in _AXIS_OF_WORD}
     if parts in (("model", "parallel", "group"), ("get", "model", "parallel", "group"), ("mp", "group")):
         found |= {"tp", "pp"}
-    elif "model" in parts and not {"parallel", "tensor"} & set(parts):
+    elif "model" in parts and (not {"parallel", "tensor"} & set(parts) or {"pipeline", "expert"} & set(parts)):
         found.discard("tp")
     if "with_context_parallel=True" in options or "with_context_parallel]" in options:
         found.add("cp")

@@ -86,22 +86,18 @@ class Dependence:
         if last in ("getenv", "get") and ("environ" in name or last == "getenv"):
             return dict.fromkeys(environment_axes(arguments), f"{name}({arguments})")
         axes = rank_axes(last)
-        if axes == WORLD and arguments:
-            chosen = group_axes(arguments)
-            resolved = self.program.resolve_group(caller, arguments) if chosen == UNKNOWN else chosen
-            if isinstance(resolved, str) or resolved == UNKNOWN:
-                return {"rank": atom}
-            return dict.fromkeys(resolved, atom)
-        if axes and axes != WORLD:
-            return dict.fromkeys(axes, atom)
+        chosen = _chosen_group(name, last, arguments)
+        if axes and chosen:
+            spanned = self.program.resolve_group(caller, chosen) if group_axes(chosen) == UNKNOWN else group_axes(chosen)
+            return {"rank": atom} if isinstance(spanned, str) or spanned == UNKNOWN else dict.fromkeys(spanned, atom)
         tables = self.program.libraries
         targets = self.program.targets(caller, name) if depth < MAX_DEPTH else ()
-        if targets and (len(targets) == 1 or targets[0].is_sure):
+        if targets and (len(targets) == 1 or targets[0].is_sure) and (not axes or axes == WORLD or last.startswith(("is_", "_is_", "has_"))):
             found = self.of_return(targets[0].function, depth + 1)
-            ranks = {tag: f"{atom} ({why})" for tag, why in found.items() if tag not in LOCAL}
+            ranks = {tag: f"{atom} ({why})" if "(" not in why else why for tag, why in found.items() if tag not in LOCAL}
             if axes:
                 return ranks or dict.fromkeys(axes, atom)
-            return {tag: f"{atom} ({why})" for tag, why in found.items()} if targets[0].is_sure else {}
+            return dict.fromkeys(found, atom) if targets[0].is_sure else {}
         if axes:
             return dict.fromkeys(axes, atom)
         if last in tables.local_time and (name.count(".") or last in ("random",)):
@@ -154,6 +150,16 @@ class Dependence:
             if atom != name:
                 found.update({t: w for t, w in self.of_atom(self.program.first[self.program.file_of[caller]], atom, depth + 1).items() if t not in LOCAL})
         return found
+
+
+def _chosen_group(name: str, last: str, arguments: str) -> str:
+    """Text of the group whose rank a getter gives: an argument, or what it is a method of, `mesh["tp"].get_local_rank()`."""
+    if last not in ("get_rank", "get_local_rank", "get_group_rank", "rank", "get_coordinate"):
+        return ""
+    if arguments:
+        return arguments
+    receiver = name.removesuffix(last).removesuffix(".")
+    return receiver if receiver.endswith("]") else ""
 
 
 def only_axes(depends: Depends) -> Axes:

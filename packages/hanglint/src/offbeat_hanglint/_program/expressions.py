@@ -41,6 +41,19 @@ def parts(node: ast.AST) -> list[ast.AST]:
     return found
 
 
+def comparisons_in(node: ast.AST) -> list[ast.Compare]:
+    """Comparisons of an assigned or tested expression, without those within calls."""
+    found: list[ast.Compare] = []
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, ast.Compare):
+            found.append(current)
+        elif isinstance(current, ast.BoolOp | ast.UnaryOp | ast.IfExp):
+            stack += parts(current)
+    return found
+
+
 def calls_in(node: ast.AST) -> list[ast.Call]:
     """Every call within an expression, outermost first."""
     found: list[ast.Call] = []
@@ -99,7 +112,7 @@ def group_text(node: ast.expr) -> str:
         first = group_text(node.body)
         return first if first != "None" else group_text(node.orelse)
     if isinstance(node, ast.BoolOp):
-        return group_text(node.values[0])
+        return group_text(node.values[-1])
     if isinstance(node, ast.List | ast.Tuple) and len(node.elts) == 1:
         return group_text(node.elts[0])
     return dotted(node)

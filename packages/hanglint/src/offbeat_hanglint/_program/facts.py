@@ -5,7 +5,8 @@ import builtins
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from offbeat_hanglint._program.expressions import atoms, calls_in, dotted, group_text
+from offbeat_hanglint._program.axes import words
+from offbeat_hanglint._program.expressions import atoms, calls_in, comparisons_in, dotted, group_text, terminates
 
 MAX_ATOMS: Final = 12
 _GROUP_WORDS: Final = ("group", "mesh", "comm", "_pg", "pg_")
@@ -72,6 +73,7 @@ class FileFact:
         globals: what the module's variables are made of.
         set_later: attributes that something other than a constructor assigns.
         protected: calls in a `try` with a handler for an exception of the program's own, and that exception.
+        group_ranks: names that are compared with a rank within a group.
     """
 
     path: str
@@ -83,6 +85,7 @@ class FileFact:
     globals: dict[str, tuple[str, ...]]
     set_later: frozenset[str] = frozenset()
     protected: dict[str, str] = field(default_factory=dict)
+    group_ranks: set[str] = field(default_factory=set)
 
 
 def module_name(path: str) -> str:
@@ -113,6 +116,8 @@ class _Reader:
         """Read statements of function `owner`; `under` are atoms of the conditions around them."""
         for statement in body:
             self.statement(statement, owner, class_name, gate, under)
+            if not gate and isinstance(statement, ast.If) and isinstance(statement.test, ast.UnaryOp) and isinstance(terminates(statement.body), ast.Return):
+                gate = self.gate_of(statement.test.operand, owner)
 
     def statement(self, node: ast.stmt, owner: int, class_name: str, gate: str, under: tuple[str, ...]) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -123,6 +128,7 @@ class _Reader:
             self.import_(node)
         elif isinstance(node, ast.If):
             self.calls(node.test, owner, gate)
+            self.compared(node.test)
             conditions = (under + tuple(self.local_atoms(node.test)))[:MAX_ATOMS]
             self.block(node.body, owner, class_name, self.gate_of(node.test, owner) or gate, conditions)
             self.block(node.orelse, owner, class_name, gate, conditions)
@@ -145,6 +151,7 @@ class _Reader:
         """Calls of a statement's own expressions, and what it assigns or returns."""
         self.calls(node, owner, gate)
         if isinstance(node, ast.Assign):
+            self.compared(node.value)
             for target in node.targets:
                 self.assign(target, node.value, owner, under)
         elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
@@ -161,6 +168,14 @@ class _Reader:
         if own:
             for call in (call for statement in node.body for call in calls_in(statement)):
                 self.fact.protected.setdefault(dotted(call.func), own[0])
+
+    def compared(self, node: ast.expr) -> None:
+        """Note names that are compared with a rank within a group: they hold such a rank, too."""
+        for comparison in comparisons_in(node):
+            sides = (comparison.left, comparison.comparators[0])
+            for rank, other in (sides, sides[::-1]):
+                if is_group_rank(rank) and isinstance(other, ast.Name | ast.Attribute):
+                    self.fact.group_ranks.add(dotted(other).rsplit(".", 1)[-1])
 
     def gate_of(self, test: ast.expr, owner: int) -> str:
         if isinstance(test, ast.Name) and test.id in self.fact.functions[owner].parameters:
@@ -286,6 +301,17 @@ class _Reader:
             base = ".".join([*kept, base] if base else kept)
         for alias in node.names:
             imports[alias.asname or alias.name] = f"{base}.{alias.name}"
+
+
+def is_group_rank(node: ast.expr) -> bool:
+    """Whether an expression gives the caller's rank within a group: `dist.get_rank(group)`, `self.dp_rank`."""
+    name = dotted(node).removesuffix("()").rsplit(".", 1)[-1]
+    named = set(words(name))
+    if "rank" not in named or named & {"size", "ranks", "lora", "global"}:
+        return False
+    if isinstance(node, ast.Call) and (node.args or node.keywords) and name in ("get_rank", "get_local_rank", "get_group_rank"):
+        return True
+    return bool(named & {"local", "group", "dp", "tp", "cp", "sp", "pp", "ep", "parallel"})
 
 
 def _groups_of(call: ast.Call) -> tuple[tuple[int | str, str], ...]:

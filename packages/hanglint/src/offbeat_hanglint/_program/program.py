@@ -176,7 +176,7 @@ class Program:
                 return (Target(found, True),)
         full = self.full_name(file, callee)
         if rest and head not in file.imports and head not in file.classes:
-            return self._by_method_name(callee)
+            return self._by_method_name(callee, function.class_name)
         place = self.lookup(file, full) if full != callee or head in file.imports else (number, callee)
         return self._at(place) if place else ()
 
@@ -211,10 +211,11 @@ class Program:
             made_by = self.attribute_class(number, function.class_name, first)
             if made_by:
                 return self.find_method(made_by[0], made_by[1], more)
-        return self._by_method_name(rest)
+        return self._by_method_name(rest, function.class_name)
 
-    def _by_method_name(self, callee: str) -> tuple[Target, ...]:
-        found = self._methods.get(callee.rsplit(".", 1)[-1], ())
+    def _by_method_name(self, callee: str, own_class: str) -> tuple[Target, ...]:
+        """By a name that few classes have; not of the caller's own class, which would be called on `self`."""
+        found = [f for f in self._methods.get(callee.rsplit(".", 1)[-1], ()) if not own_class or self.functions[f].class_name != own_class]
         return tuple(Target(f, False) for f in found) if 0 < len(found) <= MAX_SAME_NAME else ()
 
     def operation(self, caller: int, callee: str) -> Operation | None:
@@ -256,7 +257,8 @@ class Program:
         for _ in range(3):
             if text in function.parameters:
                 axes = group_axes(text)
-                return text if axes == UNKNOWN else axes
+                default = group_axes(function.groups.get(text, "")) if text in function.groups else UNKNOWN
+                return axes if axes != UNKNOWN else default if default not in (UNKNOWN, WORLD) else text
             axes = group_axes(text) if text else WORLD
             if axes != UNKNOWN:
                 return axes

@@ -104,8 +104,19 @@ class Reach:
                 axes = self.program.resolve_group(caller, text)
             else:
                 named = group_axes(axes)
-                axes, sure = (named if named != UNKNOWN else WORLD if axes in callee.falsy else UNKNOWN), False
+                is_default = named == UNKNOWN and axes in callee.falsy  # None, which means the default group
+                axes, sure = (WORLD if is_default else named), sure and is_default
         return Reached(entry.kind, axes, entry.is_explicit, sure, call.line, function, entry.depth + 1, call.gate)
+
+    def functions_below(self, entry: Reached) -> list[int]:
+        """The functions from the one that is called to the one that holds the collective."""
+        if entry.through < 0:
+            return []
+        below = [e for e in self.of[entry.through].values() if e.kind == entry.kind]
+        if not below:
+            return [entry.through]
+        chosen = min(below, key=lambda e: (e.axes != entry.axes, e.depth))
+        return [function for function, _, _ in self.path(entry.through, chosen)]
 
     def path(self, function: int, entry: Reached) -> list[tuple[int, int, str]]:
         """(function, line, what is called there) from an entry of a function down to the collective."""

@@ -47,7 +47,11 @@ def views(
             index = 0 if isinstance(node, ast.Module) else by_place.get((node.lineno, node.name), -1)
             if index in wanted:
                 view = FunctionView(program, reach, dependence, file, first + index, file.functions[index], node)
-                yield Walker(view).walk()
+                try:
+                    Walker(view).walk()
+                except RecursionError:
+                    continue
+                yield view
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -66,7 +70,7 @@ def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]
 
 
 def _is_source_rank(name: str) -> bool:
-    return "src" in name and "rank" in name
+    return ("src" in name and "rank" in name) or "send" in name
 
 
 def _passes_function(function: FunctionFact) -> bool:

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, Axes
-from offbeat_hanglint._program.depend import LOCAL, Dependence, Depends, is_data_name
+from offbeat_hanglint._program.axes import UNKNOWN, Axes, words
+from offbeat_hanglint._program.depend import LOCAL, Dependence, Depends, is_data_name, is_filled_name
 from offbeat_hanglint._program.expressions import call_atom, dotted, group_text, parts, passed_call
 from offbeat_hanglint._program.facts import CallFact, FileFact, FunctionFact, _groups_of
 from offbeat_hanglint._program.program import Program, Target
-from offbeat_hanglint._program.reach import Reach, Reached
+from offbeat_hanglint._program.reach import Reach, Reached, is_module_call
 
 MAX_EXPRESSION_DEPTH: Final = 40
 # Names whose value is the same on all ranks, whatever they are read from.
 _AGREED: Final = frozenset(("training", "dtype", "device", "ndim", "requires_grad", "world_size", "is_initialized", "is_available", "get_world_size"))
-_TENSOR_TESTS: Final = frozenset(("all", "any", "item", "isnan", "isinf", "isfinite", "nonzero", "is_nonzero", "equal", "allclose", "tolist", "numel"))
+_TENSOR_TESTS: Final = frozenset(("all", "any", "item", "isnan", "isinf", "isfinite", "nonzero", "is_nonzero", "equal", "allclose", "tolist", "numel", "max", "min"))
 _MODAL: Final = frozenset(("image", "images", "pixel", "video", "videos", "audio", "vision", "visual", "grid", "multimodal", "mm", "patches"))
 
 
@@ -98,8 +98,14 @@ class FunctionView:
     exits: list[Exit] = field(default_factory=list)
     calls: list[tuple[ast.Call, str, Guard | None]] = field(default_factory=list)
     statements: list[tuple[ast.stmt, Guard | None]] = field(default_factory=list)
-    assigned: dict[str, ast.expr] = field(default_factory=dict)
+    assigned: dict[str, list[ast.expr]] = field(default_factory=dict)
     iterables: dict[ast.AST, Depends] = field(default_factory=dict)
+
+    def value_of(self, name: str, before: ast.AST) -> ast.expr | None:
+        """What a variable was last assigned above a place; of what is assigned later only, the first."""
+        line = getattr(before, "lineno", 0)
+        values = self.assigned.get(name, ())
+        return next((v for v in reversed(values) if (v.end_lineno or v.lineno) < line), values[0] if values and values[0] is not before else None)
 
     def inside(self, node: ast.AST, side: str) -> list[Event]:
         """Events under a guard of this statement and kind."""
@@ -239,7 +245,7 @@ class Walker:
         if not name:
             return
         if isinstance(target, ast.Name):
-            self.view.assigned[name] = value
+            self.view.assigned.setdefault(name, []).append(value)
         depends = self.depends(value) | self._conditions(guard)
         if not depends and (self._agrees(value) or (self.agreed and self.agreed & {n.id for n in ast.walk(value) if isinstance(n, ast.Name)})):
             self.agreed.add(name)
@@ -404,6 +410,9 @@ class Walker:
             below = self.depends(node.value, depth + 1)
             if below:
                 return {tag: why for tag, why in below.items() if tag in LOCAL}
+            holder = dotted(node.value).rsplit(".", 1)[-1]
+            if last in ("ready", "output", "pending") and is_filled_name(holder):
+                return {"fill": text}
             return {"data": text} if is_data_name(last) and last in ("grad", "logits", "loss", "pixel_values") else {}
         return {"data": text} if is_data_name(last) else {}
 
@@ -425,6 +434,7 @@ class Walker:
             found |= self.depends(argument, depth + 1)
         if not name:
             found |= self.depends(node.func, depth + 1)
+        last = node.func.attr if isinstance(node.func, ast.Attribute) else last
         if not found and last in _TENSOR_TESTS and self._is_tensor_test(node, name):
             found = {"data": ast.unparse(node)[:60]}
         return found
@@ -440,6 +450,10 @@ class Walker:
         for right in node.comparators:
             found = found | self.depends(right, depth + 1)
         right = node.comparators[0]
+        if isinstance(node.ops[0], ast.In | ast.NotIn) and not found:
+            text = dotted(right)
+            if any(is_filled_name(part) for part in text.removesuffix("()").split(".") if part != "self"):
+                return {"fill": text}
         is_none = isinstance(right, ast.Constant) and right.value is None
         if is_none or (isinstance(right, ast.UnaryOp) and isinstance(right.op, ast.USub)) or (
             isinstance(node.ops[0], ast.GtE) and isinstance(right, ast.Constant) and right.value == 0
@@ -454,8 +468,6 @@ class Walker:
 
 def _may_be_missing(text: str) -> bool:
     """Whether a batch may lack what this name holds: images, gradients."""
-    from offbeat_hanglint._program.axes import words
-
     named = set(words(text.rsplit(".", 1)[-1]))
     return bool(named & _MODAL) or "grad" in named or ".get()" in text
 
@@ -471,8 +483,6 @@ def is_membership(test: ast.expr) -> bool:
 
 def is_forward(callee: str, view: FunctionView) -> bool:
     """Whether a call looks like the forward pass of a module."""
-    from offbeat_hanglint._program.reach import is_module_call
-
     tables = view.program.libraries
     return not view.program.targets(view.index, callee) and is_module_call(callee, tables.implicit_calls, tables.implicit_methods)
 

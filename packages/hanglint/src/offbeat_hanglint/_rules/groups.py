@@ -15,12 +15,6 @@ _GATHERS: Final = frozenset(("all_gather", "gather", "gather_for_metrics", "_nes
 _RAGGED_WORDS: Final = frozenset(
     ("logits", "labels", "ids", "input", "mask", "preds", "predictions", "entropies", "completions", "tokens", "sequences", "logprobs", "logps", "embeddings", "hidden")
 )
-_REDUCES: Final = frozenset(
-    (
-        *("sum", "mean", "max", "min", "norm", "item", "numel", "size", "len", "std", "var", "count_nonzero", "tensor", "any", "all", "float", "int", "median", "pad"),
-        *("pad_across_processes", "amax", "amin", "quantile", "zeros", "ones", "full", "empty", "stack_scalars", "nanmean", "nansum", "nested_pad", "logsumexp", "scalar"),
-    )
-)
 _SAFE_SOURCES: Final = ("get_global_rank", "get_process_group_ranks", "src_rank", "source_rank", "ranks", "global", "root", "first_rank", "last_rank", "prev_rank", "next_rank", "group_src")
 
 
@@ -34,6 +28,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
             yield from _all_ranks(view, event)
     yield from _default_group(view)
     yield from _computed_source(view)
+    yield from _send_lists(view)
 
 
 def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
@@ -111,8 +106,7 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
 
 def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple[Confidence, str] | None:
     axes = event.reached[0].axes
-    if isinstance(source, ast.Name) and source.id in view.assigned and source.id not in view.fact.parameters:
-        inner = view.assigned[source.id]
+    if isinstance(source, ast.Name) and source.id not in view.fact.parameters and (inner := view.value_of(source.id, source)) is not None:
         if isinstance(inner, ast.Constant):
             return _source_verdict(view, inner, event)
     if isinstance(source, ast.Constant) and isinstance(source.value, int):
@@ -124,7 +118,7 @@ def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple
         return "low", "a computed number"
     if not text:
         return None
-    if _is_compared_with_group_rank(view, text):
+    if last in view.file.group_ranks:
         return "medium", f"`{text}`, which is compared with a rank within the group"
     if any(word in text for word in _SAFE_SOURCES):
         return None
@@ -133,18 +127,6 @@ def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple
     if last in ("src", "src_idx", "source", "dst", "rank", "owner"):
         return "low", f"`{text}`, which nothing shows to be a global rank"
     return None
-
-
-def _is_compared_with_group_rank(view: FunctionView, text: str) -> bool:
-    for node in ast.walk(view.node):
-        if isinstance(node, ast.Compare) and len(node.comparators) == 1:
-            sides = [dotted(node.left), dotted(node.comparators[0])]
-            if text in sides:
-                other = sides[1 - sides.index(text)].removesuffix("()")
-                parts = set(words(other.rsplit(".", 1)[-1]))
-                if "rank" in parts and parts & {"local", "group", "dp", "tp", "cp", "sp", "pp", "ep", "parallel"}:
-                    return True
-    return False
 
 
 def _shapes(view: FunctionView, event: Event) -> Iterator[Finding]:
@@ -174,8 +156,6 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
         return "", False
     if isinstance(node, ast.Call):
         name = dotted(node.func).rsplit(".", 1)[-1]
-        if name in _REDUCES or "pad" in name or "mean" in name or "sum" in name or "loss" in name or "accuracy" in name:
-            return "", False
         if name in ("nonzero", "masked_select", "unique", "argwhere"):
             return f"the result of `{name}`", True
         if isinstance(node.func, ast.Attribute) and name in ("to", "cuda", "contiguous", "detach", "clone", "float", "long", "int", "view", "reshape", "flatten", "argmax", "cpu", "bool", "unsqueeze", "squeeze", "half", "double"):
@@ -190,8 +170,8 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
             return ragged(view, node.value, depth + 1)
         return "", False
     if isinstance(node, ast.Name):
-        if node.id in view.assigned:
-            value = view.assigned[node.id]
+        value = view.value_of(node.id, node)
+        if value is not None:
             if isinstance(value, ast.Name) and value.id == node.id:
                 return "", False
             reason = ragged(view, value, depth + 1)
@@ -257,6 +237,24 @@ def _all_ranks(view: FunctionView, event: Event) -> Iterator[Finding]:
         "Pass the group of the ranks that have the data.",
         steps_of(view, None, event, hit),
     )  # fmt: skip
+
+
+def _send_lists(view: FunctionView) -> Iterator[Finding]:
+    """HL033: a list of tensors to send that leaves some out, where the receiver posts one receive for each."""
+    if "send" not in words(view.fact.name):
+        return
+    for statement, guard in view.statements:
+        if not isinstance(statement, ast.If) or statement.orelse or not any(g.kind == "loop" for g in (guard.chain() if guard else ())):
+            continue
+        appended = [dotted(n.func) for s in statement.body for n in ast.walk(s) if isinstance(n, ast.Call) and dotted(n.func).endswith(".append")]
+        if appended and len(statement.body) <= 2:
+            yield finding(
+                view, "HL033", "low", statement,
+                f"`{appended[0].removesuffix('.append')}`, which is sent, takes an entry only where a condition holds",
+                "The receiver posts a receive for each entry; for those that are left out it waits for ever.",
+                "Append in both cases, or tell the receiver how many will come.",
+            )  # fmt: skip
+            return
 
 
 def _computed_source(view: FunctionView) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.reach import Reached
 from offbeat_hanglint._program.walk import Event, FunctionView, Guard, simple_kind
-from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
+from offbeat_hanglint._rules.report import ORDER, axes_text, finding, steps_of, tags_text, what_is_called
 
 DECIDES: Final = frozenset(("if", "else", "case", "rest", "except"))
 STRONG_LOCAL: Final = frozenset(("time", "error"))
@@ -23,20 +23,35 @@ def check(view: FunctionView) -> Iterator[Finding]:
     """Report each condition once per rule, at the first collective behind it."""
     seen: set[tuple[int, str]] = set()
     for event in view.events:
-        for guard in event.guards():
-            if guard.kind not in DECIDES or not guard.depends:
-                continue
-            if isinstance(guard.exit, ast.Raise) or (guard.kind == "except" and isinstance(terminates(guard.node.body), ast.Raise)):  # type: ignore[attr-defined]
-                continue
-            found = _judge(view, event, guard)
-            if found is None:
-                continue
-            key = (id(guard.node), found.rule)
-            if key not in seen:
-                seen.add(key)
-                yield found
-            break
+        found = [(guard, result) for guard in event.guards() if _decides(guard) and (result := _judge(view, event, guard))]
+        if not found:
+            continue
+        guard, result = max(found, key=lambda pair: (bool(only_axes(pair[0].depends)), ORDER.index(pair[1].confidence)))
+        if (id(guard.node), result.rule) not in seen:
+            seen.add((id(guard.node), result.rule))
+            yield result
+            yield from _along_the_path(view, event, guard, result)
     yield from _leader_work(view)
+
+
+def _along_the_path(view: FunctionView, event: Event, guard: Guard, result: Finding) -> Iterator[Finding]:
+    """The same at the functions between the condition and the collective: the change may belong there."""
+    hit = next((r for r in event.explicit if _apart(r, guard)), None)
+    if hit is None or hit.through < 0 or hit.depth > 4 or guard.kind == "except":
+        return
+    for function, step in zip(view.reach.functions_below(hit), result.steps[2:], strict=False):
+        fact = view.program.functions[function]
+        yield Finding(
+            result.rule, "low", step.path, step.line, step.line, 1, fact.qualified,
+            f"`{hit.kind}` over {axes_text(hit.axes)} is reached from here, and {view.fact.qualified} calls this only where a condition on {tags_text(guard.depends)} holds",
+            result.ranks, result.steps, result.advice,
+        )  # fmt: skip
+
+
+def _decides(guard: Guard) -> bool:
+    if guard.kind not in DECIDES or not guard.depends or isinstance(guard.exit, ast.Raise):
+        return False
+    return not (guard.kind == "except" and isinstance(terminates(guard.node.body), ast.Raise))  # type: ignore[attr-defined]
 
 
 def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:

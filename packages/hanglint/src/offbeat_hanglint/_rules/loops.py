@@ -109,8 +109,8 @@ def _unordered(view: FunctionView, container: ast.expr, depth: int = 0) -> str:
         return ""
     if isinstance(container, ast.BinOp) and isinstance(container.op, ast.Sub | ast.BitOr | ast.BitAnd):
         return _unordered(view, container.left, depth + 1) or _unordered(view, container.right, depth + 1)
-    if isinstance(container, ast.Name) and container.id in view.assigned:
-        return _unordered(view, view.assigned[container.id], depth + 1)
+    if isinstance(container, ast.Name) and (value := view.value_of(container.id, container)) is not None:
+        return _unordered(view, value, depth + 1)
     if isinstance(container, ast.ListComp | ast.GeneratorExp | ast.DictComp):
         return _unordered(view, container.generators[0].iter, depth + 1)
     return ""
@@ -136,8 +136,7 @@ def _locally_filled(view: FunctionView, container: ast.expr, depth: int = 0) -> 
     is_entries = text.endswith((".items()", ".keys()", ".values()"))
     if isinstance(container, ast.Call) and dotted(container.func) in ("sorted", "list", "enumerate", "tuple", "zip") and container.args:
         return _locally_filled(view, container.args[0], depth + 1)
-    if isinstance(container, ast.Name) and container.id in view.assigned and not is_entries:
-        inner = view.assigned[container.id]
+    if isinstance(container, ast.Name) and not is_entries and (inner := view.value_of(container.id, container)) is not None:
         return _locally_filled(view, inner, depth + 1) if isinstance(inner, ast.Call) else ""
     name = text.removesuffix("()").rpartition(".")[0] if is_entries else text
     last = name.rsplit(".", 1)[-1].removesuffix("()")
@@ -169,16 +168,18 @@ def _breaks(view: FunctionView) -> Iterator[Finding]:
         if left.loop is None or left.guard is None or isinstance(left.node, ast.Raise | ast.Continue) or id(left.loop) in seen:
             continue
         depends: dict[str, str] = {}
+        around: list[Guard] = []
         for guard in left.guard.chain():
             if guard.node is left.loop:
                 break
+            around.append(guard)
             if guard.kind in ("if", "else", "except"):
                 depends |= guard.depends
         local = {t: w for t, w in depends.items() if t in ("data", "time", "error") or t in ("world", "dp", "cp", "tp", "pp", "ep", "node")}
         if not local:
             continue
         inside = [e for e in view.events if any(g.node is left.loop for g in e.guards()) and (e.explicit or e.reached[0].kind in ("forward", "backward"))]
-        inside = [e for e in inside if not any(e.guard is g for g in left.guard.chain())] or []
+        inside = [e for e in inside if e.guard not in around]
         if not inside:
             continue
         seen.add(id(left.loop))

@@ -53,8 +53,8 @@ def _is_local_rank(view: FunctionView, node: ast.expr, depth: int = 0) -> bool:
     if depth > 4:
         return False
     text = dotted(node)
-    if isinstance(node, ast.Name) and node.id in view.assigned:
-        return _is_local_rank(view, view.assigned[node.id], depth + 1)
+    if isinstance(node, ast.Name) and (value := view.value_of(node.id, node)) is not None:
+        return _is_local_rank(view, value, depth + 1)
     if isinstance(node, ast.Call) and node.args and dotted(node.func) in ("int", "os.getenv", "os.environ.get"):
         return _is_local_rank(view, node.args[0], depth + 1)
     if isinstance(node, ast.Constant):
@@ -64,8 +64,8 @@ def _is_local_rank(view: FunctionView, node: ast.expr, depth: int = 0) -> bool:
 
 
 def _is_device_count(view: FunctionView, node: ast.expr) -> bool:
-    if isinstance(node, ast.Name) and node.id in view.assigned:
-        node = view.assigned[node.id]
+    if isinstance(node, ast.Name):
+        node = view.value_of(node.id, node) or node
     return isinstance(node, ast.Call) and dotted(node.func).endswith("device_count")
 
 

@@ -1,0 +1,75 @@
+"""Names of ranks and groups tell their axes; the axis rule decides on them."""
+
+import pytest
+
+from offbeat_hanglint._program.axes import environment_axes, group_axes, meet, rank_axes
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("get_rank", {"world"}),
+        ("global_rank", {"world"}),
+        ("is_main_process", {"world"}),
+        ("is_local_main_process", {"node"}),
+        ("local_rank", {"node"}),
+        ("dp_rank", {"dp"}),
+        ("get_tensor_model_parallel_rank", {"tp"}),
+        ("getDataParallelRank", {"dp"}),
+        ("get_context_parallel_rank", {"cp"}),
+        ("is_pipeline_last_stage", {"pp"}),
+        ("is_first_stage", {"pp"}),
+        ("get_expert_model_parallel_rank", {"ep"}),
+        ("lora_rank", set()),
+        ("world_size", set()),
+        ("num_ranks", set()),
+        ("ranks", set()),
+        ("frank", set()),
+    ],
+)
+def test_a_rank_is_known_by_its_name(name, axes):
+    assert rank_axes(name) == axes
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("", {"world"}),
+        ("None", {"world"}),
+        ("dist.group.WORLD", {"world"}),
+        ("mpu.get_data_parallel_group()", {"dp"}),
+        ("mpu.get_data_parallel_group(with_context_parallel=True)", {"dp", "cp"}),
+        ("self.dp_cp_group", {"dp", "cp"}),
+        ('mesh.get_group(tp)', {"tp"}),
+        ("self.mesh[cp].get_group()", {"cp"}),
+        ("mpu.get_model_parallel_group()", {"tp", "pp"}),
+        ("self.mesh[exclude_dp].get_group()", {"tp", "pp", "cp"}),
+        ("self._model_update_group", {"unknown"}),
+        ("group", {"unknown"}),
+    ],
+)
+def test_a_group_is_known_by_the_words_of_its_expression(text, axes):
+    assert group_axes(text) == axes
+
+
+@pytest.mark.parametrize(
+    ("guard", "spanned", "expected"),
+    [
+        ({"pp"}, {"dp", "cp"}, False),
+        ({"cp"}, {"dp", "cp"}, True),
+        ({"world"}, {"tp"}, True),
+        ({"tp"}, {"world"}, True),
+        (set(), {"world"}, False),
+        ({"tp"}, {"dp"}, False),
+        ({"ep"}, {"dp"}, True),
+        ({"ep"}, {"pp"}, False),
+    ],
+)
+def test_a_condition_and_a_collective_meet_where_they_share_an_axis(guard, spanned, expected):
+    assert meet(guard, spanned) is expected
+
+
+def test_variables_of_launchers_give_ranks():
+    assert environment_axes("RANK") == {"world"}
+    assert environment_axes("LOCAL_RANK") == {"node"}
+    assert environment_axes("WORLD_SIZE") == set()
