@@ -40,7 +40,7 @@ def test_a_rank_is_known_by_its_name(name, axes):
         ("mpu.get_data_parallel_group()", {"dp"}),
         ("mpu.get_data_parallel_group(with_context_parallel=True)", {"dp", "cp"}),
         ("self.dp_cp_group", {"dp", "cp"}),
-        ('mesh.get_group(tp)', {"tp"}),
+        ("mesh.get_group(tp)", {"tp"}),
         ("self.mesh[cp].get_group()", {"cp"}),
         ("mpu.get_model_parallel_group()", {"tp", "pp"}),
         ("self.mesh[exclude_dp].get_group()", {"tp", "pp", "cp"}),

@@ -6,18 +6,30 @@ import pytest
 
 from offbeat_hanglint import Finding, Settings, analyse
 
-GUARDED = "import torch.distributed as dist\n{imports}\n\ndef report(value, trainer=None):\n    if dist.get_rank() == 0:\n        {call}\n"
+GUARDED = """import torch.distributed as dist
+{imports}
+
+def report(value, trainer=None):
+    if dist.get_rank() == 0:
+        {call}
+"""
 
 
 def findings(folder: Path, **files: str) -> list[Finding]:
     for name, text in files.items():
-        path = folder / (name.replace("__", "/") + ".py")
+        path = folder / (name.replace("_in_", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [f for f in analyse([folder], Settings()).findings if f.rule in ("HL001", "HL002") and f.function.startswith("report")]
+    return [
+        f
+        for f in analyse([folder], Settings()).findings
+        if f.rule in ("HL001", "HL002") and f.function.startswith("report")
+    ]
 
 
-REDUCE = "import torch.distributed as dist\n\ndef reduce_all(value, group=None):\n    dist.all_reduce(value, group=group)\n"
+REDUCE = (
+    "import torch.distributed as dist\n\ndef reduce_all(value, group=None):\n    dist.all_reduce(value, group=group)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -32,15 +44,24 @@ REDUCE = "import torch.distributed as dist\n\ndef reduce_all(value, group=None):
     ],
 )
 def test_through_imports_and_re_exports(tmp_path, imports, call):
-    files = {"project____init__": "from .sums import reduce_all\n", "project__sums": REDUCE}
-    (found,) = findings(tmp_path, **files, project__main=GUARDED.format(imports=imports, call=call))
+    files = {"project_in___init__": "from .sums import reduce_all\n", "project_in_sums": REDUCE}
+    (found,) = findings(tmp_path, **files, project_in_main=GUARDED.format(imports=imports, call=call))
     assert found.confidence in ("high", "medium")
     assert found.steps[-1].path == "project/sums.py"
 
 
 def test_through_a_method_of_a_base_class(tmp_path):
-    base = "import torch.distributed as dist\n\nclass Base:\n    def total(self, value):\n        dist.all_reduce(value)\n"
-    code = "import torch.distributed as dist\nfrom base import Base\n\nclass Child(Base):\n    def report(self, value):\n        if dist.get_rank() == 0:\n            self.total(value)\n"
+    base = (
+        "import torch.distributed as dist\n\nclass Base:\n    def total(self, value):\n        dist.all_reduce(value)\n"
+    )
+    code = """import torch.distributed as dist
+from base import Base
+
+class Child(Base):
+    def report(self, value):
+        if dist.get_rank() == 0:
+            self.total(value)
+"""
     for name, text in (("base", base), ("child", code)):
         (tmp_path / f"{name}.py").write_text(text)
     assert [f.rule for f in analyse([tmp_path], Settings()).findings if f.confidence == "high"] == ["HL002"]
@@ -48,33 +69,68 @@ def test_through_a_method_of_a_base_class(tmp_path):
 
 def test_a_group_that_the_caller_gives_counts_with_its_axes(tmp_path):
     call = "if mpu.is_pipeline_last_stage():\n            reduce_all(value, {group})"
-    code = "from megatron.core import mpu\nfrom sums import reduce_all\n\ndef report(value):\n    if True:\n        " + call
+    code = (
+        "from megatron.core import mpu\nfrom sums import reduce_all\n\ndef report(value):\n    if True:\n        "
+        + call
+    )
     assert findings(tmp_path, sums=REDUCE, main=code.format(group="mpu.get_data_parallel_group()")) == []
     assert findings(tmp_path, sums=REDUCE, main=code.format(group="mpu.get_pipeline_model_parallel_group()")) != []
 
 
 def test_a_collective_behind_a_parameter_that_the_call_leaves_off_is_not_reached(tmp_path):
-    sums = "import torch.distributed as dist\n\ndef log(value, sync=False):\n    if sync:\n        dist.all_reduce(value)\n"
+    sums = """import torch.distributed as dist
+
+def log(value, sync=False):
+    if sync:
+        dist.all_reduce(value)
+"""
     code = GUARDED.format(imports="from sums import log", call="log(value{more})")
     assert findings(tmp_path, sums=sums, main=code.format(more="")) == []
     assert findings(tmp_path, sums=sums, main=code.format(more=", sync=True")) != []
 
 
 def test_both_sides_of_a_condition_that_call_the_same_are_clean(tmp_path):
-    code = "import torch.distributed as dist\n\ndef report(value):\n    if dist.get_rank() == 0:\n        dist.broadcast(value, 0)\n    else:\n        dist.broadcast(value * 0, 0)\n"
+    code = """import torch.distributed as dist
+
+def report(value):
+    if dist.get_rank() == 0:
+        dist.broadcast(value, 0)
+    else:
+        dist.broadcast(value * 0, 0)
+"""
     assert findings(tmp_path, main=code) == []
 
 
 def test_a_barrier_before_and_after_the_leaders_work_is_clean(tmp_path):
-    code = "import torch.distributed as dist\n\ndef report(load):\n    if dist.get_rank() != 0:\n        dist.barrier()\n    load()\n    if dist.get_rank() == 0:\n        dist.barrier()\n"
+    code = """import torch.distributed as dist
+
+def report(load):
+    if dist.get_rank() != 0:
+        dist.barrier()
+    load()
+    if dist.get_rank() == 0:
+        dist.barrier()
+"""
     assert findings(tmp_path, main=code) == []
 
 
 def test_the_members_of_a_group_may_use_it(tmp_path):
-    code = "import torch.distributed as dist\n\ndef report(value, ranks, group):\n    if dist.get_rank() in ranks:\n        dist.all_reduce(value, group=group)\n"
+    code = """import torch.distributed as dist
+
+def report(value, ranks, group):
+    if dist.get_rank() in ranks:
+        dist.all_reduce(value, group=group)
+"""
     assert findings(tmp_path, main=code) == []
 
 
 def test_a_value_that_all_ranks_agreed_on_decides_for_all(tmp_path):
-    code = "import torch.distributed as dist\n\ndef report(flag, value):\n    flag = flag if dist.get_rank() == 0 else flag * 0\n    dist.broadcast(flag, 0)\n    if flag.item():\n        dist.all_reduce(value)\n"
+    code = """import torch.distributed as dist
+
+def report(flag, value):
+    flag = flag if dist.get_rank() == 0 else flag * 0
+    dist.broadcast(flag, 0)
+    if flag.item():
+        dist.all_reduce(value)
+"""
     assert findings(tmp_path, main=code) == []

@@ -12,8 +12,8 @@ from offbeat_hanglint._finding import Finding
 from offbeat_hanglint._program.facts import FileFact, extract
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
+from offbeat_hanglint._program.view import FunctionView
 from offbeat_hanglint._program.views import views
-from offbeat_hanglint._program.walk import FunctionView
 from offbeat_hanglint._rules.registry import CHECKS
 from offbeat_hanglint._rules.report import ORDER
 from offbeat_hanglint._settings import Settings
@@ -95,7 +95,9 @@ class _Sources:
             base = root.parent if root.is_file() else root
             for file in files:
                 relative = file.relative_to(base).as_posix()
-                if SKIPPED_FOLDERS.isdisjoint(relative.split("/")) and not any(fnmatch(relative, p) for p in settings.exclude):
+                if SKIPPED_FOLDERS.isdisjoint(relative.split("/")) and not any(
+                    fnmatch(relative, p) for p in settings.exclude
+                ):
                     self.places[relative] = file
 
     def read(self, path: str) -> bytes:

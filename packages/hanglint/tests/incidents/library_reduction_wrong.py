@@ -1,4 +1,3 @@
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

@@ -1,4 +1,5 @@
 import asyncio
+
 import torch.distributed as dist
 
 
@@ -9,7 +10,13 @@ class Adapter:
 
     async def update_weights_from_ipc_handles(self, handles):
         gathered = [None] * 8 if self.is_leader_rank else None
-        await asyncio.to_thread(dist.gather_object, obj=handles, object_gather_list=gathered, group_dst=0, group=self.mesh["exclude_dp"].get_group())
+        await asyncio.to_thread(
+            dist.gather_object,
+            obj=handles,
+            object_gather_list=gathered,
+            group_dst=0,
+            group=self.mesh["exclude_dp"].get_group(),
+        )
         if self.is_leader_rank:
             await self.engine.update_weights(gathered)
         await asyncio.to_thread(dist.barrier, group=self.mesh["exclude_dp"].get_group())
@@ -25,7 +32,11 @@ class Adapter:
         else:
             partial = False
         answer = [partial]
-        dist.broadcast_object_list(answer, src=dist.get_global_rank(self.mesh["exclude_dp"].get_group(), 0), group=self.mesh["exclude_dp"].get_group())
+        dist.broadcast_object_list(
+            answer,
+            src=dist.get_global_rank(self.mesh["exclude_dp"].get_group(), 0),
+            group=self.mesh["exclude_dp"].get_group(),
+        )
         partial = answer[0]
         for name, param in weights:
             if partial:

@@ -1,7 +1,7 @@
 """Which axes a name speaks of: names of ranks, of predicates about ranks, and of groups.
 
-An axis is "dp", "cp", "tp", "pp", "ep" or one of three general ones: "world" (a rank among all), "node" (a rank within its
-machine) and "rank" (a rank within a group that nothing tells more of).
+An axis is "dp", "cp", "tp", "pp", "ep" or one of three general ones: "world" (a rank among all), "node" (a rank within
+its machine) and "rank" (a rank within a group that nothing tells more of).
 """
 
 import re
@@ -27,23 +27,101 @@ _AXIS_OF_WORD: Final = {
     **dict.fromkeys(("world", "global"), "world"),
 }
 # Words of groups that mean no axis there: "data" of `data_group` does, "model" of `model_update_group` does not.
-_UPDATE_WORDS: Final = frozenset(("update", "weight", "weights", "sync", "transfer", "nccl", "vllm", "sglang", "engine", "rollout"))
+_UPDATE_WORDS: Final = frozenset(
+    ("update", "weight", "weights", "sync", "transfer", "nccl", "vllm", "sglang", "engine", "rollout")
+)
 _NOT_A_RANK: Final = frozenset(
-    ("lora", "low", "ranks", "size", "num", "count", "world", "effective", "matrix", "svd", "max", "min", "full", "reward", "tensor_rank")
+    (
+        "lora",
+        "low",
+        "ranks",
+        "size",
+        "num",
+        "count",
+        "world",
+        "effective",
+        "matrix",
+        "svd",
+        "max",
+        "min",
+        "full",
+        "reward",
+        "from",
+        "only",
+        "broadcast",
+        "per",
+        "config",
+        "cfg",
+        "fn",
+        "map",
+        "list",
+        "offset",
+        "info",
+        "top",
+        "bm25",
+        "mrr",
+    )
 )
 _LEADERS: Final = frozenset(
-    ("main", "master", "leader", "primary", "chief", "coordinator", "representative", "rank0", "lead", "logging", "head", "src", "source")
+    (
+        "main",
+        "master",
+        "leader",
+        "primary",
+        "chief",
+        "coordinator",
+        "representative",
+        "rank0",
+        "lead",
+        "logging",
+        "head",
+        "src",
+        "source",
+    )
 )
 _PROCESS: Final = frozenset(("process", "rank", "worker", "proc", "node", "host", "member", "zero", "replica"))
 _LEADER_NAMES: Final = frozenset(
     (
-        *("is_main", "is_master", "is_leader", "is_primary", "is_chief", "is_coordinator", "is_global_zero", "is_world_process_zero"),
-        *("is_local_process_zero", "is_rank_zero", "is_rank0", "is_rank_0", "is_zero_rank", "process_index", "local_process_index", "is_log_rank"),
-        *("proc_id", "procid", "is_root", "am_master", "master_process", "main_process", "is_driver_rank", "is_head_node", "is_logger", "process_id"),
+        *(
+            "is_main",
+            "is_master",
+            "is_leader",
+            "is_primary",
+            "is_chief",
+            "is_coordinator",
+            "is_global_zero",
+            "is_world_process_zero",
+        ),
+        *(
+            "is_local_process_zero",
+            "is_rank_zero",
+            "is_rank0",
+            "is_rank_0",
+            "is_zero_rank",
+            "process_index",
+            "local_process_index",
+            "is_log_rank",
+        ),
+        *(
+            "proc_id",
+            "procid",
+            "is_root",
+            "am_master",
+            "master_process",
+            "main_process",
+            "is_driver_rank",
+            "is_head_node",
+            "is_logger",
+            "process_id",
+        ),
     )
 )
-_STAGE: Final = re.compile(r"(first|last)_(pp_|pipeline_)?stage|pipeline_(first|last)_stage|is_(first|last)_(pp|pipeline)|(has|is)_(first|last)_stage|stage_(id|idx|index)$")
-_RANK_VARIABLES: Final = re.compile(r"^(RANK|LOCAL_RANK|GROUP_RANK|NODE_RANK|SLURM_PROCID|SLURM_LOCALID|OMPI_COMM_WORLD_(LOCAL_)?RANK|PMI_RANK|.*_RANK)$")
+_STAGE: Final = re.compile(
+    r"(first|last)_(pp_|pipeline_)?stage|pipeline_(first|last)_stage|is_(first|last)_(pp|pipeline)|(has|is)_(first|last)_stage|stage_(id|idx|index)$"
+)
+_RANK_VARIABLES: Final = re.compile(
+    r"^(RANK|LOCAL_RANK|GROUP_RANK|NODE_RANK|SLURM_PROCID|SLURM_LOCALID|OMPI_COMM_WORLD_(LOCAL_)?RANK|PMI_RANK|.*_RANK)$"
+)
 
 
 @lru_cache(maxsize=100_000)
@@ -64,7 +142,9 @@ def rank_axes(name: str) -> Axes:
     if "rank" not in parts and "coordinate" not in parts:
         return NONE
     if _NOT_A_RANK & set(parts) and parts not in (("world", "rank"), ("get", "world", "rank")):
-        return _axes_of(parts, leader=False) if "world" not in parts and parts[-1] == "rank" and _is_axis(parts) else NONE
+        return (
+            _axes_of(parts, leader=False) if "world" not in parts and parts[-1] == "rank" and _is_axis(parts) else NONE
+        )
     return _axes_of(parts, leader=False)
 
 

@@ -17,22 +17,144 @@ from offbeat_hanglint._program.reach import Reach
 
 Depends = dict[str, str]
 
-LOCAL: Final = frozenset(("data", "time", "file", "error", "fill"))
+LOCAL: Final = frozenset(("data", "time", "file", "error", "fill", "beyond"))
+_AGREED_WORDS: Final = frozenset(
+    (
+        "size",
+        "num",
+        "count",
+        "backend",
+        "type",
+        "enabled",
+        "distributed",
+        "initialized",
+        "config",
+        "cfg",
+        "dtype",
+        "mode",
+        "steps",
+        "dir",
+        "path",
+    )
+)
 MAX_DEPTH: Final = 4
 _DATA_WORDS: Final = frozenset(
     (
-        *("batch", "batches", "pixel", "pixels", "image", "images", "video", "videos", "audio", "mask", "masks", "labels", "loss", "losses", "grad"),
-        *("grads", "overflow", "inf", "nan", "logits", "samples", "sample", "example", "examples", "tokens", "sequences", "rewards", "vision", "multimodal", "finite"),
-        *("inputs", "features", "anchors", "unfinished", "finished", "eos", "experience", "rollout", "trajectories", "prompts", "responses"),
+        *(
+            "batch",
+            "batches",
+            "pixel",
+            "pixels",
+            "image",
+            "images",
+            "video",
+            "videos",
+            "audio",
+            "mask",
+            "masks",
+            "labels",
+            "loss",
+            "losses",
+            "grad",
+        ),
+        *(
+            "grads",
+            "overflow",
+            "inf",
+            "nan",
+            "logits",
+            "samples",
+            "sample",
+            "example",
+            "examples",
+            "tokens",
+            "sequences",
+            "rewards",
+            "vision",
+            "multimodal",
+            "finite",
+        ),
+        *(
+            "inputs",
+            "features",
+            "anchors",
+            "unfinished",
+            "finished",
+            "eos",
+            "experience",
+            "rollout",
+            "trajectories",
+            "prompts",
+            "responses",
+        ),
     )
 )
 _CONFIG_WORDS: Final = frozenset(
     (
-        *("config", "cfg", "args", "use", "enable", "enabled", "num", "size", "max", "min", "token", "path", "dir", "name", "type", "scale", "fn", "func", "function"),
-        *("per", "only", "steps", "every", "class", "cls", "id", "dtype", "device", "clip", "weight", "mode", "coef", "processor", "loader", "key", "keys", "average", "aux", "sampler"),
+        *(
+            "config",
+            "cfg",
+            "args",
+            "use",
+            "enable",
+            "enabled",
+            "num",
+            "size",
+            "max",
+            "min",
+            "token",
+            "path",
+            "dir",
+            "name",
+            "type",
+            "scale",
+            "fn",
+            "func",
+            "function",
+        ),
+        *(
+            "per",
+            "only",
+            "steps",
+            "every",
+            "class",
+            "cls",
+            "id",
+            "dtype",
+            "device",
+            "clip",
+            "weight",
+            "mode",
+            "coef",
+            "processor",
+            "loader",
+            "key",
+            "keys",
+            "average",
+            "aux",
+            "sampler",
+        ),
     )
 )
-_FILL_WORDS: Final = frozenset(("buffer", "cache", "queue", "pending", "backlog", "bucket", "metrics", "stats", "timers", "log", "logs", "history", "outputs", "results", "accumulated"))
+_FILL_WORDS: Final = frozenset(
+    (
+        "buffer",
+        "cache",
+        "queue",
+        "pending",
+        "backlog",
+        "bucket",
+        "metrics",
+        "stats",
+        "timers",
+        "log",
+        "logs",
+        "history",
+        "outputs",
+        "results",
+        "accumulated",
+    )
+)
 
 
 def is_data_name(name: str) -> bool:
@@ -70,6 +192,8 @@ class Dependence:
             return dict.fromkeys(axes, atom)
         function = self.program.functions[caller]
         deeper: Depends = {}
+        if not axes and _AGREED_WORDS & set(words(last)):
+            return {}
         if atom.startswith("self.") and atom.count(".") == 1 and function.class_name:
             deeper = self.of_attribute(self.program.file_of[caller], function.class_name, last, depth)
         elif "." not in atom and atom not in function.parameters:
@@ -88,13 +212,21 @@ class Dependence:
         axes = rank_axes(last)
         chosen = _chosen_group(name, last, arguments)
         if axes and chosen:
-            spanned = self.program.resolve_group(caller, chosen) if group_axes(chosen) == UNKNOWN else group_axes(chosen)
+            spanned = (
+                self.program.resolve_group(caller, chosen) if group_axes(chosen) == UNKNOWN else group_axes(chosen)
+            )
             return {"rank": atom} if isinstance(spanned, str) or spanned == UNKNOWN else dict.fromkeys(spanned, atom)
         tables = self.program.libraries
         targets = self.program.targets(caller, name) if depth < MAX_DEPTH else ()
-        if targets and (len(targets) == 1 or targets[0].is_sure) and (not axes or axes == WORLD or last.startswith(("is_", "_is_", "has_"))):
+        if (
+            targets
+            and (len(targets) == 1 or targets[0].is_sure)
+            and (not axes or axes == WORLD or last.startswith(("is_", "_is_", "has_")))
+        ):
             found = self.of_return(targets[0].function, depth + 1)
-            ranks = {tag: f"{atom} ({why})" if "(" not in why else why for tag, why in found.items() if tag not in LOCAL}
+            ranks = {
+                tag: f"{atom} ({why})" if "(" not in why else why for tag, why in found.items() if tag not in LOCAL
+            }
             if axes:
                 return ranks or dict.fromkeys(axes, atom)
             return dict.fromkeys(found, atom) if targets[0].is_sure else {}
@@ -148,12 +280,20 @@ class Dependence:
         found: Depends = {}
         for atom in file.globals.get(name, ()):
             if atom != name:
-                found.update({t: w for t, w in self.of_atom(self.program.first[self.program.file_of[caller]], atom, depth + 1).items() if t not in LOCAL})
+                found.update(
+                    {
+                        t: w
+                        for t, w in self.of_atom(
+                            self.program.first[self.program.file_of[caller]], atom, depth + 1
+                        ).items()
+                        if t not in LOCAL
+                    }
+                )
         return found
 
 
 def _chosen_group(name: str, last: str, arguments: str) -> str:
-    """Text of the group whose rank a getter gives: an argument, or what it is a method of, `mesh["tp"].get_local_rank()`."""
+    """Text of the group whose rank a getter gives: an argument, or the receiver of `mesh["tp"].get_local_rank()`."""
     if last not in ("get_rank", "get_local_rank", "get_group_rank", "rank", "get_coordinate"):
         return ""
     if arguments:

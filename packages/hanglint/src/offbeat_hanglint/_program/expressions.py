@@ -6,14 +6,30 @@ from typing import Final
 
 MAX_TEXT: Final = 120
 # Where an argument chooses whose rank is asked for: `dist.get_rank(group)`, `mesh.get_local_rank("tp")`.
-_ASKS_FOR_RANK: Final = frozenset(("get_rank", "get_local_rank", "get_group_rank", "get_coordinate", "rank", "getenv", "get"))
+_ASKS_FOR_RANK: Final = frozenset(
+    ("get_rank", "get_local_rank", "get_group_rank", "get_coordinate", "rank", "getenv", "get")
+)
 
 
 def _expression_fields(class_: type[ast.AST]) -> tuple[str, ...]:
     if issubclass(class_, ast.stmt):
-        blocks = ("body", "orelse", "finalbody", "handlers", "cases", "names", "decorator_list", "args", "bases", "keywords", "type_params")
+        blocks = (
+            "body",
+            "orelse",
+            "finalbody",
+            "handlers",
+            "cases",
+            "names",
+            "decorator_list",
+            "args",
+            "bases",
+            "keywords",
+            "type_params",
+        )
         return tuple(f for f in class_._fields if f not in blocks)
-    if class_ in (ast.Name, ast.Constant) or not issubclass(class_, ast.expr | ast.keyword | ast.comprehension | ast.withitem):
+    if class_ in (ast.Name, ast.Constant) or not issubclass(
+        class_, ast.expr | ast.keyword | ast.comprehension | ast.withitem
+    ):
         return ()
     return class_._fields
 
@@ -102,7 +118,7 @@ def _constant(node: ast.expr) -> str:
 
 
 def group_text(node: ast.expr) -> str:
-    """Text of an expression that gives a group, with the options of a getter: `get_data_parallel_group(with_context_parallel=True)`."""
+    """Text of an expression that gives a group, with a getter's options: `get_group(with_context_parallel=True)`."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Call):
@@ -135,8 +151,8 @@ def atoms(node: ast.expr) -> Iterator[str]:
                 stack.append(current.value)
         elif isinstance(current, ast.Call):
             yield call_atom(current)
-            stack += current.args
-            stack += [k.value for k in current.keywords]
+            if is_passing_on(current):
+                stack += current.args
         elif isinstance(current, ast.Subscript):
             text = dotted(current)
             if text:
@@ -149,17 +165,64 @@ def atoms(node: ast.expr) -> Iterator[str]:
 
 
 # Calls that run a function which is given as an argument: how many arguments come before it.
-_RUNS_ARGUMENT: Final = {"to_thread": 0, "run_in_executor": 1, "partial": 0, "run_sync": 0, "map_async": 0, "apply_async": 0}
+_RUNS_ARGUMENT: Final = {
+    "to_thread": 0,
+    "run_in_executor": 1,
+    "partial": 0,
+    "run_sync": 0,
+    "map_async": 0,
+    "apply_async": 0,
+}
 
 
 def passed_call(node: ast.Call) -> ast.Call | None:
     """The call that `asyncio.to_thread(function, *arguments)` and its like make, as if it were written directly."""
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    name = (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else node.func.id
+        if isinstance(node.func, ast.Name)
+        else ""
+    )
     place = _RUNS_ARGUMENT.get(name)
     if place is None or len(node.args) <= place or not isinstance(node.args[place], ast.Name | ast.Attribute):
         return None
     inner = ast.Call(func=node.args[place], args=node.args[place + 1 :], keywords=node.keywords)
     return ast.copy_location(inner, node)
+
+
+_PASSES_ON: Final = frozenset(
+    (
+        "int",
+        "bool",
+        "str",
+        "float",
+        "max",
+        "min",
+        "any",
+        "all",
+        "abs",
+        "tensor",
+        "divmod",
+        "tuple",
+        "list",
+        "getenv",
+        "get",
+        "index",
+    )
+)
+
+
+def is_passing_on(node: ast.Call) -> bool:
+    """Whether what a call returns tells its arguments: `int(os.environ["RANK"])` does, a sampler does not."""
+    name = (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else node.func.id
+        if isinstance(node.func, ast.Name)
+        else ""
+    )
+    return name in _PASSES_ON
 
 
 def call_atom(node: ast.Call) -> str:

@@ -116,7 +116,12 @@ class _Reader:
         """Read statements of function `owner`; `under` are atoms of the conditions around them."""
         for statement in body:
             self.statement(statement, owner, class_name, gate, under)
-            if not gate and isinstance(statement, ast.If) and isinstance(statement.test, ast.UnaryOp) and isinstance(terminates(statement.body), ast.Return):
+            if (
+                not gate
+                and isinstance(statement, ast.If)
+                and isinstance(statement.test, ast.UnaryOp)
+                and isinstance(terminates(statement.body), ast.Return)
+            ):
                 gate = self.gate_of(statement.test.operand, owner)
 
     def statement(self, node: ast.stmt, owner: int, class_name: str, gate: str, under: tuple[str, ...]) -> None:
@@ -164,7 +169,11 @@ class _Reader:
                 function.raises += (dotted(node.exc).removesuffix("()"),)
 
     def protect(self, node: ast.Try) -> None:
-        own = [name for handler in node.handlers if (name := dotted(handler.type)) and not hasattr(builtins, name) and "." not in name]
+        own = [
+            name
+            for handler in node.handlers
+            if (name := dotted(handler.type)) and not hasattr(builtins, name) and "." not in name
+        ]
         if own:
             for call in (call for statement in node.body for call in calls_in(statement)):
                 self.fact.protected.setdefault(dotted(call.func), own[0])
@@ -193,9 +202,7 @@ class _Reader:
             if not callee:
                 continue
             keywords = tuple(k.arg for k in child.keywords if k.arg) if child.keywords else ()
-            function.calls.append(
-                CallFact(callee, child.lineno, len(child.args), keywords, _groups_of(child), gate)
-            )
+            function.calls.append(CallFact(callee, child.lineno, len(child.args), keywords, groups_of(child), gate))
             if function.nested:
                 for argument in child.args:
                     if isinstance(argument, ast.Name) and argument.id in function.nested:
@@ -212,9 +219,8 @@ class _Reader:
             return
         function = self.fact.functions[owner]
         made_of = (tuple(self.local_atoms(value)) + under)[:MAX_ATOMS]
-        if "." in text:
-            if function.name != "__init__":
-                self.set_later.add(text.rsplit(".", 1)[-1])
+        if "." in text and function.name != "__init__":
+            self.set_later.add(text.rsplit(".", 1)[-1])
         if text.startswith("self.") and text.count(".") == 1 and function.class_name in self.fact.classes:
             owner_class = self.fact.classes[function.class_name]
             name = text[5:]
@@ -266,7 +272,8 @@ class _Reader:
             functions[owner].nested.setdefault(node.name, index)
         functions.append(
             FunctionFact(
-                node.name, qualified, class_name or functions[owner].class_name, node.lineno, node.end_lineno or node.lineno,
+                node.name, qualified, class_name or functions[owner].class_name,
+                node.lineno, node.end_lineno or node.lineno,
                 tuple(parameters), _falsy(arguments), owner, isinstance(node, ast.AsyncFunctionDef),
                 tuple(dotted(d).removesuffix("()") for d in node.decorator_list),
             )
@@ -292,7 +299,9 @@ class _Reader:
         imports = self.fact.imports
         if isinstance(node, ast.Import):
             for alias in node.names:
-                imports[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else alias.name.partition(".")[0]
+                imports[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
             return
         base = node.module or ""
         if node.level:
@@ -309,26 +318,37 @@ def is_group_rank(node: ast.expr) -> bool:
     named = set(words(name))
     if "rank" not in named or named & {"size", "ranks", "lora", "global"}:
         return False
-    if isinstance(node, ast.Call) and (node.args or node.keywords) and name in ("get_rank", "get_local_rank", "get_group_rank"):
+    if (
+        isinstance(node, ast.Call)
+        and (node.args or node.keywords)
+        and name in ("get_rank", "get_local_rank", "get_group_rank")
+    ):
         return True
     return bool(named & {"local", "group", "dp", "tp", "cp", "sp", "pp", "ep", "parallel"})
 
 
-def _groups_of(call: ast.Call) -> tuple[tuple[int | str, str], ...]:
+def groups_of(call: ast.Call) -> tuple[tuple[int | str, str], ...]:
+    """Arguments of a call that speak of a group, by position or keyword."""
     found: list[tuple[int | str, str]] = []
     for position, argument in enumerate(call.args[:8]):
         if isinstance(argument, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
             text = group_text(argument)
             if any(word in text for word in _GROUP_WORDS):
                 found.append((position, text))
-    for keyword in call.keywords:
-        if keyword.arg and any(word in keyword.arg for word in ("group", "mesh", "comm", "pg")):
-            found.append((keyword.arg, group_text(keyword.value)))
-    return tuple(found)
+    named = [(k.arg, group_text(k.value)) for k in call.keywords if k.arg and is_group_word(k.arg)]
+    return (*found, *named)
+
+
+def is_group_word(keyword: str) -> bool:
+    """Whether an argument of this name is a group or a mesh."""
+    return any(word in keyword for word in ("group", "mesh", "comm", "pg"))
 
 
 def _falsy(arguments: ast.arguments) -> frozenset[str]:
     """Parameters whose default is None, False, 0 or empty."""
     plain = (*arguments.posonlyargs, *arguments.args)
-    pairs = [*zip(reversed(plain), reversed(arguments.defaults), strict=False), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    pairs = [
+        *zip(reversed(plain), reversed(arguments.defaults), strict=False),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
     return frozenset(a.arg for a, default in pairs if isinstance(default, ast.Constant) and not default.value)

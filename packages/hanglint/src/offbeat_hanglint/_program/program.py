@@ -1,6 +1,6 @@
 """All files together: which call means which function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from offbeat_hanglint._libraries import Libraries, Operation, libraries
@@ -11,12 +11,105 @@ from offbeat_hanglint._program.facts import CallFact, ClassFact, FileFact, Funct
 MAX_SAME_NAME: Final = 2
 _COMMON_METHODS: Final = frozenset(
     (
-        *("get", "set", "update", "append", "add", "pop", "items", "keys", "values", "copy", "close", "open", "read", "write", "run", "start", "stop"),
-        *("step", "forward", "backward", "reset", "load", "save", "log", "init", "build", "create", "wait", "join", "put", "send", "recv", "submit"),
-        *("apply", "call", "format", "to", "size", "view", "sum", "mean", "max", "min", "all", "any", "item", "split", "next", "state_dict", "train"),
-        *("eval", "parameters", "named_parameters", "load_state_dict", "register", "process", "encode", "decode", "generate", "compute", "result"),
-        *("zero_grad", "sample", "clear", "remove", "index", "count", "sort", "insert", "extend", "info", "warning", "debug", "error", "exists"),
-        *("from_pretrained", "save_pretrained", "remote", "bind", "execute", "list", "name", "shape", "gather", "reduce", "scatter", "broadcast"),
+        *(
+            "get",
+            "set",
+            "update",
+            "append",
+            "add",
+            "pop",
+            "items",
+            "keys",
+            "values",
+            "copy",
+            "close",
+            "open",
+            "read",
+            "write",
+            "run",
+            "start",
+            "stop",
+        ),
+        *(
+            "step",
+            "forward",
+            "backward",
+            "reset",
+            "load",
+            "save",
+            "log",
+            "init",
+            "build",
+            "create",
+            "wait",
+            "join",
+            "put",
+            "send",
+            "recv",
+            "submit",
+        ),
+        *(
+            "apply",
+            "call",
+            "format",
+            "to",
+            "size",
+            "view",
+            "sum",
+            "mean",
+            "max",
+            "min",
+            "all",
+            "any",
+            "item",
+            "split",
+            "next",
+            "state_dict",
+            "train",
+        ),
+        *(
+            "eval",
+            "parameters",
+            "named_parameters",
+            "load_state_dict",
+            "register",
+            "process",
+            "encode",
+            "decode",
+            "generate",
+            "compute",
+            "result",
+        ),
+        *(
+            "zero_grad",
+            "sample",
+            "clear",
+            "remove",
+            "index",
+            "count",
+            "sort",
+            "insert",
+            "extend",
+            "info",
+            "warning",
+            "debug",
+            "error",
+            "exists",
+        ),
+        *(
+            "from_pretrained",
+            "save_pretrained",
+            "remote",
+            "bind",
+            "execute",
+            "list",
+            "name",
+            "shape",
+            "gather",
+            "reduce",
+            "scatter",
+            "broadcast",
+        ),
     )
 )
 
@@ -44,7 +137,9 @@ class Program:
         for number, file in enumerate(files):
             self._add(number, file)
         self.has_stages = any(
-            "pipeline" in name and ("first_stage" in name or "last_stage" in name) for file in files for name in file.imports.values()
+            "pipeline" in name and ("first_stage" in name or "last_stage" in name)
+            for file in files
+            for name in file.imports.values()
         ) or any("is_pipeline_last_stage" in call.callee for function in self.functions for call in function.calls)
         self._methods_of: dict[tuple[int, str, str], tuple[Target, ...]] = {}
 
@@ -122,7 +217,7 @@ class Program:
         if found is None or depth > 8:
             return ()
         number, class_ = found
-        own = ()
+        own: tuple[Target, ...] = ()
         if method in class_.methods:
             own = (Target(self.first[number] + class_.methods[method], True),)
         else:
@@ -197,7 +292,11 @@ class Program:
             if name in function.nested:
                 return first + function.nested[name]
             index = function.parent
-        return first + self.files[number].functions[0].nested[name] if name in self.files[number].functions[0].nested else None
+        return (
+            first + self.files[number].functions[0].nested[name]
+            if name in self.files[number].functions[0].nested
+            else None
+        )
 
     def _own_method(self, number: int, function: FunctionFact, head: str, rest: str) -> tuple[Target, ...]:
         first, _, more = rest.partition(".")
@@ -215,7 +314,11 @@ class Program:
 
     def _by_method_name(self, callee: str, own_class: str) -> tuple[Target, ...]:
         """By a name that few classes have; not of the caller's own class, which would be called on `self`."""
-        found = [f for f in self._methods.get(callee.rsplit(".", 1)[-1], ()) if not own_class or self.functions[f].class_name != own_class]
+        found = [
+            f
+            for f in self._methods.get(callee.rsplit(".", 1)[-1], ())
+            if not own_class or self.functions[f].class_name != own_class
+        ]
         return tuple(Target(f, False) for f in found) if 0 < len(found) <= MAX_SAME_NAME else ()
 
     def operation(self, caller: int, callee: str) -> Operation | None:
@@ -226,11 +329,16 @@ class Program:
         if last not in _interesting():
             return None
         full = self.full_name(file, callee)
-        known = tables.functions.get(full) or tables.functions.get(full.replace("torch.distributed.distributed.", "torch.distributed."))
+        known = tables.functions.get(full) or tables.functions.get(
+            full.replace("torch.distributed.distributed.", "torch.distributed.")
+        )
         if known:
             return known
         receiver = callee[: -len(last) - 1] if "." in callee else ""
-        if receiver in ("dist", "torch.distributed", "torch_dist", "c10d", "tdist", "distributed", "ft_c", "funcol") and receiver not in file.imports:
+        if (
+            receiver in ("dist", "torch.distributed", "torch_dist", "c10d", "tdist", "distributed", "ft_c", "funcol")
+            and receiver not in file.imports
+        ):
             known = tables.functions.get(f"torch.distributed.{last}")
             if known:
                 return known
@@ -239,7 +347,13 @@ class Program:
             if not receivers or receivers & receiver_words:
                 return operation
         if last in tables.anywhere and not (receiver in ("self", "cls") or not receiver):
-            return tables.functions.get(f"torch.distributed.{last}") or Operation(last, axes=UNKNOWN, is_sure=False)
+            known = tables.functions.get(f"torch.distributed.{last}") or Operation(last)
+            is_module = full != callee and words(full.rsplit(".", 2)[-2])[-1:] in (
+                ("dist",),
+                ("distributed",),
+                ("comm",),
+            )
+            return known if is_module else replace(known, axes=UNKNOWN, is_sure=False)
         return None
 
     def group_of(self, caller: int, call: CallFact, operation: Operation) -> str:

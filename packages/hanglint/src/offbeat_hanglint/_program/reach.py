@@ -18,7 +18,7 @@ class Reached:
 
     Attributes:
         axes: which its group spans; the name of a parameter of the function where its caller chooses the group.
-        line: of the call in this function that leads there; `through` is the function called, -1 for the collective itself.
+        line: of the call in this function that leads there; `through`: the function called, -1 for the collective.
         gate: a parameter that must be true for it to be reached, "" if none.
     """
 
@@ -51,7 +51,9 @@ class Reach:
                 if operation is not None:
                     text = program.group_of(caller, call, operation)
                     axes: Axes | str = program.resolve_group(caller, text) if text else operation.axes
-                    entry = Reached(operation.kind, axes, operation.is_explicit, operation.is_sure, call.line, -1, 0, call.gate)
+                    entry = Reached(
+                        operation.kind, axes, operation.is_explicit, operation.is_sure, call.line, -1, 0, call.gate
+                    )
                     self.of[caller].setdefault((operation.kind, axes), entry)
                     continue
                 targets = program.targets(caller, call.callee)
@@ -82,10 +84,8 @@ class Reach:
                 continue
             key = (reached.kind, reached.axes)
             known = own.get(key)
-            if known is None and len(own) < MAX_ENTRIES and caller != function:
-                own[key] = reached
-                changed = True
-            elif known is not None and reached.is_sure and not known.is_sure:
+            is_new = known is None and len(own) < MAX_ENTRIES and caller != function
+            if is_new or (known is not None and reached.is_sure and not known.is_sure):
                 own[key] = reached
                 changed = True
         return changed
@@ -146,7 +146,9 @@ def is_module_call(callee: str, calls: frozenset[str], methods: frozenset[str]) 
         last = parts[-2]
     elif len(parts) > 3 or (len(parts) > 1 and parts[0] not in ("self", "model", "module", "trainer", "args")):
         return False
-    if not last.islower() or last.startswith(("get", "build", "create", "load", "make", "init", "set", "is", "has", "prepare", "save", "_get", "wrap")):
+    if not last.islower() or last.startswith(
+        ("get", "build", "create", "load", "make", "init", "set", "is", "has", "prepare", "save", "_get", "wrap")
+    ):
         return False
     return words(last)[-1:] != () and words(last)[-1] in calls
 
@@ -160,7 +162,7 @@ def _is_given(call: CallFact, parameters: tuple[str, ...], name: str) -> bool:
 
 def _argument(call: CallFact, parameters: tuple[str, ...], name: str) -> str | None:
     position = _position(call, parameters, name)
-    return next((text for place, text in call.groups if place == name or place == position), None)
+    return next((text for place, text in call.groups if place in (name, position)), None)
 
 
 def _position(call: CallFact, parameters: tuple[str, ...], name: str) -> int | None:

@@ -9,13 +9,39 @@ from offbeat_hanglint._program.depend import Dependence
 from offbeat_hanglint._program.facts import FunctionFact
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
-from offbeat_hanglint._program.walk import FunctionView, Walker
+from offbeat_hanglint._program.view import FunctionView
+from offbeat_hanglint._program.walk import Walker
 
 # Last parts of calls that wait, start or set up something: functions with one are looked at, too.
 WAITS: Final = frozenset(
     (
-        *("get", "wait", "ready", "recv", "recv_string", "recv_pyobj", "recv_multipart", "recv_json", "join", "result", "acquire", "sleep", "init", "remote"),
-        *("init_process_group", "fp8_autocast", "convert_sync_batchnorm", "Thread", "submit", "run_in_executor", "create_task", "get_nowait", "communicate"),
+        *(
+            "get",
+            "wait",
+            "ready",
+            "recv",
+            "recv_string",
+            "recv_pyobj",
+            "recv_multipart",
+            "recv_json",
+            "join",
+            "result",
+            "acquire",
+            "sleep",
+            "init",
+            "remote",
+        ),
+        *(
+            "init_process_group",
+            "fp8_autocast",
+            "convert_sync_batchnorm",
+            "Thread",
+            "submit",
+            "run_in_executor",
+            "create_task",
+            "get_nowait",
+            "communicate",
+        ),
     )
 )
 
@@ -25,15 +51,18 @@ def views(
 ) -> Iterator[FunctionView]:
     """Each function that reaches a collective or waits, file by file; files without one are not read again.
 
-    Args:
-        only: paths to look at, all by default; the rest of the program still counts for what calls reach.
+    With `only`, of these paths alone; the rest of the program still counts for what calls reach.
     """
     dependence = Dependence(program, reach)
     for number, file in enumerate(program.files):
         if only is not None and file.path not in only:
             continue
         first = program.first[number]
-        wanted = {i for i, f in enumerate(file.functions) if reach.of[first + i] or _is_waiting(f.calls) or _is_source_rank(f.name) or _passes_function(f)}
+        wanted = {
+            i
+            for i, f in enumerate(file.functions)
+            if reach.of[first + i] or _is_waiting(f.calls) or _is_source_rank(f.name) or _passes_function(f)
+        }
         if not wanted:
             continue
         try:
@@ -62,7 +91,9 @@ def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
         if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
-            stack += [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt | ast.excepthandler | ast.match_case)][::-1]
+            stack += [
+                c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt | ast.excepthandler | ast.match_case)
+            ][::-1]
 
 
 def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import UNKNOWN, meet
-from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
+from offbeat_hanglint._program.depend import Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
-from offbeat_hanglint._program.walk import Event, FunctionView, Guard
+from offbeat_hanglint._program.view import Event, FunctionView, Guard
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
 
 
@@ -20,7 +20,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
 
 
 def _unprotected(view: FunctionView) -> Iterator[Finding]:
-    """HL011: a call that the file guards elsewhere against an exception of its own, without that guard before a collective."""
+    """HL011: a call that the file guards elsewhere against an exception of its own, here unguarded."""
     for node, callee, guard in view.calls:
         raised = view.file.protected.get(callee)
         if not raised or any(g.kind in ("try", "except") for g in (guard.chain() if guard else ())):
@@ -50,16 +50,22 @@ def _one_rank_raises(view: FunctionView) -> Iterator[Finding]:
         if not depends or any(g.kind in ("try", "except") for g in left.guard.chain()):
             continue
         axes = only_axes(depends)
-        after = next((e for e in view.events if e.explicit and e.node.lineno > left.node.lineno and _is_later(e, left.guard)), None)
+        after = next(
+            (e for e in view.events if e.explicit and e.node.lineno > left.node.lineno and _is_later(e, left.guard)),
+            None,
+        )
         if after is None:
             continue
         hit = after.explicit[0]
         if axes and not meet(axes, hit.axes):  # type: ignore[arg-type]
             continue
-        confidence: Confidence = "medium" if axes and hit.is_sure and hit.axes != UNKNOWN else "low"
+        confidence: Confidence = "low"
+        if axes and hit.is_sure and hit.axes != UNKNOWN:
+            confidence = "high" if axes & {"world", "node"} and after.is_direct else "medium"
         yield finding(
             view, "HL011", confidence, left.node,
-            f"an error is raised where a condition on {tags_text(depends)} holds, before {what_is_called(after)} in which the others wait",
+            f"an error is raised where a condition on {tags_text(depends)} "
+            f"holds, before {what_is_called(after)} in which the others wait",
             f"The rank that raises never comes to `{hit.kind}` over {axes_text(hit.axes)}.",
             "Share the outcome first: broadcast or all_reduce whether it failed, then raise on every rank.",
             steps_of(view, None, after, hit),
@@ -71,7 +77,7 @@ def _is_later(event: Event, guard: Guard) -> bool:
     sides = {(id(g.node), g.kind) for g in guard.chain() if g.kind in ("if", "else")}
     opposite = {(node, "else" if kind == "if" else "if") for node, kind in sides}
     own = {(id(g.node), g.kind) for g in event.guards()}
-    outer = [g for g in guard.chain()]
+    outer = list(guard.chain())
     return not own & opposite and not any(g.kind == "if" and (id(g.node), g.kind) in own for g in outer[:1])
 
 
@@ -79,12 +85,14 @@ def _swallowed(view: FunctionView) -> Iterator[Finding]:
     for statement, guard in view.statements:
         if not isinstance(statement, ast.Try) or not statement.handlers:
             continue
-        inside = [e for e in view.inside(statement, "try")]
+        inside = view.inside(statement, "try")
         for handler in statement.handlers:
             if _ends_by_raise(handler.body) or _is_import_error(handler):
                 continue
             in_handler = view.inside(handler, "except")
-            hit = next((e for e in inside if e.explicit), None) or next((e for e in inside if e.reached[0].kind == "backward"), None)
+            hit = next((e for e in inside if e.explicit), None) or next(
+                (e for e in inside if e.reached[0].kind == "backward"), None
+            )
             if hit is None or any(e.kinds() & hit.kinds() for e in in_handler):
                 continue
             yield _swallow_finding(view, handler, hit, guard)
@@ -95,12 +103,26 @@ def _swallow_finding(view: FunctionView, handler: ast.ExceptHandler, event: Even
     reached = event.explicit[0] if event.explicit else event.reached[0]
     in_loop = any(g.kind == "loop" for g in (guard.chain() if guard else ()))
     caught = dotted(handler.type) if handler.type else "every exception"
-    is_wide = caught in ("every exception", "Exception", "BaseException", "RuntimeError", "torch.cuda.OutOfMemoryError", "torch.OutOfMemoryError") or not caught
-    confidence: Confidence = "medium" if in_loop and is_wide and reached.is_sure and reached.is_explicit and event.is_direct else "low"
+    is_wide = (
+        caught
+        in (
+            "every exception",
+            "Exception",
+            "BaseException",
+            "RuntimeError",
+            "torch.cuda.OutOfMemoryError",
+            "torch.OutOfMemoryError",
+        )
+        or not caught
+    )
+    confidence: Confidence = (
+        "medium" if in_loop and is_wide and reached.is_sure and reached.is_explicit and event.is_direct else "low"
+    )
     return finding(
         view, "HL012", confidence, handler,
         f"{caught or 'an error'} of one rank is swallowed around {what_is_called(event)}, and the rank goes on alone",
-        f"The rank whose error is caught skips `{reached.kind}` over {axes_text(reached.axes)}; the others wait there, or meet its next collective.",
+        f"The rank whose error is caught skips `{reached.kind}` over "
+        f"{axes_text(reached.axes)}; the others wait there, or meet its next collective.",
         "Raise again, or let all ranks agree (all_reduce a flag) whether the step counts.",
         steps_of(view, None, event, reached),
     )  # fmt: skip
@@ -110,13 +132,17 @@ def _ends_by_raise(body: list[ast.stmt]) -> bool:
     if isinstance(terminates(body), ast.Raise):
         return True
     return any(
-        isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and dotted(s.value.func).rsplit(".", 1)[-1] in ("exit", "_exit", "abort", "kill", "fail")
+        isinstance(s, ast.Expr)
+        and isinstance(s.value, ast.Call)
+        and dotted(s.value.func).rsplit(".", 1)[-1] in ("exit", "_exit", "abort", "kill", "fail")
         for s in body
     )
 
 
 def _is_import_error(handler: ast.ExceptHandler) -> bool:
-    return handler.type is not None and any(name in ast.unparse(handler.type) for name in ("ImportError", "ModuleNotFoundError", "AttributeError"))
+    return handler.type is not None and any(
+        name in ast.unparse(handler.type) for name in ("ImportError", "ModuleNotFoundError", "AttributeError")
+    )
 
 
 def _teardown(view: FunctionView) -> Iterator[Finding]:
@@ -131,20 +157,16 @@ def _teardown(view: FunctionView) -> Iterator[Finding]:
                 continue
             seen.add(id(guard.node))
             confidence: Confidence = "medium" if hit.is_sure and hit.depth <= 2 else "low"
-            if hit.is_sure and not is_destroy and hit.depth <= 1 and hit.axes != UNKNOWN and guard.kind == "finally":
-                confidence = "medium"
+            if hit.is_sure and hit.depth <= 1 and hit.axes != UNKNOWN and guard.kind == "finally":
+                confidence = "high"
             yield finding(
                 view, "HL013", confidence, event.node,
                 f"{what_is_called(event)} runs on the way of an exception, where the other ranks are elsewhere",
-                "The rank that raised waits here for its peers, which wait for it in their own collective; its error is not shown before a timeout.",
+                "The rank that raised waits here for its peers, which wait for it "
+                "in their own collective; its error is not shown before a timeout.",
                 "Tear down after success only; on an exception let the process end, which ends its peers.",
                 steps_of(view, guard, event, hit),
             )  # fmt: skip
             break
         else:
             continue
-
-
-def local_only(depends: Depends) -> bool:
-    """Whether a condition depends on nothing but a rank's own data, time or errors."""
-    return bool(depends) and all(tag in LOCAL for tag in depends)

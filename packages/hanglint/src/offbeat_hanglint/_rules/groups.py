@@ -5,17 +5,48 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._finding import Confidence, Finding
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, group_axes, words
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, words
 from offbeat_hanglint._program.depend import only_axes
 from offbeat_hanglint._program.expressions import dotted
-from offbeat_hanglint._program.walk import Event, FunctionView, simple_kind
+from offbeat_hanglint._program.view import Event, FunctionView, simple_kind
 from offbeat_hanglint._rules.report import axes_text, finding, is_test, steps_of, tags_text
 
-_GATHERS: Final = frozenset(("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all"))
-_RAGGED_WORDS: Final = frozenset(
-    ("logits", "labels", "ids", "input", "mask", "preds", "predictions", "entropies", "completions", "tokens", "sequences", "logprobs", "logps", "embeddings", "hidden")
+_GATHERS: Final = frozenset(
+    ("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all")
 )
-_SAFE_SOURCES: Final = ("get_global_rank", "get_process_group_ranks", "src_rank", "source_rank", "ranks", "global", "root", "first_rank", "last_rank", "prev_rank", "next_rank", "group_src")
+_RAGGED_WORDS: Final = frozenset(
+    (
+        "logits",
+        "labels",
+        "ids",
+        "input",
+        "mask",
+        "preds",
+        "predictions",
+        "entropies",
+        "completions",
+        "tokens",
+        "sequences",
+        "logprobs",
+        "logps",
+        "embeddings",
+        "hidden",
+    )
+)
+_SAFE_SOURCES: Final = (
+    "get_global_rank",
+    "get_process_group_ranks",
+    "src_rank",
+    "source_rank",
+    "ranks",
+    "global",
+    "root",
+    "first_rank",
+    "last_rank",
+    "prev_rank",
+    "next_rank",
+    "group_src",
+)
 
 
 def check(view: FunctionView) -> Iterator[Finding]:
@@ -33,19 +64,35 @@ def check(view: FunctionView) -> Iterator[Finding]:
 
 def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
     hit = event.reached[0]
-    if hit.kind not in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh", "initialize_model_parallel"):
+    if hit.kind not in (
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "init_device_mesh",
+        "initialize_model_parallel",
+    ):
         return
     for guard in event.guards():
         axes = only_axes(guard.depends)
-        if guard.kind not in ("if", "else", "rest", "case") or not axes:
+        if guard.kind not in ("if", "else", "rest", "case") or not axes or isinstance(guard.exit, ast.Raise):
             continue
-        if any(e is not event and e.kinds() & event.kinds() and any(g.node is guard.node and g.kind != guard.kind for g in e.guards()) for e in view.events):
+        if any(
+            e is not event
+            and e.kinds() & event.kinds()
+            and any(g.node is guard.node and g.kind != guard.kind for g in e.guards())
+            for e in view.events
+        ):
             continue
-        is_guess = not hit.is_sure or hit.kind == "initialize_model_parallel" or any("under which" in w for w in guard.depends.values())
+        is_guess = (
+            not hit.is_sure
+            or hit.kind == "initialize_model_parallel"
+            or any("under which" in w for w in guard.depends.values())
+        )
         yield finding(
             view, "HL030", "medium" if is_guess else "high", event.node,
             f"`{hit.kind}` is called by some ranks only: the condition around it depends on {tags_text(guard.depends)}",
-            "All ranks of the default group must call it, members or not, and in the same order; those that do not are waited for.",
+            "All ranks of the default group must call it, members or not, "
+            "and in the same order; those that do not are waited for.",
             "Create every group on every rank, in one order, and keep the one that this rank belongs to.",
             steps_of(view, guard, event, hit),
         )  # fmt: skip
@@ -60,7 +107,11 @@ def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
                 steps_of(view, around, event, hit),
             )  # fmt: skip
             return
-    ranks = event.node.args[0] if event.node.args else next((k.value for k in event.node.keywords if k.arg == "ranks"), None)
+    ranks = (
+        event.node.args[0]
+        if event.node.args
+        else next((k.value for k in event.node.keywords if k.arg == "ranks"), None)
+    )
     if hit.kind == "new_group" and ranks is not None and isinstance(ranks, ast.List | ast.Tuple):
         from_rank = [e for e in ranks.elts if _is_own_rank(view, e)]
         if from_rank:
@@ -82,7 +133,11 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
     """HL031: `src` and `dst` are ranks among all, whatever the group."""
     operation = view.program.operation(view.index, event.callee)
     hit = event.reached[0]
-    if operation is None or not event.group or simple_kind(hit.kind) not in ("broadcast", "reduce", "gather", "scatter"):
+    if (
+        operation is None
+        or not event.group
+        or simple_kind(hit.kind) not in ("broadcast", "reduce", "gather", "scatter")
+    ):
         return
     node = event.node
     place = operation.src if operation.src >= 0 else operation.dst
@@ -98,7 +153,8 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
     yield finding(
         view, "HL031", confidence, node,
         f"`{hit.kind}` over {axes_text(hit.axes)} names its source as {what}, but a source is a rank among all ranks",
-        "Only the group that holds that global rank works; in the others the source is no member, and they fail or wait for ever.",
+        "Only the group that holds that global rank works; in the others "
+        "the source is no member, and they fail or wait for ever.",
         "Give `dist.get_global_rank(group, 0)` or `group_src=0`.",
         steps_of(view, None, event, hit),
     )  # fmt: skip
@@ -106,9 +162,12 @@ def _source(view: FunctionView, event: Event) -> Iterator[Finding]:
 
 def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple[Confidence, str] | None:
     axes = event.reached[0].axes
-    if isinstance(source, ast.Name) and source.id not in view.fact.parameters and (inner := view.value_of(source.id, source)) is not None:
-        if isinstance(inner, ast.Constant):
-            return _source_verdict(view, inner, event)
+    if (
+        isinstance(source, ast.Name)
+        and source.id not in view.fact.parameters
+        and isinstance(inner := view.value_of(source.id, source), ast.Constant)
+    ):
+        return _source_verdict(view, inner, event)
     if isinstance(source, ast.Constant) and isinstance(source.value, int):
         is_known = axes != UNKNOWN
         return ("high" if is_known and "node" not in axes else "low"), f"the literal {source.value}"
@@ -142,12 +201,16 @@ def _shapes(view: FunctionView, event: Event) -> Iterator[Finding]:
         if not reason:
             continue
         yield finding(
-            view, "HL033", "medium" if is_strong and not is_torch else "low", event.node,
+            view, "HL033", _shape_confidence(reason, is_strong and not is_torch), event.node,
             f"`{event.callee.rsplit('.', 1)[-1]}` gathers {reason}, whose size may differ between ranks",
             "All members enter, but with other sizes; the backend reads past the end, fails on some ranks, or waits.",
             "Pad to the largest size first (pad_across_processes), gather sums and counts, or gather objects.",
             steps_of(view, None, event, hit),
         )  # fmt: skip
+
+
+def _shape_confidence(reason: str, is_plain: bool) -> Confidence:
+    return "high" if "chosen by a mask" in reason else "medium" if is_plain else "low"
 
 
 def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, bool]:
@@ -158,14 +221,35 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
         name = dotted(node.func).rsplit(".", 1)[-1]
         if name in ("nonzero", "masked_select", "unique", "argwhere"):
             return f"the result of `{name}`", True
-        if isinstance(node.func, ast.Attribute) and name in ("to", "cuda", "contiguous", "detach", "clone", "float", "long", "int", "view", "reshape", "flatten", "argmax", "cpu", "bool", "unsqueeze", "squeeze", "half", "double"):
-            return ragged(view, node.func.value, depth + 1)
+        if isinstance(node.func, ast.Attribute) and name in (
+            "to",
+            "cuda",
+            "contiguous",
+            "detach",
+            "clone",
+            "float",
+            "long",
+            "int",
+            "view",
+            "reshape",
+            "flatten",
+            "argmax",
+            "cpu",
+            "bool",
+            "unsqueeze",
+            "squeeze",
+            "half",
+            "double",
+        ):
+            inner, is_plain = ragged(view, node.func.value, depth + 1)
+            return inner, is_plain and name != "argmax"
         return "", False
     if isinstance(node, ast.Subscript):
         if _is_mask(view, node.slice):
             return f"`{ast.unparse(node)[:60]}`, chosen by a mask", True
         if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-            return (f"`{ast.unparse(node)[:60]}`", True) if _is_ragged_name(node.slice.value) else ("", False)
+            is_strong = node.slice.value in ("input_ids", "attention_mask", "logits")
+            return (f"`{ast.unparse(node)[:60]}`", is_strong) if _is_ragged_name(node.slice.value) else ("", False)
         if isinstance(node.slice, ast.Slice | ast.Tuple):
             return ragged(view, node.value, depth + 1)
         return "", False
@@ -177,10 +261,14 @@ def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, boo
             reason = ragged(view, value, depth + 1)
             if reason[0]:
                 return reason
-            return (f"`{node.id}`", False) if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id) else ("", False)
+            return (
+                (f"`{node.id}`", False)
+                if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id)
+                else ("", False)
+            )
         return (f"`{node.id}`", False) if _is_ragged_name(node.id) else ("", False)
     if isinstance(node, ast.Attribute):
-        return (f"`{dotted(node)}`", node.attr in ("logits", "labels")) if _is_ragged_name(node.attr) else ("", False)
+        return (f"`{dotted(node)}`", node.attr == "logits") if _is_ragged_name(node.attr) else ("", False)
     if isinstance(node, ast.Tuple | ast.List) and node.elts:
         return next((r for e in node.elts if (r := ragged(view, e, depth + 1))[0]), ("", False))
     if isinstance(node, ast.BinOp):
@@ -196,7 +284,11 @@ def _is_mask(view: FunctionView, node: ast.expr) -> bool:
         return True
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         return True
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("bool", "nonzero", "flatten", "view"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("bool", "nonzero", "flatten", "view")
+    ):
         return _is_mask(view, node.func.value) or node.func.attr in ("bool", "nonzero")
     text = dotted(node)
     return "mask" in words(text.rsplit(".", 1)[-1]) or text.endswith(("keep", "valid"))
@@ -204,16 +296,36 @@ def _is_mask(view: FunctionView, node: ast.expr) -> bool:
 
 def _is_ragged_name(name: str) -> bool:
     parts = words(name)
-    if not parts or {"num", "count", "sum", "mean", "len", "length", "lengths", "per", "avg", "loss", "size", "id", "max", "min", "norm"} & set(parts):
+    if not parts or {
+        "num",
+        "count",
+        "sum",
+        "mean",
+        "len",
+        "length",
+        "lengths",
+        "per",
+        "avg",
+        "loss",
+        "size",
+        "id",
+        "max",
+        "min",
+        "norm",
+    } & set(parts):
         return False
     return parts[-1] in _RAGGED_WORDS
 
 
 def _default_group(view: FunctionView) -> Iterator[Finding]:
     """HL032: a library's call that reduces over the default group unless one is given."""
-    for node, callee, guard in view.calls:
+    for node, callee, _ in view.calls:
         table = view.program.libraries.default_groups.get(callee.rsplit(".", 1)[-1])
-        if table is None or any(k.arg == table.keyword or k.arg is None for k in node.keywords) or len(node.args) > table.position:
+        if (
+            table is None
+            or any(k.arg == table.keyword or k.arg is None for k in node.keywords)
+            or len(node.args) > table.position
+        ):
             continue
         yield finding(
             view, "HL032", "low", node,
@@ -226,9 +338,18 @@ def _default_group(view: FunctionView) -> Iterator[Finding]:
 def _all_ranks(view: FunctionView, event: Event) -> Iterator[Finding]:
     """HL032: data reduced over all ranks in a program whose pipeline stages do not all have them."""
     hit = event.reached[0]
-    if event.group or hit.axes != WORLD or hit.kind not in ("all_reduce", "all_gather", "reduce", "all_gather_into_tensor", "reduce_scatter"):
+    if (
+        event.group
+        or hit.axes != WORLD
+        or hit.kind not in ("all_reduce", "all_gather", "reduce", "all_gather_into_tensor", "reduce_scatter")
+    ):
         return
-    if not hit.is_sure or not view.program.has_stages or is_test(view.file.path) or not event.callee.startswith(("dist.", "torch.distributed.")):
+    if (
+        not hit.is_sure
+        or not view.program.has_stages
+        or is_test(view.file.path)
+        or not event.callee.startswith(("dist.", "torch.distributed."))
+    ):
         return
     yield finding(
         view, "HL032", "low", event.node,
@@ -244,9 +365,18 @@ def _send_lists(view: FunctionView) -> Iterator[Finding]:
     if "send" not in words(view.fact.name):
         return
     for statement, guard in view.statements:
-        if not isinstance(statement, ast.If) or statement.orelse or not any(g.kind == "loop" for g in (guard.chain() if guard else ())):
+        if (
+            not isinstance(statement, ast.If)
+            or statement.orelse
+            or not any(g.kind == "loop" for g in (guard.chain() if guard else ()))
+        ):
             continue
-        appended = [dotted(n.func) for s in statement.body for n in ast.walk(s) if isinstance(n, ast.Call) and dotted(n.func).endswith(".append")]
+        appended = [
+            dotted(n.func)
+            for s in statement.body
+            for n in ast.walk(s)
+            if isinstance(n, ast.Call) and dotted(n.func).endswith(".append")
+        ]
         if appended and len(statement.body) <= 2:
             yield finding(
                 view, "HL033", "low", statement,
@@ -272,19 +402,21 @@ def _computed_source(view: FunctionView) -> Iterator[Finding]:
         yield finding(
             view, "HL034", "medium" if is_source else "low", node,
             "the source rank is computed from the global rank, as if the members of the group had neighbouring numbers",
-            "Under another layout of the axes (pipeline stages, experts) members compute different sources, or one outside of the group, and wait.",
+            "Under another layout of the axes (pipeline stages, experts) members "
+            "compute different sources, or one outside of the group, and wait.",
             "Read it from the group: `dist.get_process_group_ranks(group)[0]` or `dist.get_global_rank(group, 0)`.",
         )  # fmt: skip
         return
 
 
 def _is_rank_formula(view: FunctionView, value: ast.expr) -> bool:
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mod | ast.FloorDiv | ast.Mult | ast.Sub | ast.Add):
+    if not isinstance(value, ast.BinOp) or not isinstance(
+        value.op, ast.Mod | ast.FloorDiv | ast.Mult | ast.Sub | ast.Add
+    ):
         return False
-    names = {dotted(n.func if isinstance(n, ast.Call) else n).rsplit(".", 1)[-1] for n in ast.walk(value) if isinstance(n, ast.Call | ast.Name | ast.Attribute)}
+    names = {
+        dotted(n.func if isinstance(n, ast.Call) else n).rsplit(".", 1)[-1]
+        for n in ast.walk(value)
+        if isinstance(n, ast.Call | ast.Name | ast.Attribute)
+    }
     return any("rank" in words(name) and not {"size", "ranks"} & set(words(name)) for name in names)
-
-
-def group_named(text: str) -> bool:
-    """Whether a group's text names axes."""
-    return group_axes(text) not in (WORLD, UNKNOWN)

@@ -9,13 +9,41 @@ from offbeat_hanglint._program.axes import UNKNOWN, WORLD, meet, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.reach import Reached
-from offbeat_hanglint._program.walk import Event, FunctionView, Guard, simple_kind
+from offbeat_hanglint._program.view import Event, FunctionView, Guard, simple_kind
 from offbeat_hanglint._rules.report import ORDER, axes_text, finding, steps_of, tags_text, what_is_called
 
 DECIDES: Final = frozenset(("if", "else", "case", "rest", "except"))
 STRONG_LOCAL: Final = frozenset(("time", "error"))
 _LONG_WORK: Final = frozenset(
-    ("generate", "load", "save", "download", "compile", "run", "eval", "evaluate", "build", "convert", "fetch", "init", "create", "upload", "preprocess", "push", "train", "map", "tokenize", "process", "export", "write", "merge", "request", "snapshot", "from_pretrained", "launch")
+    (
+        "generate",
+        "load",
+        "save",
+        "download",
+        "compile",
+        "run",
+        "eval",
+        "evaluate",
+        "build",
+        "convert",
+        "fetch",
+        "init",
+        "create",
+        "upload",
+        "preprocess",
+        "push",
+        "train",
+        "map",
+        "tokenize",
+        "process",
+        "export",
+        "write",
+        "merge",
+        "request",
+        "snapshot",
+        "from_pretrained",
+        "launch",
+    )
 )
 
 
@@ -23,7 +51,9 @@ def check(view: FunctionView) -> Iterator[Finding]:
     """Report each condition once per rule, at the first collective behind it."""
     seen: set[tuple[int, str]] = set()
     for event in view.events:
-        found = [(guard, result) for guard in event.guards() if _decides(guard) and (result := _judge(view, event, guard))]
+        found = [
+            (guard, result) for guard in event.guards() if _decides(guard) and (result := _judge(view, event, guard))
+        ]
         if not found:
             continue
         guard, result = max(found, key=lambda pair: (bool(only_axes(pair[0].depends)), ORDER.index(pair[1].confidence)))
@@ -43,7 +73,8 @@ def _along_the_path(view: FunctionView, event: Event, guard: Guard, result: Find
         fact = view.program.functions[function]
         yield Finding(
             result.rule, "low", step.path, step.line, step.line, 1, fact.qualified,
-            f"`{hit.kind}` over {axes_text(hit.axes)} is reached from here, and {view.fact.qualified} calls this only where a condition on {tags_text(guard.depends)} holds",
+            f"`{hit.kind}` over {axes_text(hit.axes)} is reached from here, and {view.fact.qualified} "
+            f"calls this only where a condition on {tags_text(guard.depends)} holds",
             result.ranks, result.steps, result.advice,
         )  # fmt: skip
 
@@ -64,7 +95,7 @@ def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
         return None
     if axes and not guard.is_membership:
         return _rank_guard(view, event, guard, hit)
-    local = {tag: text for tag, text in guard.depends.items() if tag in LOCAL or tag == "beyond"}
+    local = {tag: text for tag, text in guard.depends.items() if tag in LOCAL}
     return _local_guard(view, event, guard, hit, local) if local else None
 
 
@@ -73,13 +104,13 @@ def _apart(reached: Reached, guard: Guard) -> bool:
         return False
     if reached.kind in ("new_group", "destroy_process_group", "init_device_mesh"):
         return False
-    axes = only_axes(guard.depends) - {"beyond"}
+    axes = only_axes(guard.depends)
     if axes and not guard.is_membership and meet(axes, reached.axes):
         return True
     if "beyond" in guard.depends:
         agreed = set(guard.depends["beyond"].split(","))
         return reached.axes != UNKNOWN and not reached.axes <= agreed
-    return any(tag in LOCAL for tag in guard.depends)
+    return any(tag in LOCAL and tag != "beyond" for tag in guard.depends)
 
 
 def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:
@@ -97,17 +128,20 @@ def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:
         for other in view.events:
             if other is not event and any(g.node is guard.node and g.kind in ("if", "else") for g in other.guards()):
                 found |= other.kinds()
-    text, side = _normal(guard)
+    text, is_true = _normal(guard)
     for other in view.events:
         if other.kinds() & event.kinds():
             for around in other.guards():
                 if around.node is not guard.node and around.kind in ("if", "else"):
                     other_text, other_side = _normal(around)
-                    if other_text == text and other_side != side:
+                    if other_text == text and other_side != is_true:
                         found |= other.kinds()
     if guard.kind == "case":
         for other in view.events:
-            if any(g.kind == "case" and g.node is guard.node for g in other.guards()) and other.guard is not event.guard:
+            if (
+                any(g.kind == "case" and g.node is guard.node for g in other.guards())
+                and other.guard is not event.guard
+            ):
                 found |= other.kinds()
     return found
 
@@ -134,11 +168,24 @@ def _rank_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached) ->
     advice = "Let every member of the group make the call, and put only what one rank is to do under the condition."
     if hit.axes == WORLD and specific and specific == only_axes(guard.depends) and not event.group:
         rule, advice = "HL032", "Pass the group of the ranks that come here, or take the call out of the condition."
-        confidence = "high" if confidence == "high" and event.is_direct else min(confidence, "medium", key=("low", "medium", "high").index)
-    message = f"{what_is_called(event)} spans {axes_text(hit.axes)} but runs only where a condition on {tags_text(guard.depends)} holds"
+        confidence = (
+            "high"
+            if confidence == "high" and event.is_direct
+            else min(confidence, "medium", key=("low", "medium", "high").index)
+        )
+    message = (
+        f"{what_is_called(event)} spans {axes_text(hit.axes)} but runs "
+        f"only where a condition on {tags_text(guard.depends)} holds"
+    )
     if is_left:
-        message = f"{what_is_called(event)} spans {axes_text(hit.axes)}, but some ranks have left before, by a condition on {tags_text(guard.depends)}"
-    ranks = f"Ranks for which the condition holds enter `{hit.kind}`; members of {axes_text(hit.axes)} for which it does not never come."
+        message = (
+            f"{what_is_called(event)} spans {axes_text(hit.axes)}, but some ranks "
+            f"have left before, by a condition on {tags_text(guard.depends)}"
+        )
+    ranks = (
+        f"Ranks for which the condition holds enter `{hit.kind}`; members "
+        f"of {axes_text(hit.axes)} for which it does not never come."
+    )
     node = guard.exit if is_left and guard.exit is not None else event.node
     return finding(view, rule, confidence, node, message, ranks, advice, steps_of(view, guard, event, hit))
 
@@ -163,13 +210,18 @@ def _is_lock(node: ast.AST) -> bool:
 def _local_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached, local: Depends) -> Finding:
     is_strong = bool(STRONG_LOCAL & set(local))
     confidence: Confidence = "medium" if is_strong and hit.is_sure and hit.depth <= 2 and hit.axes != UNKNOWN else "low"
-    if guard.kind == "rest":
-        rule = "HL012" if "error" in local else "HL010"
-    else:
-        rule = "HL004"
-    verb = "is left out by ranks that went another way before" if guard.kind == "rest" else "runs only where a condition holds"
+    is_left = guard.kind == "rest"
+    rule = "HL004" if not is_left else "HL012" if "error" in local else "HL010"
+    verb = (
+        "is left out by ranks that went another way before"
+        if guard.kind == "rest"
+        else "runs only where a condition holds"
+    )
     message = f"{what_is_called(event)} {verb}; the condition depends on {tags_text(local)}"
-    ranks = f"Ranks may decide differently: some enter `{hit.kind}` over {axes_text(hit.axes)} and wait there for the others."
+    ranks = (
+        f"Ranks may decide differently: some enter `{hit.kind}` "
+        f"over {axes_text(hit.axes)} and wait there for the others."
+    )
     advice = "Agree on the condition first (all_reduce a flag over the same group), or make the call on every rank."
     node = guard.exit if guard.kind == "rest" and guard.exit is not None else event.node
     return finding(view, rule, confidence, node, message, ranks, advice, steps_of(view, guard, event, hit))
@@ -185,8 +237,14 @@ def _judge_implicit(view: FunctionView, event: Event, guard: Guard) -> Finding |
         return None
     if axes & {"world", "dp", "node"}:
         rule = "HL010" if guard.kind == "rest" and hit.kind == "backward" else "HL003"
-        message = f"{what_is_called(event)} runs a module on some ranks only; if it is wrapped (DDP, FSDP, ZeRO) its {hit.kind} pass is a collective"
-        ranks = f"Ranks for which the condition on {tags_text(guard.depends)} holds enter it; the others go on to their next collective."
+        message = (
+            f"{what_is_called(event)} runs a module on some ranks only; if it "
+            f"is wrapped (DDP, FSDP, ZeRO) its {hit.kind} pass is a collective"
+        )
+        ranks = (
+            f"Ranks for which the condition on {tags_text(guard.depends)} "
+            "holds enter it; the others go on to their next collective."
+        )
         advice = "Run it on all ranks, or on the unwrapped module with parameters that are whole on this rank."
         return finding(view, rule, "low", event.node, message, ranks, advice, steps_of(view, guard, event, hit))
     if hit.kind == "backward" and {"data", "error"} & set(guard.depends) and event.is_direct:
@@ -204,7 +262,10 @@ def _leader_work(view: FunctionView) -> Iterator[Finding]:
     for position, (statement, guard) in enumerate(view.statements):
         if not isinstance(statement, ast.If) or view.inside(statement, "if"):
             continue
-        around = next((g for s, g in view.statements[position + 1 :] if g is not None and g.node is statement and g.kind == "if"), None)
+        around = next(
+            (g for s, g in view.statements[position + 1 :] if g is not None and g.node is statement and g.kind == "if"),
+            None,
+        )
         if around is None or not only_axes(around.depends) or around.is_membership:
             continue
         work = _long_work(statement.body)
@@ -236,7 +297,10 @@ def _long_work(body: list[ast.stmt]) -> ast.Call | None:
 def _next_collective(view: FunctionView, statement: ast.If, guard: Guard | None) -> Event | None:
     last = statement.end_lineno or statement.lineno
     for event in view.events:
-        if event.node.lineno > last and event.explicit and event.explicit[0].is_sure:
-            if event.guard is guard or (event.guard is not None and event.guard.parent is guard and event.guard.kind in ("if", "else", "with", "try")):
-                return event if event.node.lineno - last < 30 else None
+        if event.node.lineno <= last or not event.explicit or not event.explicit[0].is_sure:
+            continue
+        inner = event.guard
+        is_below = inner is not None and inner.parent is guard and inner.kind in ("if", "else", "with", "try")
+        if inner is guard or is_below:
+            return event if event.node.lineno - last < 30 else None
     return None

@@ -8,14 +8,49 @@ from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import UNKNOWN, words
 from offbeat_hanglint._program.depend import is_data_name, is_filled_name, only_axes
 from offbeat_hanglint._program.expressions import dotted
-from offbeat_hanglint._program.walk import Event, FunctionView, Guard
+from offbeat_hanglint._program.view import Event, FunctionView, Guard
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called, why
 
-_SAME_EVERYWHERE: Final = frozenset(("range", "parameters", "named_parameters", "modules", "named_modules", "children", "layers"))
-_UNORDERED_CALLS: Final = frozenset(("set", "frozenset", "listdir", "iterdir", "glob", "iglob", "rglob", "scandir", "named_buffers", "buffers"))
-_UNEVEN_WORDS: Final = frozenset(("micro", "dynamic", "packed", "bins", "partitions", "chunks", "minibatches", "splits", "mbs", "batches", "groups", "buckets", "shards"))
+_SAME_EVERYWHERE: Final = frozenset(
+    ("range", "parameters", "named_parameters", "modules", "named_modules", "children", "layers")
+)
+_UNORDERED_CALLS: Final = frozenset(
+    ("set", "frozenset", "listdir", "iterdir", "glob", "iglob", "rglob", "scandir", "named_buffers", "buffers")
+)
+_UNEVEN_WORDS: Final = frozenset(
+    (
+        "micro",
+        "dynamic",
+        "packed",
+        "bins",
+        "partitions",
+        "chunks",
+        "minibatches",
+        "splits",
+        "mbs",
+        "batches",
+        "groups",
+        "buckets",
+        "shards",
+    )
+)
 _LOADER_WORDS: Final = frozenset(("loader", "dataloader", "iterator", "iter", "sampler", "batches", "dataset", "epoch"))
-_FIXED_WORDS: Final = frozenset(("layers", "modules", "blocks", "params", "parameters", "names", "named", "experts", "group", "dims", "axes", "ranks"))
+_FIXED_WORDS: Final = frozenset(
+    (
+        "layers",
+        "modules",
+        "blocks",
+        "params",
+        "parameters",
+        "names",
+        "named",
+        "experts",
+        "group",
+        "dims",
+        "axes",
+        "ranks",
+    )
+)
 
 
 def check(view: FunctionView) -> Iterator[Finding]:
@@ -59,21 +94,35 @@ def _uneven(view: FunctionView, event: Event, guard: Guard, container: ast.expr)
     """HL020 for a container whose length depends on data: micro-batches packed by length, lists of a rank's own."""
     text = dotted(container).removesuffix("()")
     name = text.rsplit(".", 1)[-1]
-    if isinstance(container, ast.Call) and name in ("enumerate", "zip", "tqdm", "list", "iter", "trange", "reversed", "range", "len") and container.args:
+    if (
+        isinstance(container, ast.Call)
+        and name in ("enumerate", "zip", "tqdm", "list", "iter", "trange", "reversed", "range", "len")
+        and container.args
+    ):
         return _uneven(view, event, guard, container.args[0])
     depends = guard.depends
-    axes = only_axes(depends) - {"beyond"}
+    axes = only_axes(depends)
     if axes and event.explicit and event.explicit[0].is_sure:
-        return _uneven_finding(view, event, guard, "low", f"the number of rounds depends on {tags_text(depends)} ({why(depends)})")
+        return _uneven_finding(
+            view, event, guard, "low", f"the number of rounds depends on {tags_text(depends)} ({why(depends)})"
+        )
     parts = set(words(name))
     kind = event.reached[0].kind
     if parts & _FIXED_WORDS or name in _SAME_EVERYWHERE:
         return None
     is_data = "data" in depends or parts & _UNEVEN_WORDS or is_data_name(name)
     if is_data and not parts & _LOADER_WORDS - {"batches"} and (event.explicit or kind in ("forward", "backward")):
-        return _uneven_finding(view, event, guard, "low", f"the number of rounds is the length of `{text or 'a local container'}`, which depends on this rank's data")
+        return _uneven_finding(
+            view,
+            event,
+            guard,
+            "low",
+            f"the number of rounds is the length of `{text or 'a local container'}`, which depends on this rank's data",
+        )
     if parts & _LOADER_WORDS and event.explicit and event.is_direct and event.explicit[0].is_sure:
-        return _uneven_finding(view, event, guard, "low", f"the number of rounds is the length of `{text}` on this rank")
+        return _uneven_finding(
+            view, event, guard, "low", f"the number of rounds is the length of `{text}` on this rank"
+        )
     return None
 
 
@@ -83,7 +132,8 @@ def _uneven_finding(view: FunctionView, event: Event, guard: Guard, confidence: 
         view, "HL020", confidence, guard.node,
         f"{what_is_called(event)} runs once per round, and {reason}",
         f"Ranks with more rounds enter `{hit.kind}` over {axes_text(hit.axes)} once more than the others.",
-        "Agree on the number of rounds over the group (all_reduce with MAX) and fill up, or move the collective out of the loop.",
+        "Agree on the number of rounds over the group (all_reduce with "
+        "MAX) and fill up, or move the collective out of the loop.",
         steps_of(view, guard, event, hit),
     )  # fmt: skip
 
@@ -118,7 +168,13 @@ def _unordered(view: FunctionView, container: ast.expr, depth: int = 0) -> str:
 
 def _unordered_finding(view: FunctionView, event: Event, guard: Guard, unordered: str) -> Finding:
     hit = event.explicit[0]
-    confidence: Confidence = "low" if "buffers" in unordered or not hit.is_sure or hit.axes == UNKNOWN else "medium" if hit.depth > 2 else "high"
+    confidence: Confidence = (
+        "low"
+        if "buffers" in unordered or not hit.is_sure or hit.axes == UNKNOWN
+        else "medium"
+        if hit.depth > 2
+        else "high"
+    )
     return finding(
         view, "HL022", confidence, guard.node,
         f"{what_is_called(event)} runs once per entry of {unordered}, whose order may differ between ranks",
@@ -134,9 +190,17 @@ def _locally_filled(view: FunctionView, container: ast.expr, depth: int = 0) -> 
         return ""
     text = dotted(container)
     is_entries = text.endswith((".items()", ".keys()", ".values()"))
-    if isinstance(container, ast.Call) and dotted(container.func) in ("sorted", "list", "enumerate", "tuple", "zip") and container.args:
+    if (
+        isinstance(container, ast.Call)
+        and dotted(container.func) in ("sorted", "list", "enumerate", "tuple", "zip")
+        and container.args
+    ):
         return _locally_filled(view, container.args[0], depth + 1)
-    if isinstance(container, ast.Name) and not is_entries and (inner := view.value_of(container.id, container)) is not None:
+    if (
+        isinstance(container, ast.Name)
+        and not is_entries
+        and (inner := view.value_of(container.id, container)) is not None
+    ):
         return _locally_filled(view, inner, depth + 1) if isinstance(inner, ast.Call) else ""
     name = text.removesuffix("()").rpartition(".")[0] if is_entries else text
     last = name.rsplit(".", 1)[-1].removesuffix("()")
@@ -154,7 +218,8 @@ def _entry_finding(view: FunctionView, event: Event, guard: Guard, filled: str) 
     confidence: Confidence = "medium" if is_clear and "timer" in last else "low"
     return finding(
         view, "HL021", confidence, guard.node,
-        f"{what_is_called(event)} runs once per entry of `{filled}`; ranks that have other entries call it another number of times",
+        f"{what_is_called(event)} runs once per entry of `{filled}`; "
+        "ranks that have other entries call it another number of times",
         f"A rank with an entry more enters `{hit.kind}` over {axes_text(hit.axes)} alone.",
         "Agree on the keys first (all_gather_object, then their sorted union), or reduce one tensor for all.",
         steps_of(view, guard, event, hit),
@@ -165,7 +230,12 @@ def _breaks(view: FunctionView) -> Iterator[Finding]:
     """HL010: a loop left where this rank's data say so, while the others go on to the next round's collective."""
     seen: set[int] = set()
     for left in view.exits:
-        if left.loop is None or left.guard is None or isinstance(left.node, ast.Raise | ast.Continue) or id(left.loop) in seen:
+        if (
+            left.loop is None
+            or left.guard is None
+            or isinstance(left.node, ast.Raise | ast.Continue)
+            or id(left.loop) in seen
+        ):
             continue
         depends: dict[str, str] = {}
         around: list[Guard] = []
@@ -175,21 +245,35 @@ def _breaks(view: FunctionView) -> Iterator[Finding]:
             around.append(guard)
             if guard.kind in ("if", "else", "except"):
                 depends |= guard.depends
-        local = {t: w for t, w in depends.items() if t in ("data", "time", "error") or t in ("world", "dp", "cp", "tp", "pp", "ep", "node")}
+        local = {
+            t: w
+            for t, w in depends.items()
+            if t in ("data", "time", "error") or t in ("world", "dp", "cp", "tp", "pp", "ep", "node")
+        }
         if not local:
             continue
-        inside = [e for e in view.events if any(g.node is left.loop for g in e.guards()) and (e.explicit or e.reached[0].kind in ("forward", "backward"))]
+        inside = [
+            e
+            for e in view.events
+            if any(g.node is left.loop for g in e.guards())
+            and (e.explicit or e.reached[0].kind in ("forward", "backward"))
+        ]
         inside = [e for e in inside if e.guard not in around]
         if not inside:
             continue
         seen.add(id(left.loop))
         event = min(inside, key=lambda e: not e.explicit)
         hit = event.reached[0]
-        confidence: Confidence = "medium" if event.explicit and hit.is_sure and event.is_direct and set(local) - {"data"} and hit.axes != UNKNOWN else "low"
+        confidence: Confidence = (
+            "medium"
+            if event.explicit and hit.is_sure and event.is_direct and set(local) - {"data"} and hit.axes != UNKNOWN
+            else "low"
+        )
         yield finding(
             view, "HL010", confidence, left.node,
             f"the loop is left by {tags_text(local)} ({why(local)}), while {what_is_called(event)} runs in every round",
-            f"A rank that leaves does not come to the next round's `{hit.kind}` over {axes_text(hit.axes)}; the others wait.",
+            "A rank that leaves does not come to the next round's "
+            f"`{hit.kind}` over {axes_text(hit.axes)}; the others wait.",
             "Leave when all ranks can: reduce the condition over the group before the test.",
             steps_of(view, None, event, hit),
         )  # fmt: skip

@@ -5,9 +5,9 @@ from typing import Final
 
 from offbeat_hanglint._finding import Confidence, Finding, Step
 from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes
-from offbeat_hanglint._program.depend import Depends
+from offbeat_hanglint._program.depend import LOCAL, Depends
 from offbeat_hanglint._program.reach import Reached
-from offbeat_hanglint._program.walk import Event, FunctionView, Guard
+from offbeat_hanglint._program.view import Event, FunctionView, Guard
 
 ORDER: Final = ("low", "medium", "high")
 
@@ -22,25 +22,27 @@ def finding(
     advice: str,
     steps: tuple[Step, ...] = (),
 ) -> Finding:
-    """A finding at a statement or expression of a function. In tests, where asymmetry is often meant, at most medium."""
+    """A finding at a place in a function. In tests, where asymmetry is often meant, at most medium."""
     line = getattr(node, "lineno", view.fact.line)
     if confidence == "high" and is_test(view.file.path):
         confidence = "medium"
     end = min(getattr(node, "end_lineno", None) or line, line + 40)
     column = getattr(node, "col_offset", 0) + 1
-    return Finding(rule, confidence, view.file.path, line, end, column, view.fact.qualified, message, ranks, steps, advice)
+    return Finding(
+        rule, confidence, view.file.path, line, end, column, view.fact.qualified, message, ranks, steps, advice
+    )
 
 
 def is_test(path: str) -> bool:
     """Whether a file belongs to tests or benchmarks."""
     parts = path.lower().split("/")
-    return any(p in ("tests", "test", "testing", "benchmarks", "unit_tests", "functional_tests") for p in parts[:-1]) or parts[-1].startswith(
-        ("test_", "conftest", "bench")
-    )
+    return any(
+        p in ("tests", "test", "testing", "benchmarks", "unit_tests", "functional_tests") for p in parts[:-1]
+    ) or parts[-1].startswith(("test_", "conftest", "bench"))
 
 
 def axes_text(axes: Axes | str) -> str:
-    """"dp and cp", "all ranks", "a group of its own"."""
+    """Axes in words: "dp and cp", "all ranks"."""
     if isinstance(axes, str) or axes == UNKNOWN:
         return "a group that the code does not name"
     if axes == WORLD or "world" in axes:
@@ -50,7 +52,7 @@ def axes_text(axes: Axes | str) -> str:
 
 def why(depends: Depends) -> str:
     """The names that a condition depends on, shortest first."""
-    names = sorted({reason for reason in depends.values()}, key=len)
+    names = sorted(set(depends.values()), key=len)
     return ", ".join(f"`{name}`" if " " not in name else name for name in names[:3])
 
 
@@ -67,7 +69,9 @@ def tags_text(depends: Depends) -> str:
         "fill": "what this rank has collected",
         "beyond": "a value that only part of the ranks agreed on",
     }
-    return ", ".join(dict.fromkeys(words.get(tag, f"the {tag} rank") for tag in depends))
+    return ", ".join(
+        dict.fromkeys(words.get(tag, f"the {tag} rank") for tag in sorted(depends, key=lambda tag: tag in LOCAL))
+    )
 
 
 def what_is_called(event: Event) -> str:
@@ -82,7 +86,9 @@ def steps_of(view: FunctionView, guard: Guard | None, event: Event, reached: Rea
     path = view.file.path
     steps: list[Step] = []
     if guard is not None:
-        label = {"loop": "loop", "rest": "some ranks leave", "except": "handler", "finally": "finally"}.get(guard.kind, "condition")
+        label = {"loop": "loop", "rest": "some ranks leave", "except": "handler", "finally": "finally"}.get(
+            guard.kind, "condition"
+        )
         reasons = f" on {why(guard.depends)}" if guard.depends else ""
         steps.append(Step(path, getattr(guard.node, "lineno", view.fact.line), f"{label}{reasons}"))
     if reached.through < 0:
@@ -95,5 +101,7 @@ def steps_of(view: FunctionView, guard: Guard | None, event: Event, reached: Rea
         for function, line, called in view.reach.path(reached.through, chosen):
             where = view.program.files[view.program.file_of[function]].path
             is_last = called == reached.kind
-            steps.append(Step(where, line, f"{called} over {axes_text(reached.axes)}" if is_last else f"calls {called}"))
+            steps.append(
+                Step(where, line, f"{called} over {axes_text(reached.axes)}" if is_last else f"calls {called}")
+            )
     return tuple(steps)

@@ -5,17 +5,70 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._finding import Confidence, Finding
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, words
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes, words
 from offbeat_hanglint._program.expressions import dotted
-from offbeat_hanglint._program.walk import Event, FunctionView
-from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
+from offbeat_hanglint._program.view import Event, FunctionView
+from offbeat_hanglint._rules.report import axes_text, finding, steps_of, what_is_called
 
-MODAL: Final = frozenset(("image", "images", "pixel", "video", "videos", "audio", "audios", "vision", "visual", "imgs", "img", "patches", "multimodal"))
-_PARTS: Final = frozenset(("visual", "vision", "tower", "encoder", "expert", "experts", "audio", "image", "projector", "adapter", "aligner", "vit"))
-_HANDLER_BASES: Final = frozenset(("Resource", "MethodView", "View", "BaseHTTPRequestHandler", "RequestHandler", "HTTPEndpoint", "SimpleHTTPRequestHandler"))
-_HANDLER_METHODS: Final = frozenset(("get", "post", "put", "delete", "patch", "do_GET", "do_POST", "do_PUT", "dispatch_request"))
+MODAL: Final = frozenset(
+    (
+        "image",
+        "images",
+        "pixel",
+        "video",
+        "videos",
+        "audio",
+        "audios",
+        "vision",
+        "visual",
+        "imgs",
+        "img",
+        "patches",
+        "multimodal",
+    )
+)
+_PARTS: Final = frozenset(
+    (
+        "visual",
+        "vision",
+        "tower",
+        "encoder",
+        "expert",
+        "experts",
+        "audio",
+        "image",
+        "projector",
+        "adapter",
+        "aligner",
+        "vit",
+    )
+)
+_HANDLER_BASES: Final = frozenset(
+    (
+        "Resource",
+        "MethodView",
+        "View",
+        "BaseHTTPRequestHandler",
+        "RequestHandler",
+        "HTTPEndpoint",
+        "SimpleHTTPRequestHandler",
+    )
+)
+_HANDLER_METHODS: Final = frozenset(
+    ("get", "post", "put", "delete", "patch", "do_GET", "do_POST", "do_PUT", "dispatch_request")
+)
 _ROUTES: Final = frozenset(("route", "post", "get", "put", "websocket", "api_route"))
-_STARTERS: Final = {"Thread": "target", "Process": "", "submit": "", "run_in_executor": "", "create_task": "", "Timer": "function", "start_new_thread": "", "to_thread": "", "ensure_future": ""}
+_STARTERS: Final = {
+    "Thread": "target",
+    "Process": "",
+    "submit": "",
+    "run_in_executor": "",
+    "create_task": "",
+    "Timer": "function",
+    "start_new_thread": "",
+    "to_thread": "",
+    "ensure_future": "",
+}
 
 
 def check(view: FunctionView) -> Iterator[Finding]:
@@ -30,7 +83,11 @@ def _skipped_part(view: FunctionView) -> Iterator[Finding]:
     seen: set[int] = set()
     for event in view.events:
         hit = event.reached[0]
-        if hit.kind != "forward" or not event.is_direct or not set(words(event.callee.removesuffix(".forward").rsplit(".", 1)[-1])) & _PARTS:
+        if (
+            hit.kind != "forward"
+            or not event.is_direct
+            or not set(words(event.callee.removesuffix(".forward").rsplit(".", 1)[-1])) & _PARTS
+        ):
             continue
         for guard in event.guards():
             is_modal = "data" in guard.depends or (guard.kind in ("if", "else") and _is_modal_test(guard.node))
@@ -39,9 +96,11 @@ def _skipped_part(view: FunctionView) -> Iterator[Finding]:
             seen.add(id(guard.node))
             yield finding(
                 view, "HL040", "low", event.node,
-                f"`{event.callee}` runs only where this rank's data ask for it; if the model is sharded its forward pass is a collective",
+                f"`{event.callee}` runs only where this rank's data ask for "
+                "it; if the model is sharded its forward pass is a collective",
                 "Ranks with such data gather its parameters and wait for ranks without.",
-                "Run it on every rank, in training and in evaluation: on ranks without data on a dummy whose output is added times zero.",
+                "Run it on every rank, in training and in evaluation: on ranks "
+                "without data on a dummy whose output is added times zero.",
                 steps_of(view, guard, event, hit),
             )  # fmt: skip
             break
@@ -50,7 +109,9 @@ def _skipped_part(view: FunctionView) -> Iterator[Finding]:
 def _is_modal_test(node: ast.AST) -> bool:
     test = getattr(node, "test", None)
     return test is not None and any(
-        set(words(n.id if isinstance(n, ast.Name) else n.attr)) & MODAL for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute)
+        set(words(n.id if isinstance(n, ast.Name) else n.attr)) & MODAL
+        for n in ast.walk(test)
+        if isinstance(n, ast.Name | ast.Attribute)
     )
 
 
@@ -66,7 +127,8 @@ def _empty_stand_in(view: FunctionView) -> Iterator[Finding]:
             yield finding(
                 view, "HL041", "low", statement,
                 f"`{name}` is replaced by an empty tensor where this rank's batch has none",
-                "The encoder that reads it is skipped on this rank, or its output takes no part in the loss; other ranks wait in its collectives.",
+                "The encoder that reads it is skipped on this rank, or its output "
+                "takes no part in the loss; other ranks wait in its collectives.",
                 "Use a dummy of the usual shape, run the encoder, and add its output times zero.",
             )  # fmt: skip
 
@@ -86,7 +148,7 @@ def _is_empty_tensor(node: ast.expr) -> bool:
 
 def _started(view: FunctionView) -> Iterator[Finding]:
     """HL042: a function that reaches a collective is handed to a thread, a pool or a task."""
-    for node, callee, guard in view.calls:
+    for node, callee, _ in view.calls:
         last = callee.rsplit(".", 1)[-1]
         if last not in _STARTERS and not _hands_on(view, callee, node):
             continue
@@ -97,13 +159,15 @@ def _started(view: FunctionView) -> Iterator[Finding]:
             found = _first_explicit(view, name) if name else None
             if found is None:
                 continue
-            target, kind, axes, is_sure = found
+            kind, axes, is_sure = found
             confidence: Confidence = "medium" if is_sure and last in ("Thread", "submit", "run_in_executor") else "low"
             yield finding(
                 view, "HL042", confidence, node,
                 f"`{name}`, which reaches `{kind}` over {axes_text(axes)}, runs in a thread or task of its own",
-                "Collectives of one group must come in one order on all ranks; a thread's order is its own, and cancelled or late jobs are missing on some ranks.",
-                "Give that thread a group of its own, submit the same jobs in the same order everywhere, and never cancel one that holds a collective.",
+                "Collectives of one group must come in one order on all ranks; a thread's "
+                "order is its own, and cancelled or late jobs are missing on some ranks.",
+                "Give that thread a group of its own, submit the same jobs in the "
+                "same order everywhere, and never cancel one that holds a collective.",
             )  # fmt: skip
             break
 
@@ -119,11 +183,11 @@ def _hands_on(view: FunctionView, callee: str, node: ast.Call) -> bool:
     )
 
 
-def _first_explicit(view: FunctionView, name: str) -> tuple[int, str, object, bool] | None:
+def _first_explicit(view: FunctionView, name: str) -> tuple[str, Axes | str, bool] | None:
     for target in view.program.targets(view.index, name):
         for entry in view.reach.of[target.function].values():
             if entry.is_explicit:
-                return target.function, entry.kind, entry.axes, entry.is_sure and target.is_sure
+                return entry.kind, entry.axes, entry.is_sure and target.is_sure
     return None
 
 
@@ -136,7 +200,10 @@ def _handler(view: FunctionView) -> Iterator[Finding]:
         return
     event = explicit[0]
     hit = event.explicit[0]
-    if not any(isinstance(s, ast.With) and any("lock" in dotted(i.context_expr).lower() for i in s.items) for s, _ in view.statements):
+    if not any(
+        isinstance(s, ast.With) and any("lock" in dotted(i.context_expr).lower() for i in s.items)
+        for s, _ in view.statements
+    ):
         yield finding(
             view, "HL042", "medium" if hit.is_sure else "low", event.node,
             f"{what_is_called(event)} runs in a handler of requests, which servers call from several threads",
@@ -179,12 +246,8 @@ def check_control(view: FunctionView) -> Iterator[Finding]:
             yield finding(
                 view, "HL032", "low", event.node,
                 f"the server tells the others what to do by a broadcast over {axes_text(hit.axes)} only",
-                "Ranks of the same model that are not in that group (other pipeline stages) wait for the message for ever.",
+                "Ranks of the same model that are not in that group "
+                "(other pipeline stages) wait for the message for ever.",
                 "Broadcast over all ranks of the model, from the server's global rank.",
                 steps_of(view, None, event, hit),
             )  # fmt: skip
-
-
-def tags(view: Event) -> str:
-    """What the innermost condition depends on."""
-    return tags_text(view.guard.depends) if view.guard else ""

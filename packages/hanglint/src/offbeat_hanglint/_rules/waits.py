@@ -7,24 +7,40 @@ from typing import Final
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import words
 from offbeat_hanglint._program.expressions import dotted
-from offbeat_hanglint._program.walk import FunctionView
+from offbeat_hanglint._program.view import FunctionView, Guard
 from offbeat_hanglint._rules.report import finding, is_test
 
 _QUEUE_WORDS: Final = frozenset(("queue", "q", "inbox", "mailbox", "channel"))
-_EVENT_WORDS: Final = frozenset(("event", "cond", "condition", "barrier", "ready", "done", "stop", "started", "finished", "semaphore"))
-_SOCKET_WORDS: Final = frozenset(("socket", "sock", "zmq", "conn", "connection", "pipe", "dealer", "router", "subscriber"))
+_EVENT_WORDS: Final = frozenset(
+    ("event", "cond", "condition", "barrier", "ready", "done", "stop", "started", "finished", "semaphore")
+)
+_SOCKET_WORDS: Final = frozenset(
+    ("socket", "sock", "zmq", "conn", "connection", "pipe", "dealer", "router", "subscriber")
+)
 _PROCESS_WORDS: Final = frozenset(("process", "proc", "thread", "worker", "p", "t", "processes", "threads"))
 _FUTURE_WORDS: Final = frozenset(("future", "fut", "futures", "task", "handle"))
 _RECEIVES: Final = frozenset(("recv", "recv_string", "recv_pyobj", "recv_multipart", "recv_json"))
-_CLOCKS: Final = ("time.time", "monotonic", "perf_counter", "deadline", "timeout", "max_wait", "max_retries", "attempt", "retries", "elapsed", "range")
+_CLOCKS: Final = (
+    "time.time",
+    "monotonic",
+    "perf_counter",
+    "deadline",
+    "timeout",
+    "max_wait",
+    "max_retries",
+    "attempt",
+    "retries",
+    "elapsed",
+    "range",
+)
 
 
 def check(view: FunctionView) -> Iterator[Finding]:
     """Report each wait once."""
-    for node, callee, _ in view.calls:
+    for node, callee, guard in view.calls:
         yield from _rendezvous(view, node, callee)
         yield from _ray(view, node, callee)
-        yield from _wait(view, node, callee)
+        yield from _wait(view, node, callee, guard)
     yield from _blocking_in_async(view)
     yield from _polling(view)
     yield from _dropped(view)
@@ -73,7 +89,8 @@ def _wrong_rank(view: FunctionView, node: ast.Call, argument: str, what: str) ->
     return finding(
         view, "HL050", "high", node,
         f"`init_process_group` is given {what} as `{argument}`",
-        "With more than one node several processes announce the same rank, or too few are expected; the rendezvous never completes.",
+        "With more than one node several processes announce the same "
+        "rank, or too few are expected; the rendezvous never completes.",
         "Use RANK and WORLD_SIZE of the launcher.",
     )  # fmt: skip
 
@@ -81,10 +98,14 @@ def _wrong_rank(view: FunctionView, node: ast.Call, argument: str, what: str) ->
 def _ray(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
     keywords = {k.arg for k in node.keywords}
     full = view.program.full_name(view.file, callee)
-    if full in ("ray.get", "ray.wait") and not keywords & {"timeout", None} and not (full == "ray.get" and len(node.args) > 1):
+    if (
+        full in ("ray.get", "ray.wait")
+        and not keywords & {"timeout", None}
+        and not (full == "ray.get" and len(node.args) > 1)
+    ):
         inner = dotted(node.args[0]) if node.args else ""
         what = "a placement group" if inner.endswith("ready()") else f"`{inner}`" if inner else "its arguments"
-        confidence: Confidence = "medium" if inner.endswith(".ready()") else "low"
+        confidence: Confidence = "high" if inner.endswith(".ready()") else "low"
         yield finding(
             view, "HL060", confidence, node,
             f"`{callee}` waits for {what} without a timeout",
@@ -99,12 +120,13 @@ def _ray(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
     elif full == "ray.init" and not keywords & {"num_cpus", "address", "resources", None} and not node.args:
         yield finding(
             view, "HL065", "low", node, "`ray.init` does not say how many CPUs the cluster has",
-            "Where the process may use fewer CPUs than the machine has, Ray starts a worker per CPU and start-up may stand still.",
+            "Where the process may use fewer CPUs than the machine has, "
+            "Ray starts a worker per CPU and start-up may stand still.",
             "Pass `num_cpus=` from the configuration.",
         )  # fmt: skip
 
 
-def _wait(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
+def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) -> Iterator[Finding]:
     receiver, _, last = callee.rpartition(".")
     if not receiver:
         return
@@ -119,15 +141,27 @@ def _wait(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
         what = "a future"
     elif last == "join" and parts & _PROCESS_WORDS and not node.args and not keywords:
         what = "a thread or process"
-    elif last in _RECEIVES and parts & _SOCKET_WORDS and not any("RCVTIMEO" in ast.dump(n) for n in ast.walk(view.node) if isinstance(n, ast.Attribute)):
+    elif (
+        last in _RECEIVES
+        and parts & _SOCKET_WORDS
+        and not any("RCVTIMEO" in ast.dump(n) for n in ast.walk(view.node) if isinstance(n, ast.Attribute))
+    ):
         what = "a socket"
     if what:
         yield finding(
-            view, "HL061", "medium" if what == "a socket" else "low", node,
+            view, "HL061", _socket_confidence(parts, guard) if what == "a socket" else "low", node,
             f"`{callee}` waits for {what} without a timeout",
             "If the other side is gone or failed without an answer, this one waits for ever.",
             "Wait with a timeout in a loop that checks whether the other side lives, and answer errors, too.",
         )  # fmt: skip
+
+
+def _socket_confidence(parts: set[str], guard: Guard | None) -> Confidence:
+    """A server may wait for its next request as long as it takes; who waits for an answer may not."""
+    loops = [g.node for g in (guard.chain() if guard else ()) if g.kind == "loop"]
+    if any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) for loop in loops):
+        return "low"
+    return "medium" if parts & {"conn", "connection", "pipe"} else "high"  # a pipe whose other end has died says so
 
 
 def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
@@ -138,12 +172,17 @@ def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
         full = view.program.full_name(view.file, callee)
         last = callee.rsplit(".", 1)[-1]
         parts = set(words(callee.rpartition(".")[0].rsplit(".", 1)[-1]))
-        is_blocking = full in ("ray.get", "ray.wait", "time.sleep", "requests.get", "requests.post", "subprocess.run") or (
-            last == "result" and parts & _FUTURE_WORDS - {"task", "handle"}
-        )
+        is_blocking = full in (
+            "ray.get",
+            "ray.wait",
+            "time.sleep",
+            "requests.get",
+            "requests.post",
+            "subprocess.run",
+        ) or (last == "result" and parts & _FUTURE_WORDS - {"task", "handle"})
         if is_blocking and id(node) not in awaited:
             yield finding(
-                view, "HL062", "medium" if full in ("ray.get", "ray.wait") else "low", node,
+                view, "HL062", "high" if full in ("ray.get", "ray.wait") else "low", node,
                 f"`{callee}` blocks the event loop of an async function",
                 "While it waits nothing else of this process runs, also not the call that would answer it.",
                 "Await instead (`await ref`, `asyncio.sleep`, `asyncio.to_thread`).",
@@ -167,7 +206,11 @@ def _polling(view: FunctionView) -> Iterator[Finding]:
         is_forever = isinstance(statement.test, ast.Constant)
         if is_forever and not unset and not any(isinstance(n, ast.Break | ast.Return) for n in text_nodes):
             continue
-        message = f"`{unset}` ends the loop but nothing in the program sets it" if unset else "a loop waits, asleep, for something that may never come"
+        message = (
+            f"`{unset}` ends the loop but nothing in the program sets it"
+            if unset
+            else "a loop waits, asleep, for something that may never come"
+        )
         yield finding(
             view, "HL063", "medium" if unset else "low", statement, message,
             "If the process that would change it has ended, this one stays here for ever.",
@@ -182,7 +225,18 @@ def _flag_never_set(view: FunctionView, loop: ast.While) -> str:
         for node in ast.walk(test):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
                 name = node.attr
-                if {"shutdown", "stop", "stopped", "exit", "closed", "running", "terminate", "done", "quit", "cancel"} & set(words(name)) and not _is_set(view, name):
+                if {
+                    "shutdown",
+                    "stop",
+                    "stopped",
+                    "exit",
+                    "closed",
+                    "running",
+                    "terminate",
+                    "done",
+                    "quit",
+                    "cancel",
+                } & set(words(name)) and not _is_set(view, name):
                     return f"self.{name}"
     return ""
 
@@ -198,18 +252,27 @@ def _dropped(view: FunctionView) -> Iterator[Finding]:
         if value is None or not isinstance(value, ast.Call):
             continue
         callee = dotted(value.func)
-        is_dropped = isinstance(statement, ast.Expr) or (isinstance(statement, ast.Assign) and dotted(statement.targets[0]) == "_")
+        is_dropped = isinstance(statement, ast.Expr) or (
+            isinstance(statement, ast.Assign) and dotted(statement.targets[0]) == "_"
+        )
         if not is_dropped:
             continue
         if callee.endswith(".remote") and isinstance(statement, ast.Expr):
             yield finding(
-                view, "HL064", "low", statement, f"the result of `{callee}` is dropped, so nobody waits for it or sees it fail",
+                view, "HL064", "low", statement,
+                f"the result of `{callee}` is dropped, so nobody waits for it or sees it fail",
                 "The caller goes on as if the call were done; if it failed, others wait for what it should have done.",
                 "Keep the reference and wait for it with a timeout.",
             )  # fmt: skip
-        elif isinstance(statement, ast.Assign) and view.program.full_name(view.file, callee).rsplit(".", 1)[-1] in ("get", "ray_get_with_progress", "gather", "wait"):
+        elif isinstance(statement, ast.Assign) and view.program.full_name(view.file, callee).rsplit(".", 1)[-1] in (
+            "get",
+            "ray_get_with_progress",
+            "gather",
+            "wait",
+        ):
             yield finding(
-                view, "HL064", "low", statement, f"what `{callee}` returns is dropped; references within it are never waited for",
+                view, "HL064", "low", statement,
+                f"what `{callee}` returns is dropped; references within it are never waited for",
                 "Calls that the answers stand for may still run, or have failed.",
                 "Look at the answers; wait for the references that they hold.",
             )  # fmt: skip

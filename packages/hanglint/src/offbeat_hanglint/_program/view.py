@@ -1,0 +1,132 @@
+"""What a rule sees of one function: its collectives, the conditions and loops around each, and where it is left."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from offbeat_hanglint._program.depend import Dependence, Depends
+from offbeat_hanglint._program.facts import FileFact, FunctionFact
+from offbeat_hanglint._program.program import Program
+from offbeat_hanglint._program.reach import Reach, Reached
+
+
+@dataclass(eq=False)
+class Guard:
+    """One thing around a statement that decides whether or how often it runs.
+
+    Attributes:
+        kind: if, else, rest (what comes after an `if` that some leave in), loop, except, finally, try, with.
+        node: the statement; `depends`: on what the decision depends.
+        exit: for kind "rest", the statement by which others leave.
+    """
+
+    kind: str
+    node: ast.AST
+    depends: Depends
+    parent: "Guard | None"
+    is_membership: bool = False
+    exit: ast.stmt | None = None
+
+    def chain(self) -> "Iterator[Guard]":
+        """It and those around it, innermost first."""
+        guard: Guard | None = self
+        while guard is not None:
+            yield guard
+            guard = guard.parent
+
+
+@dataclass(eq=False)
+class Event:
+    """A call that is or reaches a collective."""
+
+    node: ast.Call
+    callee: str
+    reached: tuple[Reached, ...]
+    guard: Guard | None
+    group: str = ""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the call is the collective itself."""
+        return self.reached[0].through < 0
+
+    @property
+    def explicit(self) -> tuple[Reached, ...]:
+        """What it reaches apart from what wrappers do inside."""
+        return tuple(r for r in self.reached if r.is_explicit)
+
+    def kinds(self) -> set[str]:
+        """Names of the collectives it reaches, with gather and gather_object the same."""
+        return {simple_kind(r.kind) for r in self.reached}
+
+    def guards(self) -> Iterator[Guard]:
+        """What is around it, innermost first."""
+        if self.guard is not None:
+            yield from self.guard.chain()
+
+
+@dataclass(eq=False)
+class Exit:
+    """A return, raise, continue or break, and what decides about it."""
+
+    node: ast.stmt
+    guard: Guard | None
+    loop: ast.AST | None
+
+
+@dataclass(eq=False)
+class FunctionView:
+    """What a rule sees of one function."""
+
+    program: Program
+    reach: Reach
+    dependence: Dependence
+    file: FileFact
+    index: int
+    fact: FunctionFact
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+    events: list[Event] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    calls: list[tuple[ast.Call, str, Guard | None]] = field(default_factory=list)
+    statements: list[tuple[ast.stmt, Guard | None]] = field(default_factory=list)
+    assigned: dict[str, list[ast.expr]] = field(default_factory=dict)
+    iterables: dict[ast.AST, Depends] = field(default_factory=dict)
+
+    def value_of(self, name: str, before: ast.AST) -> ast.expr | None:
+        """What a variable was last assigned above a place; of what is assigned later only, the first."""
+        line = getattr(before, "lineno", 0)
+        values = self.assigned.get(name, ())
+        return next(
+            (v for v in reversed(values) if (v.end_lineno or v.lineno) < line),
+            values[0] if values and values[0] is not before else None,
+        )
+
+    def inside(self, node: ast.AST, side: str) -> list[Event]:
+        """Events under a guard of this statement and kind."""
+        return [e for e in self.events if any(g.node is node and g.kind == side for g in e.guards())]
+
+
+def simple_kind(kind: str) -> str:
+    """`all_gather_object` and `all_gather_into_tensor` meet `all_gather`."""
+    for base in (
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "all_reduce",
+        "broadcast",
+        "gather",
+        "scatter",
+        "barrier",
+    ):
+        if kind.lstrip("_").startswith(base):
+            return base
+    return {"wait_for_everyone": "barrier", "monitored_barrier": "barrier"}.get(kind, kind)
+
+
+def is_membership(test: ast.expr) -> bool:
+    """Whether a condition asks if the rank is among given ones: then exactly the members of a group pass."""
+    if isinstance(test, ast.UnaryOp):
+        return is_membership(test.operand)
+    if isinstance(test, ast.BoolOp):
+        return any(is_membership(value) for value in test.values)
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.In | ast.NotIn)
