@@ -7,6 +7,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 TIMEOUT_S = 1.0
 pytestmark = pytest.mark.ranks(2, compare=False, liveness=False)
@@ -58,6 +61,19 @@ def build_cache(rank, group, folder, is_mended):
         return "read"
     dist.barrier(group=group)
     return "computed"
+
+
+def sample_while_training(rank, group, is_mended):
+    """A sharded model writes an example, on rank 0 alone or on all ranks, of which one prints it."""
+    model = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
+    if rank == 0 or is_mended:
+        model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_a_forward_of_a_sharded_model_on_one_rank_waits_for_the_others(rank, is_mended):
+    stood = stands_still(lambda group: sample_while_training(rank, group, is_mended), is_mended=is_mended)
+    assert stood is (rank == 0 and not is_mended)
 
 
 @pytest.mark.parametrize("is_mended", [False, True])
