@@ -225,6 +225,17 @@ def is_passing_on(node: ast.Call) -> bool:
     return name in _PASSES_ON
 
 
+def entered_calls(node: ast.stmt) -> list[ast.Call]:
+    """The calls of `__enter__` and `__exit__` that a `with` statement makes on what it constructs."""
+    found: list[ast.Call] = []
+    for item in node.items if isinstance(node, ast.With | ast.AsyncWith) else ():
+        if isinstance(item.context_expr, ast.Call):
+            for name in ("__enter__", "__exit__"):
+                function = ast.Attribute(value=item.context_expr.func, attr=name, ctx=ast.Load())
+                found.append(ast.copy_location(ast.Call(func=function, args=[], keywords=[]), item.context_expr))
+    return found
+
+
 def call_atom(node: ast.Call) -> str:
     """`f()`, or `f(argument)` where the argument says whose rank is asked for."""
     name = dotted(node.func)

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from offbeat_hanglint._program.axes import words
-from offbeat_hanglint._program.expressions import atoms, calls_in, comparisons_in, dotted, group_text, terminates
+from offbeat_hanglint._program.expressions import (
+    atoms,
+    calls_in,
+    comparisons_in,
+    dotted,
+    entered_calls,
+    group_text,
+    terminates,
+)
 
 MAX_ATOMS: Final = 12
 _GROUP_WORDS: Final = ("group", "mesh", "comm", "_pg", "pg_")
@@ -155,6 +163,8 @@ class _Reader:
     def simple(self, node: ast.stmt, owner: int, gate: str, under: tuple[str, ...]) -> None:
         """Calls of a statement's own expressions, and what it assigns or returns."""
         self.calls(node, owner, gate)
+        for entered in entered_calls(node):
+            self.calls(entered, owner, gate)
         if isinstance(node, ast.Assign):
             self.compared(node.value)
             for target in node.targets:

@@ -141,6 +141,13 @@ class Program:
             for file in files
             for name in file.imports.values()
         ) or any("is_pipeline_last_stage" in call.callee for function in self.functions for call in function.calls)
+        self.placing_classes = frozenset(
+            class_.name
+            for file in files
+            for class_ in file.classes.values()
+            for index in class_.methods.values()
+            if any(call.callee.rsplit(".", 1)[-1] == "placement_group" for call in file.functions[index].calls)
+        )
         self._methods_of: dict[tuple[int, str, str], tuple[Target, ...]] = {}
 
     def _add(self, number: int, file: FileFact) -> None:

@@ -73,6 +73,13 @@ class Values:
         name = dotted(target)
         self.environment[name] = self.environment.get(name, {}) | self.depends(value) | conditions(guard)
 
+    def fill(self, name: str, guard: Guard | None) -> None:
+        """`name.append(...)`: a list that takes entries under a condition may be of another length on each rank."""
+        for around in guard.chain() if guard else ():
+            if around.kind in ("if", "else", "rest"):
+                self.environment[name] = self.environment.get(name, {}) | {"fill": name}
+                return
+
     def iterate(self, target: ast.expr, depends: Depends) -> None:
         """The variables of a loop over something that depends so."""
         for name in (n.id for n in ast.walk(target) if isinstance(n, ast.Name)):

@@ -61,7 +61,7 @@ def views(
         wanted = {
             i
             for i, f in enumerate(file.functions)
-            if reach.of[first + i] or _is_waiting(f.calls) or _is_source_rank(f.name) or _passes_function(f)
+            if reach.of[first + i] or f.is_async or _is_telling(f, program.placing_classes)
         }
         if not wanted:
             continue
@@ -96,14 +96,12 @@ def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.
             ][::-1]
 
 
-def _is_waiting(calls: list) -> bool:  # type: ignore[type-arg]
-    return any(call.callee.rsplit(".", 1)[-1] in WAITS for call in calls)
-
-
-def _is_source_rank(name: str) -> bool:
-    return ("src" in name and "rank" in name) or "send" in name
-
-
-def _passes_function(function: FunctionFact) -> bool:
-    """Whether a function hands functions on, as far as names tell: `run_op(self._check)`."""
-    return any("run" in call.callee or "schedule" in call.callee or "enqueue" in call.callee for call in function.calls)
+def _is_telling(function: FunctionFact, placing: frozenset[str]) -> bool:
+    """Whether a function waits, computes a source, sends, hands functions on or asks for resources, by its names."""
+    if ("src" in function.name and "rank" in function.name) or "send" in function.name:
+        return True
+    for call in function.calls:
+        last = call.callee.rsplit(".", 1)[-1]
+        if last in WAITS or last in placing or "run" in last or "schedule" in last or "enqueue" in last:
+            return True
+    return False

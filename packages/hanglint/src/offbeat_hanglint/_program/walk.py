@@ -1,15 +1,18 @@
 """Reads the statements of one function in order and fills its view."""
 
 import ast
+from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, Axes
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes
 from offbeat_hanglint._program.depend import Depends
-from offbeat_hanglint._program.expressions import dotted, parts, passed_call
+from offbeat_hanglint._program.expressions import dotted, entered_calls, parts, passed_call
 from offbeat_hanglint._program.facts import CallFact, groups_of
 from offbeat_hanglint._program.program import Target
 from offbeat_hanglint._program.reach import Reached, is_module_call
 from offbeat_hanglint._program.values import Values
 from offbeat_hanglint._program.view import Event, Exit, FunctionView, Guard, is_membership
+
+_FILLS: Final = frozenset(("append", "extend", "add"))
 
 
 class Walker:
@@ -70,6 +73,8 @@ class Walker:
         elif isinstance(node, ast.With | ast.AsyncWith):
             for item in node.items:
                 self._expression(item.context_expr, guard)
+            for entered in entered_calls(node):
+                self._call(entered, guard)
             self._block(node.body, Guard("with", node, {}, guard))
         elif isinstance(node, ast.Match):
             self._expression(node.subject, guard)
@@ -170,6 +175,9 @@ class Walker:
         self.view.calls.append((node, callee, guard))
         if not callee:
             return
+        receiver, _, method = callee.rpartition(".")
+        if method in _FILLS and receiver:
+            self.values.fill(receiver, guard)
         view, program = self.view, self.view.program
         fact = CallFact(
             callee, node.lineno, len(node.args), tuple(k.arg for k in node.keywords if k.arg), groups_of(node), ""
@@ -189,6 +197,10 @@ class Walker:
         if reached:
             view.events.append(Event(node, callee, reached, guard))
             return
+        if self._is_iteration(node, callee):
+            entry = Reached("DataLoader.__iter__", WORLD, False, False, node.lineno, -1, 0, "")
+            view.events.append(Event(node, callee, (entry,), guard))
+            return
         tables = program.libraries
         own = view.reach.of[view.index]
         forward = next((e for e in own.values() if e.kind == "forward" and e.through < 0), None)
@@ -199,6 +211,13 @@ class Walker:
         elif forward is not None and is_forward(callee, view):
             entry = Reached("forward", frozenset(("dp",)), False, False, node.lineno, -1, 0, "")
             view.events.append(Event(node, callee, (entry,), guard))
+
+    def _is_iteration(self, node: ast.Call, callee: str) -> bool:
+        """Whether a call starts the iteration of a DataLoader, which may broadcast a shared seed."""
+        if callee == "super().__iter__":
+            class_ = self.view.file.classes.get(self.view.fact.class_name)
+            return class_ is not None and any("DataLoader" in base for base in class_.bases)
+        return callee == "iter" and bool(node.args) and "loader" in dotted(node.args[0]).lower()
 
     def reached_by(self, fact: CallFact, targets: tuple[Target, ...]) -> tuple[Reached, ...]:
         """What a call of these functions reaches, most certain first; groups that callers choose are resolved."""

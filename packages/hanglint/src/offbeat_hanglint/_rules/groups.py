@@ -1,4 +1,4 @@
-"""Groups, sources and shapes: HL030 to HL034."""
+"""Groups and sources: HL030, HL031, HL032 and HL034."""
 
 import ast
 from collections.abc import Iterator
@@ -11,27 +11,8 @@ from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.view import Event, FunctionView, simple_kind
 from offbeat_hanglint._rules.report import axes_text, finding, is_test, steps_of, tags_text
 
-_GATHERS: Final = frozenset(
-    ("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all")
-)
-_RAGGED_WORDS: Final = frozenset(
-    (
-        "logits",
-        "labels",
-        "ids",
-        "input",
-        "mask",
-        "preds",
-        "predictions",
-        "entropies",
-        "completions",
-        "tokens",
-        "sequences",
-        "logprobs",
-        "logps",
-        "embeddings",
-        "hidden",
-    )
+_EVERY_RANK: Final = frozenset(
+    ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh", "initialize_model_parallel")
 )
 _SAFE_SOURCES: Final = (
     "get_global_rank",
@@ -52,25 +33,17 @@ _SAFE_SOURCES: Final = (
 def check(view: FunctionView) -> Iterator[Finding]:
     """Report each call once per rule."""
     for event in view.events:
+        yield from _new_group(view, event)
         if event.is_direct:
-            yield from _new_group(view, event)
             yield from _source(view, event)
-            yield from _shapes(view, event)
             yield from _all_ranks(view, event)
     yield from _default_group(view)
     yield from _computed_source(view)
-    yield from _send_lists(view)
 
 
 def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
-    hit = event.reached[0]
-    if hit.kind not in (
-        "new_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "init_device_mesh",
-        "initialize_model_parallel",
-    ):
+    hit = next((r for r in event.reached if r.kind in _EVERY_RANK), None)
+    if hit is None:
         return
     for guard in event.guards():
         axes = only_axes(guard.depends)
@@ -83,8 +56,11 @@ def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
             for e in view.events
         ):
             continue
+        if hit.depth > 0 and guard.is_membership:
+            continue
         is_guess = (
             not hit.is_sure
+            or hit.depth > 2
             or hit.kind == "initialize_model_parallel"
             or any("under which" in w for w in guard.depends.values())
         )
@@ -188,135 +164,6 @@ def _source_verdict(view: FunctionView, source: ast.expr, event: Event) -> tuple
     return None
 
 
-def _shapes(view: FunctionView, event: Event) -> Iterator[Finding]:
-    """HL033: what is gathered has a size of this rank's own."""
-    hit = event.reached[0]
-    kind = hit.kind
-    if simple_kind(kind) not in _GATHERS or "object" in kind or not event.node.args:
-        return
-    is_torch = event.callee.startswith(("dist.", "torch.distributed."))
-    arguments = event.node.args[1:2] if is_torch and len(event.node.args) > 1 else event.node.args[:1]
-    for argument in arguments:
-        reason, is_strong = ragged(view, argument)
-        if not reason:
-            continue
-        yield finding(
-            view, "HL033", _shape_confidence(reason, is_strong and not is_torch), event.node,
-            f"`{event.callee.rsplit('.', 1)[-1]}` gathers {reason}, whose size may differ between ranks",
-            "All members enter, but with other sizes; the backend reads past the end, fails on some ranks, or waits.",
-            "Pad to the largest size first (pad_across_processes), gather sums and counts, or gather objects.",
-            steps_of(view, None, event, hit),
-        )  # fmt: skip
-
-
-def _shape_confidence(reason: str, is_plain: bool) -> Confidence:
-    return "high" if "chosen by a mask" in reason else "medium" if is_plain else "low"
-
-
-def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, bool]:
-    """Why a tensor's size depends on the rank's data, and whether that is plain to see."""
-    if depth > 6:
-        return "", False
-    if isinstance(node, ast.Call):
-        name = dotted(node.func).rsplit(".", 1)[-1]
-        if name in ("nonzero", "masked_select", "unique", "argwhere"):
-            return f"the result of `{name}`", True
-        if isinstance(node.func, ast.Attribute) and name in (
-            "to",
-            "cuda",
-            "contiguous",
-            "detach",
-            "clone",
-            "float",
-            "long",
-            "int",
-            "view",
-            "reshape",
-            "flatten",
-            "argmax",
-            "cpu",
-            "bool",
-            "unsqueeze",
-            "squeeze",
-            "half",
-            "double",
-        ):
-            inner, is_plain = ragged(view, node.func.value, depth + 1)
-            return inner, is_plain and name != "argmax"
-        return "", False
-    if isinstance(node, ast.Subscript):
-        if _is_mask(view, node.slice):
-            return f"`{ast.unparse(node)[:60]}`, chosen by a mask", True
-        if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-            is_strong = node.slice.value in ("input_ids", "attention_mask", "logits")
-            return (f"`{ast.unparse(node)[:60]}`", is_strong) if _is_ragged_name(node.slice.value) else ("", False)
-        if isinstance(node.slice, ast.Slice | ast.Tuple):
-            return ragged(view, node.value, depth + 1)
-        return "", False
-    if isinstance(node, ast.Name):
-        value = view.value_of(node.id, node)
-        if value is not None:
-            if isinstance(value, ast.Name) and value.id == node.id:
-                return "", False
-            reason = ragged(view, value, depth + 1)
-            if reason[0]:
-                return reason
-            return (
-                (f"`{node.id}`", False)
-                if isinstance(value, ast.Name | ast.Attribute | ast.Subscript) and _is_ragged_name(node.id)
-                else ("", False)
-            )
-        return (f"`{node.id}`", False) if _is_ragged_name(node.id) else ("", False)
-    if isinstance(node, ast.Attribute):
-        return (f"`{dotted(node)}`", node.attr == "logits") if _is_ragged_name(node.attr) else ("", False)
-    if isinstance(node, ast.Tuple | ast.List) and node.elts:
-        return next((r for e in node.elts if (r := ragged(view, e, depth + 1))[0]), ("", False))
-    if isinstance(node, ast.BinOp):
-        first = ragged(view, node.left, depth + 1)
-        return first if first[0] else ragged(view, node.right, depth + 1)
-    if isinstance(node, ast.IfExp):
-        return ragged(view, node.body, depth + 1)
-    return "", False
-
-
-def _is_mask(view: FunctionView, node: ast.expr) -> bool:
-    if isinstance(node, ast.Compare):
-        return True
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return True
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("bool", "nonzero", "flatten", "view")
-    ):
-        return _is_mask(view, node.func.value) or node.func.attr in ("bool", "nonzero")
-    text = dotted(node)
-    return "mask" in words(text.rsplit(".", 1)[-1]) or text.endswith(("keep", "valid"))
-
-
-def _is_ragged_name(name: str) -> bool:
-    parts = words(name)
-    if not parts or {
-        "num",
-        "count",
-        "sum",
-        "mean",
-        "len",
-        "length",
-        "lengths",
-        "per",
-        "avg",
-        "loss",
-        "size",
-        "id",
-        "max",
-        "min",
-        "norm",
-    } & set(parts):
-        return False
-    return parts[-1] in _RAGGED_WORDS
-
-
 def _default_group(view: FunctionView) -> Iterator[Finding]:
     """HL032: a library's call that reduces over the default group unless one is given."""
     for node, callee, _ in view.calls:
@@ -358,33 +205,6 @@ def _all_ranks(view: FunctionView, event: Event) -> Iterator[Finding]:
         "Pass the group of the ranks that have the data.",
         steps_of(view, None, event, hit),
     )  # fmt: skip
-
-
-def _send_lists(view: FunctionView) -> Iterator[Finding]:
-    """HL033: a list of tensors to send that leaves some out, where the receiver posts one receive for each."""
-    if "send" not in words(view.fact.name):
-        return
-    for statement, guard in view.statements:
-        if (
-            not isinstance(statement, ast.If)
-            or statement.orelse
-            or not any(g.kind == "loop" for g in (guard.chain() if guard else ()))
-        ):
-            continue
-        appended = [
-            dotted(n.func)
-            for s in statement.body
-            for n in ast.walk(s)
-            if isinstance(n, ast.Call) and dotted(n.func).endswith(".append")
-        ]
-        if appended and len(statement.body) <= 2:
-            yield finding(
-                view, "HL033", "low", statement,
-                f"`{appended[0].removesuffix('.append')}`, which is sent, takes an entry only where a condition holds",
-                "The receiver posts a receive for each entry; for those that are left out it waits for ever.",
-                "Append in both cases, or tell the receiver how many will come.",
-            )  # fmt: skip
-            return
 
 
 def _computed_source(view: FunctionView) -> Iterator[Finding]:

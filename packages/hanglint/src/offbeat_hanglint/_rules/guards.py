@@ -235,6 +235,14 @@ def _judge_implicit(view: FunctionView, event: Event, guard: Guard) -> Finding |
     axes = only_axes(guard.depends)
     if {simple_kind(hit.kind)} & _other_side(view, event, guard):
         return None
+    if hit.kind == "DataLoader.__iter__" and axes:
+        return finding(
+            view, "HL003", "low", event.node,
+            "the iteration of a DataLoader starts on some ranks only, and may broadcast a shared seed over all",
+            "Ranks for which the condition holds wait in that broadcast for the others.",
+            "Start the iteration on every rank, and read from it where it is needed.",
+            steps_of(view, guard, event, hit),
+        )  # fmt: skip
     if axes & {"world", "dp", "node"}:
         rule = "HL010" if guard.kind == "rest" and hit.kind == "backward" else "HL003"
         message = (

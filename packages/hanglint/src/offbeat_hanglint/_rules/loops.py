@@ -65,6 +65,27 @@ def check(view: FunctionView) -> Iterator[Finding]:
                 seen.add(id(guard.node))
                 yield found
     yield from _breaks(view)
+    yield from _unordered_arguments(view)
+
+
+def _unordered_arguments(view: FunctionView) -> Iterator[Finding]:
+    """HL022: a set, or a list of one, is handed to a function that runs collectives."""
+    for event in view.events:
+        if event.is_direct or not event.explicit:
+            continue
+        for argument in [*event.node.args, *(k.value for k in event.node.keywords)]:
+            unordered = _unordered(view, argument)
+            if not unordered or "buffers" in unordered:
+                continue
+            hit = event.explicit[0]
+            yield finding(
+                view, "HL022", "medium" if hit.is_sure and hit.depth <= 3 else "low", event.node,
+                f"{what_is_called(event)} is given {unordered}, whose order may differ between ranks",
+                f"If it runs `{hit.kind}` once per entry, the n-th of one rank meets another tensor's on the others.",
+                "Give it a list in an order that is the same on all ranks.",
+                steps_of(view, None, event, hit),
+            )  # fmt: skip
+            break
 
 
 def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
@@ -119,11 +140,19 @@ def _uneven(view: FunctionView, event: Event, guard: Guard, container: ast.expr)
             "low",
             f"the number of rounds is the length of `{text or 'a local container'}`, which depends on this rank's data",
         )
-    if parts & _LOADER_WORDS and event.explicit and event.is_direct and event.explicit[0].is_sure:
+    is_sharing = event.explicit and event.is_direct and event.explicit[0].is_sure
+    is_stepping = event.is_direct and kind in ("forward", "backward") and _is_distributed(view)
+    if parts & _LOADER_WORDS and (is_sharing or is_stepping):
         return _uneven_finding(
             view, event, guard, "low", f"the number of rounds is the length of `{text}` on this rank"
         )
     return None
+
+
+def _is_distributed(view: FunctionView) -> bool:
+    """Whether a file has to do with distributed training, as far as its imports tell."""
+    words_of = ("distributed", "fsdp", "accelerate", "deepspeed", "parallel", "dist_utils")
+    return any(word in name.lower() for name in view.file.imports.values() for word in words_of)
 
 
 def _uneven_finding(view: FunctionView, event: Event, guard: Guard, confidence: Confidence, reason: str) -> Finding:
@@ -159,11 +188,20 @@ def _unordered(view: FunctionView, container: ast.expr, depth: int = 0) -> str:
         return ""
     if isinstance(container, ast.BinOp) and isinstance(container.op, ast.Sub | ast.BitOr | ast.BitAnd):
         return _unordered(view, container.left, depth + 1) or _unordered(view, container.right, depth + 1)
+    if isinstance(container, ast.Attribute) and dotted(container).startswith("self.") and view.fact.class_name:
+        made_by = (
+            c.types.get(container.attr) for _, c in view.program.lineage(_file_number(view), view.fact.class_name)
+        )
+        return "a set" if "set" in made_by else ""
     if isinstance(container, ast.Name) and (value := view.value_of(container.id, container)) is not None:
         return _unordered(view, value, depth + 1)
     if isinstance(container, ast.ListComp | ast.GeneratorExp | ast.DictComp):
         return _unordered(view, container.generators[0].iter, depth + 1)
     return ""
+
+
+def _file_number(view: FunctionView) -> int:
+    return view.program.file_of[view.index]
 
 
 def _unordered_finding(view: FunctionView, event: Event, guard: Guard, unordered: str) -> Finding:

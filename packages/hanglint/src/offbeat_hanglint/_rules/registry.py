@@ -6,13 +6,14 @@ from typing import Final
 
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.view import FunctionView
-from offbeat_hanglint._rules import exits, groups, guards, loops, submodules, waits
+from offbeat_hanglint._rules import exits, groups, guards, loops, shapes, submodules, waits
 
 CHECKS: Final[tuple[Callable[[FunctionView], Iterator[Finding]], ...]] = (
     guards.check,
     exits.check,
     loops.check,
     groups.check,
+    shapes.check,
     submodules.check,
     submodules.check_control,
     waits.check,

@@ -43,6 +43,8 @@ def check(view: FunctionView) -> Iterator[Finding]:
         yield from _wait(view, node, callee, guard)
     yield from _blocking_in_async(view)
     yield from _polling(view)
+    yield from _one_task_awaited(view)
+    yield from _unchecked_resources(view)
     yield from _dropped(view)
 
 
@@ -180,6 +182,14 @@ def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
             "requests.post",
             "subprocess.run",
         ) or (last == "result" and parts & _FUTURE_WORDS - {"task", "handle"})
+        through = "" if is_blocking or id(node) in awaited else _blocking_target(view, callee)
+        if through:
+            yield finding(
+                view, "HL062", "medium", node,
+                f"`{callee}` blocks the event loop of an async function: {through} waits in ray.get",
+                "While it waits nothing else of this process runs, also not the call that would answer it.",
+                "Await the reference instead, or run the call in a thread (`asyncio.to_thread`).",
+            )  # fmt: skip
         if is_blocking and id(node) not in awaited:
             yield finding(
                 view, "HL062", "high" if full in ("ray.get", "ray.wait") else "low", node,
@@ -187,6 +197,58 @@ def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
                 "While it waits nothing else of this process runs, also not the call that would answer it.",
                 "Await instead (`await ref`, `asyncio.sleep`, `asyncio.to_thread`).",
             )  # fmt: skip
+
+
+def _blocking_target(view: FunctionView, callee: str) -> str:
+    """A plain function of the program that a call means and that waits in ray.get itself, "" if it is none."""
+    for target in view.program.targets(view.index, callee):
+        function = view.program.functions[target.function]
+        file = view.program.files[view.program.file_of[target.function]]
+        if not function.is_async and any(
+            view.program.full_name(file, call.callee) in ("ray.get", "ray.wait") for call in function.calls
+        ):
+            return function.qualified
+    return ""
+
+
+def _one_task_awaited(view: FunctionView) -> Iterator[Finding]:
+    """HL063: of several tasks only one is awaited; if another fails, nobody sees it."""
+    if not view.fact.is_async:
+        return
+    tasks: dict[str, ast.stmt] = {}
+    for statement, _ in view.statements:
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        if isinstance(value, ast.Call) and dotted(value.func).rsplit(".", 1)[-1] in ("create_task", "ensure_future"):
+            tasks[dotted(statement.targets[0])] = statement  # type: ignore[attr-defined]
+    if len(tasks) < 2 or any(c.rsplit(".", 1)[-1] == "wait" for _, c, _ in view.calls):
+        return
+    for node in ast.walk(view.node):
+        if isinstance(node, ast.Await) and dotted(node.value) in tasks:
+            others = ", ".join(f"`{name}`" for name in tasks if name != dotted(node.value))
+            yield finding(
+                view, "HL063", "low", node,
+                f"only `{dotted(node.value)}` is awaited while {others} runs beside it",
+                "If the other task fails, what it should have taken is never taken, and this one waits for ever.",
+                "Wait for whichever ends first (asyncio.wait with "
+                "FIRST_COMPLETED, or a TaskGroup) and raise its error.",
+            )  # fmt: skip
+            return
+
+
+def _unchecked_resources(view: FunctionView) -> Iterator[Finding]:
+    """HL065: placement groups are asked for without a look at what the cluster has."""
+    if any("resources" in c for _, c, _ in view.calls) or is_test(view.file.path):
+        return
+    for node, callee, _ in view.calls:
+        if callee.rsplit(".", 1)[-1] in view.program.placing_classes:
+            yield finding(
+                view, "HL065", "low", node,
+                f"`{callee}` asks Ray for placement groups of a configured "
+                "size, which nothing compares with the cluster",
+                "If the cluster has fewer devices, the wait for the placement group never ends.",
+                "Compare with `ray.cluster_resources()` first, and say what was asked for and what there is.",
+            )  # fmt: skip
+            return
 
 
 def _polling(view: FunctionView) -> Iterator[Finding]:
