@@ -159,7 +159,7 @@ def by_package(found: list[Package]) -> list[Any]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, types and layers."""
+    """Style, types, layers, and calls that not all ranks of a group reach."""
     bin_folder = shared_environment(session)
     commands = {
         "ruff check": (".",),
@@ -167,6 +167,7 @@ def lint(session: nox.Session) -> None:
         "mypy": tuple(str(package.folder / "src") for package in PACKAGES),
         "mypy --explicit-package-bases --exclude=tools/tests tools": ("noxfile.py",),
         "lint-imports": ("--no-cache",),
+        "hanglint": ("--no-cache", *(str(package.folder.relative_to(ROOT) / "src") for package in PACKAGES)),
     }
     failed = []
     for command, arguments in commands.items():

@@ -18,8 +18,8 @@ from workspace import ROOT, committed_files
 FILES = committed_files()
 SOURCES = [path for path in FILES if path.suffix == ".py"]
 SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in {"packages", "apps"} and "src" in path.parts]
-# Its package, and the rule itself.
-ONE_PLATFORM_FOLDERS = ("packages/npu", "tests/contracts")
+# Its package, the rule itself, and what hanglint knows of the libraries that people use.
+ONE_PLATFORM_FOLDERS = ("packages/npu", "tests/contracts", "packages/hanglint/src/offbeat_hanglint/_libraries")
 # Files that may load a format able to run code, each with its reason.
 OWN_MEMORY = (
     "torch hands out its flight recorder with stacks as a pickle of this process's own memory; nothing is read or sent"

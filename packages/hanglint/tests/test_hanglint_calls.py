@@ -134,3 +134,56 @@ def report(flag, value):
         dist.all_reduce(value)
 """
     assert findings(tmp_path, main=code) == []
+
+
+def test_a_function_that_a_decorator_lets_one_rank_run_reaches_no_collective(tmp_path):
+    code = """import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+
+@rank_zero_only
+def report(value):
+    dist.all_reduce(value)
+"""
+    assert [(f.rule, f.confidence) for f in findings(tmp_path, main=code)] == [("HL001", "high")]
+
+
+def test_a_context_manager_with_a_barrier_is_a_collective(tmp_path):
+    code = """import torch.distributed as dist
+
+class InTurn:
+    def __enter__(self):
+        dist.barrier()
+
+    def __exit__(self, *error):
+        pass
+
+def report(download):
+    if dist.get_rank() == 0:
+        with InTurn():
+            download()
+"""
+    assert [(f.rule, f.confidence) for f in findings(tmp_path, main=code)] == [("HL002", "high")]
+
+
+def test_methods_of_a_group_count_with_its_axes(tmp_path):
+    code = """from vllm.distributed import get_tp_group, get_pp_group
+
+def report(value, is_last, tp_rank):
+    if tp_rank == 0:
+        get_{group}_group().all_reduce(value)
+"""
+    assert findings(tmp_path, main=code.format(group="pp")) == []
+    assert [f.confidence for f in findings(tmp_path, main=code.format(group="tp"))] == ["high"]
+
+
+def test_every_file_is_read_or_named_however_deep_its_code_is_nested(tmp_path):
+    (tmp_path / "deep.py").write_text("x = " + "+".join(["1"] * 3000) + "\n")
+    chain = "if a == 0:\n    pass\n" + "".join(f"elif a == {n}:\n    pass\n" for n in range(1500))
+    (tmp_path / "chain.py").write_text(chain)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "fine.py").write_text(
+        "import torch.distributed as dist\n\ndef report():\n    if dist.get_rank() == 0:\n        dist.barrier()\n"
+    )
+    analysis = analyse([tmp_path], Settings())
+    assert "broken.py" in {u.path for u in analysis.unreadable}
+    assert [f.path for f in analysis.findings] == ["fine.py"]

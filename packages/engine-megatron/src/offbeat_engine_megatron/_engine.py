@@ -189,6 +189,7 @@ class MegatronTrainEngine(StepCounts):
             try:
                 return self._ranks.merge(losses.results, losses.failure)
             except Exception:
+                # hanglint: ignore[HL013] merge raises on every rank when one has failed, so all of them are here
                 self._clear_gradients()  # of the ranks that did not fail
                 raise
 

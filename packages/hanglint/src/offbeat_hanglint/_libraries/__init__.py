@@ -3,11 +3,12 @@
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
 from offbeat_hanglint._program.axes import WORLD, Axes
 
+FOLDER: Final = Path(__file__).parent
 SOURCES: Final = ("torch.toml", "frameworks.toml")
 
 
@@ -60,9 +61,17 @@ class Libraries:
 
 
 @cache
-def libraries() -> Libraries:
-    """The tables, read once."""
-    tables = [tomllib.loads(files(__package__).joinpath(name).read_text("utf-8")) for name in SOURCES]
+def libraries(summaries: tuple[Path, ...] = ()) -> Libraries:
+    """The tables, read once.
+
+    Args:
+        summaries: more of them, in the form of ours.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: one of them cannot be read, or has another form.
+    """
+    tables = [tomllib.loads((FOLDER / name).read_text("utf-8")) for name in SOURCES]
+    tables += [tomllib.loads(path.read_text("utf-8")) for path in summaries]
     merged = {key: [entry for t in tables for entry in _as_list(t.get(key))] for key in {k for t in tables for k in t}}
     methods: dict[str, list[tuple[frozenset[str], Operation]]] = {}
     for entry in merged["methods"]:
@@ -98,6 +107,7 @@ def _functions(entries: list[dict[str, Any]]) -> dict[str, Operation]:
                 places.get("group", -1),
                 places.get("src", -1),
                 places.get("dst", -1),
+                frozenset(places.get("axes", WORLD)),
                 is_every_rank=entry.get("every_rank", False),
                 is_teardown=entry.get("teardown", False),
             )

@@ -95,6 +95,8 @@ _LEADER_NAMES: Final = frozenset(
         *(
             "is_local_process_zero",
             "is_rank_zero",
+            "should_save",
+            "is_saving_process",
             "is_rank0",
             "is_rank_0",
             "is_zero_rank",
@@ -164,6 +166,23 @@ def _axes_of(parts: tuple[str, ...], *, leader: bool) -> Axes:
     if "mp" in parts:
         found |= {"tp", "pp"}
     return frozenset(found) or WORLD
+
+
+_LEADER_DECORATORS: Final = frozenset(
+    (
+        *("rank_zero_only", "rank0_only", "master_only", "main_process_only", "on_main_process", "only_on_rank0"),
+        *("on_local_main_process", "local_main_process_only", "on_last_process", "only_rank_zero", "run_on_rank0"),
+        *("rank_zero_fn", "is_main_process_only", "master_process_only", "run_on_main_process", "on_rank_0"),
+    )
+)
+
+
+def decorator_axes(name: str) -> Axes:
+    """Axes on which it depends whether a function with this decorator does anything: `@rank_zero_only`."""
+    last = name.rsplit(".", 1)[-1]
+    if last not in _LEADER_DECORATORS:
+        return NONE
+    return frozenset(("node",)) if "local" in last else WORLD
 
 
 @lru_cache(maxsize=100_000)

@@ -1,6 +1,7 @@
 """All files together: which call means which function."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from offbeat_hanglint._libraries import Libraries, Operation, libraries
@@ -114,6 +115,10 @@ _COMMON_METHODS: Final = frozenset(
 )
 
 
+# Words of objects that stand for a group and have its collectives as methods: `get_tp_group().broadcast(...)`.
+_GROUP_RECEIVERS: Final = frozenset(("group", "communicator", "comm", "coordinator"))
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A function that a call may mean. `is_sure` is False where only the method's name points to it."""
@@ -125,9 +130,10 @@ class Target:
 class Program:
     """The facts of all files, and how names lead from one to another."""
 
-    def __init__(self, files: list[FileFact]) -> None:
+    def __init__(self, files: list[FileFact], summaries: tuple[Path, ...] = ()) -> None:
         self.files = files
-        self.libraries: Libraries = libraries()
+        self.libraries: Libraries = libraries(summaries)
+        self._interesting = _interesting(self.libraries)
         self.functions: list[FunctionFact] = []
         self.file_of: list[int] = []
         self.first: list[int] = []
@@ -287,7 +293,11 @@ class Program:
         file = self.files[number]
         first, _, method = name.partition(".")
         if first in file.classes:
-            return self.find_method(number, first, method or "__init__") if "." not in method else ()
+            if "." in method:
+                return ()
+            if method == "apply" and "apply" not in file.classes[first].methods:  # of an autograd function
+                return (*self.find_method(number, first, "forward"), *self.find_method(number, first, "backward"))
+            return self.find_method(number, first, method or "__init__")
         index = file.functions[0].nested.get(name)
         return (Target(self.first[number] + index, True),) if index is not None else ()
 
@@ -312,7 +322,9 @@ class Program:
                 found = self.find_class(number, function.class_name)
                 bases = found[1].bases if found else ()
                 return next((t for base in bases if (t := self.find_method(number, base, first, 1))), ())
-            return self.find_method(number, function.class_name, first)
+            own = self.find_method(number, function.class_name, first)
+            made_by = None if own else self.attribute_class(number, function.class_name, first)
+            return self.find_method(made_by[0], made_by[1], "forward") if made_by else own
         if "." not in more:
             made_by = self.attribute_class(number, function.class_name, first)
             if made_by:
@@ -333,7 +345,7 @@ class Program:
         tables = self.libraries
         file = self.files[self.file_of[caller]]
         last = callee.rsplit(".", 1)[-1]
-        if last not in _interesting():
+        if last not in self._interesting:
             return None
         full = self.full_name(file, callee)
         known = tables.functions.get(full) or tables.functions.get(
@@ -353,6 +365,12 @@ class Program:
         for receivers, operation in tables.methods.get(last, ()):
             if not receivers or receivers & receiver_words:
                 return operation
+        if receiver_words & _GROUP_RECEIVERS and (
+            last in tables.anywhere or f"torch.distributed.{last}" in tables.functions
+        ):
+            return replace(Operation(last), axes=group_axes(receiver), is_sure=group_axes(receiver) != UNKNOWN)
+        if last in tables.anywhere and receiver == "self" and not self.targets(caller, callee):
+            return replace(Operation(last), axes=UNKNOWN, is_sure=False)
         if last in tables.anywhere and not (receiver in ("self", "cls") or not receiver):
             known = tables.functions.get(f"torch.distributed.{last}") or Operation(last)
             is_module = full != callee and words(full.rsplit(".", 2)[-2])[-1:] in (
@@ -406,14 +424,6 @@ def _common_prefix(first: str, second: str) -> int:
     return count
 
 
-_INTERESTING: set[str] = set()
-
-
-def _interesting() -> set[str]:
+def _interesting(tables: Libraries) -> frozenset[str]:
     """Last parts of every name that a library's table has: most calls are none of them."""
-    if not _INTERESTING:
-        tables = libraries()
-        _INTERESTING.update(name.rsplit(".", 1)[-1] for name in tables.functions)
-        _INTERESTING.update(tables.methods)
-        _INTERESTING.update(tables.anywhere)
-    return _INTERESTING
+    return frozenset(name.rsplit(".", 1)[-1] for name in tables.functions) | tables.methods.keys() | tables.anywhere

@@ -146,11 +146,14 @@ def is_module_call(callee: str, calls: frozenset[str], methods: frozenset[str]) 
         last = parts[-2]
     elif len(parts) > 3 or (len(parts) > 1 and parts[0] not in ("self", "model", "module", "trainer", "args")):
         return False
+    if last.endswith("]"):  # model_parts[0](...)
+        return bool(set(words(last.partition("[")[0])) & calls)
     if not last.islower() or last.startswith(
         ("get", "build", "create", "load", "make", "init", "set", "is", "has", "prepare", "save", "_get", "wrap")
     ):
         return False
-    return words(last)[-1:] != () and words(last)[-1] in calls
+    named = words(last)
+    return named != () and (named[-1] in calls or "expert" in named)
 
 
 def _is_given(call: CallFact, parameters: tuple[str, ...], name: str) -> bool:

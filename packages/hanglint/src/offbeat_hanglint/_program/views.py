@@ -47,12 +47,18 @@ WAITS: Final = frozenset(
 
 
 def views(
-    program: Program, reach: Reach, read: Callable[[str], bytes], only: frozenset[str] | None = None
+    program: Program,
+    reach: Reach,
+    read: Callable[[str], bytes],
+    only: frozenset[str] | None = None,
+    too_deep: list[FunctionView] | None = None,
 ) -> Iterator[FunctionView]:
     """Each function that reaches a collective or waits, file by file; files without one are not read again.
 
-    With `only`, of these paths alone; the rest of the program still counts for what calls reach.
+    With `only`, of these paths alone; the rest of the program still counts for what calls reach. `too_deep` is given
+    the functions that are nested too deeply to be walked.
     """
+    too_deep = [] if too_deep is None else too_deep
     dependence = Dependence(program, reach)
     for number, file in enumerate(program.files):
         if only is not None and file.path not in only:
@@ -77,10 +83,11 @@ def views(
             if index in wanted:
                 view = FunctionView(program, reach, dependence, file, first + index, file.functions[index], node)
                 try:
-                    Walker(view).walk()
+                    walked = Walker(view).walk()
                 except RecursionError:
-                    continue
-                yield view
+                    too_deep.append(view)
+                else:
+                    yield walked
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -3,7 +3,7 @@
 import ast
 from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes
+from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes, decorator_axes
 from offbeat_hanglint._program.depend import Depends
 from offbeat_hanglint._program.expressions import dotted, entered_calls, parts, passed_call
 from offbeat_hanglint._program.facts import CallFact, groups_of
@@ -25,7 +25,12 @@ class Walker:
 
     def walk(self) -> FunctionView:
         """The view, filled."""
-        self._block(self.view.node.body, None)
+        guard: Guard | None = None
+        for decorator in self.view.fact.decorators:
+            axes = decorator_axes(decorator)
+            if axes:
+                guard = Guard("if", self.view.node, dict.fromkeys(axes, f"@{decorator}"), guard)
+        self._block(self.view.node.body, guard)
         return self.view
 
     # Statements
@@ -197,6 +202,10 @@ class Walker:
         if reached:
             view.events.append(Event(node, callee, reached, guard))
             return
+        if method == "state_dict" and _gathers_state(guard):
+            entry = Reached("state_dict", frozenset(("dp",)), True, True, node.lineno, -1, 0, "")
+            view.events.append(Event(node, callee, (entry,), guard))
+            return
         if self._is_iteration(node, callee):
             entry = Reached("DataLoader.__iter__", WORLD, False, False, node.lineno, -1, 0, "")
             view.events.append(Event(node, callee, (entry,), guard))
@@ -241,6 +250,16 @@ class Walker:
                     )
                 found.setdefault((at_call.kind, at_call.axes), at_call)  # type: ignore[arg-type]
         return tuple(sorted(found.values(), key=lambda r: (not r.is_explicit, not r.is_sure, r.depth)))
+
+
+def _gathers_state(guard: Guard | None) -> bool:
+    """Whether a state dict is taken where FSDP gathers it from all ranks."""
+    return any(
+        isinstance(item.context_expr, ast.Call) and dotted(item.context_expr.func).endswith("state_dict_type")
+        for around in (guard.chain() if guard else ())
+        if isinstance(around.node, ast.With)
+        for item in around.node.items
+    )
 
 
 def is_forward(callee: str, view: FunctionView) -> bool:

@@ -149,21 +149,35 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
         and not any("RCVTIMEO" in ast.dump(n) for n in ast.walk(view.node) if isinstance(n, ast.Attribute))
     ):
         what = "a socket"
+    elif last in ("get", "wait") and "store" in parts and (node.args or last == "wait") and "timeout" not in keywords:
+        what = "a store" if (last == "wait" and len(node.args) < 2) or (last == "get" and "tcp" in parts) else ""
+    elif last in ("wait", "communicate") and parts & {"process", "proc", "popen"} and not node.args and not keywords:
+        what = "a process"
+    elif callee in ("requests.get", "requests.post", "requests.put") and not keywords & {"timeout", None}:
+        what = "a server"
     if what:
         yield finding(
-            view, "HL061", _socket_confidence(parts, guard) if what == "a socket" else "low", node,
+            view, "HL061", _socket_confidence(view, parts, guard) if what == "a socket" else "low", node,
             f"`{callee}` waits for {what} without a timeout",
             "If the other side is gone or failed without an answer, this one waits for ever.",
             "Wait with a timeout in a loop that checks whether the other side lives, and answer errors, too.",
         )  # fmt: skip
 
 
-def _socket_confidence(parts: set[str], guard: Guard | None) -> Confidence:
+def _socket_confidence(view: FunctionView, parts: set[str], guard: Guard | None) -> Confidence:
     """A server may wait for its next request as long as it takes; who waits for an answer may not."""
     loops = [g.node for g in (guard.chain() if guard else ()) if g.kind == "loop"]
     if any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) for loop in loops):
         return "low"
+    if _sets_timeouts(view):
+        return "low"
     return "medium" if parts & {"conn", "connection", "pipe"} else "high"  # a pipe whose other end has died says so
+
+
+def _sets_timeouts(view: FunctionView) -> bool:
+    """Whether a socket of this file gets a timeout, or never blocks."""
+    names = {call.callee.rsplit(".", 1)[-1] for function in view.file.functions for call in function.calls}
+    return bool(names & {"settimeout", "setblocking", "setdefaulttimeout"})
 
 
 def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:

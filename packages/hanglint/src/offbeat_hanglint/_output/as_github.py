@@ -1,0 +1,42 @@
+"""Annotations of GitHub Actions, which shows them at the lines of a pull request.
+
+Source: GitHub's documentation, "Workflow commands for GitHub Actions"; its escapes are those of actions/toolkit.
+"""
+
+from typing import Final
+
+from offbeat_hanglint._output.as_text import summary
+from offbeat_hanglint._report import Report, Said
+
+_COMMANDS: Final = {"error": "error", "warning": "warning", "note": "notice"}
+
+
+def as_github(report: Report) -> str:
+    """A line for each finding, and one that counts."""
+    return "".join([*(f"{_annotation(said)}\n" for said in report.said), f"{summary(report)}\n"])
+
+
+def _annotation(said: Said) -> str:
+    finding = said.finding
+    properties = {
+        "file": finding.path,
+        "line": str(finding.line),
+        "endLine": str(max(finding.line, finding.end_line)),
+        "title": f"hanglint {finding.rule} ({finding.confidence})",
+    }
+    told = [finding.message]
+    told += [f"Ranks: {finding.ranks}"] if finding.ranks else []
+    told += [f"  {step.path}:{step.line} {step.what}" for step in finding.steps]
+    told += [f"Mend: {finding.advice}"] if finding.advice else []
+    given = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
+    return f"::{_COMMANDS[said.level]} {given}::{_data(chr(10).join(told))}"
+
+
+def _data(text: str) -> str:
+    """A message: no line may end in it, and a percent sign begins an escape."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    """A value among several: nor may it hold what ends one."""
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,11 @@
+"""The page of each rule: what it finds and why that hangs, a wrong example and the right one."""
+
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = Path(__file__).parent / "pages"
+
+
+def page(rule: str) -> str:
+    """The text of a rule's page, in Markdown."""
+    return (FOLDER / f"{rule}.md").read_text(encoding="utf-8")

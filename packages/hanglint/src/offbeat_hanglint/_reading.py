@@ -1,0 +1,92 @@
+"""From files to facts: each file parsed once, in several processes where it pays, or taken from the cache."""
+
+import ast
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from offbeat_hanglint._cache import FactCache
+from offbeat_hanglint._facts_data import from_data, to_data
+from offbeat_hanglint._files import SourceFile, read_source
+from offbeat_hanglint._program.facts import FileFact, extract
+
+# Below this many bytes a process takes longer to start than to read.
+MIN_BYTES_PER_JOB: Final = 2_000_000
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that could not be read, and why."""
+
+    path: str
+    why: str
+
+
+def read_facts(
+    files: Sequence[SourceFile], cache_folder: Path | None = None, num_jobs: int = 1
+) -> Iterator[FileFact | Unreadable]:
+    """The facts of each file, in the order of the files.
+
+    Args:
+        files: what to read.
+        cache_folder: where facts are kept between runs; None keeps nothing.
+        num_jobs: processes at most.
+    """
+    read = partial(_read, FactCache(cache_folder, _version()))
+    num_jobs = min(num_jobs, _num_bytes(files) // MIN_BYTES_PER_JOB)
+    if num_jobs < 2:
+        yield from map(read, files)
+        return
+    from concurrent.futures import ProcessPoolExecutor  # takes a third of the time that the command takes to start
+
+    with ProcessPoolExecutor(num_jobs) as pool:
+        yield from pool.map(read, files, chunksize=16)
+
+
+def _num_bytes(files: Sequence[SourceFile]) -> int:
+    total = 0
+    for source in files:
+        try:
+            total += source.file.stat().st_size
+        except OSError:  # said when it is read
+            continue
+    return total
+
+
+def _version() -> str:
+    """Of the code that makes facts: its text."""
+    folder = Path(__file__).parent
+    code = [Path(__file__), folder / "_facts_data.py", *sorted((folder / "_program").glob("*.py"))]
+    return "".join(path.read_text(encoding="utf-8") for path in code)
+
+
+def _read(cache: FactCache, source: SourceFile) -> FileFact | Unreadable:
+    try:
+        content = read_source(source)
+        kept = cache.read(content, source.path)
+        if kept is not None:
+            try:
+                return from_data(FileFact, kept)
+            except (TypeError, ValueError, KeyError, AttributeError):  # JSON, but not what we wrote
+                pass
+        fact = _parse(source.path, content)
+    except OSError as error:
+        return Unreadable(source.path, error.strerror or str(error))
+    except SyntaxError as error:
+        where = f"line {error.lineno}: " if error.lineno else ""
+        return Unreadable(source.path, f"{where}{error.msg}")
+    except (RecursionError, MemoryError):
+        return Unreadable(source.path, "is nested too deeply for Python's own parser or for hanglint")
+    except ValueError as error:
+        return Unreadable(source.path, str(error))
+    cache.write(content, source.path, to_data(fact))
+    return fact
+
+
+def _parse(path: str, content: bytes) -> FileFact:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as an invalid escape in what is read
+        return extract(path, ast.parse(content), len(content.splitlines()))
