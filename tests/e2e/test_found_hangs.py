@@ -6,13 +6,14 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch._dynamo  # a DTensor imports it when first made: here once, not in each forked rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 TIMEOUT_S = 1.0
-pytestmark = pytest.mark.ranks(2, compare=False, liveness=False)
+pytestmark = pytest.mark.ranks(2, compare=False, liveness=False, deadline_s=60)
 
 
 def stands_still(body, *, is_mended):
