@@ -187,3 +187,16 @@ def test_every_file_is_read_or_named_however_deep_its_code_is_nested(tmp_path):
     analysis = analyse([tmp_path], Settings())
     assert "broken.py" in {u.path for u in analysis.unreadable}
     assert [f.path for f in analysis.findings] == ["fine.py"]
+
+
+def test_a_parameter_with_a_default_of_its_own_gates_nothing(tmp_path):
+    sums = """import torch.distributed as dist
+
+def log(value, group=None):
+    group = find_group() if group is None else group
+    if not group:
+        return
+    dist.all_reduce(value)
+"""
+    code = GUARDED.format(imports="from sums import log", call="log(value)")
+    assert findings(tmp_path, sums=sums, main=code) != []

@@ -197,12 +197,14 @@ class _Reader:
                     self.fact.group_ranks.add(dotted(other).rsplit(".", 1)[-1])
 
     def gate_of(self, test: ast.expr, owner: int) -> str:
-        if isinstance(test, ast.Name) and test.id in self.fact.functions[owner].parameters:
-            return test.id
+        """The parameter that must be true for a condition to hold, if it still has the caller's value."""
+        if isinstance(test, ast.Name):
+            is_given = test.id in self.fact.functions[owner].parameters and test.id not in self.locals
+            return test.id if is_given else ""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             return next((gate for value in test.values if (gate := self.gate_of(value, owner))), "")
         if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and isinstance(test.ops[0], ast.IsNot):
-            return test.left.id if test.left.id in self.fact.functions[owner].parameters else ""
+            return self.gate_of(test.left, owner)
         return ""
 
     def calls(self, node: ast.AST, owner: int, gate: str) -> None:

@@ -66,6 +66,21 @@ def check(view: FunctionView) -> Iterator[Finding]:
                 yield found
     yield from _breaks(view)
     yield from _unordered_arguments(view)
+    yield from _micro_batches(view)
+
+
+def _micro_batches(view: FunctionView) -> Iterator[Finding]:
+    """HL020: a schedule is told a number of micro-batches that is the length of a list of this rank's own."""
+    for node, callee, _ in view.calls:
+        given = next((k.value for k in node.keywords if k.arg in ("num_microbatches", "num_micro_batches")), None)
+        value = view.value_of(given.id, given) if isinstance(given, ast.Name) else given
+        if isinstance(value, ast.Call) and dotted(value.func) == "len" and value.args:
+            yield finding(
+                view, "HL020", "low", node,
+                f"`{callee}` runs as many micro-batches as `{dotted(value.args[0])}` has on this rank",
+                "Ranks with more micro-batches enter the schedule's collectives once more than the others.",
+                "Agree on the number over the data-parallel group (all_reduce with MAX) and fill up.",
+            )  # fmt: skip
 
 
 def _unordered_arguments(view: FunctionView) -> Iterator[Finding]:

@@ -13,6 +13,9 @@ from offbeat_hanglint._rules.report import finding, is_test, steps_of, what_is_c
 _GATHERS: Final = frozenset(
     ("all_gather", "gather", "gather_for_metrics", "_nested_gather", "nested_gather", "all_to_all")
 )
+_SIZELESS: Final = frozenset(
+    ("barrier", "new_group", "destroy_process_group", "broadcast_object_list", "gather_object")
+)
 _RAGGED_WORDS: Final = frozenset(
     (
         "logits",
@@ -230,11 +233,7 @@ def _lazy_buffers(view: FunctionView) -> Iterator[Finding]:
             (n for s in statement.body for n in ast.walk(s) if isinstance(n, ast.Call) and _is_new_tensor(n)), None
         )
         after = next((e for e in view.events if e.explicit and e.node.lineno > statement.lineno), None)
-        if (
-            made is None
-            or after is None
-            or simple_kind(after.explicit[0].kind) not in ("all_reduce", "all_gather", "broadcast", "reduce")
-        ):
+        if made is None or after is None or simple_kind(after.explicit[0].kind) in _SIZELESS:
             continue
         yield finding(
             view, "HL033", "low", made,
