@@ -66,6 +66,8 @@ class Values:
         is_data = isinstance(target, ast.Name) and is_data_name(name) and not isinstance(value, ast.Constant)
         if is_data and not depends and not is_agreed:
             depends = {"data": name}
+        if isinstance(value, ast.ListComp) and any(generator.ifs for generator in value.generators) and not depends:
+            depends = {"fill": name}
         self.environment[name] = depends
 
     def add(self, target: ast.expr, value: ast.expr, guard: Guard | None) -> None:

@@ -255,10 +255,15 @@ def _judge_implicit(view: FunctionView, event: Event, guard: Guard) -> Finding |
         )
         advice = "Run it on all ranks, or on the unwrapped module with parameters that are whole on this rank."
         return finding(view, rule, "low", event.node, message, ranks, advice, steps_of(view, guard, event, hit))
-    if hit.kind == "backward" and {"data", "error"} & set(guard.depends) and event.is_direct:
+    is_skipped_round = guard.kind == "rest" and isinstance(guard.exit, ast.Continue)
+    if (
+        (hit.kind == "backward" or (hit.kind == "forward" and is_skipped_round))
+        and {"data", "error"} & set(guard.depends)
+        and event.is_direct
+    ):
         rule = "HL012" if "error" in guard.depends else "HL010" if guard.kind == "rest" else "HL004"
-        message = "the backward pass, which reduces gradients, is left out where this rank's data or errors say so"
-        ranks = "Ranks that run it wait in the reduction of gradients for those that do not."
+        message = f"the {hit.kind} pass, a collective if sharded, is left out where this rank's data or errors say so"
+        ranks = "Ranks that run it wait in its collectives (parameters, gradients) for those that do not."
         advice = "Agree over the data-parallel group whether to skip, or run the pass with a loss multiplied by zero."
         node = guard.exit if guard.kind == "rest" and guard.exit is not None else event.node
         return finding(view, rule, "low", node, message, ranks, advice, steps_of(view, guard, event, hit))
