@@ -1,4 +1,4 @@
-"""Samples of one prompt, scored: a completion each or, where there is an environment, an episode each."""
+"""Samples of one prompt, scored: a completion each or, with an environment or an agent, an episode each."""
 
 import asyncio
 from collections import Counter
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.agents import AgentFailedError, Agents
 from grpo_async_app._run.busy import Busy
 from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
@@ -28,8 +29,25 @@ TURN_SEEDS = 1 << 36
 """Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
 
 
-Scored = tuple[Trajectory, RewardScore]
-"""One sample, of one turn where there is no environment, and what it was worth."""
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One sample, and what it was worth.
+
+    Args:
+        trajectories: what there is to learn from; several where an agent has branched, all of this worth.
+        score: of the whole.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    score: RewardScore
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
 
 class Rollouts:
@@ -50,6 +68,7 @@ class Rollouts:
     ) -> None:
         self._fleet, self._template, self._busy = fleet, template, busy
         self._deadline_s = config.async_.group_deadline_s
+        self._agents = Agents(config, fleet.engines, fleet.agent, busy) if config.agent.is_set else None
         self._limits = EpisodeLimits.of(config.environment, config.rollout.max_tokens)
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
@@ -60,13 +79,16 @@ class Rollouts:
         Returns:
             In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
         """
+        if self._agents is not None:
+            plays = [self._act(self._agents, name, prompt, request, index) for index in range(request.num_samples)]
+            return [sample for sample in await gather_or_cancel(plays) if sample is not None]
         if prompt.pictures:
             request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions)
             return [
-                (Trajectory.of(completion), score)
+                Scored(trajectories=(Trajectory.of(completion),), score=score)
                 for completion, score in zip(completions, scores, strict=True)
                 if score is not None
             ]
@@ -109,10 +131,31 @@ class Rollouts:
             return None
         if score is None:
             [score] = await self._scores(prompt, [trajectory.turns[-1]])
-        return None if score is None else (trajectory, score)
+        return None if score is None else Scored(trajectories=(trajectory,), score=score)
+
+    async def _act(
+        self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int
+    ) -> Scored | None:
+        """One episode of an agent; None when it came to no end, or its reward failed."""
+        try:
+            recorded = await agents.play(name, prompt, request, index)
+        except AgentFailedError as error:
+            self.leave_out(f"agent/{error.reason}", str(error))
+            return None
+        if recorded.num_aborted:
+            self.leave_out("rollout/aborted", f"an engine ended {recorded.num_aborted} calls of an agent")
+            return None
+        if recorded.reward is not None:
+            score = RewardScore(value=recorded.reward, parts=recorded.reward_parts)
+            return Scored(trajectories=recorded.trajectories, score=score)
+        [judged] = await self._score_texts(prompt, [recorded.answer])
+        return None if judged is None else Scored(trajectories=recorded.trajectories, score=judged)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[RewardScore | None]:
-        scores = await self._fleet.score(prompt, [completion.text for completion in completions])
+        return await self._score_texts(prompt, [completion.text for completion in completions])
+
+    async def _score_texts(self, prompt: Prompt, texts: list[str]) -> list[RewardScore | None]:
+        scores = await self._fleet.score(prompt, texts)
         if failed := scores.count(None):
             self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)
         return scores
@@ -155,7 +198,7 @@ VALIDATED = {
 """What every validation measures: names by metric."""
 
 Answered = tuple[Prompt, Trajectory, float]
-"""A held-out prompt, what the model made of it, and its reward."""
+"""A held-out prompt, what the model made of it (an agent's first trajectory), and its reward."""
 
 
 class OutdatedError(OffbeatError):
@@ -170,7 +213,7 @@ class Validation:
         version: policy version that answered.
         accuracy: share of samples with at least `eval.success_reward`.
         mean_tokens: mean number of tokens the model wrote.
-        mean_turns: mean number of turns; None without an environment.
+        mean_turns: mean number of turns; None without an environment or an agent.
         samples: (prompt, trajectory, reward) of each held-out prompt, but for those whose environment failed.
     """
 
@@ -187,7 +230,8 @@ class Validation:
 
 
 def validated_names(config: GrpoConfig) -> dict[str, str]:
-    return {**VALIDATED, "eval/turns": "turns"} if config.environment.name else VALIDATED
+    has_turns = config.environment.name or config.agent.is_set
+    return {**VALIDATED, "eval/turns": "turns"} if has_turns else VALIDATED
 
 
 async def validate(
@@ -200,25 +244,28 @@ async def validate(
         stop=tuple(config.rollout.stop),
     )
 
+    lengths: list[tuple[int, int]] = []  # tokens and turns of each sample
+
     async def answer(number: int, prompt: Prompt) -> Answered | None:
         # A seed of its own: with one for all, every prompt would be answered by the same draw.
         own = replace(params, seed=config.rollout.seed + number)
         request = GenerateRequest(request_id=f"eval-{version}-{number}", prompt_ids=prompt.ids, params=own)
-        for trajectory, score in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
-            served = {segment.version for turn in trajectory.turns for segment in turn.segments}
+        for sample in await _sample(rollouts, engines, prompt, request, config.async_.max_group_retries):
+            served = {segment.version for trajectory in sample.trajectories for segment in trajectory.segments}
             if served - {version}:
                 raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")
-            return prompt, trajectory, score.value
+            lengths.append((sample.num_tokens, sample.num_turns))
+            return prompt, sample.trajectories[0], sample.score.value
         return None
 
     samples = await _bounded(answer, prompts, limit=2 * config.rollout.max_running * len(engines.names))
-    count, has_turns = max(len(samples), 1), bool(config.environment.name)
+    count, has_turns = max(len(samples), 1), bool(config.environment.name) or config.agent.is_set
     return Validation(
         version=version,
         accuracy=sum(reward >= config.eval.success_reward for _, _, reward in samples) / count,
         reward=sum(reward for _, _, reward in samples) / count,
-        mean_tokens=sum(trajectory.num_tokens for _, trajectory, _ in samples) / count,
-        mean_turns=sum(len(trajectory.turns) for _, trajectory, _ in samples) / count if has_turns else None,
+        mean_tokens=sum(num_tokens for num_tokens, _ in lengths) / count,
+        mean_turns=sum(num_turns for _, num_turns in lengths) / count if has_turns else None,
         samples=samples,
     )
 
