@@ -106,7 +106,7 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
 
         async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[Scored]:
             requests.append(request)
-            return [(Trajectory.of(long), RewardScore(value=1.0, parts={}))]
+            return [Scored(trajectories=(Trajectory.of(long),), score=RewardScore(value=1.0, parts={}))]
 
         backend._rollouts.sample = sample  # type: ignore[method-assign]
         greedy = await backend._sample_greedy(3, backend._prompt(0), "rollout-0")

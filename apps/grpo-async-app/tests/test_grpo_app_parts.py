@@ -94,6 +94,37 @@ def test_groups_survive_a_checkpoint(tmp_path: Path) -> None:
             assert new.stop_reason == old.stop_reason
 
 
+def branched(group_id: int) -> SampledGroup:
+    """Two samples, of three trajectories and of one; each has a prompt of its own."""
+    plain = group(group_id, [2, 3, 1, 4], [1.0, 1.0, 1.0, 0.0])
+    prompts = [np.arange(number + 2, dtype=np.int32) for number in range(4)]
+    own = [replace(each, prompt_ids=ids) for each, ids in zip(plain.trajectories, prompts, strict=True)]
+    return replace(plain, trajectories=own, sizes=[3, 1], rewards=[1.0, 0.0], parts=plain.parts[2:])
+
+
+def test_a_sample_of_several_trajectories_survives_a_checkpoint(tmp_path: Path) -> None:
+    save_groups(tmp_path, [branched(3)])
+    read = load_groups(tmp_path)[3]
+    assert (read.sample_sizes, read.rewards) == ([3, 1], [1.0, 0.0])
+    assert [len(each.prompt_ids) for each in read.trajectories if each.prompt_ids is not None] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_all_trajectories_of_a_sample_have_its_advantage(advantage: str) -> None:
+    """That of a sample as long as all of them together."""
+    config = AlgorithmConfig(advantage=advantage)
+    whole = group(4, [6, 4], [1.0, 0.0])
+    [sequences], _ = build_batches([branched(4)], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
+    [expected], _ = build_batches([whole], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
+
+    def values(found: list[TrainSequence]) -> list[float]:
+        return [float(value) for each in found for value in each.extras["advantages"][each.loss_mask]]
+
+    assert [len(each.ids) for each in sequences] == [4, 6, 5, 9]
+    assert values(sequences) == pytest.approx(values(expected))
+    assert len(set(values(sequences)[:6])) == 1
+
+
 def test_no_groups_survive_a_checkpoint_either(tmp_path: Path) -> None:
     save_groups(tmp_path, [])
     assert load_groups(tmp_path) == {}
@@ -218,7 +249,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
     samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
-    assert [trajectory.stop_reason for trajectory, _ in samples] == scored == ["length"]
+    assert [sample.trajectories[0].stop_reason for sample in samples] == scored == ["length"]
     assert rollouts.left_out == {"rollout/aborted": 1}
 
 

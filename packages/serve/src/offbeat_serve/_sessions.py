@@ -122,7 +122,8 @@ class Session:
             told = turn_template(self._tokenizer, asked.template_options).reply_ids(spoken.said, replies)
         except ModelError:
             return None
-        return np.concatenate([spoken.ids, told])
+        ids: Ids = np.concatenate([spoken.ids, told])
+        return ids
 
     # ── what it is answered ───────────────────────────────────────────────────────────────────────────────────────
 

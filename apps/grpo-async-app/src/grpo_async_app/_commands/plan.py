@@ -153,7 +153,11 @@ def _describe_pace(config: GrpoConfig) -> str:
 
 
 def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
-    environment = preflight.config.environment
+    environment, agent = preflight.config.environment, preflight.config.agent
+    if agent.is_set:
+        what = " ".join(agent.command) or f"outside, from port {preflight.config.rollout.serve_port}"
+        limits = f"{agent.deadline_s:g} s and {agent.max_calls} calls for each episode, {agent.max_running} at once"
+        return [("agent", f"{what}: {limits}")]
     if not environment.name:
         return []
     limits = f"at most {environment.max_turns} turns and {environment.max_tokens} tokens after the prompt"

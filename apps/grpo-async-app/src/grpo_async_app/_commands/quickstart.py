@@ -107,6 +107,14 @@ LESSONS: Final[dict[str, Lesson]] = {
         wanted=calculated,
         enough=0.1,
     ),
+    # The same through a program of OpenAI's client; a process for each sample, so the warm-up leaves less to learn.
+    "agent": Lesson(
+        config_file="quickstart_agent.toml",
+        alphabet=ARITHMETIC_ALPHABET + "*[]",
+        transcripts=(calculated, *[answered] * 3),
+        wanted=calculated,
+        enough=0.2,
+    ),
 }
 """By the name that `quickstart --lesson` takes."""
 
@@ -116,6 +124,7 @@ WARMUP_LEARNING_RATE = 1e-3
 WARMUP_CHECK_STEPS = 5
 WARMUP_MAX_STEPS = 500
 MODEL_VARIABLE = "OFFBEAT_QUICKSTART_MODEL"
+AGENT_VARIABLE = "OFFBEAT_QUICKSTART_AGENT"
 
 
 def find_lesson(name: str) -> Lesson:
@@ -128,6 +137,7 @@ def find_lesson(name: str) -> Lesson:
 
 def quickstart_config(lesson: Lesson, model_folder: Path, seed: int, overrides: tuple[str, ...]) -> GrpoConfig:
     os.environ[MODEL_VARIABLE] = str(model_folder)
+    os.environ[AGENT_VARIABLE] = str(files("grpo_async_app").joinpath("quickstart_agent.py"))
     text = files("grpo_async_app").joinpath(lesson.config_file).read_text()
     config = parse_config(text, GrpoConfig, overrides, name=lesson.config_file)
     return replace(

@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Final
 
+from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.preflight import Preflight, check_run
 from grpo_async_app._config.sections import GrpoConfig, RolesConfig, RolloutConfig, TeacherConfig
 from grpo_async_app._shrink_reward import REWARD
@@ -94,6 +95,7 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
         data=data,
         reward=RewardConfig(name=REWARD),
         environment=environment,
+        agent=AgentConfig(),
         rollout=rollout,
         teacher=_shrink_teacher(config.teacher, model_folder.with_name("teacher")),
         engine=engine,
@@ -128,6 +130,8 @@ def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
         found.append("eval.sets: left out, and the prompts held out of what is drawn are validated instead")
     if config.environment.name != small.environment.name:
         found.append(f"environment: {config.environment.name} judges prompts of its own only, and is left out")
+    if config.agent.is_set:
+        found.append("agent: it acts on what a real model says, and is left out")
     return found
 
 

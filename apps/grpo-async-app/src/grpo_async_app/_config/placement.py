@@ -85,9 +85,10 @@ def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
                 keys=_REWARD_MODEL_KEYS,
             )
         )
-    if config.environment.name:
-        cpus = view.cpus_per_rank("", 1)
-        groups.append(RankGroup(role="environment", accelerator="", cpus_per_rank=cpus, process_per_replica=True))
+    cpus = view.cpus_per_rank("", 1)
+    for role, is_there in (("environment", bool(config.environment.name)), ("agent", bool(config.agent.command))):
+        if is_there:
+            groups.append(RankGroup(role=role, accelerator="", cpus_per_rank=cpus, process_per_replica=True))
     return groups
 
 

@@ -1,5 +1,7 @@
 """Everything that can be wrong with a run, found before anything starts."""
 
+import importlib.util
+import shutil
 from dataclasses import dataclass, fields, replace
 
 from grpo_async_app._config.estimates import estimate_memory
@@ -17,6 +19,7 @@ from offbeat_data import (
     TurnTemplate,
     build_environment,
     build_reward,
+    environment_tools,
     load_prompts,
     load_tokenizer,
 )
@@ -25,6 +28,7 @@ from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
 from offbeat_run import ModelFolder, check_trackers, inspect_model
 from offbeat_types import (
+    BackendError,
     ConfigError,
     ModelError,
     SleepingTrainEngine,
@@ -125,6 +129,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     if (scorer := reward_model_of(config.reward)) is not None:
         check_reward_model(scorer)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    config = _with_tools(config)
     template = turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
     # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
@@ -146,6 +151,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
     own_sets = load_sets(config, tokenizer) if config.eval.every_updates else []  # the others are for `eval` alone
+    if config.agent.is_set and any(prompt.pictures for prompt in prompts.train):
+        raise ConfigError(f"{config.data.path} has images, which the endpoint of section agent does not take")
     held_out = prompts.eval[: config.eval.max_prompts or None]
     sets = (*([held_out_set(config, held_out)] if held_out else []), *own_sets)
     if config.eval.every_updates and not sets:
@@ -181,9 +188,9 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
 def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
     config.environment.check(has_reward=config.reward.is_set)
+    _check_agent(config)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
-    judged = config.reward.is_set or config.environment.name or config.eval.sets
-    if config.eval.every_updates and not judged:
+    if config.eval.every_updates and not (_is_judged(config) or config.eval.sets):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
     _check_rewards_apart(config)
     notices = check_algorithm(
@@ -203,6 +210,36 @@ def _check_rewards_apart(config: GrpoConfig) -> None:
             "algorithm.advantage = gdpo normalises each of several rewards by itself: name at least two in "
             "reward.weights, or take grpo"
         )
+
+
+def _is_judged(config: GrpoConfig) -> bool:
+    """Somebody may say what a sample is worth; an agent may post it."""
+    return config.reward.is_set or bool(config.environment.name) or config.agent.is_set
+
+
+def _check_agent(config: GrpoConfig) -> None:
+    """What an agent does not go together with."""
+    agent = config.agent
+    agent.check()
+    if not agent.is_set:
+        return
+    if config.environment.name:
+        raise ConfigError("environment.name and section agent both answer the model: set one of them")
+    if config.teacher.is_set:
+        raise ConfigError("section teacher: it scores what follows the data's prompts, and an agent writes its own")
+    if config.algorithm.overlong_buffer_tokens:
+        raise ConfigError("algorithm.overlong_buffer_tokens: episodes of an agent have no length to come near to")
+    if config.cluster.launcher != "local":
+        raise ConfigError(
+            f'cluster.launcher = "{config.cluster.launcher}": agents reach the engines over loopback, so all are on '
+            'one machine; set it to "local"'
+        )
+    if agent.is_outside and config.rollout.serve_port is None:
+        raise ConfigError("agent.is_outside = true: set rollout.serve_port, where agents ask for what to do")
+    if importlib.util.find_spec("offbeat_serve") is None:
+        raise BackendError('section agent needs offbeat-serve; install it with: pip install "grpo-async-app[serve]"')
+    if agent.command and not agent.preload and shutil.which(agent.command[0]) is None:
+        raise ConfigError(f"agent.command: there is no program {agent.command[0]!r}, or it cannot be executed")
 
 
 def _engine_notices(config: GrpoConfig) -> list[str]:
@@ -289,7 +326,7 @@ def check_reward(config: GrpoConfig) -> tuple[str, ...]:
     """
     name, path = config.environment.name, config.data.path
     notes: tuple[str, ...] = ()
-    if config.reward.is_set or (config.algorithm.needs_reward and not name):
+    if config.reward.is_set or (config.algorithm.needs_reward and not _is_judged(config)):
         reward = build_reward(config.reward)
         notes = reward.notes
         if name and reward.comparing:
@@ -308,6 +345,15 @@ def check_reward(config: GrpoConfig) -> tuple[str, ...]:
 
 def _try_objective(config: GrpoConfig) -> tuple[str, ...]:
     return try_functions(config.algorithm, config.reward.all_weights if config.reward.is_set else None)
+
+
+def _with_tools(config: GrpoConfig) -> GrpoConfig:
+    """Tell the model in its prompts of the tools that its environment has, where the configuration names none."""
+    tools = environment_tools(config.environment)
+    if not tools:
+        return config
+    options = {"tools": tools, **config.data.template_options}
+    return replace(config, data=replace(config.data, template_options=options))
 
 
 def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:

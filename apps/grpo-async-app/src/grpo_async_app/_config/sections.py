@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.reward_model import reward_model_of
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
@@ -101,7 +102,7 @@ class RolloutConfig(RolloutEngineSettings):
         8, "n: completions of one prompt, which make one group.", "samples", ge=1, le=65536
     )
     max_tokens: int = setting(
-        256, "Longest completion; with an environment, the longest turn.", "tokens", ge=1, le=2**30
+        256, "Longest completion; with an environment or an agent, the longest turn.", "tokens", ge=1, le=2**30
     )
     temperature: float = setting(1.0, "Of the sampled distribution; the trainer scores at the same.", gt=0)
     top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
@@ -266,6 +267,7 @@ class GrpoConfig:
     data: DataConfig
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -309,6 +311,8 @@ class GrpoConfig:
     @property
     def max_response_tokens(self) -> int:
         """Tokens after the prompt at most: of a completion, or of a whole episode."""
+        if self.agent.is_set:  # which writes its prompts itself
+            return self.rollout.max_model_len - self.data.max_prompt_tokens
         return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens
 
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:

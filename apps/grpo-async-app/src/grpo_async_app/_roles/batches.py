@@ -1,6 +1,7 @@
 """From sampled groups to what the training engine takes: advantages, old and reference log-probabilities, corrections.
 
-Shapes: S samples of all groups; N their loss tokens, packed end to end.
+Shapes: S samples of all groups; T their trajectories, one each unless an agent has branched; N loss tokens of all
+trajectories, packed end to end. An advantage is that of a sample, and of each token of all its trajectories.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,9 +39,11 @@ def build_batches(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     plain = [sequence for group in groups for sequence in _sequences(group)]
-    sizes = [len(group.trajectories) for group in groups]
-    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
-    lengths_S = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rewards) for group in groups]))
+    sizes_S = torch.tensor([size for group in groups for size in group.sample_sizes])
+    lengths_T = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
+    sample_T = torch.repeat_interleave(torch.arange(len(sizes_S)), sizes_S)
+    lengths_S = torch.zeros(len(sizes_S), dtype=lengths_T.dtype).index_add(0, sample_T, lengths_T)
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     needs_logprobs = config.needs_train_logprobs(single_step=single_step)
     if needs_logprobs:
@@ -52,22 +55,22 @@ def build_batches(
     packed["advantages"], metrics = _advantages(groups, group_S, lengths_S, packed, config, reward_weights or {})
     if config.needs_teacher:
         teacher_N = np.concatenate([logprobs for group in groups for logprobs in group.teacher_logprobs])
-        distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_S)
+        distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_T)
         packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
         metrics.update(distilled.metrics)
     if config.correction != "none" and needs_logprobs:
         correction = correct_rollouts(
             torch.from_numpy(packed["old_logprobs"]),
             torch.from_numpy(packed["rollout_logprobs"]),
-            torch.repeat_interleave(torch.arange(len(trajectories)), lengths_S),
+            torch.repeat_interleave(torch.arange(len(trajectories)), lengths_T),
             len(trajectories),
             config,
         )
         packed["correction_weights"] = correction.weights_N.numpy()
         packed["keep"] = correction.keep_N.numpy()
         metrics.update(correction.metrics)
-    sequences = list(_with_extras(plain, packed, lengths_S.tolist()))
-    ends = np.cumsum([0, *sizes])
+    sequences = list(_with_extras(plain, packed, lengths_T.tolist()))
+    ends = np.cumsum([0, *(len(group.trajectories) for group in groups)])
     parts = np.array_split(np.arange(len(groups)), min(num_batches, len(groups)))
     return [sequences[ends[part[0]] : ends[part[-1] + 1]] for part in parts], metrics
 

@@ -23,9 +23,10 @@ class SampledGroup:
         group_id: position in the training order.
         item: index of the prompt in its data set.
         prompt_ids: [P] int32.
-        trajectories: n of them, or fewer where the environment of some has failed; of one turn without an environment.
-        rewards: one per trajectory, shaping included.
-        parts: the reward's parts per trajectory, for the log.
+        trajectories: of n samples, or of fewer where the environment of some has failed; sample by sample.
+        rewards: one per sample, shaping included.
+        parts: the reward's parts per sample, for the log.
+        sizes: how many trajectories each sample has, more than one where an agent has branched; empty: one each.
         greedy_reward: reward of the prompt's greedy completion, where the advantage needs it.
         teacher_logprobs: [N] float32 per trajectory, nats, of its sampled tokens; empty without a teacher.
         pictures: images of the prompt, as the files they came in: smaller than their pixels on the way to every rank.
@@ -40,6 +41,12 @@ class SampledGroup:
     greedy_reward: float = 0.0
     teacher_logprobs: list[Floats] = field(default_factory=list)
     pictures: tuple[Picture, ...] = ()
+    sizes: list[int] = field(default_factory=list)
+
+    @property
+    def sample_sizes(self) -> list[int]:
+        """How many trajectories each sample has."""
+        return self.sizes or [1] * len(self.trajectories)
 
     @property
     def oldest_version(self) -> int:
@@ -76,6 +83,7 @@ def save_groups(folder: Path, groups: Iterable[SampledGroup]) -> None:
             "rewards": group.rewards,
             "parts": group.parts,
             "greedy_reward": group.greedy_reward,
+            "sizes": group.sizes,
             "pictures": [(picture.height, picture.width) for picture in group.pictures],
             "trajectories": [_describe(trajectory) for trajectory in group.trajectories],
         }
@@ -115,6 +123,7 @@ def load_groups(folder: Path) -> dict[int, SampledGroup]:
             greedy_reward=entry["greedy_reward"],
             teacher_logprobs=_read_teacher(group_id, len(trajectories), arrays),
             pictures=tuple(pictures),
+            sizes=entry.get("sizes", []),
         )
     return groups
 
@@ -138,6 +147,8 @@ def _describe(trajectory: Trajectory) -> dict[str, object]:
 
 def _arrays(name: str, trajectory: Trajectory) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
+    if trajectory.prompt_ids is not None:
+        arrays[f"{name}.prompt"] = trajectory.prompt_ids
     for number, turn in enumerate(trajectory.turns):
         arrays[f"{name}.{number}.ids"] = turn.ids
         arrays[f"{name}.{number}.logprobs"] = turn.logprobs
@@ -160,4 +171,5 @@ def _read_trajectory(described: dict[str, Any], name: str, arrays: dict[str, NDA
     replies = [
         Reply(ids=arrays[f"{name}.{number}.reply"], text=text) for number, text in enumerate(described["replies"])
     ]
-    return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=described["ended"])
+    own = arrays.get(f"{name}.prompt")
+    return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=described["ended"], prompt_ids=own)

@@ -17,7 +17,9 @@ from offbeat_types import (
     GenerateRequest,
     LoraAdapter,
     PauseMode,
+    RecordedSession,
     RolloutEngine,
+    SessionPlan,
     TracePlan,
     TracingEngine,
     WeightPart,
@@ -117,6 +119,7 @@ class RolloutRole:
         settings = config.rollout_engine(model_path, num_threads)
         self._settings = replace(settings, trace_folder=trace_folder) if self._plan else settings
         self._server: RolloutServer | None = None
+        self._starting_server = asyncio.Lock()
         self._trace: VersionTrace | None = None
         self._copy = WeightCopy() if config.rollout.full_sync_every > 1 else None
         self._group: WeightGroup | None = None
@@ -151,17 +154,21 @@ class RolloutRole:
         return ProcessRecorder(self._settings.device, Path(plan.folder) / f"{plan.role}.partial")
 
     def _endpoint(self) -> "RolloutServer | None":
-        """Serves the engine to others too, where `rollout.serve_port` says so; a port of its own for each engine."""
+        """Serves the engine to others too, where `rollout.serve_port` says so; a port of its own for each engine.
+
+        And to the agents of section `agent`; where they are all, to nobody else.
+        """
         port = self._config.rollout.serve_port
-        if port is None:
+        if port is None and not self._config.agent.is_set:
             return None
         try:
             from offbeat_serve import RolloutServer, ServedModel, ServeSettings
         except ImportError as error:
             line = 'pip install "grpo-async-app[serve]"'
-            raise BackendError(f"rollout.serve_port needs offbeat-serve; install it with: {line}") from error
+            needs = "agent.command" if port is None else "rollout.serve_port"
+            raise BackendError(f"{needs} needs offbeat-serve; install it with: {line}") from error
         settings = ServeSettings(
-            port=port and port + int(self._name.rpartition("-")[2]),
+            port=port + int(self._name.rpartition("-")[2]) if port else 0,
             # A sync may wait for such a request, which must not use up its deadline.
             generate_deadline_s=self._config.async_.sync_deadline_s / 2,
             close_deadline_s=1.0,
@@ -170,7 +177,33 @@ class RolloutRole:
         model = ServedModel.read(self._settings, SERVED_NAME)
         if "adapter" in self._config.rollout.weight_parts:
             model = replace(model, adapter=SERVED_NAME)
-        return RolloutServer(self._engine, tokenizer, model, settings)
+        return RolloutServer(self._engine, tokenizer, model, settings, sessions_only=port is None)
+
+    # ── agents ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def open_session(self, plan: SessionPlan) -> tuple[str, str]:
+        """Let an agent in: the address for its calls, and its key."""
+        assert self._server is not None
+        await self._serve()
+        return f"{self._server.url}/v1", self._server.sessions.open(plan).key
+
+    async def wait_session(self, key: str) -> None:
+        """Wait until the agent or the deadline has ended a session."""
+        assert self._server is not None
+        await self._server.sessions.wait_over(key)
+
+    async def take_session(self, key: str) -> RecordedSession | None:
+        """End a session: what came of it; None where it was another process's."""
+        assert self._server is not None
+        session = self._server.sessions.take(key)
+        return None if session is None else await asyncio.to_thread(session.result)
+
+    async def drop_session(self, key: str) -> None:
+        """End a session that nobody needs any more."""
+        assert self._server is not None
+        self._server.sessions.take(key)
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         return await self._engine.generate(replace(request, adapter=self._adapter))
@@ -228,9 +261,10 @@ class RolloutRole:
 
     async def _serve(self) -> None:
         """Let others in, once there is the policy in training to serve, and not what the model folder holds."""
-        if self._server and not self._server.url:
-            await self._server.start()
-            print(f"serves {SERVED_NAME} at {self._server.url}/v1", flush=True)
+        async with self._starting_server:
+            if self._server and not self._server.url:
+                await self._server.start()
+                print(f"serves {SERVED_NAME} at {self._server.url}/v1", flush=True)
 
     async def health(self) -> EngineHealth:
         return await self._engine.health()

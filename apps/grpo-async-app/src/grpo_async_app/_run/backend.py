@@ -78,9 +78,7 @@ class GrpoBackend:
         filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
         group = group if filtered else await self._taught(group)
         if group.flaw:
-            self._rollouts.leave_out(
-                "rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.trajectories)
-            )
+            self._rollouts.leave_out("rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.rewards))
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
             filtered = True
         if not filtered:
@@ -131,19 +129,20 @@ class GrpoBackend:
             item=prompt.index,
             prompt_ids=prompt.ids,
             pictures=prompt.pictures,
-            trajectories=[trajectory for trajectory, _ in samples],
+            trajectories=[trajectory for sample in samples for trajectory in sample.trajectories],
+            sizes=[len(sample.trajectories) for sample in samples],
             rewards=[self._worth(sample) for sample in samples],
-            parts=[score.parts for _, score in samples],
+            parts=[sample.score.parts for sample in samples],
             greedy_reward=greedy_reward,
         )
 
     def _worth(self, sample: Scored) -> float:
         """What is trained on: the reward, and what is taken off it for length."""
-        (trajectory, score), algorithm = sample, self._config.algorithm
+        algorithm = self._config.algorithm
         if not algorithm.overlong_buffer_tokens:
-            return score.value
-        return score.value + overlong_penalty(
-            len(trajectory.ids),
+            return sample.score.value
+        return sample.score.value + overlong_penalty(
+            max(len(trajectory.ids) for trajectory in sample.trajectories),
             max_tokens=self._config.max_response_tokens,
             buffer_tokens=algorithm.overlong_buffer_tokens,
             factor=algorithm.overlong_penalty_factor or 1.0,

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.colocation import ColocationSchedule
@@ -217,17 +217,24 @@ class Engines:
 
     async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
         """Sample on one engine, once it serves; it is started again where only a new process mends what went wrong."""
-        engine = self._find(name)
-        await engine.ready("generate", deadline_s)
-        actor = self._find(name).actor  # it may have left instead
+        await self._find(name).ready("generate", deadline_s)
         began_s = clock_s()
+        completions: list[Completion] = await self.call(
+            name, "generate", request, returns=list[Completion], deadline_s=deadline_s
+        )
+        self._note_speed(name, max((len(each.ids) for each in completions), default=0), clock_s() - began_s)
+        return completions
+
+    async def call(self, name: str, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
+        """Call the role of an engine, once it serves."""
+        engine = self._find(name)
+        await engine.ready(method, deadline_s)
+        actor = self._find(name).actor  # it may have left instead
         try:
-            completions = await actor.call("generate", request, returns=list[Completion], deadline_s=deadline_s)
+            return await actor.call(method, *args, returns=returns, deadline_s=deadline_s)
         except PeerFailedError as error:
             self._give_up(engine, actor, error.reason)
             raise
-        self._note_speed(name, max((len(each.ids) for each in completions), default=0), clock_s() - began_s)
-        return completions
 
     def _note_speed(self, name: str, num_tokens: int, seconds: float) -> None:
         self._speeds.took(name, num_tokens, seconds)

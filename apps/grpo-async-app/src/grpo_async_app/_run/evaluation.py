@@ -68,7 +68,9 @@ async def _ask(
         rollouts = Rollouts(config, fleet, evaluation.template)
         async with aclosing(answers(rollouts, fleet.engines, config, missing, "eval")) as stream:
             async for answered in stream:
-                item = answered.to_item(step, has_turns=bool(config.environment.name), keep_texts=True)
+                item = answered.to_item(
+                    step, has_turns=bool(config.environment.name) or config.agent.is_set, keep_texts=True
+                )
                 take(answered.asked.name, _under(step, item))
                 num_done += 1
                 if time.monotonic() - shown_s > _SHOWN_EVERY_S:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import settle_lora_sync
+from grpo_async_app._run.agents import AgentProcess
 from grpo_async_app._run.busy import OnSpan
 from grpo_async_app._run.colocation import ColocationSchedule, Note
 from grpo_async_app._run.engines import Engines
@@ -73,6 +74,7 @@ class Fleet:
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
         environment: where the run has one.
+        agent: runs the programs of section `agent`, where it names one.
         teachers: replicas of the teacher, where the run has one.
     """
 
@@ -101,6 +103,9 @@ class Fleet:
             EnvironmentProcess(self._launcher, self._roles.environment(), config.environment.step_timeout_s)
             if config.environment.name
             else None
+        )
+        self.agent = (
+            AgentProcess(self._launcher, self._roles.agent(), config.agent.deadline_s) if config.agent.command else None
         )
         self._replicas: list[Replicas] = []
         self.teachers = (
@@ -165,7 +170,7 @@ class Fleet:
 
     async def start(self, placement: Placement) -> None:
         """Start the rollout engines alone, each in its place: they serve the model folder as it is."""
-        await self._place(placement.only("rollout", "environment", "reward_model"))
+        await self._place(placement.only("rollout", "environment", "agent", "reward_model"))
         await self._start_serving()
         if self._reward_models is not None:
             await self._reward_models.replicas.start()
@@ -176,9 +181,9 @@ class Fleet:
         self._gives_devices = any(rank.role == "rollout" and rank.device is not None for rank in placement.plan.ranks)
 
     async def _start_serving(self) -> None:
-        environment = [self.environment.start()] if self.environment is not None else []
+        actors = [each.start() for each in (self.environment, self.agent) if each is not None]
         judges = [scorers.start() for scorers in self._scorers.values()]
-        await gather_or_cancel([self.engines.start(), *environment, *judges])
+        await gather_or_cancel([self.engines.start(), *actors, *judges])
 
     def _starting_replicas(self) -> list[Coroutine[Any, Any, None]]:
         return [replicas.start() for replicas in self._replicas]
@@ -214,6 +219,11 @@ class Fleet:
         its own that scores; empty: section reward.
         """
         scorers = self._scorers.get(judge) or self._scorers.get("")
+        if scorers is None and self._config.agent.is_set:
+            raise ConfigError(
+                "an agent has ended its episode without a reward: give reward.name, or have the agent post one to "
+                "/v1/sessions/end"
+            )
         if scorers is None and not self._config.environment.name:  # a teacher alone is learned from
             return [RewardScore(value=0.0, parts={}) for _ in written]
         if scorers is None:
@@ -284,6 +294,7 @@ class Fleet:
         """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
         scored = sum(scorers.num_scored for scorers in self._scorers.values())
         answered = self.environment.num_answers if self.environment is not None else 0
+        answered += self.agent.num_ended if self.agent is not None else 0
         starting_s = clock_s() if self.engines.are_starting else 0.0  # which has a deadline of its own
         return self.engines.num_tokens + scored + answered + starting_s
 
@@ -342,6 +353,15 @@ class RoleSpecs:
             kwargs={"config": self._config.environment},
             num_threads=1,
             log_path=self._log_folder / "environment-0.log",
+        )
+
+    def agent(self) -> RoleSpec:
+        return RoleSpec(
+            name="agent-0",
+            target="grpo_async_app._roles.agent:AgentRole",
+            kwargs={"config": self._config.agent},
+            num_threads=1,
+            log_path=self._log_folder / "agent-0.log",
         )
 
     def _spec(self, name: str, role: str, /, **kwargs: object) -> RoleSpec:

@@ -83,13 +83,13 @@ class RunLogger:
         values = {
             **trained,
             **_group_metrics(groups, version - 1),
-            **(_turn_metrics(groups) if self._config.environment.name else {}),
+            **(_turn_metrics(groups) if self._config.environment.name or self._config.agent.is_set else {}),
             "async/trainer_idle_share": Metric(value=shares.trainer_idle),
             "async/rollout_idle_share": Metric(value=shares.rollout_idle),
             "async/overlap_share": Metric(value=shares.overlap),
             "perf/update_s": Metric(value=shares.wall_s),
             "perf/tokens_per_s": Metric(value=sum(group.num_tokens for group in groups) / shares.wall_s),
-            "perf/samples_per_s": Metric(value=sum(len(g.trajectories) for g in groups) / shares.wall_s),
+            "perf/samples_per_s": Metric(value=sum(len(g.rewards) for g in groups) / shares.wall_s),
             "groups/filtered": Metric(value=float(statistics.filtered), how="last"),
             "groups/dropped": Metric(value=float(statistics.dropped), how="last"),
             "groups/reissued": Metric(value=float(statistics.reissued), how="last"),
@@ -107,7 +107,8 @@ class RunLogger:
         for answered in validation.answered:
             kept = shown.setdefault(answered.asked.name, [])
             if answered.samples and len(kept) < self._config.log.generations:
-                trajectory, score = answered.samples[0]
+                first = answered.samples[0]
+                trajectory, score = first.trajectories[0], first.score
                 kept.append(
                     Generation(
                         step=validation.version,
@@ -157,7 +158,7 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
     }
     return {
         "train/reward": _mean(rewards),
-        "train/response_tokens": _mean([trajectory.num_tokens for trajectory in trajectories]),
+        "train/response_tokens": _ratio(sum(each.num_tokens for each in trajectories), len(rewards)),
         "train/cut_off_share": _mean([trajectory.ended != "done" for trajectory in trajectories]),
         "train/mixed_version_share": _mean([trajectory.num_versions > 1 for trajectory in trajectories]),
         "train/lag_mean": _mean(lags),
@@ -167,12 +168,14 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
 
 
 def _turn_metrics(groups: list[SampledGroup]) -> Metrics:
-    """How much the environment was asked, and how much it said."""
+    """How much the environment or the agent was asked in one sample, and how much it said."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    read = [len(trajectory.ids) - trajectory.num_tokens for trajectory in trajectories]
+    num_samples = sum(len(group.rewards) for group in groups)
+    read = sum(len(trajectory.ids) - trajectory.num_tokens for trajectory in trajectories)
     return {
-        "train/turns": _mean([len(trajectory.turns) for trajectory in trajectories]),
-        "train/read_tokens": _mean(read),
+        "train/turns": _ratio(sum(len(trajectory.turns) for trajectory in trajectories), num_samples),
+        "train/read_tokens": _ratio(read, num_samples),
+        "train/trajectories": _ratio(len(trajectories), num_samples),
     }
 
 
@@ -182,6 +185,11 @@ def _count(number: int) -> Metric:
 
 def _mean(values: "list[float] | list[int] | list[bool]") -> Metric:
     return Metric(value=float(np.mean(values)) if values else 0.0, weight=float(len(values)))
+
+
+def _ratio(total: int, number: int) -> Metric:
+    """A mean over samples, some of which have several trajectories."""
+    return Metric(value=total / max(number, 1), weight=float(number))
 
 
 def _lag_histogram(groups: list[SampledGroup], version: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Samples of one prompt, scored: a completion each or, where there is an environment, an episode each."""
+"""Samples of one prompt, scored: a completion each or, with an environment or an agent, an episode each."""
 
 import asyncio
 from collections import Counter
@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.agents import AgentFailedError, Agents
 from grpo_async_app._run.busy import Busy
 from grpo_async_app._run.fleet import Fleet
 from offbeat_actors import gather_or_cancel
@@ -24,8 +25,25 @@ TURN_SEEDS = 1 << 36
 """Turn t draws with the seed of its sample plus t times this: far beyond the seeds of other groups."""
 
 
-Scored = tuple[Trajectory, RewardScore]
-"""One sample, of one turn where there is no environment, and what it was worth."""
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One sample, and what it was worth.
+
+    Args:
+        trajectories: what there is to learn from; several where an agent has branched, all of this worth.
+        score: of the whole.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    score: RewardScore
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
 
 class Rollouts:
@@ -46,6 +64,7 @@ class Rollouts:
     ) -> None:
         self._fleet, self._template, self._busy = fleet, template, busy
         self._deadline_s = config.async_.group_deadline_s
+        self._agents = Agents(config, fleet.engines, fleet.agent, busy) if config.agent.is_set else None
         self._limits = EpisodeLimits.of(config.environment, config.rollout.max_tokens)
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
@@ -58,13 +77,18 @@ class Rollouts:
         Returns:
             In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
         """
+        if self._agents is not None:
+            plays = [
+                self._act(self._agents, name, prompt, request, index, judge) for index in range(request.num_samples)
+            ]
+            return [sample for sample in await gather_or_cancel(plays) if sample is not None]
         if prompt.pictures:
             request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if self._template is None:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions, judge)
             return [
-                (Trajectory.of(completion), score)
+                Scored(trajectories=(Trajectory.of(completion),), score=score)
                 for completion, score in zip(completions, scores, strict=True)
                 if score is not None
             ]
@@ -113,10 +137,32 @@ class Rollouts:
             return None
         if score is None:
             [score] = await self._scores(prompt, [trajectory.turns[-1]], judge)
-        return None if score is None else (trajectory, score)
+        return None if score is None else Scored(trajectories=(trajectory,), score=score)
+
+    async def _act(
+        self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: str
+    ) -> Scored | None:
+        """One episode of an agent; None when it came to no end, or its reward failed."""
+        try:
+            recorded = await agents.play(name, prompt, request, index)
+        except AgentFailedError as error:
+            self.leave_out(f"agent/{error.reason}", str(error))
+            return None
+        if recorded.num_aborted:
+            self.leave_out("rollout/aborted", f"an engine ended {recorded.num_aborted} calls of an agent")
+            return None
+        if recorded.reward is not None:
+            score = RewardScore(value=recorded.reward, parts=recorded.reward_parts)
+            return Scored(trajectories=recorded.trajectories, score=score)
+        [judged] = await self._score(prompt, [Written(text=recorded.answer)], judge)
+        return None if judged is None else Scored(trajectories=recorded.trajectories, score=judged)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion], judge: str) -> list[RewardScore | None]:
-        written = [Written(text=each.text, ids=each.ids.tolist()) for each in completions]
+        return await self._score(
+            prompt, [Written(text=each.text, ids=each.ids.tolist()) for each in completions], judge
+        )
+
+    async def _score(self, prompt: Prompt, written: list[Written], judge: str) -> list[RewardScore | None]:
         scores = await self._fleet.score(prompt, written, judge)
         if failed := scores.count(None):
             self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)

@@ -41,17 +41,17 @@ class Answered:
         )
 
     def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool) -> SampledAnswer:
-        trajectory, score = scored
-        segments = [segment for turn in trajectory.turns for segment in turn.segments]
+        turns = [turn for trajectory in scored.trajectories for turn in trajectory.turns]
+        answer = scored.trajectories[0]  # of an agent that branched, the first of its conversations
         return SampledAnswer(
-            reward=score.value,
-            right=score.value >= self.asked.success_reward,
-            vote=vote_of(trajectory.turns[-1].text, self.asked.reward),
-            num_tokens=trajectory.num_tokens,
-            num_turns=len(trajectory.turns) if has_turns else 0,
-            stop_reason=trajectory.stop_reason,
-            versions=tuple((segment.version, segment.num_tokens) for segment in segments),
-            text=trajectory.text if keep_texts else "",
+            reward=scored.score.value,
+            right=scored.score.value >= self.asked.success_reward,
+            vote=vote_of(answer.turns[-1].text, self.asked.reward),
+            num_tokens=scored.num_tokens,
+            num_turns=len(turns) if has_turns else 0,
+            stop_reason=answer.stop_reason,
+            versions=tuple((segment.version, segment.num_tokens) for turn in turns for segment in turn.segments),
+            text=answer.text if keep_texts else "",
         )
 
 
@@ -111,7 +111,7 @@ async def validate(
             if not config.validation_goes_on:
                 _refuse_other_versions(answered, version)
             found[answered.asked.name, answered.number] = answered
-    has_turns = bool(config.environment.name)
+    has_turns = bool(config.environment.name) or config.agent.is_set
     ordered = [found[each.name, number] for each in sets for number in range(len(each.prompts))]
     items = {
         each.name: [it.to_item(version, has_turns=has_turns) for it in ordered if it.asked is each] for each in sets
@@ -121,7 +121,7 @@ async def validate(
 
 
 def _refuse_other_versions(answered: Answered, version: int) -> None:
-    turns = [turn for trajectory, _ in answered.samples for turn in trajectory.turns]
+    turns = [turn for sample in answered.samples for trajectory in sample.trajectories for turn in trajectory.turns]
     served = {segment.version for turn in turns for segment in turn.segments}
     if served - {version}:
         raise OutdatedError(f"version {max(served)} has answered a prompt of the validation of {version}")

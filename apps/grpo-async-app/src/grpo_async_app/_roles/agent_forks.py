@@ -1,0 +1,160 @@
+"""Forks Python programs from one process that has imported what they begin with.
+
+`import openai` takes a second and 60 MB; an episode often takes less. The process is single, as forks need: it imports,
+then forks for each request, which comes with the standard streams of the program and a pipe for its exit code.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from offbeat_types import ConfigError
+
+_READY: Final = b"ready"
+_LONGEST_REQUEST: Final = 192 * 1024
+"""Bytes of one message; the environment of a program is the most of it."""
+
+
+class ForkServer:
+    """The other process, as the role sees it. It ends with the role.
+
+    Args:
+        modules: imported before anything is forked.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = list(modules)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket
+
+    def start(self) -> None:
+        """Start it, and wait for its imports.
+
+        Raises:
+            ConfigError: a module cannot be imported; the log says why.
+        """
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules]
+            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        if self._socket.recv(len(_READY)) != _READY:
+            raise ConfigError(f"agent.preload: importing {', '.join(self._modules)} failed; see the log of agent-0")
+
+    async def run(
+        self, command: Sequence[str], environment: Mapping[str, str], group: int, streams: Sequence[IO[bytes]]
+    ) -> int:
+        """Run a file or -m and a module, with arguments: the exit code, or minus the signal that ended it.
+
+        Args:
+            command: what stands after `python`.
+            environment: of the program.
+            group: process group that it joins.
+            streams: standard input, output and errors.
+        """
+        if self._process is None or self._process.poll() is not None:
+            await asyncio.to_thread(self.start)
+        message = json.dumps({"command": list(command), "environment": dict(environment), "group": group}).encode()
+        if len(message) > _LONGEST_REQUEST:
+            raise OSError(f"command and environment have {len(message)} bytes, and may have {_LONGEST_REQUEST}")
+        ended, told = os.pipe()
+        try:
+            socket.send_fds(self._socket, [message], [*(stream.fileno() for stream in streams), told])
+        finally:
+            os.close(told)
+        code = await _read(ended)
+        return int(code) if code else -signal.SIGKILL  # its whole group was killed
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+
+
+async def _read(fd: int) -> bytes:
+    """All that comes through a pipe; closed here."""
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(fd, "rb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    try:
+        return await reader.read()
+    finally:
+        transport.close()
+
+
+def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
+    """Import, then fork for every request until the role is gone."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # a collection in a fork would copy what all share
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork: its end is told through its pipe
+    requests.send(_READY)
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 4)
+        if not message:
+            return
+        if os.fork() == 0:
+            requests.close()
+            _watch(json.loads(message), fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def _watch(request: dict[str, Any], fds: Sequence[int]) -> None:
+    """Fork the program, wait for its end and tell it. Does not return in this process; it does in the program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    *streams, told = fds
+    os.set_inheritable(told, False)
+    try:
+        os.setpgid(0, request["group"])
+    except OSError:  # it was killed meanwhile: nobody wants the program any more
+        os._exit(1)
+    program = os.fork()
+    if program:
+        _, status = os.waitpid(program, 0)
+        with contextlib.suppress(OSError):
+            os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+    os.close(told)
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+        os.close(fd)
+    _become(request["command"], request["environment"])
+
+
+def _become(command: list[str], environment: Mapping[str, str]) -> None:
+    """Be the program: does what `python` does with these words, and ends the process as that does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as role:
+        _serve(role, sys.argv[2:])

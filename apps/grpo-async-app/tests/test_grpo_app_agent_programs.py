@@ -1,0 +1,160 @@
+"""The agent role runs programs as they are, and leaves none behind, however it ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_async_app._config.agent import AgentConfig
+from grpo_async_app._roles.agent import AgentExit, AgentRole
+from offbeat_testing import wait_until_gone
+from offbeat_types import ConfigError
+
+ECHO = """
+import json, os, sys
+row = json.load(open(sys.argv[1]) if sys.argv[1:] else sys.stdin)
+print(row["question"], os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ.get("COLOUR"))
+"""
+LASTING = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+FAILING = "import sys\nprint('no bread today', file=sys.stderr)\nsys.exit(3)\n"
+
+every_start = pytest.mark.parametrize("preload", [[], ["json"]], ids=["a process each", "forks"])
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    return str(tmp_path / "program.py")
+
+
+def role(*command: str, preload: list[str], **settings: object) -> AgentRole:
+    python = "python" if preload else sys.executable
+    return AgentRole(config=AgentConfig(command=[python, *command], preload=preload, **settings))  # type: ignore[arg-type]
+
+
+async def run(agent: AgentRole, times: int = 1) -> list[AgentExit]:
+    await agent.start()
+    try:
+        return await asyncio.gather(
+            *(agent.run({"question": f"n{at}"}, "http://here/v1", f"key{at}") for at in range(times))
+        )
+    finally:
+        await agent.close()
+
+
+@every_start
+def test_each_program_gets_its_row_and_its_session(program: str, preload: list[str]) -> None:
+    Path(program).write_text(ECHO)
+    found = asyncio.run(run(role(program, preload=preload, variables={"COLOUR": "red"}), times=5))
+    assert [each.printed.split() for each in found] == [
+        [f"n{at}", "http://here/v1", f"key{at}", "red"] for at in range(5)
+    ]
+    assert {each.how for each in found} == {"well"}
+
+
+@every_start
+def test_a_program_may_read_a_file(program: str, preload: list[str]) -> None:
+    Path(program).write_text(ECHO)
+    [found] = asyncio.run(run(role(program, "{prompt_file}", preload=preload, prompt_in="file")))
+    assert found.printed.startswith("n0 ")
+
+
+@every_start
+def test_a_program_that_fails_says_why(program: str, preload: list[str]) -> None:
+    Path(program).write_text(FAILING)
+    [found] = asyncio.run(run(role(program, preload=preload)))
+    assert (found.how, found.detail) == ("failed", "exit code 3: no bread today")
+
+
+def test_a_program_that_is_not_there_is_a_failure_in_words() -> None:
+    agent = AgentRole(config=AgentConfig(command=["/nowhere/program"]))
+    [found] = asyncio.run(run(agent))
+    assert found.how == "failed"
+    assert "/nowhere/program cannot be started" in found.detail
+
+
+def pids(file: Path) -> list[int]:
+    end_s = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+@every_start
+def test_at_its_deadline_a_program_is_killed_with_its_children(
+    program: str, tmp_path: Path, preload: list[str]
+) -> None:
+    Path(program).write_text(LASTING)
+    agent = role(program, str(tmp_path / "pids"), preload=preload, deadline_s=3.0)
+    [found] = asyncio.run(run(agent))
+    assert found.how == "timed_out"
+    wait_until_gone(pids(tmp_path / "pids"), 10)
+
+
+@every_start
+def test_a_cancelled_episode_is_killed(program: str, tmp_path: Path, preload: list[str]) -> None:
+    Path(program).write_text(LASTING)
+
+    async def scenario() -> None:
+        agent = role(program, str(tmp_path / "pids"), preload=preload)
+        await agent.start()
+        running = asyncio.ensure_future(agent.run({}, "", ""))
+        started = await asyncio.to_thread(pids, tmp_path / "pids")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await asyncio.to_thread(wait_until_gone, started, 10)
+        await agent.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def killed_role(program: str, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs a program for ever."""
+    Path(program).write_text(LASTING)
+    words = [program, str(tmp_path / "pids")]
+    preload = os.environ.get("TEST_PRELOAD", "").split()
+    text = (
+        "import asyncio\n"
+        "from grpo_async_app._config.agent import AgentConfig\n"
+        "from grpo_async_app._roles.agent import AgentRole\n"
+        "async def main():\n"
+        f"    agent = AgentRole(config=AgentConfig(command=['python', *{words!r}], preload={preload!r}))\n"
+        "    await agent.start()\n"
+        "    await agent.run({}, '', '')\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@every_start
+def test_nothing_is_left_of_a_role_that_was_killed(
+    preload: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("TEST_PRELOAD", " ".join(preload))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    process = request.getfixturevalue("killed_role")
+    started = pids(tmp_path / "pids")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_gone(started, 10)
+
+
+def test_modules_that_cannot_be_imported_end_the_start() -> None:
+    agent = AgentRole(config=AgentConfig(command=["python", "x.py"], preload=["no_such_module"]))
+    with pytest.raises(ConfigError, match="importing no_such_module failed"):
+        asyncio.run(agent.start())
