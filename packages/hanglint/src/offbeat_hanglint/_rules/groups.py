@@ -210,7 +210,7 @@ def _all_ranks(view: FunctionView, event: Event) -> Iterator[Finding]:
 def _computed_source(view: FunctionView) -> Iterator[Finding]:
     """HL034: a source rank as a formula of the global rank."""
     is_source = {"src", "source"} & set(words(view.fact.name)) and "rank" in words(view.fact.name)
-    for node in ast.walk(view.node):
+    for node, _ in view.statements:
         if isinstance(node, ast.Return):
             value, named = node.value, is_source
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):

@@ -278,17 +278,18 @@ def _sharded_tokens(view: FunctionView) -> Iterator[Finding]:
 def _stale_state(view: FunctionView) -> Iterator[Finding]:
     """HL033: a state dict is taken before parameters are cast, and handed to what broadcasts it afterwards."""
     taken: dict[str, int] = {}
-    cast_line = 0
     for statement, _ in view.statements:
         value = statement.value if isinstance(statement, ast.Assign) else None
         if isinstance(value, ast.Call) and dotted(value.func).endswith(".state_dict"):
             taken[dotted(statement.targets[0])] = statement.lineno  # type: ignore[attr-defined]
-        if any(isinstance(n, ast.Call) and _is_cast(n) for n in ast.walk(statement)):
-            cast_line = max(cast_line, statement.lineno)
+    if not taken:
+        return
+    casts = [node.lineno for node, _, _ in view.calls if _is_cast(node)]
     for event in view.events:
         given = [dotted(a) for a in [*event.node.args, *(k.value for k in event.node.keywords)]]
         name = next((g for g in given if g in taken), None)
-        if name and event.explicit and taken[name] < cast_line < event.node.lineno:
+        cast_line = max((line for line in casts if line < event.node.lineno), default=0)
+        if name and event.explicit and taken[name] < cast_line:
             hit = event.explicit[0]
             yield finding(
                 view, "HL033", "low", event.node,
