@@ -48,7 +48,9 @@ def assert_same(run: Path, undisturbed: Path) -> None:
     got, wanted = last_weights(run), last_weights(undisturbed)
     assert got.keys() == wanted.keys()
     for name, array in wanted.items():
-        assert abs(got[name] - array).max() <= 1e-5, name
+        # Adam divides by the root of the second moment, so that rounding shows where gradients are next to nothing:
+        # 1.12e-5 on one kind of processor, of a few elements, with the same code that stays below 1e-5 on another.
+        assert abs(got[name] - array).max() <= 2e-5, name
 
 
 @pytest.fixture
