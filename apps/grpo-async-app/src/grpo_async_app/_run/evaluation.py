@@ -6,8 +6,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from grpo_async_app._config.evaluation import Evaluation
 from grpo_async_app._config.validation_sets import ValidationSet
 from grpo_async_app._run.fleet import Fleet
@@ -68,20 +66,13 @@ async def _ask(
         rollouts = Rollouts(config, fleet, evaluation.template)
         async with aclosing(answers(rollouts, fleet.engines, config, missing, "eval")) as stream:
             async for answered in stream:
-                item = answered.to_item(
-                    step, has_turns=bool(config.environment.name) or config.agent.is_set, keep_texts=True
-                )
-                take(answered.asked.name, _under(step, item))
+                has_turns = bool(config.environment.name) or config.agent.is_set
+                item = answered.to_item(step, has_turns=has_turns, keep_texts=True, loaded=True)
+                take(answered.asked.name, item)
                 num_done += 1
                 if time.monotonic() - shown_s > _SHOWN_EVERY_S:
                     shown_s = time.monotonic()
                     print(f"{num_done} of {num_missing} items answered", flush=True)
-
-
-def _under(step: int, item: ItemAnswers) -> ItemAnswers:
-    """The engine counts weights that it has loaded from a folder as version 0; they are those of `step`."""
-    samples = tuple(msgspec.structs.replace(sample, versions=((step, sample.num_tokens),)) for sample in item.samples)
-    return msgspec.structs.replace(item, samples=samples)
 
 
 def default_folder(target: Path, step: int | None) -> Path:

@@ -30,17 +30,22 @@ class Answered:
     prompt: Prompt
     samples: list[Scored]
 
-    def to_item(self, version: int, *, has_turns: bool, keep_texts: bool = False) -> ItemAnswers:
-        """As it is written down, by a validation that began at `version`."""
+    def to_item(self, version: int, *, has_turns: bool, keep_texts: bool = False, loaded: bool = False) -> ItemAnswers:
+        """As it is written down, by a validation that began at `version`.
+
+        An engine counts weights `loaded` from a folder as version 0; they are those of `version`.
+        """
         return ItemAnswers(
             step=version,
             item=self.number,
             prompt=self.prompt.text if keep_texts else self.prompt.text[:_PROMPT_CHARACTERS],
             answer=self.prompt.answer or "",
-            samples=tuple(self._sample(each, has_turns, keep_texts) for each in self.samples),
+            samples=tuple(
+                self._sample(each, has_turns, keep_texts, version if loaded else None) for each in self.samples
+            ),
         )
 
-    def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool) -> SampledAnswer:
+    def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool, version: int | None) -> SampledAnswer:
         turns = [turn for trajectory in scored.trajectories for turn in trajectory.turns]
         answer = scored.trajectories[0]  # of an agent that branched, the first of its conversations
         return SampledAnswer(
@@ -50,7 +55,11 @@ class Answered:
             num_tokens=scored.num_tokens,
             num_turns=len(turns) if has_turns else 0,
             stop_reason=answer.stop_reason,
-            versions=tuple((segment.version, segment.num_tokens) for turn in turns for segment in turn.segments),
+            versions=tuple(
+                (segment.version if version is None else version, segment.num_tokens)
+                for turn in turns
+                for segment in turn.segments
+            ),
             text=answer.text if keep_texts else "",
         )
 
