@@ -254,6 +254,7 @@ def short_lesson(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_the_agent_lesson_goes_from_end_to_end(forked_main: Main, tmp_path: Path, short_lesson: list[str]) -> None:
     run = tmp_path / "run"
     run_to_its_end(forked_main, "quickstart", "--lesson", "agent", "--out", run, *short_lesson)

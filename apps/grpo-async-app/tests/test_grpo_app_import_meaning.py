@@ -164,7 +164,7 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
             {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["right", "format"]}
             | {"algorithm.gdpo_reward_weights": [1, 0.5], "custom_reward_function.path": "a/rlla.py"},
             {"algorithm.advantage": "gdpo", "reward.name": None}
-            | {"reward.weights": {"rlla:right": 1.0, "rlla:format": 0.5}},
+            | {"reward.weights": {"a/rlla.py:right": 1.0, "a/rlla.py:format": 0.5}},
             {"algorithm.gdpo_reward_keys": "a function each"},
             id="gdpo has a reward by name for each key",
         ),

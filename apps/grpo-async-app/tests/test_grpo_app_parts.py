@@ -20,7 +20,7 @@ from grpo_async_app._run.engines import Engines
 from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.sampling import Rollouts
 from grpo_async_app._run.validation import validate
-from offbeat_data import Prompt, RewardScore
+from offbeat_data import Prompt, RewardScore, Written
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
 from offbeat_rollout_torch import TorchRolloutEngine
@@ -234,9 +234,9 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     class Asked:
         environment = None
 
-        async def score(self, _: Prompt, texts: list[str], _judge: str) -> list[RewardScore]:
-            scored.extend(texts)
-            return [RewardScore(value=1.0, parts={}) for _ in texts]
+        async def score(self, _: Prompt, written: list[Written], _judge: str) -> list[RewardScore]:
+            scored.extend(each.text for each in written)
+            return [RewardScore(value=1.0, parts={}) for _ in written]
 
         @property
         def engines(self) -> "Asked":
@@ -292,7 +292,7 @@ def test_the_configuration_stays_small_and_documented() -> None:
     # Rewards are scored in so many processes: how many a machine can spare, nobody else knows.
     # What travels to the engines is chosen by three: adapters or merged weights, all or changed elements, by which way.
     # Where that way is a folder that trainer and engines see, only the user knows which.
-    check_limits(GrpoConfig, max_keys=183)
+    check_limits(GrpoConfig, max_keys=198)
 
 
 def test_the_resolved_configuration_loads_back(config: Path) -> None:

@@ -65,7 +65,8 @@ def test_every_set_is_validated_before_while_and_after_training_as_it_says(
     assert list(answers) == steps
     for step, items in answers.items():
         assert [item.item for item in items] == list(range(6))
-        assert all(len(item.samples) == 4 and item.prompt.startswith("how much") for item in items)
+        assert {len(item.samples) for item in items} == {4}
+        assert all("how much" in item.prompt for item in items), items[0].prompt
         assert all(sample.num_tokens <= 6 for item in items for sample in item.samples)
         shares = [item.share_right for item in items]
         assert values_of(run, "eval/sums/accuracy")[step] == pytest.approx(sum(shares) / 6)

@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 
 from offbeat_types import ConfigError
 
+_IMPORTED_WITHIN_S: Final = 300.0
 _READY: Final = b"ready"
 _LONGEST_REQUEST: Final = 192 * 1024
 """Bytes of one message; the environment of a program is the most of it."""
@@ -49,8 +50,15 @@ class ForkServer:
         with theirs:
             words = [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        if self._socket.recv(len(_READY)) != _READY:
-            raise ConfigError(f"agent.preload: importing {', '.join(self._modules)} failed; see the log of agent-0")
+        names = ", ".join(self._modules)
+        self._socket.settimeout(_IMPORTED_WITHIN_S)
+        try:
+            if self._socket.recv(len(_READY)) != _READY:
+                raise ConfigError(f"agent.preload: importing {names} failed; see the log of agent-0")
+        except TimeoutError:
+            raise ConfigError(f"agent.preload: importing {names} takes more than {_IMPORTED_WITHIN_S:g} s") from None
+        finally:
+            self._socket.settimeout(None)
 
     async def run(
         self, command: Sequence[str], environment: Mapping[str, str], group: int, streams: Sequence[IO[bytes]]
