@@ -56,7 +56,7 @@ def test_help_tells_every_setting_with_its_unit(capsys):
 
 
 def test_the_readme_s_example_runs(model, capsys):
-    (source,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    source, *_ = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     exec(compile(source.replace("SmolLM2-135M-Instruct", str(model)), "README.md", "exec"), {"__name__": "readme"})
     told = capsys.readouterr().out
     assert re.search(r"policy 0 .* never tokenised again: True", told)
