@@ -194,7 +194,7 @@ async def test_what_cannot_be_is_refused_by_name(serving, wrong, param):
 
 async def test_an_engine_s_refusal_is_told_in_one_sentence(served):
     too_long = "a b c " * 300
-    with pytest.raises(openai.BadRequestError, match="the model.s context 512"):
+    with pytest.raises(openai.BadRequestError, match="context 512, of which"):
         await served.complete(prompt=too_long)
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         await served.complete(model="gpt-9", prompt="a")
