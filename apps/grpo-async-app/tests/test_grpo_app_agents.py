@@ -82,6 +82,7 @@ def branching(tmp_path: Path) -> Path:
     return program
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_sub_agent_and_a_compacted_context_are_trained_in_their_own_contexts(
     forked_main: Main, config: Path, tmp_path: Path, branching: Path
