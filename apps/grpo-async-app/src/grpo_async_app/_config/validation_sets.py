@@ -79,10 +79,11 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
         raise ConfigError(f"eval.sets.{name} needs something that judges: set reward.name, or eval.sets.{name}.reward")
     if reward.is_set:
         build_reward(reward)
-    if reward.uses_reward_model and reward.reward_model != config.reward.reward_model:
+    is_shared = config.reward.uses_reward_model and reward.reward_model == config.reward.reward_model
+    if reward.uses_reward_model and not is_shared:
         raise ConfigError(
-            f"eval.sets.{name}.reward asks another reward model than section reward: a run has one, so give both the "
-            "same reward_model table"
+            f"eval.sets.{name}.reward asks a reward model that section reward does not ask: a run has one, so let both "
+            "name reward_model, with the same table"
         )
     source = replace(
         data,
