@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,8 +123,13 @@ def test_gae_is_the_sum_of_discounted_residuals(batch, gamma, lam):
         if length:
             rewards_N[start + length - 1] = reward
         start += length
-    config = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
-    assert advantages(config, *tensors(batch), values_N=values_N).tolist() == pytest.approx(expected, abs=1e-5)
+    plain = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam, options={"normalise": False})
+    assert advantages(plain, *tensors(batch), values_N=values_N).tolist() == pytest.approx(expected, abs=1e-5)
+    normalised = advantages(replace(plain, options={}), *tensors(batch), values_N=values_N).tolist()
+    if expected:
+        mean, deviation = statistics.fmean(expected), statistics.pstdev(expected)
+        wanted = [(value - mean) / (deviation + 1e-6) for value in expected]
+        assert normalised == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     sequence_N = torch.repeat_interleave(torch.arange(len(batch["lengths"])), torch.tensor(batch["lengths"]))
     direct_N = gae_advantages(rewards_N, values_N, sequence_N, len(batch["lengths"]), gamma, lam)
     assert direct_N.tolist() == pytest.approx(expected, abs=1e-12)

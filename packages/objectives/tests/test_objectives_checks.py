@@ -14,7 +14,6 @@ TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"advantage": "gae"}, "critic"),
         ({"advantage": "gpro"}, "one of grpo"),
         ({"gamma": 0.9}, "gamma = 0.9 has no effect"),
         ({"gae_lambda": 0.9}, "gae_lambda has no effect"),
@@ -167,7 +166,7 @@ def test_k3_is_capped_only_where_it_is_asked_for():
 
 def test_all_complaints_come_at_once():
     with pytest.raises(ConfigError) as error:
-        check_algorithm(AlgorithmConfig(advantage="gae", tis_cap=2.0, kl_in="reward"), samples_per_prompt=4)
+        check_algorithm(AlgorithmConfig(gae_lambda=0.9, tis_cap=2.0, kl_in="reward"), samples_per_prompt=4)
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -15,6 +15,7 @@ from offbeat_objectives._preference_config import PreferenceConfig, check_prefer
 if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages
     from offbeat_objectives._correction import Correction, correct_rollouts
+    from offbeat_objectives._critic import ValueLoss, compute_returns
     from offbeat_objectives._divergence import Distillation, distill, kl_per_token
     from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
@@ -44,11 +45,13 @@ __all__ = [
     "PreferenceLoss",
     "RewardedSamples",
     "Surrogate",
+    "ValueLoss",
     "aggregate",
     "build_loss",
     "check_algorithm",
     "check_preference",
     "compute_advantages",
+    "compute_returns",
     "correct_rollouts",
     "distill",
     "dpo_losses",
@@ -70,8 +73,8 @@ __all__ = [
 ]
 
 _NEED_TORCH = (
-    *("_advantages", "_correction", "_divergence", "_estimators", "_losses", "_packing", "_preferences"),
-    *("_surrogates", "_trial"),
+    *("_advantages", "_correction", "_critic", "_divergence", "_estimators", "_losses", "_packing"),
+    *("_preferences", "_surrogates", "_trial"),
 )
 
 

@@ -66,7 +66,7 @@ def compute_advantages(
     of_samples = {"prompts_S": prompts_S, "lengths_S": lengths_S, "greedy_rewards_S": greedy_rewards_S, **parts_S}
     _check_inputs(rewards_S, of_samples)
     _check_inputs(sequence_N, {"kl_N": kl_N, "values_N": values_N})
-    penalty_N = _kl_penalty(config, kl_N, sequence_N)
+    penalty_N = kl_penalty(config, kl_N, sequence_N)
     if not config.needs_reward:
         return torch.zeros(len(sequence_N), device=sequence_N.device), {}
     prompts, prompts_S = torch.unique(prompts_S, return_inverse=True)
@@ -78,7 +78,7 @@ def compute_advantages(
         num_prompts=len(prompts),
         lengths_S=lengths_S,
         sequence_N=sequence_N,
-        token_rewards_N=_token_rewards(rewards_S, lengths_S, penalty_N),
+        token_rewards_N=token_rewards(rewards_S, lengths_S, penalty_N),
         values_N=None if values_N is None else values_N.double(),
         greedy_rewards_S=None if greedy_rewards_S is None else greedy_rewards_S.double(),
         ranks=group,
@@ -95,7 +95,7 @@ def find_advantage(config: AlgorithmConfig) -> AdvantageFunction:
     return find_function("algorithm.advantage", name) if config.has_own_advantage else ADVANTAGE_FUNCTIONS[name]
 
 
-def _token_rewards(rewards_S: Tensor, lengths_S: Tensor, penalty_N: Tensor) -> Tensor:
+def token_rewards(rewards_S: Tensor, lengths_S: Tensor, penalty_N: Tensor) -> Tensor:
     """[N]: minus the penalty at every token, plus the sample's reward at its last."""
     token_rewards_N = -penalty_N
     last_S = lengths_S.cumsum(0) - 1
@@ -104,7 +104,8 @@ def _token_rewards(rewards_S: Tensor, lengths_S: Tensor, penalty_N: Tensor) -> T
     return token_rewards_N
 
 
-def _kl_penalty(config: AlgorithmConfig, kl_N: Tensor | None, sequence_N: Tensor) -> Tensor:
+def kl_penalty(config: AlgorithmConfig, kl_N: Tensor | None, sequence_N: Tensor) -> Tensor:
+    """[N] float64: what is taken off the reward at every token; 0 where the penalty is not in the reward."""
     if not config.needs_reference or config.kl_in != "reward":
         return torch.zeros(len(sequence_N), dtype=torch.float64, device=sequence_N.device)
     return config.kl_coefficient * required(kl_N, "kl_in = reward", "kl_N").double()

@@ -84,11 +84,6 @@ def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
         )
     if samples_per_prompt < 2 and config.filter_groups:
         yield "filter_groups drops every prompt when there is one sample per prompt: no sample differs from itself"
-    if name == "gae":
-        yield (
-            "advantage = gae needs a critic, and this release trains none (the formula is gae_advantages); "
-            "choose grpo, rloo, opo, reinforce_plus_plus or remax"
-        )
     if config.gamma != 1 and name not in ("reinforce_plus_plus", "gae") and not config.has_own_advantage:
         yield f"gamma = {config.gamma:g} has no effect: {name} gives all tokens of a sample one advantage; leave it out"
     if config.gae_lambda is not None and name != "gae" and not config.has_own_advantage:

@@ -53,9 +53,9 @@ class AlgorithmConfig:
         "grpo",
         "How rewards become advantages. grpo, dr_grpo, rloo, opo, gpg, gdpo (each reward by itself), grpo_passk and "
         "pass_at_k (the best of k) compare the samples of one prompt; reinforce_plus_plus normalises over the batch, "
-        "with _baseline after the prompt's mean; remax subtracts the greedy reward; gae needs a critic; none leaves "
-        "rewards out, and only a teacher teaches. Or a Python function as module:function, which gets RewardedSamples "
-        "and this section and returns Advantages.",
+        "with _baseline after the prompt's mean; remax subtracts the greedy reward; gae asks a critic, trained "
+        "beside the policy; none leaves rewards out, and only a teacher teaches. Or a Python function as "
+        "module:function, which gets RewardedSamples and this section and returns Advantages.",
     )
     gamma: float = setting(1.0, "Discount per token, for reinforce_plus_plus and gae.", "per token", gt=0, le=1)
     gae_lambda: float | None = setting(
@@ -160,6 +160,11 @@ class AlgorithmConfig:
         return self.distillation_coefficient > 0
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a critic's values of the tokens are needed."""
+        return self.advantage == "gae"
+
+    @property
     def needs_reward(self) -> bool:
         """Whether anything is learned from rewards."""
         return self.advantage != "none"
@@ -205,6 +210,11 @@ class AlgorithmConfig:
         """The options of one loss or advantage: those given that it has, and defaults."""
         known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
         return kind(**{name: value for name, value in self.options.items() if name in known})
+
+    @property
+    def resolved_gae_lambda(self) -> float:
+        """λ of gae in use."""
+        return 0.95 if self.gae_lambda is None else self.gae_lambda
 
     @property
     def resolved_kl_estimator(self) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat_objectives._config import SAME_REWARD, AlgorithmConfig
-from offbeat_objectives._options import GrpoPasskOptions, PassAtKOptions
+from offbeat_objectives._options import GaeOptions, GrpoPasskOptions, PassAtKOptions
 from offbeat_objectives._packing import reverse_scan, segment_sum
 from offbeat_types import ConfigError
 
@@ -225,18 +225,15 @@ def remax(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
 
 
 def gae(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
-    """See `gae_advantages`; λ is 0.95 if not given.
+    """See `gae_advantages`; then normalised over the tokens of the batch, unless the option `normalise` is false.
 
-    Source: GAE, 1506.02438, equation 16.
+    Source: GAE, 1506.02438, equation 16; normalised as by OpenAI's baselines, verl and TRL.
     """
-    lam = 0.95 if config.gae_lambda is None else config.gae_lambda
     values_N = required(samples.values_N, "gae", "values_N")
-    num_samples = len(samples.rewards_S)
-    return Advantages(
-        advantages_N=gae_advantages(
-            samples.token_rewards_N, values_N, samples.sequence_N, num_samples, config.gamma, lam
-        )
-    )
+    num_samples, lam = len(samples.rewards_S), config.resolved_gae_lambda
+    advantages_N = gae_advantages(samples.token_rewards_N, values_N, samples.sequence_N, num_samples, config.gamma, lam)
+    normalises = config.read_options(GaeOptions).normalise
+    return Advantages(advantages_N=_normalise(advantages_N, samples.ranks) if normalises else advantages_N)
 
 
 def gae_advantages(

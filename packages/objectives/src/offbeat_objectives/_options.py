@@ -65,6 +65,13 @@ class PassAtKOptions:
     k: int = setting(4, "Samples of which the best counts.", "samples", ge=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GaeOptions:
+    """Of `advantage = "gae"`."""
+
+    normalise: bool = setting(True, "Subtract the mean over the tokens of the update, and divide by their deviation.")
+
+
 LOSS_OPTIONS: Final[dict[str, type[LossOptions]]] = {
     "sapo": SapoOptions,
     "clip_cov": ClipCovOptions,
@@ -73,4 +80,8 @@ LOSS_OPTIONS: Final[dict[str, type[LossOptions]]] = {
     "dppo_kl": DppoOptions,
 }
 """Of the losses that have options of their own."""
-ADVANTAGE_OPTIONS: Final[dict[str, type]] = {"grpo_passk": GrpoPasskOptions, "pass_at_k": PassAtKOptions}
+ADVANTAGE_OPTIONS: Final[dict[str, type]] = {
+    "grpo_passk": GrpoPasskOptions,
+    "pass_at_k": PassAtKOptions,
+    "gae": GaeOptions,
+}

@@ -104,6 +104,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         *([("reward", preflight.reward_trial)] if preflight.reward_trial else []),
         ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
         ("objective", _describe_objective(config)),
+        *_describe_critic(config),
         *[("objective", tried) for tried in preflight.objective_trial],
         (
             "checkpoints",
@@ -144,6 +145,23 @@ def _describe_objective(config: GrpoConfig) -> str:
     taught = f"{algorithm.distillation_coefficient:g} x divergence from {config.teacher.path}"
     parts = [f"{algorithm.advantage} advantages"] * algorithm.needs_reward + [taught] * algorithm.needs_teacher
     return f"{' + '.join(parts)}, {algorithm.loss} loss"
+
+
+def _describe_critic(config: GrpoConfig) -> list[tuple[str, str]]:
+    if not config.algorithm.needs_critic:
+        return []
+    critic = config.critic
+    lam = config.algorithm.resolved_gae_lambda
+    of_values = lam if critic.gae_lambda is None else critic.gae_lambda
+    alone = f", alone for {critic.warmup_updates} updates" if critic.warmup_updates else ""
+    start = critic.path or "the policy's weights and a new head"
+    return [
+        (
+            "critic",
+            f"from {start}, on the trainer's ranks, learning rate {critic.learning_rate:g}{alone}; lambda {lam:g} for "
+            f"the policy, {of_values:g} for the critic",
+        )
+    ]
 
 
 def _describe_pace(config: GrpoConfig) -> str:

@@ -101,6 +101,8 @@ def estimate_memory(
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
     trainer = train_memory(config.engine, layout, shape, keeps_reference=config.algorithm.needs_reference)
     roles, limits = {"trainer": trainer.estimate(shape)}, {"trainer": 0}
+    if config.algorithm.needs_critic:
+        roles["trainer"] = _with_critic(roles["trainer"], config, layout)
     advice = {"trainer": train_advice(config.engine, roles["trainer"])}
     engines: dict[str, tuple[str, RolloutEngineSettings, ModelShape, int]]
     engines = {"rollout": (config.rollout.backend, config.rollout, shape, 2 * config.rollout.sync_bucket_bytes)}
@@ -113,6 +115,14 @@ def estimate_memory(
         advice[role] = ((budget and budget.advice) or _CACHE_ADVICE).format(role)
         limits[role] = budget.limit_bytes if budget else 0
     return RunMemory(shape, roles, advice, limits)
+
+
+def _with_critic(policy: MemoryEstimate, config: GrpoConfig, layout: TrainLayout) -> MemoryEstimate:
+    """The trainer's memory with what its critic holds all the time; its passes come after those of the policy."""
+    shape = read_shape(config.critic.path or config.model.path)
+    critic = train_memory(config.engine, layout, shape).estimate(shape)
+    held = sum(critic.parts.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    return MemoryEstimate({**policy.parts, "critic": held})
 
 
 def _estimate_engine(

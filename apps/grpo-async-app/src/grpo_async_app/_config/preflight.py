@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 from dataclasses import dataclass, fields, replace
 
+from grpo_async_app._config.critic import check_critic, check_critic_engine
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
@@ -98,13 +99,21 @@ class Preflight:
     @property
     def checkpoint_bytes(self) -> int:
         is_lora = bool(self.config.engine.lora_rank)
-        return self.config.checkpoint.checkpoint_bytes(self.model.num_parameters, is_lora=is_lora)
+        return self.config.checkpoint.checkpoint_bytes(self._num_kept, is_lora=is_lora)
 
     @property
     def required_bytes(self) -> int:
         """Room on the disk."""
         is_lora = bool(self.config.engine.lora_rank)
-        return self.config.checkpoint.room_bytes(self.model.num_parameters, is_lora=is_lora) + self._versions_bytes
+        return self.config.checkpoint.room_bytes(self._num_kept, is_lora=is_lora) + self._versions_bytes
+
+    @property
+    def _num_kept(self) -> int:
+        """Parameters that a checkpoint holds: of the policy, and of its critic."""
+        if not self.config.algorithm.needs_critic:
+            return self.model.num_parameters
+        path = self.config.critic.path
+        return self.model.num_parameters + (inspect_model(path) if path else self.model).num_parameters
 
     @property
     def _versions_bytes(self) -> int:
@@ -125,10 +134,12 @@ def check_run(config: GrpoConfig) -> Preflight:
     check_trackers(config.log)
     model = inspect_model(config.model.path)
     check_positions(config, model)
+    trust = config.model.trust_remote_code
+    check_critic(config.critic, model, is_asked=config.algorithm.needs_critic, trust=trust)
     reward_notes = check_reward(config)
     if (scorer := reward_model_of(config.reward)) is not None:
         check_reward_model(scorer)
-    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(model.path, trust)
     config = _with_tools(config)
     template = turn_template(config, tokenizer)
     prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
@@ -373,10 +384,19 @@ def turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | No
 
 def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:
     """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
+    if num_updates <= config.critic.warmup_updates:
+        raise ConfigError(
+            f"critic.warmup_updates = {config.critic.warmup_updates} leaves nothing for the policy: the run makes "
+            f"{num_updates} updates (engine.max_updates, data.epochs); lower it or make the run longer"
+        )
     wanted = config.train_engine(config.model.path, num_updates)
     check_schedule(wanted, length_keys=("engine.max_updates", "data.epochs"))
     if view.reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
+    if config.algorithm.needs_critic:
+        check_critic_engine(config.engine.backend, backend)
+        critic = config.critic_engine(config.model.path, num_updates)
+        backend.plan(replace(critic, device=wanted.device), config.engine.num_ranks)
     return backend.plan(wanted, config.engine.num_ranks)
 
 

@@ -1,9 +1,10 @@
 """The configuration of a run: one section per class, each declared where it is used."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from grpo_async_app._config.agent import AgentConfig
+from grpo_async_app._config.critic import CriticConfig
 from grpo_async_app._config.reward_model import reward_model_of
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
@@ -272,6 +273,7 @@ class GrpoConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     cluster: RolesConfig = field(default_factory=RolesConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -334,7 +336,8 @@ class GrpoConfig:
     def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
         """What the training backend is given: scores at the sampler's temperature.
 
-        `num_updates` of the whole run are for the learning rate's schedule; each takes `async.require_batches` steps.
+        `num_updates` of the whole run are for the learning rate's schedule; each takes `async.require_batches` steps,
+        but for those in which the critic learns alone.
         """
         shared = _shared(self.engine, TrainEngineSettings)
         options = {"temperature": self.rollout.temperature, **self.engine.options}
@@ -344,6 +347,17 @@ class GrpoConfig:
             **{**shared, "options": options},
             num_threads=num_threads,
             model_path=model_path,
+            trust_remote_code=self.model.trust_remote_code,
+            total_steps=max(num_updates - self.critic.warmup_updates, 0) * self.async_.require_batches,
+        )
+
+    def critic_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
+        """What the training backend is given for the critic; `model_path` is the policy's."""
+        return TrainEngineConfig(
+            **_shared(replace(self.engine, learning_rate=self.critic.learning_rate), TrainEngineSettings),
+            head="score",
+            num_threads=num_threads,
+            model_path=self.critic.path or model_path,
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates * self.async_.require_batches,
         )

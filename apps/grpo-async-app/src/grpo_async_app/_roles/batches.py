@@ -11,8 +11,15 @@ import numpy as np
 import torch
 
 from grpo_async_app._roles.groups import SampledGroup
-from offbeat_objectives import AlgorithmConfig, compute_advantages, correct_rollouts, distill, kl_per_token
-from offbeat_types import Floats, Metrics, TrainEngine, TrainSequence
+from offbeat_objectives import (
+    AlgorithmConfig,
+    compute_advantages,
+    compute_returns,
+    correct_rollouts,
+    distill,
+    kl_per_token,
+)
+from offbeat_types import Floats, Metric, Metrics, TrainEngine, TrainSequence
 
 
 def build_batches(
@@ -23,8 +30,10 @@ def build_batches(
     *,
     single_step: bool = False,
     reward_weights: Mapping[str, float] | None = None,
+    critic: TrainEngine | None = None,
+    critic_lambda: float | None = None,
 ) -> tuple[list[list[TrainSequence]], Metrics]:
-    """Turn groups into sequences with every extra the loss reads; the engine is asked for log-probabilities.
+    """Turn groups into sequences with every extra the losses read; the engine is asked for log-probabilities.
 
     Args:
         groups: sampled, with their rewards.
@@ -33,6 +42,8 @@ def build_batches(
         num_batches: at most so many.
         single_step: see `AlgorithmConfig.needs_train_logprobs`.
         reward_weights: of the rewards by name, for advantages that look at each; None where there are none.
+        critic: asked for the value before each token; None without one.
+        critic_lambda: λ of what its values should become; None: that of the advantages.
 
     Returns:
         Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
@@ -52,7 +63,12 @@ def build_batches(
         packed["old_logprobs"] = packed["rollout_logprobs"]
     if config.needs_reference:
         packed["ref_logprobs"] = _loss_values(plain, engine.logprobs(plain, reference=True))
+    if critic is not None:
+        packed["values"] = _loss_values(plain, critic.logprobs(plain))
     packed["advantages"], metrics = _advantages(groups, group_S, lengths_S, packed, config, reward_weights or {})
+    if critic is not None:
+        packed["returns"] = _returns(groups, lengths_S, packed, config, critic_lambda)
+        metrics["critic/explained_variance"] = _explained_variance(packed["values"], packed["returns"])
     if config.needs_teacher:
         teacher_N = np.concatenate([logprobs for group in groups for logprobs in group.teacher_logprobs])
         distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_T)
@@ -89,25 +105,60 @@ def _advantages(
     config: AlgorithmConfig,
     weights: Mapping[str, float],
 ) -> tuple[Floats, Metrics]:
-    kl_N = greedy_S = None
-    if config.needs_reference and config.kl_in == "reward":
-        old_N, reference_N = torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(packed["ref_logprobs"])
-        kl_N = kl_per_token(old_N, reference_N, config.resolved_kl_estimator)
+    greedy_S = None
     if config.needs_greedy_reward:
         greedy_S = torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)[group_S]
-    rewards_S = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     parts = [each for group in groups for each in group.parts]
     advantages_N, metrics = compute_advantages(
         config,
-        rewards_S,
+        _rewards(groups),
         group_S,
         lengths_S,
         parts_S={name: torch.tensor([each.get(name, 0.0) for each in parts], dtype=torch.float64) for name in weights},
         weights=weights,
-        kl_N=kl_N,
+        kl_N=_kl_in_reward(packed, config),
+        values_N=torch.from_numpy(packed["values"]) if "values" in packed else None,
         greedy_rewards_S=greedy_S,
     )
     return advantages_N.numpy(), metrics
+
+
+def _returns(
+    groups: list[SampledGroup],
+    lengths_S: torch.Tensor,
+    packed: Mapping[str, Floats],
+    config: AlgorithmConfig,
+    lam: float | None,
+) -> Floats:
+    returns_N = compute_returns(
+        config,
+        _rewards(groups),
+        lengths_S,
+        torch.from_numpy(packed["values"]),
+        lam=config.resolved_gae_lambda if lam is None else lam,
+        kl_N=_kl_in_reward(packed, config),
+    )
+    return np.asarray(returns_N.numpy(), np.float32)
+
+
+def _rewards(groups: list[SampledGroup]) -> torch.Tensor:
+    """[S] float64."""
+    return torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+
+
+def _kl_in_reward(packed: Mapping[str, Floats], config: AlgorithmConfig) -> torch.Tensor | None:
+    """[N] nats, where the penalty is taken off the reward."""
+    if not config.needs_reference or config.kl_in != "reward":
+        return None
+    old_N, reference_N = torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(packed["ref_logprobs"])
+    return kl_per_token(old_N, reference_N, config.resolved_kl_estimator)
+
+
+def _explained_variance(values_N: Floats, returns_N: Floats) -> Metric:
+    """1 - Var(return - value) / Var(return): 1 for a critic that knows all, 0 for one that says the same of all."""
+    variance = float(np.var(returns_N, dtype=np.float64))
+    left = float(np.var(returns_N - values_N, dtype=np.float64))
+    return Metric(value=1 - left / variance if variance > 0 else 0.0)
 
 
 def _loss_values(sequences: list[TrainSequence], values: list[Floats]) -> Floats:

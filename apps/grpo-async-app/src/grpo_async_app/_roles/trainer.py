@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Final, cast
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
-from offbeat_objectives import build_loss
+from offbeat_objectives import ValueLoss, build_loss
 from offbeat_run import check_shared, disk_errors
 from offbeat_types import (
     Metric,
@@ -40,9 +41,12 @@ from offbeat_weightsync import (
     quantize_tensors,
 )
 
+CRITIC_FOLDER: Final = "critic"
+"""Beside the policy in a checkpoint."""
+
 
 class TrainerRole:
-    """Updates the policy, and hands its weights to rollout engines.
+    """Updates the policy, and hands its weights to rollout engines. A critic, where there is one, is updated before it.
 
     Args:
         config: of the run.
@@ -77,11 +81,18 @@ class TrainerRole:
             mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=config.liveness.stall_after_s)
         settings = config.train_engine(model_path, num_updates, num_threads)
         self._engine: TrainEngine = create(settings, mesh) if rendezvous else create(settings)
+        self._critic: TrainEngine | None = None
+        if config.algorithm.needs_critic:
+            of_critic = config.critic_engine(model_path, num_updates, num_threads)
+            self._critic = create(of_critic, mesh) if rendezvous else create(of_critic)
         if checkpoint:
             self._engine.load(Path(checkpoint))
+            if self._critic is not None:
+                self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
         self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
         self._single_step = config.async_.require_batches == 1
         self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
+        self._critic_config, self._value_loss = config.critic, ValueLoss(config.critic.clip)
         self._reward_weights = config.reward.all_weights if config.reward.is_set else {}
         self._rollout = config.rollout
         self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
@@ -114,9 +125,9 @@ class TrainerRole:
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches. Metrics are merged over them."""
         with self._trace(number):
-            return self._update(groups, num_batches)
+            return self._update(groups, num_batches, number)
 
-    def _update(self, groups: list[SampledGroup], num_batches: int) -> Metrics:
+    def _update(self, groups: list[SampledGroup], num_batches: int, number: int) -> Metrics:
         batches, metrics = build_batches(
             groups,
             self._algorithm,
@@ -124,12 +135,26 @@ class TrainerRole:
             num_batches,
             single_step=self._single_step,
             reward_weights=self._reward_weights,
+            critic=self._critic,
+            critic_lambda=self._critic_config.gae_lambda,
         )
-        return merge_metrics([metrics, *map(self._step, batches)])
+        steps = []
+        if self._critic is not None:
+            steps += [self._step_critic(self._critic, batch) for batch in batches]
+        if self._critic is None or number >= self._critic_config.warmup_updates:
+            steps += [self._step(batch) for batch in batches]
+        return merge_metrics([metrics, *steps])
 
     def _step(self, sequences: list[TrainSequence]) -> Metrics:
         losses = _named(self._engine.forward_backward(sequences, self._loss))
         return {**losses, **{f"engine/{name}": metric for name, metric in self._engine.step().items()}}
+
+    def _step_critic(self, critic: TrainEngine, sequences: list[TrainSequence]) -> Metrics:
+        losses = critic.forward_backward(sequences, self._value_loss)
+        measured = {name: metric for name, metric in losses.items() if name.startswith("critic/")}
+        # Each optimizer step has a loss of its own: their mean is the update's.
+        measured["critic/loss"] = Metric(value=measured["critic/loss"].value) if measured else Metric(value=0.0)
+        return {**measured, **{f"critic/{name}": metric for name, metric in critic.step().items()}}
 
     def listen(self, host: str) -> str:
         """Hand weights to engines that reach this machine as `host`: over TCP, or where it is set, a group or the disk.
@@ -195,23 +220,28 @@ class TrainerRole:
         with disk_errors(Path(folder)):
             if with_optimizer:
                 self._engine.save(Path(folder))
+                if self._critic is not None:
+                    self._critic.save(Path(folder) / CRITIC_FOLDER)
             else:
                 self._engine.save_weights(Path(folder))
 
     def sleep(self, level: int) -> int:
         """Give memory back between updates; the bytes of main memory that are held still."""
-        self._sleeper.sleep(level)
+        for engine in self._sleepers:
+            engine.sleep(level)
         return resident_bytes()
 
     def wake(self, tags: tuple[str, ...] = ()) -> int:
         """Take memory again; the bytes of main memory that are held now."""
-        self._sleeper.wake(tags)
+        for engine in self._sleepers:
+            engine.wake(tags)
         return resident_bytes()
 
     @property
-    def _sleeper(self) -> SleepingTrainEngine:
-        assert isinstance(self._engine, SleepingTrainEngine)  # the preflight has seen to it
-        return self._engine
+    def _sleepers(self) -> list[SleepingTrainEngine]:
+        engines = [self._engine] if self._critic is None else [self._engine, self._critic]
+        assert all(isinstance(engine, SleepingTrainEngine) for engine in engines)  # the preflight has seen to it
+        return cast(list[SleepingTrainEngine], engines)
 
     async def beat(self) -> None:
         """Answer, also while an update computes: the process is neither stopped nor stuck."""
@@ -220,6 +250,8 @@ class TrainerRole:
         for sender in self._senders.values():
             sender.close()
         self._engine.close()
+        if self._critic is not None:
+            self._critic.close()
         if world := current_world():
             world.leave()
 

@@ -1,0 +1,69 @@
+"""The critic of a run: section `critic`, and what is wrong with it."""
+
+from dataclasses import dataclass
+
+from offbeat_data import load_tokenizer
+from offbeat_run import ModelFolder, inspect_model
+from offbeat_types import ConfigError, TrainBackend, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """Section `critic`: the value model of `algorithm.advantage = "gae"`, trained by the ranks that train the policy.
+
+    What is not here, such as its schedule or its micro-batches, is as in section `engine`.
+    """
+
+    path: str = setting(
+        "",
+        "Hugging Face folder it starts from, such as a reward model's, with the policy's tokenizer; empty: the "
+        "policy's. A folder without a head of one score gets a new one.",
+    )
+    learning_rate: float = setting(1e-5, "Peak learning rate of its own optimizer.", ge=0)
+    warmup_updates: int = setting(
+        0, "Updates at the beginning in which it learns alone, and the policy stays as it is.", "updates", ge=0
+    )
+    clip: float | None = setting(
+        0.2, "How far a value may move in an update before its loss stops pulling; none: as far as it likes.", gt=0
+    )
+    gae_lambda: float | None = setting(
+        None,
+        "λ of what its values should become; algorithm.gae_lambda if not given. 1: the rewards still to come.",
+        ge=0,
+        le=1,
+    )
+
+
+def check_critic(critic: CriticConfig, policy: ModelFolder, *, is_asked: bool, trust: bool) -> None:
+    """Refuse a critic that nobody asks, or one that reads other tokens than the policy writes.
+
+    Raises:
+        ConfigError: with the setting to change.
+        ModelError: there is no model in its folder.
+    """
+    if not is_asked:
+        if critic != CriticConfig():
+            raise ConfigError('the section critic has no effect without algorithm.advantage = "gae": leave it out')
+        return
+    if not critic.path:
+        return
+    folder = inspect_model(critic.path)
+    difference = load_tokenizer(policy.path, trust).first_difference(load_tokenizer(folder.path, trust))
+    if difference:
+        raise ConfigError(
+            f"critic.path = {critic.path} has another tokenizer than {policy.path} ({difference}): take a model of the "
+            "same family"
+        )
+
+
+def check_critic_engine(backend_name: str, backend: TrainBackend) -> None:
+    """Refuse an engine that trains no values.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    if "score" not in getattr(backend, "heads", ("tokens",)):
+        raise ConfigError(
+            f'algorithm.advantage = "gae" trains a critic, and engine.backend = {backend_name!r} has no head for its '
+            'values: set engine.backend = "torch", or an advantage without a critic, such as "grpo"'
+        )
