@@ -158,7 +158,7 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
         what = "a server"
     if what:
         yield finding(
-            view, "HL061", _socket_confidence(view, parts, guard) if what == "a socket" else "low", node,
+            view, "HL061", _socket_confidence(view, receiver, parts, guard) if what == "a socket" else "low", node,
             f"`{callee}` waits for {what} without a timeout",
             "If the other side is gone or failed without an answer, this one waits for ever.",
             "Wait with a timeout in a loop that checks whether the other side lives, and answer errors, too.",
@@ -175,13 +175,18 @@ def _never_blocks(node: ast.Call, socket: str, guard: Guard | None) -> bool:
     return any(dotted(call.func) == f"{socket}.poll" for call in asked)
 
 
-def _socket_confidence(view: FunctionView, parts: set[str], guard: Guard | None) -> Confidence:
-    """A server may wait for its next request as long as it takes; who waits for an answer may not."""
+def _socket_confidence(view: FunctionView, socket: str, parts: set[str], guard: Guard | None) -> Confidence:
+    """A server may wait for its next request as long as it takes; who waits for an answer may not.
+
+    Whoever has made the socket may have given it a timeout, if it was not this function or its class.
+    """
     loops = [g.node for g in (guard.chain() if guard else ()) if g.kind == "loop"]
     if any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) for loop in loops):
         return "low"
     if _sets_timeouts(view):
         return "low"
+    if "." not in socket and socket not in view.assigned:
+        return "medium"
     return "medium" if parts & {"conn", "connection", "pipe"} else "high"  # a pipe whose other end has died says so
 
 
