@@ -232,8 +232,6 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     scored: list[str] = []
 
     class Asked:
-        environment = None
-
         async def score(self, _: Prompt, written: list[Written], _judge: str) -> list[RewardScore]:
             scored.extend(each.text for each in written)
             return [RewardScore(value=1.0, parts={}) for _ in written]
@@ -245,7 +243,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
         async def generate(self, *_: object) -> list[Completion]:
             return [ended, aborted]
 
-    rollouts = Rollouts(load_config(config, GrpoConfig), cast("Fleet", Asked()), None)
+    rollouts = Rollouts(load_config(config, GrpoConfig), cast("Fleet", Asked()), {})
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
     samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))

@@ -1,17 +1,18 @@
 """What an evaluation works with: weights, sets and engines, checked without anything of training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
-from grpo_async_app._config.preflight import check_positions, check_reward, turn_template
+from grpo_async_app._config.preflight import check_positions, check_reward
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
+from grpo_async_app._config.sources import turn_templates
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
 from offbeat_actors import check_processes
-from offbeat_data import Tokenizer, TurnTemplate, load_prompts, load_tokenizer
+from offbeat_data import CurriculumConfig, Tokenizer, TurnTemplate, load_prompts, load_tokenizer
 from offbeat_objectives import AlgorithmConfig
 from offbeat_placement import Placement
 from offbeat_run import HELD_OUT, inspect_model
@@ -27,14 +28,14 @@ class Evaluation:
         model_path: folder of the weights.
         sets: to answer.
         placement: of the engines.
-        template: puts an environment's words into tokens; None without an environment.
+        templates: put the words of the environment into tokens, where there is one.
     """
 
     config: GrpoConfig
     model_path: Path
     sets: tuple[ValidationSet, ...]
     placement: Placement
-    template: TurnTemplate | None
+    templates: Mapping[str, TurnTemplate]
 
     def asked(self) -> dict[str, Any]:
         """By set, all that answers depend on."""
@@ -88,7 +89,7 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
         model_path=model.path,
         sets=sets,
         placement=place_run(config, view),
-        template=turn_template(config, tokenizer),
+        templates=turn_templates(config, tokenizer, {}),
     )
 
 
@@ -96,6 +97,8 @@ def _without_training(config: GrpoConfig) -> GrpoConfig:
     """Nothing that a trainer, a teacher or a sync of weights would need: the engines serve the folder as it is."""
     return replace(
         config,
+        data=replace(config.data, mix={}),
+        curriculum=CurriculumConfig(),
         engine=EngineConfig(device="cpu"),
         teacher=TeacherConfig(),
         algorithm=AlgorithmConfig(),

@@ -5,10 +5,11 @@ from typing import Any, Final
 
 from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.critic import CriticConfig
+from grpo_async_app._config.mix import PromptsConfig
 from grpo_async_app._config.reward_model import reward_model_of
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
-from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
+from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import HELD_OUT, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import (
@@ -265,7 +266,8 @@ class GrpoConfig:
     """Everything a run of `grpo-async-app` can be told."""
 
     model: ModelConfig
-    data: DataConfig
+    data: PromptsConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -311,11 +313,35 @@ class GrpoConfig:
         return self.eval.at_sync == "go_on" or (self.eval.at_sync == "auto" and not takes_turns)
 
     @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """Those that answer the model, each in a process of its own.
+
+        That of section `environment` under "", and those that sources of `data.mix` have of their own by their names.
+        """
+        own = {name: each.environment for name, each in self.data.mix.items() if each.environment is not None}
+        return {name: each for name, each in {"": self.environment, **own}.items() if each.name}
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a sample may have several turns of the model."""
+        return bool(self.environments) or self.agent.is_set
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there are always more prompts: a mix or a curriculum draws without end."""
+        return bool(self.data.mix) or self.curriculum.is_set or not self.data.epochs
+
+    @property
     def max_response_tokens(self) -> int:
         """Tokens after the prompt at most: of a completion, or of a whole episode."""
+        own = [each.environment for each in self.data.mix.values()]
+        return max(self.response_tokens(each or self.environment) for each in own or [None])
+
+    def response_tokens(self, environment: EnvironmentConfig) -> int:
+        """The same, of samples that this environment answers."""
         if self.agent.is_set:  # which writes its prompts itself
             return self.rollout.max_model_len - self.data.max_prompt_tokens
-        return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens
+        return environment.max_tokens if environment.name else self.rollout.max_tokens
 
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
         return RolloutEngineConfig(

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from grpo_async_app._config.reward_model import check_one_reward_model
 from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
 from offbeat_data import Prompt, RewardConfig, Tokenizer, build_reward, load_prompts
 from offbeat_run import HELD_OUT
@@ -79,14 +80,10 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
         raise ConfigError(f"eval.sets.{name} needs something that judges: set reward.name, or eval.sets.{name}.reward")
     if reward.is_set:
         build_reward(reward)
-    is_shared = config.reward.uses_reward_model and reward.reward_model == config.reward.reward_model
-    if reward.uses_reward_model and not is_shared:
-        raise ConfigError(
-            f"eval.sets.{name}.reward asks a reward model that section reward does not ask: a run has one, so let both "
-            "name reward_model, with the same table"
-        )
+    check_one_reward_model(config.reward, reward, f"eval.sets.{name}.reward")
     source = replace(
         data,
+        mix={},
         path=own.path,
         split=own.split,
         num_items=own.max_prompts,
