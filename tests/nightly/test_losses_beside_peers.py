@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOTrainer
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import (
+    compute_gae_advantage_return,
+    compute_value_loss,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+)
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from offbeat_objectives import AlgorithmConfig, build_loss, compute_advantages, pack
+from offbeat_objectives import AlgorithmConfig, ValueLoss, build_loss, compute_advantages, compute_returns, pack
 from offbeat_types import LossTokens
 
 NUM_SEQUENCES, LENGTH = 6, 9
@@ -370,3 +375,38 @@ def test_an_advantage_is_that_of_trl(name, kind, seed):
     """TRL adds 1e-4 to deviations where we add 1e-6."""
     samples = Samples(seed)
     close(f"trl {name}", samples.ours(name), trl_advantages(samples, kind), rel=3e-3, abs_=3e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.97]), lam=st.sampled_from([0.9, 1.0]))
+def test_a_critic_is_asked_and_taught_as_by_verl(seed, gamma, lam):
+    batch = Batch(seed, 0.3, of_sequences=False)
+    mask_BT, values_BT, moved_BT = batch.mask_BT, batch.old_BT, batch.new_BT
+    lengths_B = mask_BT.sum(1).long()
+    rewards_B = batch.reference_BT[:, 0]
+    rewards_BT = torch.zeros_like(mask_BT)
+    rewards_BT[torch.arange(NUM_SEQUENCES), lengths_B - 1] = rewards_B
+    theirs_BT, returns_BT = compute_gae_advantage_return(rewards_BT, values_BT * mask_BT, mask_BT, gamma, lam)
+    packed = pack(mask_BT, values_BT, moved_BT, theirs_BT, returns_BT)
+    values_N, moved_N, theirs_N, returns_N = packed.tensors
+    config = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
+    prompts_B = torch.arange(NUM_SEQUENCES)
+    ours_N, _ = compute_advantages(config, rewards_B, prompts_B, lengths_B, values_N=values_N)
+    num_tokens = len(ours_N)
+    theirs_N = theirs_N * (num_tokens / (num_tokens - 1)) ** 0.5  # their deviation has n - 1
+    close("gae", ours_N, theirs_N, rel=1e-4, abs_=1e-4)
+    ours_N = compute_returns(config, rewards_B, lengths_B, values_N, lam=lam)
+    close("returns", ours_N, returns_N, rel=1e-5, abs_=1e-6)
+    tokens = LossTokens(
+        logprobs_N=moved_N,
+        entropy_N=torch.zeros_like(moved_N),
+        sequence_N=packed.sequence_N,
+        num_sequences=NUM_SEQUENCES,
+        extras={"values": values_N, "returns": returns_N},
+        total_tokens=num_tokens,
+        total_sequences=NUM_SEQUENCES,
+    )
+    loss, metrics = ValueLoss(0.2)(tokens)
+    wanted, clipped = compute_value_loss(moved_BT, returns_BT, values_BT, mask_BT, 0.2)
+    close("value loss", loss, wanted)
+    close("value clip", metrics["critic/clip_fraction"].value, clipped, rel=1e-5)

@@ -28,6 +28,22 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
     [
         pytest.param(
             MAIN,
+            {"critic.model.path": "/critic", "critic.optim.lr": 2e-5, "algorithm.gamma": 0.99, "critic.ppo_epochs": 2}
+            | {"trainer.critic_warmup": 10},
+            {"algorithm.advantage": "gae", "algorithm.gae_lambda": 1.0, "algorithm.gamma": 0.99}
+            | {"critic.path": "/critic", "critic.learning_rate": 2e-5, "critic.clip": 0.5, "critic.warmup_updates": 10},
+            {"critic.ppo_epochs": "but for section critic as engine says"},
+            id="PPO with a critic, verl's default",
+        ),
+        pytest.param(
+            MAIN,
+            {"algorithm.adv_estimator": "grpo", "critic.model.path": "/critic", "algorithm.lam": 0.9},
+            {"algorithm.advantage": "grpo", "critic.path": None, "algorithm.gae_lambda": None},
+            {"critic.model.path": "with gae alone", "algorithm.lam": "belongs to gae"},
+            id="a critic that nobody asks",
+        ),
+        pytest.param(
+            MAIN,
             {"data.train_batch_size": 512, f"{PREFIX}actor.ppo_mini_batch_size": 32}
             | {f"{PREFIX}actor.optim.lr_warmup_steps": 10, "trainer.save_freq": 20},
             {"async.require_batches": 16, "engine.warmup_steps": 160, "checkpoint.every": 20},

@@ -259,12 +259,12 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
 
 def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_path: Path) -> None:
     path, target = tmp_path / "run.sh", tmp_path / "ours.toml"
-    path.write_text("python -m verl.main data.train_files=/d trainer.nnodes=$NODES algorithm.adv_estimator=gae\n")
+    path.write_text("python -m verl.main data.train_files=/d trainer.nnodes=$NODES algorithm.adv_estimator=mine\n")
     ended = command("import", "verl", path, "--out", target)
     assert ended.code == 0, ended.err
     told = " ".join(ended.out.split())
     assert "${NODES} is not known here: 1 stands in its place" in told
-    assert "gae is not there (no critic is trained): grpo takes its place" in told
+    assert "mine is not there: grpo takes its place" in told
     assert "with something to put right" in told
     assert "model.path" in told
 

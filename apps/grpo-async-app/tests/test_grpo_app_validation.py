@@ -199,3 +199,12 @@ def test_an_evaluation_needs_nothing_of_training(config: Path, model: Path) -> N
     assert [each.name for each in evaluation.sets] == ["held-out"]
     with pytest.raises(ConfigError, match="--set sum: no such validation set; there are held-out"):
         check_evaluation(load_config(config, GrpoConfig), ["sum"])
+
+
+def test_a_set_cannot_ask_a_reward_model_that_the_run_does_not_have(command: CommandLine, config: Path) -> None:
+    path = config.parent / "sums.jsonl"
+    own = '{name = "reward_model", reward_model = {path = "/models/judge"}}'
+    config.write_text(f'{config.read_text()}\n[eval.sets.judged]\npath = "{path}"\nreward = {own}\n')
+    ended = command("plan", config)
+    assert ended.code == 2
+    assert "eval.sets.judged.reward asks a reward model that section reward does not ask" in ended.err

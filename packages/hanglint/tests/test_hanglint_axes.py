@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat_hanglint._program.axes import environment_axes, group_axes, meet, rank_axes
+from offbeat_hanglint._program.axes import attribute_axes, environment_axes, group_axes, meet, rank_axes
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ from offbeat_hanglint._program.axes import environment_axes, group_axes, meet, r
         ("world_size", set()),
         ("num_ranks", set()),
         ("ranks", set()),
+        ("single_rank_consolidation", set()),
         ("frank", set()),
     ],
 )
@@ -67,6 +68,21 @@ def test_a_group_is_known_by_the_words_of_its_expression(text, axes):
 )
 def test_a_condition_and_a_collective_meet_where_they_share_an_axis(guard, spanned, expected):
     assert meet(guard, spanned) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("self.rank", {"world"}),
+        ("config.lora.rank", set()),
+        ("self.lora_config.rank", set()),
+        ("args.should_save", {"world"}),
+        ("control.should_save", set()),
+        ("self.state.should_save", set()),
+    ],
+)
+def test_what_holds_a_name_may_say_that_it_is_no_rank(text, axes):
+    assert attribute_axes(text) == axes
 
 
 def test_variables_of_launchers_give_ranks():

@@ -200,3 +200,53 @@ def log(value, group=None):
 """
     code = GUARDED.format(imports="from sums import log", call="log(value)")
     assert findings(tmp_path, sums=sums, main=code) != []
+
+
+ASKED = """import os
+import torch.distributed as dist
+
+def setting():
+    return int(os.environ.get("RANK", -1)), int(os.environ.get("LOCAL_RANK", -1))
+
+def is_dist():
+    rank, local_rank = setting()
+    return rank >= 0 and local_rank != -1
+
+def is_first():
+    rank, local_rank = setting()
+    return rank {0}
+
+def report(value):
+    if is_dist():
+        dist.all_reduce(value)
+
+def report_first(value):
+    if is_first():
+        dist.all_reduce(value)
+"""
+
+
+def test_whether_there_is_a_rank_is_the_same_on_all_ranks(tmp_path):
+    (found,) = findings(tmp_path, main=ASKED.format("in (-1, 0)"))
+    assert found.function == "report_first"
+    assert findings(tmp_path, main=ASKED.format("is not None")) == []
+
+
+HALVES = """import torch.distributed as dist
+
+class report_first:
+    def __enter__(self):
+        self.first = dist.get_rank() == 0
+        if not self.first:
+            dist.barrier()
+
+    def __exit__(self, *error):
+        if self.first:
+            {0}
+"""
+
+
+def test_a_context_manager_whose_other_half_makes_the_call_is_no_sure_finding(tmp_path):
+    found = findings(tmp_path, main=HALVES.format("dist.barrier()"))
+    assert {finding.confidence for finding in found} <= {"low"}
+    assert "high" in {finding.confidence for finding in findings(tmp_path, main=HALVES.format("pass"))}

@@ -55,8 +55,12 @@ def test_help_tells_every_setting_with_its_unit(capsys):
     assert "exit codes: 0 ended by Ctrl-C or SIGTERM" in re.sub(r"\s+", " ", told)
 
 
+def readme_sources() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def test_the_readme_s_example_runs(model, capsys):
-    source, *_ = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    source, _ = readme_sources()
     exec(compile(source.replace("SmolLM2-135M-Instruct", str(model)), "README.md", "exec"), {"__name__": "readme"})
     told = capsys.readouterr().out
     assert re.search(r"policy 0 .* never tokenised again: True", told)

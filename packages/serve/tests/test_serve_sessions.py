@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -189,3 +191,21 @@ async def test_a_template_that_rewrites_turns_gives_a_trajectory_for_each(model,
             await chat(client, [*messages, said.model_dump(), {"role": "user", "content": "two"}])
         assert [len(each.turns) for each in server.sessions.take(session.key).result().trajectories] == [1, 1]
     await engine.close()
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+async def test_the_readme_s_session_records_an_agent(served):
+    _, source = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict = {}
+    exec(compile(source, "README.md", "exec"), names)
+
+    async def agent(key):
+        client = openai.AsyncOpenAI(
+            base_url=f"{served.server.url}/v1", api_key=key, max_retries=0, http_client=served.http
+        )
+        await chat(client, [{"role": "user", "content": "what is one and one?"}], max_tokens=4)
+
+    recorded = await names["act"](served.server, agent)
+    assert [len(each.turns) for each in recorded.trajectories] == [1]

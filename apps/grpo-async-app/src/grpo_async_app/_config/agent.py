@@ -43,6 +43,7 @@ class AgentConfig:
         "with its arguments. Each episode is a fork.",
         is_text=True,
     )
+    preload_deadline_s: float = setting(300.0, "Longest import of them.", "s", gt=0)
     variables: dict[str, str] = setting({}, "Further environment variables of the program.")
     deadline_s: float = setting(300.0, "Longest episode; after it the program is killed.", "s", gt=0)
     max_running: int = setting(64, "Episodes at once at most.", "episodes", ge=1)

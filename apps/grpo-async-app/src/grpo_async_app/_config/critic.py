@@ -1,10 +1,11 @@
 """The critic of a run: section `critic`, and what is wrong with it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from offbeat_data import load_tokenizer
 from offbeat_run import ModelFolder, inspect_model
-from offbeat_types import ConfigError, TrainBackend, setting
+from offbeat_types import ConfigError, TrainBackend, load_backend, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,8 @@ class CriticConfig:
 
     What is not here, such as its schedule or its micro-batches, is as in section `engine`.
     """
+
+    backend: str = setting("torch", "Training engine, whichever trains the policy: one with a head for values.")
 
     path: str = setting(
         "",
@@ -32,6 +35,7 @@ class CriticConfig:
         ge=0,
         le=1,
     )
+    options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
 
 def check_critic(critic: CriticConfig, policy: ModelFolder, *, is_asked: bool, trust: bool) -> None:
@@ -56,14 +60,14 @@ def check_critic(critic: CriticConfig, policy: ModelFolder, *, is_asked: bool, t
         )
 
 
-def check_critic_engine(backend_name: str, backend: TrainBackend) -> None:
-    """Refuse an engine that trains no values.
+def load_critic_backend(name: str) -> TrainBackend:
+    """The engine that trains the critic.
 
     Raises:
-        ConfigError: with the setting to change.
+        BackendError: it is not installed.
+        ConfigError: it trains no values.
     """
+    backend: TrainBackend = load_backend("offbeat.engine", name)
     if "score" not in getattr(backend, "heads", ("tokens",)):
-        raise ConfigError(
-            f'algorithm.advantage = "gae" trains a critic, and engine.backend = {backend_name!r} has no head for its '
-            'values: set engine.backend = "torch", or an advantage without a critic, such as "grpo"'
-        )
+        raise ConfigError(f'critic.backend = {name!r} has no head for values: set critic.backend = "torch"')
+    return backend

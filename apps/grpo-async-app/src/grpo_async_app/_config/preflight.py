@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from grpo_async_app._config.critic import check_critic, check_critic_engine
+from grpo_async_app._config.critic import check_critic, load_critic_backend
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
@@ -402,9 +402,9 @@ def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, v
     if view.reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
     if config.algorithm.needs_critic:
-        check_critic_engine(config.engine.backend, backend)
         critic = config.critic_engine(config.model.path, num_updates)
-        backend.plan(replace(critic, device=wanted.device), config.engine.num_ranks)
+        of_critic = load_critic_backend(config.critic.backend)
+        of_critic.plan(replace(critic, device=wanted.device), config.engine.num_ranks)
     return backend.plan(wanted, config.engine.num_ranks)
 
 

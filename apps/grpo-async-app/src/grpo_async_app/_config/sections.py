@@ -1,6 +1,6 @@
 """The configuration of a run: one section per class, each declared where it is used."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from grpo_async_app._config.agent import AgentConfig
@@ -379,8 +379,9 @@ class GrpoConfig:
 
     def critic_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
         """What the training backend is given for the critic; `model_path` is the policy's."""
+        own = {"learning_rate": self.critic.learning_rate, "options": self.critic.options}
         return TrainEngineConfig(
-            **_shared(replace(self.engine, learning_rate=self.critic.learning_rate), TrainEngineSettings),
+            **{**_shared(self.engine, TrainEngineSettings), **own},
             head="score",
             num_threads=num_threads,
             model_path=self.critic.path or model_path,

@@ -16,7 +16,6 @@ from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError
 
 _SFT_HERE: Final = "`sft-app import` takes it"
-_NO_CRITIC: Final = "no critic is trained here; with algorithm.adv_estimator=grpo in it, it can be imported"
 _OTHERS: Final = {
     "sft_trainer": ("SFT", _SFT_HERE),
     "main_generation": ("generation without training", "`grpo-async-app evaluate RUN` samples from what was trained"),
@@ -27,11 +26,11 @@ _OTHERS: Final = {
     "main_flowrl": ("FlowRL, which has another objective", "there is no such loss here"),
     "main_gkd": ("GKD", "write a file with a section teacher: on-policy distillation"),
     "vla.main_ppo": ("RL of a robot's policy in a simulator", "language models are trained here"),
-    "main_ppo_split": ("PPO with a critic", _NO_CRITIC),
 }
 """What the end of a program's name says it is, and what to do."""
 _KNOWN_PROGRAMS: Final = (
     "main_ppo",
+    "main_ppo_split",
     "main_ppo_sync",
     "main_ppo_v0",
     "main_dapo",
@@ -39,7 +38,6 @@ _KNOWN_PROGRAMS: Final = (
     "fully_async_main",
 )
 _KNOWN_CONFIGS: Final = re.compile(r"(fully_async_|one_step_off_|transfer_queue_)?(ppo|dapo)(_megatron)?_trainer")
-_OF_A_CRITIC: Final = ("critic.model.path", "critic.optim.lr", "critic.enable")
 
 _TRL_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "RLOO": ("normalize_advantages", "reward_clip_range", "rloo_k"),
@@ -77,17 +75,12 @@ _OF_GRPO: Final = (
 
 
 def _check_openrlhf(source: Source, file: Path) -> Sequence[str]:
-    """Refuse what is no run of train_ppo_ray without a critic."""
+    """Refuse what is no run of train_ppo_ray."""
     program, options = source.program, source.options
     if not program.name.endswith("train_ppo_ray"):
         raise ConfigError(f"{file} starts {program.name}, not openrlhf.cli.train_ppo_ray: give a script of RL")
     if "actor.model_name_or_path" not in options:
         raise ConfigError(f"{file} has no --actor.model_name_or_path: options are read by their names of 2026")
-    if options.get("algo.advantage.estimator", "gae") == "gae":
-        raise ConfigError(
-            f"{file} is PPO with a critic (gae), not an RL run to import: no critic is trained here; with "
-            "--algo.advantage.estimator group_norm in it, it can be imported"
-        )
     return ()
 
 
@@ -104,9 +97,6 @@ def _check_verl(source: Source, file: Path) -> Sequence[str]:
             f"{file} has no option of actor_rollout_ref or algorithm: it is {kind}, not an RL run to import: "
             + (_SFT_HERE if kind == "SFT" else "give a script or a configuration of verl's main_ppo")
         )
-    has_critic = any(options.get(name) for name in _OF_A_CRITIC)
-    if has_critic and options.get("algorithm.adv_estimator", "gae") == "gae":
-        raise ConfigError(f"{file} is PPO with a critic (gae), not an RL run to import: {_NO_CRITIC}")
     told = []
     if stem and stem.rsplit(".", 1)[-1].rsplit("/", 1)[-1] not in _KNOWN_PROGRAMS:
         told.append(f"{program.name}: not known, read as verl.trainer.main_ppo")
@@ -131,6 +121,7 @@ def _check_trl(source: Source, file: Path) -> Sequence[str]:
     advice = {
         "SFT": _SFT_HERE,
         "RLOO": 'take out what only RLOOConfig has, import the rest, and set algorithm.advantage = "rloo"',
+        "PPO with a critic": 'write a file with algorithm.advantage = "gae" and a section critic',
         "of another trainer": f"none of {', '.join(_OF_GRPO[:3])}, … is in it: give a GRPOConfig",
         "a mixture of data sets": "give the GRPOConfig that it is used with",
         "a configuration of accelerate": "give the GRPOConfig that it is used with",

@@ -14,6 +14,7 @@ _ADVANTAGES: Final = {
     "rloo": "rloo",
     "reinforce": "reinforce_plus_plus",
     "reinforce_baseline": "dr_grpo",
+    "gae": "gae",
 }
 _CORRECTIONS: Final = {"tis": "token_tis", "icepop": "icepop", "seq-mask-tis": "token_tis_geometric_rs"}
 _CORRECTION: Final = "algo.advantage.is_correction_"
@@ -33,7 +34,7 @@ ALWAYS: Final[Mapping[str, str]] = {
     "logger.logging_steps": "every update is logged",
 }
 MISSING: Final[Mapping[str, str]] = {
-    "critic.*": "no critic is trained",
+    "critic.*": "a critic is trained with gae alone, and but for section critic as engine says",
     "ref.*": "the reference policy is kept by the trainer",
     "train.max_epochs": "each sample is trained on once",
     "ds.*offload": "weights, gradients and moments stay on the device",
@@ -155,6 +156,8 @@ def _write_objective(draft: Draft) -> None:
     name = "algo.advantage.estimator"
     wanted = draft.take(name, default="gae")
     draft.put("algorithm.advantage", _ADVANTAGES.get(wanted, "grpo"), name)
+    if wanted == "gae":
+        _write_critic(draft)
     if wanted == "reinforce_baseline":
         draft.change(name, "divided by the batch's spread there; dr_grpo, which leaves it out, takes its place")
     if wanted == "group_norm" and draft.take("algo.advantage.no_std_norm"):
@@ -185,6 +188,17 @@ def _write_objective(draft: Draft) -> None:
     if length:
         draft.put("algorithm.overlong_buffer_tokens", int(length), "reward.overlong_buffer_len")
         draft.put("algorithm.overlong_penalty_factor", float(factor), "reward.overlong_penalty_factor")
+
+
+def _write_critic(draft: Draft) -> None:
+    draft.copy("algorithm.gae_lambda", "algo.advantage.lambd", default=1.0)
+    draft.copy("algorithm.gamma", "algo.advantage.gamma", default=1.0)
+    draft.copy("critic.path", "critic.model_name_or_path", told=FETCHED)
+    draft.copy("critic.learning_rate", "critic.adam.lr", default=9e-6)
+    draft.copy("critic.clip", "critic.value_clip", default=0.5)
+    draft.put(
+        "critic.warmup_updates", max(draft.number("critic.freezing_steps", default=-1), 0), "critic.freezing_steps"
+    )
 
 
 def _write_correction(draft: Draft) -> None:

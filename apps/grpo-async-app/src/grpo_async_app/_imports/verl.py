@@ -49,7 +49,7 @@ MISSING: Final[Mapping[str, str]] = {
     "trainer.v1.sampler.max_off_policy_strategy": "async.on_exceed, beside async.max_version_lag",
     "data.truncation": "nothing is cut: prompts that are too long are left out and counted",
     "data.gen_batch_size": "prompts are submitted one by one",
-    "critic.* trainer.critic_warmup": "no critic is trained",
+    "critic.* trainer.critic_warmup": "a critic is trained with gae alone, and but for section critic as engine says",
     "trainer.val_before_train": "the first validation comes after eval.every_updates",
     "trainer.experiment_name trainer.default_local_dir": "name the run folder: --out FOLDER",
     f"{_ACTOR}fsdp_config.*": "weights, gradients and moments are always sharded, and stay on the device",

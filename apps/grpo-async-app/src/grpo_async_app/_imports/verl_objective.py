@@ -21,6 +21,7 @@ _ADVANTAGES: Final = {
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
     "remax": "remax",
     "opo": "opo",
+    "gae": "gae",
 }
 _LOSSES: Final = {
     "vanilla": "ppo_clip",
@@ -80,8 +81,7 @@ def _write_advantage(draft: Draft) -> None:
     by_spread = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
     advantage = _ADVANTAGES.get(wanted, "grpo")
     if wanted not in _ADVANTAGES:
-        reason = " (no critic is trained)" if wanted == "gae" else ""
-        draft.change(name, f"{wanted} is not there{reason}: grpo takes its place")
+        draft.change(name, f"{wanted} is not there: grpo takes its place")
     if advantage == "grpo" and not by_spread:
         advantage = "dr_grpo"
     draft.put("algorithm.advantage", advantage, name)
@@ -92,10 +92,23 @@ def _write_advantage(draft: Draft) -> None:
     elif advantage == "gpg":
         draft.change(name, "scaled there by samples / non-zero rewards, here by samples / those of groups that differ")
     gamma = draft.take("algorithm.gamma")
-    if gamma is not None and advantage == "reinforce_plus_plus":
+    if gamma is not None and advantage in ("reinforce_plus_plus", "gae"):
         draft.put("algorithm.gamma", gamma, "algorithm.gamma")
-    if draft.take("algorithm.lam") is not None:
-        draft.miss("algorithm.lam", "belongs to gae, which needs a critic")
+    if advantage == "gae":
+        _write_critic(draft)
+    elif draft.take("algorithm.lam") is not None:
+        draft.miss("algorithm.lam", "belongs to gae")
+
+
+def _write_critic(draft: Draft) -> None:
+    """Source: verl/trainer/config/critic/critic.yaml and ppo_trainer.yaml."""
+    draft.copy("algorithm.gae_lambda", "algorithm.lam", default=1.0)
+    draft.copy("critic.path", "critic.model.path")
+    if "critic.path" not in draft.entries:
+        draft.change("critic.model.path", "a model of 7B that need not be yours there; here it starts as the policy")
+    draft.copy("critic.learning_rate", "critic.optim.lr", default=1e-5)
+    draft.copy("critic.clip", "critic.cliprange_value", default=0.5)
+    draft.copy("critic.warmup_updates", "trainer.critic_warmup", default=0)
 
 
 def _write_gdpo(draft: Draft) -> None:

@@ -46,7 +46,7 @@ class AgentRole:
 
     def __init__(self, *, config: AgentConfig) -> None:
         self._config = config
-        self._forks = ForkServer(config.preload) if config.preload else None
+        self._forks = ForkServer(config.preload, config.preload_deadline_s) if config.preload else None
 
     async def start(self) -> None:
         """Import what episodes begin with, where there is something."""

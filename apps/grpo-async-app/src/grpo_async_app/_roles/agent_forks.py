@@ -22,7 +22,6 @@ from typing import IO, Any, Final
 
 from offbeat_types import ConfigError
 
-_IMPORTED_WITHIN_S: Final = 300.0
 _READY: Final = b"ready"
 _LONGEST_REQUEST: Final = 192 * 1024
 """Bytes of one message; the environment of a program is the most of it."""
@@ -33,10 +32,11 @@ class ForkServer:
 
     Args:
         modules: imported before anything is forked.
+        deadline_s: for these imports.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self._modules = list(modules)
+    def __init__(self, modules: Sequence[str], deadline_s: float) -> None:
+        self._modules, self._deadline_s = list(modules), deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket
 
@@ -51,12 +51,14 @@ class ForkServer:
             words = [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         names = ", ".join(self._modules)
-        self._socket.settimeout(_IMPORTED_WITHIN_S)
+        self._socket.settimeout(self._deadline_s)
         try:
             if self._socket.recv(len(_READY)) != _READY:
                 raise ConfigError(f"agent.preload: importing {names} failed; see the log of agent-0")
         except TimeoutError:
-            raise ConfigError(f"agent.preload: importing {names} takes more than {_IMPORTED_WITHIN_S:g} s") from None
+            raise ConfigError(
+                f"agent.preload: importing {names} takes more than agent.preload_deadline_s = {self._deadline_s:g}"
+            ) from None
         finally:
             self._socket.settimeout(None)
 

@@ -83,8 +83,9 @@ class TrainerRole:
         self._engine: TrainEngine = create(settings, mesh) if rendezvous else create(settings)
         self._critic: TrainEngine | None = None
         if config.algorithm.needs_critic:
+            create_critic = load_backend("offbeat.engine", config.critic.backend).create
             of_critic = config.critic_engine(model_path, num_updates, num_threads)
-            self._critic = create(of_critic, mesh) if rendezvous else create(of_critic)
+            self._critic = create_critic(of_critic, mesh) if rendezvous else create_critic(of_critic)
         if checkpoint:
             self._engine.load(Path(checkpoint))
             if self._critic is not None:

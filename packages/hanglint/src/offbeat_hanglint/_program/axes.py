@@ -34,6 +34,7 @@ _NOT_A_RANK: Final = frozenset(
     (
         "lora",
         "low",
+        "single",
         "ranks",
         "size",
         "num",
@@ -148,6 +149,21 @@ def rank_axes(name: str) -> Axes:
             _axes_of(parts, leader=False) if "world" not in parts and parts[-1] == "rank" and _is_axis(parts) else NONE
         )
     return _axes_of(parts, leader=False)
+
+
+# Whose `rank` is that of a matrix, and whose `should_save` is that of a step.
+_HOLDERS_OF_OTHERS: Final = frozenset(("lora", "peft", "adapter", "svd", "dora", "galore"))
+_HOLDERS_OF_STEPS: Final = frozenset(("control", "state"))
+
+
+@lru_cache(maxsize=100_000)
+def attribute_axes(text: str) -> Axes:
+    """As `rank_axes` of the last name in a dotted text; `config.lora.rank` and `control.should_save` tell no rank."""
+    holder, _, last = text.rpartition(".")
+    held_by = set(words(holder.rpartition(".")[2]))
+    if (held_by & _HOLDERS_OF_OTHERS and last == "rank") or (held_by & _HOLDERS_OF_STEPS and last == "should_save"):
+        return NONE
+    return rank_axes(last)
 
 
 def _is_axis(parts: tuple[str, ...]) -> bool:

@@ -11,7 +11,17 @@ A dependence is a tag with the name that showed it: axes as in `axes.py`, or one
 
 from typing import Final
 
-from offbeat_hanglint._program.axes import NONE, UNKNOWN, WORLD, Axes, environment_axes, group_axes, rank_axes, words
+from offbeat_hanglint._program.axes import (
+    NONE,
+    UNKNOWN,
+    WORLD,
+    Axes,
+    attribute_axes,
+    environment_axes,
+    group_axes,
+    rank_axes,
+    words,
+)
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
 
@@ -187,7 +197,7 @@ class Dependence:
             axes = environment_axes(key) if head.endswith("environ") else rank_axes(key) if key else NONE
             return dict.fromkeys(axes, atom) if axes else self.of_atom(caller, head, depth) if "[" not in head else {}
         last = atom.rsplit(".", 1)[-1]
-        axes = rank_axes(last)
+        axes = attribute_axes(atom)
         if axes and axes != WORLD:
             return dict.fromkeys(axes, atom)
         function = self.program.functions[caller]

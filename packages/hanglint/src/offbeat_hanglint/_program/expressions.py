@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from offbeat_hanglint._program.axes import rank_axes
+
 MAX_TEXT: Final = 120
 # Where an argument chooses whose rank is asked for: `dist.get_rank(group)`, `mesh.get_local_rank("tp")`.
 _ASKS_FOR_RANK: Final = frozenset(
@@ -68,6 +70,19 @@ def comparisons_in(node: ast.AST) -> list[ast.Compare]:
         elif isinstance(current, ast.BoolOp | ast.UnaryOp | ast.IfExp):
             stack += parts(current)
     return found
+
+
+def asks_whether_known(node: ast.Compare) -> bool:
+    """Whether a comparison asks only if there is a value: `rank >= 0`, `rank != -1`, `rank is None`.
+
+    Ranks of a distributed run all have one, so it says the same on each of them.
+    """
+    right = node.comparators[0]
+    if isinstance(right, ast.UnaryOp) and isinstance(right.op, ast.USub):
+        return True
+    if not isinstance(right, ast.Constant):
+        return False
+    return right.value is None or (right.value == 0 and isinstance(node.ops[0], ast.GtE | ast.Lt))
 
 
 def calls_in(node: ast.AST) -> list[ast.Call]:
@@ -158,6 +173,8 @@ def atoms(node: ast.expr) -> Iterator[str]:
             if text:
                 yield text
             stack.append(current.value)
+        elif isinstance(current, ast.Compare) and asks_whether_known(current):
+            yield from (atom for atom in atoms(current.left) if not rank_axes(atom.rsplit(".", 1)[-1]))
         elif isinstance(current, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             continue
         else:

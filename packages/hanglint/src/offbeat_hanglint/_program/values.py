@@ -5,7 +5,7 @@ from typing import Final
 
 from offbeat_hanglint._program.axes import UNKNOWN, Axes, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, is_data_name, is_filled_name
-from offbeat_hanglint._program.expressions import call_atom, dotted, is_passing_on
+from offbeat_hanglint._program.expressions import asks_whether_known, call_atom, dotted, is_passing_on
 from offbeat_hanglint._program.view import FunctionView, Guard
 
 MAX_EXPRESSION_DEPTH: Final = 40
@@ -199,15 +199,10 @@ class Values:
             text = dotted(right)
             if any(is_filled_name(part) for part in text.removesuffix("()").split(".") if part != "self"):
                 return {"fill": text}
-        is_none = isinstance(right, ast.Constant) and right.value is None
-        if (
-            is_none
-            or (isinstance(right, ast.UnaryOp) and isinstance(right.op, ast.USub))
-            or (isinstance(node.ops[0], ast.GtE | ast.Lt) and isinstance(right, ast.Constant) and right.value == 0)
-        ):
+        if asks_whether_known(node):
             text = dotted(node.left)
             kept = {t: w for t, w in found.items() if t in LOCAL or UNDER in w}
-            if is_none and "data" in kept and not _may_be_missing(text):
+            if isinstance(right, ast.Constant) and right.value is None and "data" in kept and not _may_be_missing(text):
                 kept.pop("data")
             return kept
         return found

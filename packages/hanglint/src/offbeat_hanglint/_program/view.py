@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from offbeat_hanglint._program.depend import Dependence, Depends
 from offbeat_hanglint._program.facts import FileFact, FunctionFact
@@ -65,6 +66,14 @@ class Event:
             yield from self.guard.chain()
 
 
+_OTHER_HALF: Final = {
+    "__enter__": "__exit__",
+    "__exit__": "__enter__",
+    "__aenter__": "__aexit__",
+    "__aexit__": "__aenter__",
+}
+
+
 @dataclass(eq=False)
 class Exit:
     """A return, raise, continue or break, and what decides about it."""
@@ -99,6 +108,22 @@ class FunctionView:
         return next(
             (v for v in reversed(values) if (v.end_lineno or v.lineno) < line),
             values[0] if values and values[0] is not before else None,
+        )
+
+    def other_half_calls(self, kind: str) -> bool:
+        """Whether this is one half of a context manager, and the other half reaches the same collective.
+
+        Ranks that do not come to it on the way in then do on the way out, as a rule.
+        """
+        other = _OTHER_HALF.get(self.fact.name)
+        if other is None or not self.fact.class_name:
+            return False
+        file_number = self.program.file_of[self.index]
+        targets = self.program.find_method(file_number, self.fact.class_name, other)
+        return any(
+            simple_kind(entry.kind) == simple_kind(kind)
+            for target in targets
+            for entry in self.reach.of[target.function].values()
         )
 
     def inside(self, node: ast.AST, side: str) -> list[Event]:

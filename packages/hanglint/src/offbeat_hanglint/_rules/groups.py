@@ -63,6 +63,7 @@ def _new_group(view: FunctionView, event: Event) -> Iterator[Finding]:
             or hit.depth > 2
             or hit.kind == "initialize_model_parallel"
             or any("under which" in w for w in guard.depends.values())
+            or view.other_half_calls(hit.kind)
         )
         yield finding(
             view, "HL030", "medium" if is_guess else "high", event.node,

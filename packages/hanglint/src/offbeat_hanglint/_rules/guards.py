@@ -161,7 +161,7 @@ def _normal(guard: Guard) -> tuple[str, bool]:
 
 
 def _rank_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached) -> Finding:
-    confidence = _confidence(event, guard, hit)
+    confidence = "low" if view.other_half_calls(hit.kind) else _confidence(event, guard, hit)
     is_left = guard.kind == "rest"
     specific = only_axes(guard.depends) - {"world", "node", "rank"}
     rule = "HL010" if is_left else "HL001" if event.is_direct else "HL002"

@@ -102,6 +102,19 @@ _LINES = (
         {"train/ratio_max": "largest ratio"},
     ),
     _Lines(
+        "What the critic explains",
+        "Share of the returns' variance that its values explain, before the update. Near 0 it has learned nothing yet.",
+        {"critic/explained_variance": "explained"},
+        {"tickformat": ".0%"},
+    ),
+    _Lines(
+        "Values and returns",
+        "What the critic expects of a token, and what it should: means over the tokens of an update.",
+        {"critic/value": "value", "critic/return": "return"},
+        {"title": {"text": "reward"}},
+    ),
+    _Lines("Loss of the critic", "Half the squared error of its values.", {"critic/loss": "loss"}, _from_zero()),
+    _Lines(
         "Groups left out",
         "Filtered: all rewards equal, nothing to learn. Dropped: sampled by too old a policy.",
         {"groups/filtered": "filtered", "groups/dropped": "dropped"},

@@ -1,0 +1,150 @@
+"""PPO with a critic: it learns, alone at first, on any number of ranks, and a resumed run has the one it left."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from grpo_runs import Main, latest_checkpoint, run_to_its_end, values_of
+from role_faults import signal_role
+from safetensors.torch import load_file
+from test_grpo_app_parts import FixedLogprobs, group
+
+from grpo_async_app._roles.batches import build_batches
+from offbeat_objectives import AlgorithmConfig
+from offbeat_testing import CommandLine, RunningCommand, tiny_model
+from offbeat_types import TrainSequence
+
+GAE = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-2", "--eval.every_updates=0")
+# On policy and greedy enough to be the same run each time: the groups of an update are those of its prompts.
+SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.seed=7")
+
+
+class RisingValues:
+    """A critic that says 0.1 at the first loss token, 0.2 at the second, and so on."""
+
+    def logprobs(self, sequences: list[TrainSequence], *, reference: bool = False) -> list[Any]:
+        return [0.1 * np.cumsum(each.loss_mask).astype(np.float32) * each.loss_mask for each in sequences]
+
+
+def test_advantages_and_returns_are_those_of_the_values_before_each_token() -> None:
+    config = AlgorithmConfig(advantage="gae", gae_lambda=0.5, options={"normalise": False})
+    critic: Any = RisingValues()
+    engine: Any = FixedLogprobs()
+    [[first, second]], metrics = build_batches(
+        [group(0, [3, 1], [1.0, 0.0])], config, engine, 1, critic=critic, critic_lambda=1.0
+    )
+    # δ = 0.1, 0.1, 0.7 with values 0.1, 0.2, 0.3 and a reward of 1 at the end
+    np.testing.assert_allclose(first.extras["advantages"][first.loss_mask], [0.325, 0.45, 0.7], atol=1e-6)
+    np.testing.assert_allclose(first.extras["returns"][first.loss_mask], [1.0, 1.0, 1.0], atol=1e-6)
+    np.testing.assert_allclose(first.extras["values"][first.loss_mask], [0.1, 0.2, 0.3], atol=1e-6)
+    np.testing.assert_allclose(second.extras["advantages"][second.loss_mask], [-0.1], atol=1e-6)
+    left, wanted = np.array([0.9, 0.8, 0.7, -0.1]), np.array([1.0, 1.0, 1.0, 0.0])
+    assert metrics["critic/explained_variance"].value == pytest.approx(1 - left.var() / wanted.var(), abs=1e-5)
+
+
+def test_a_critic_learns_alone_at_first_and_is_kept_in_checkpoints(
+    forked_main: Main, config: Path, tmp_path: Path, model: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [*GAE, "--critic.warmup_updates=3", "--checkpoint.every=3", "--engine.learning_rate=1e-2"]
+    printed = run_to_its_end(forked_main, "train", config, "--out", run, *words)
+    assert "alone for 3 updates" in " ".join(printed.split())
+    losses = values_of(run, "critic/loss")
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    assert sorted(values_of(run, "train/loss")) == [4, 5], "the policy was trained in the critic's warm-up"
+    assert min(losses[4], losses[5]) < losses[1], losses
+    assert sorted(values_of(run, "critic/explained_variance")) == sorted(losses)
+    start = load_file(model / "model.safetensors")
+    for number, trained in ((3, False), (5, True)):
+        folder = run / "checkpoints" / f"step-{number:06d}"
+        held = load_file(folder / "model.safetensors")
+        same = all(torch.equal(held[name], start[name]) for name in start if name in held)
+        assert same != trained, f"update {number}"
+        assert "score.weight" in load_file(folder / "critic" / "model.safetensors")
+    report = (run / "report.html").read_text()
+    assert "What the critic explains" in report
+
+
+def test_two_ranks_train_the_critic_as_one_process_does(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        words = [*GAE, *SYNCHRONOUS, f"--engine.num_ranks={number}", "--critic.gae_lambda=1"]
+        run_to_its_end(forked_main, "train", config, "--out", tmp_path / str(number), *words)
+    one, two = (load_file(latest_checkpoint(tmp_path / n).path / "critic" / "model.safetensors") for n in ("1", "2"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.nightly
+def test_a_run_whose_trainer_is_killed_goes_on_with_the_critic_of_its_checkpoint(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    words = [*GAE, *SYNCHRONOUS, "--checkpoint.every=1"]
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    run_to_its_end(forked_main, "train", config, "--out", plain, *words)
+    with RunningCommand(forked_main, "train", config, "--out", killed, *words) as process:
+        process.wait_until(lambda: len(values_of(killed, "critic/loss")) >= 2, "two updates")
+        signal_role(process, "trainer-0", signal.SIGKILL)
+        assert process.wait() == 0, process.output
+    for part in ("model.safetensors", "critic/model.safetensors"):
+        first, second = (load_file(latest_checkpoint(run).path / part) for run in (plain, killed))
+        for name, tensor in first.items():
+            torch.testing.assert_close(second[name], tensor, rtol=0, atol=1e-5, msg=f"{part}: {name}")
+
+
+@pytest.mark.nightly
+def test_the_quickstart_is_learned_with_a_critic(forked_main: Main, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--algorithm.advantage=gae", "--critic.learning_rate=5e-4", "--critic.warmup_updates=5"]
+    words += ["--algorithm.gae_lambda=1", "--algorithm.filter_groups=false"]
+    with RunningCommand(forked_main, "quickstart", "--out", run, *words) as process:
+        assert process.wait(timeout_s=1200) == 0, process.output
+    accuracy = values_of(run, "eval/accuracy")
+    assert accuracy[0] <= 0.55
+    assert max(accuracy.values()) >= 0.8, accuracy
+    explained = list(values_of(run, "critic/explained_variance").values())
+    assert np.mean(explained[-20:]) > 0.2, explained[-20:]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--critic.clip=0.5"], 'section critic has no effect without algorithm.advantage = "gae"'),
+        (["--algorithm.advantage=gae", "--critic.path=/nowhere"], "/nowhere"),
+        (["--algorithm.advantage=gae", "--critic.warmup_updates=5"], "leaves nothing for the policy"),
+        (["--algorithm.advantage=gae", "--critic.backend=nothing"], "nothing"),
+        (["--algorithm.advantage=gae", "--critic.options={pages = 3}"], "pages"),
+    ],
+)
+def test_a_critic_that_cannot_be_is_refused_in_one_line(
+    command: CommandLine, config: Path, words: list[str], said: str
+) -> None:
+    ended = command("plan", config, *words)
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_critic_with_another_tokenizer_is_refused(command: CommandLine, config: Path, tmp_path: Path) -> None:
+    other = tiny_model(tmp_path / "other")
+    held = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = held["model"]["vocab"]
+    one, two = list(vocabulary)[20:22]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(held))
+    ended = command("plan", config, "--algorithm.advantage=gae", f"--critic.path={other}")
+    assert ended.code == 2
+    assert "another tokenizer" in ended.err
+
+
+def test_the_plan_counts_the_critic(command: CommandLine, config: Path) -> None:
+    with_critic, without = (
+        " ".join(command("plan", config, f"--algorithm.advantage={name}").out.split()) for name in ("gae", "grpo")
+    )
+    assert "critic from the policy's weights and a new head, on the trainer's ranks" in with_critic
+    assert "+ critic" in with_critic
+    assert "critic" not in without

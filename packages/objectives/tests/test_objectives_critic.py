@@ -1,0 +1,124 @@
+"""The critic's returns and its loss, against loops over tokens in float64."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat_objectives import AlgorithmConfig, ValueLoss, compute_returns
+from offbeat_types import LossTokens, ShapeError
+
+
+@st.composite
+def value_tokens(draw):
+    """Values before and after a step, and what they should be: [N] float64, of sequences that lie packed."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    old_N, moved_N, returns_N = torch.randn(3, sum(lengths), generator=generator, dtype=torch.float64)
+    return LossTokens(
+        logprobs_N=(old_N + draw(st.sampled_from([0.05, 1.0])) * moved_N).requires_grad_(),
+        entropy_N=torch.zeros_like(old_N),
+        sequence_N=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_sequences=len(lengths),
+        extras={"values": old_N, "returns": returns_N},
+        total_tokens=sum(lengths) + draw(st.integers(0, 5)),
+        total_sequences=len(lengths),
+    )
+
+
+def reference_loss(tokens: LossTokens, clip: float | None) -> float:
+    total = 0.0
+    for value, old, wanted in zip(
+        tokens.logprobs_N.tolist(), tokens.extras["values"].tolist(), tokens.extras["returns"].tolist(), strict=True
+    ):
+        error = (value - wanted) ** 2
+        if clip is not None:
+            held = min(max(value, old - clip), old + clip)
+            error = max(error, (held - wanted) ** 2)
+        total += 0.5 * error / tokens.total_tokens
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=value_tokens(), clip=st.sampled_from([None, 0.2, 0.7]))
+def test_the_loss_is_half_the_larger_squared_error(tokens, clip):
+    loss, metrics = ValueLoss(clip)(tokens)
+    assert loss.item() == pytest.approx(reference_loss(tokens, clip), rel=1e-9)
+    assert metrics["critic/loss"].value == pytest.approx(loss.item(), rel=1e-6)
+    moved_N = (tokens.logprobs_N - tokens.extras["values"]).abs().detach()
+    if clip is None or bool((moved_N < clip).all()):
+        assert metrics["critic/clip_fraction"].value == 0
+    # What the clip holds back has no gradient; all else that of ½ (V - return)² / tokens.
+    (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
+    plain_N = (tokens.logprobs_N.detach() - tokens.extras["returns"]) / tokens.total_tokens
+    assert bool(((gradient_N - plain_N).abs().lt(1e-12) | gradient_N.eq(0)).all())
+
+
+@settings(max_examples=20, deadline=None)
+@given(tokens=value_tokens())
+def test_the_shares_of_micro_batches_add_up(tokens):
+    whole = ValueLoss(0.2)(tokens)[0]
+    cut = 1 + len(tokens.logprobs_N) // 2
+
+    def part(where: slice) -> LossTokens:
+        extras = {name: values_N[where] for name, values_N in tokens.extras.items()}
+        named = {name: getattr(tokens, name)[where] for name in ("logprobs_N", "entropy_N", "sequence_N")}
+        return replace(tokens, extras=extras, **named)
+
+    shares = [ValueLoss(0.2)(part(where))[0] for where in (slice(None, cut), slice(cut, None))]
+    assert sum(shares).item() == pytest.approx(whole.item(), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    gamma=st.sampled_from([1.0, 0.97]),
+    lam=st.sampled_from([0.0, 0.9, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_return_is_the_value_and_what_the_rewards_say_of_it(lengths, gamma, lam, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values_N = torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+    rewards_S = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
+    config = AlgorithmConfig(advantage="gae", gamma=gamma)
+    found_N = compute_returns(config, rewards_S, torch.tensor(lengths), values_N, lam=lam)
+    expected, start = [], 0
+    for reward, length in zip(rewards_S.tolist(), lengths, strict=True):
+        after = 0.0  # the λ-return after the last token
+        returns = []
+        for t in reversed(range(length)):
+            value_next = values_N[start + t + 1].item() if t + 1 < length else 0.0
+            now = reward if t == length - 1 else 0.0
+            after = now + gamma * ((1 - lam) * value_next + lam * after)
+            returns.append(after)
+        expected += returns[::-1]
+        start += length
+    assert found_N.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_penalty_in_the_reward_is_part_of_the_returns():
+    config = AlgorithmConfig(advantage="gae", kl_coefficient=0.5, kl_in="reward")
+    kl_N = torch.tensor([1.0, 2.0])
+    got_N = compute_returns(config, torch.tensor([1.0]), torch.tensor([2]), torch.zeros(2), lam=1.0, kl_N=kl_N)
+    assert got_N.tolist() == pytest.approx([1 - 0.5 * 3, 1 - 0.5 * 2])
+
+
+def test_the_loss_can_be_pickled_and_names_what_is_missing():
+    loss = pickle.loads(pickle.dumps(ValueLoss(0.3)))
+    assert loss == ValueLoss(0.3)
+    no_N = torch.zeros(0)
+    tokens = LossTokens(
+        logprobs_N=no_N,
+        entropy_N=no_N,
+        sequence_N=no_N.long(),
+        num_sequences=0,
+        extras={"values": no_N, "returns": no_N},
+        total_tokens=3,
+        total_sequences=1,
+    )
+    assert loss(tokens)[0].item() == 0.0
+    with pytest.raises(ShapeError, match=r"\['returns'\] missing"):
+        loss(replace(tokens, extras={"values": no_N}))
