@@ -1,6 +1,7 @@
 """Training prompts of several sources, drawn by weights and by success: draws, who answers and judges, resume."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 from grpo_runs import Main, latest_checkpoint, run_to_its_end, trained_prompts, values_of
 
+from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.sources import TrainingSource, source_settings
+from grpo_async_app._config.sources import TrainingSource, check_sources, source_settings
 from grpo_async_app._run.prompt_stream import PromptStream
 from offbeat_data import EpochOrder, Prompt, RowCounts
-from offbeat_run import RunFolder, load_config, read_generations
+from offbeat_run import RunFolder, load_config, parse_config, read_generations
 from offbeat_testing import CommandLine
 from offbeat_types import ConfigError, RunFolderError
 
@@ -200,6 +202,39 @@ def test_without_a_mix_every_group_has_the_prompt_it_always_had(config: Path) ->
     assert (stream.take_metrics(), stream.state()) == ({}, {})
 
 
+def test_a_source_says_what_differs_and_takes_the_rest_from_the_sections(mixed: Path) -> None:
+    own = ["--data.mix.talks.environment.name=reasoning_gym", "--data.mix.talks.path=reasoning-gym:chain_sum"]
+    words = [*own, "--reward.name=number_match", "--data.mix.talks.task_options={min_terms = 2}", "--data.seed=3"]
+    config = load_config(mixed, GrpoConfig, words)
+    found = {each.name: each for each in source_settings(config)}
+    assert list(found) == ["sums", "talks", "words"], "in one order, whatever that of the file"
+    assert {name: each.reward.name for name, each in found.items()} == {
+        "sums": "number_match",
+        "talks": "",  # its environment judges by itself
+        "words": "mixed_own:twice",
+    }
+    assert {name: each.judge for name, each in found.items()} == {"sums": "", "talks": "", "words": "mix/words"}
+    assert {name: each.environment_key for name, each in found.items()} == {name: name for name in found}
+    assert list(config.environments) == ["", "sums", "talks"], "an empty table is no environment"
+    assert {name: each.success_reward for name, each in found.items()} == {"sums": 0.99, "talks": 0.4, "words": 2.0}
+    assert all(each.data.seed == 3 and each.data.max_prompt_tokens == 64 for each in found.values())
+    assert found["talks"].data.task_options == {"min_terms": 2}
+    assert found["words"].data.prompt_column == "question"
+    assert {name: config.response_tokens(each.environment) for name, each in found.items()} == {
+        "sums": 64,
+        "talks": 1024,
+        "words": 8,
+    }
+    assert config.max_response_tokens == 1024
+
+
+def test_an_evaluation_of_a_mixed_run_asks_its_sets_alone(mixed: Path, tmp_path: Path) -> None:
+    words = ["--reward.name=number_match", "--curriculum.low=0.5", f"--eval.sets.talks.path={tmp_path}/talks.jsonl"]
+    evaluation = check_evaluation(load_config(mixed, GrpoConfig, words), [])
+    assert [(each.name, len(each.prompts)) for each in evaluation.sets] == [("talks", 3)]
+    assert list(evaluation.config.environments) == list(evaluation.templates) == [""]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -235,6 +270,15 @@ def test_mistakes_in_a_mix_are_one_line(command: CommandLine, mixed: Path, words
     ended = command("plan", mixed, *words)
     assert (ended.code, "Traceback" in ended.err) == (2, False), ended.err
     assert said in " ".join(ended.err.split())
+
+
+def test_the_page_shows_configurations_that_are_taken() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "mixing.md").read_text()
+    blocks = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    config = parse_config('[model]\npath = "model"\n' + "".join(blocks), GrpoConfig)
+    assert [each.name for each in source_settings(config)] == ["sums", "tools"]
+    assert config.curriculum.is_set
+    check_sources(config)
 
 
 def test_the_plan_has_a_row_for_each_source(command: CommandLine, mixed: Path) -> None:

@@ -367,7 +367,7 @@ def _check_judge(config: GrpoConfig, source: SourceSettings) -> Sequence[str]:
         check_one_reward_model(config.reward, reward)
     if name:
         build_environment(source.environment)
-    if not path.startswith(OWN_DATA.get(name, "")):
+    if path and not path.startswith(OWN_DATA.get(name, "")):
         key = "path" if source.name else "data.path"
         raise ConfigError(f'environment.name = {name!r} needs {key} = "{OWN_DATA[name]}NAME", got {path!r}')
     return notes

@@ -24,7 +24,7 @@ from offbeat_types import BackendError, ConfigError, DataError
 OWN_DATA: Final = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge by themselves, prompts of their own only; and how the path of those begins."""
 
-_OF_THE_GROUP: Final = ("grpo", "gdpo", "grpo_passk", "none")
+_OF_THE_GROUP: Final = ("grpo", "gdpo", "grpo_passk", "pass_at_k", "none")
 """Advantages in which the scale of a reward does not show."""
 
 Data = TypeVar("Data", bound=DataConfig)
@@ -193,7 +193,7 @@ def check_end(config: GrpoConfig) -> None:
 
 def _scale_notice(config: GrpoConfig, sources: Sequence[SourceSettings]) -> list[str]:
     advantage = config.algorithm.advantage
-    if advantage in _OF_THE_GROUP or len({source.judge for source in sources}) < 2:
+    if advantage in _OF_THE_GROUP or ":" in advantage or len({source.judge for source in sources}) < 2:
         return []
     return [
         f"the sources of data.mix have several rewards, and algorithm.advantage = {advantage} keeps the scale of each: "
