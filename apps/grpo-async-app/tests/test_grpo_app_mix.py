@@ -19,7 +19,7 @@ from grpo_async_app._config.sources import TrainingSource, check_sources, source
 from grpo_async_app._run.prompt_stream import PromptStream
 from offbeat_data import EpochOrder, Prompt, RowCounts
 from offbeat_run import RunFolder, load_config, parse_config, read_generations
-from offbeat_testing import CommandLine
+from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 from offbeat_types import ConfigError, RunFolderError
 
 WEIGHTS = {"sums": 3, "talks": 1, "words": 2}
@@ -168,6 +168,35 @@ def test_a_curriculum_draws_by_success_and_a_resumed_run_knows_what_the_one_befo
     assert values_of(run, "curriculum/too_hard")[num_updates] > 0.4
     assert set(values_of(run, "curriculum/too_easy").values()) == {0.0}
     assert not values_of(run, "mix//share")
+
+
+@pytest.mark.nightly
+def test_a_mixed_run_that_is_killed_goes_on_with_what_it_knew_at_its_checkpoint(
+    forked_main: Main, mixed: Path, tmp_path: Path
+) -> None:
+    run, num_updates = tmp_path / "run", 8
+    words = ["--curriculum.high=0.9", "--async.staleness_threshold=1", "--rollout.num_engines=2"]
+    often = ["--checkpoint.every=1", "--engine.max_updates=400"]
+    with RunningCommand(forked_main, "train", mixed, "--out", run, *words, *often) as process:
+        process.wait_until(lambda: len(values_of(run, "train/reward")) >= 3, "updates")
+        started = process.descendants()
+        process.kill()
+        process.wait()
+    wait_until_gone(started, 20)
+    checkpoint = latest_checkpoint(run)
+    known = json.loads((checkpoint.path / "loop" / "state.json").read_text())["curriculum"]
+    assert all(rate == 1.0 for _, rate in known["words"] + known["talks"])
+    assert all(rate == 0.0 for _, rate in known["sums"])
+    last = max(num_updates, checkpoint.step + 2)
+    run_to_its_end(forked_main, "resume", run, f"--engine.max_updates={last}")
+    later = json.loads((latest_checkpoint(run).path / "loop" / "state.json").read_text())["curriculum"]
+    for name, rates in known.items():
+        assert {item for item, _ in rates} <= {item for item, _ in later[name]}, "what was known is known"
+    shares = [values_of(run, f"mix/{name}/share") for name in WEIGHTS]
+    assert set(shares[0]) == set(shares[1]) == set(shares[2]) <= set(range(1, last + 1))
+    assert all(sum(each[step] for each in shares) == pytest.approx(1) for step in shares[0])
+    assert values_of(run, "mix/words/too_easy")[last] == 1.0
+    assert values_of(run, "mix/sums/too_easy")[last] == 0.0
 
 
 def made_source(config: GrpoConfig, name: str, number: int) -> TrainingSource:
