@@ -18,7 +18,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import TrainingSource, check_sources, source_settings
 from grpo_async_app._run.prompt_stream import PromptStream
 from offbeat_data import EpochOrder, Prompt, RowCounts
-from offbeat_run import RunFolder, load_config, parse_config, read_generations
+from offbeat_run import RunFolder, load_config, parse_config, read_answers, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 from offbeat_types import ConfigError, RunFolderError
 
@@ -262,6 +262,33 @@ def test_an_evaluation_of_a_mixed_run_asks_its_sets_alone(mixed: Path, tmp_path:
     evaluation = check_evaluation(load_config(mixed, GrpoConfig, words), [])
     assert [(each.name, len(each.prompts)) for each in evaluation.sets] == [("talks", 3)]
     assert list(evaluation.config.environments) == list(evaluation.templates) == [""]
+
+
+OF_A_SET = ["--eval.sets.talks.environment.name=mixed_own:OneReply", "--eval.sets.talks.environment.max_tokens=48"]
+
+
+def test_a_validation_set_is_answered_by_an_environment_of_its_own(
+    forked_main: Main, mixed: Path, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "answers"
+    sets = [f"--eval.sets.{name}.path={tmp_path}/talks.jsonl" for name in ("talks", "plain")]
+    own = [*OF_A_SET, '--eval.sets.talks.environment.options={words = "so what?"}', "--eval.sets.talks.n=8"]
+    own += ["--eval.sets.talks.temperature=1", "--eval.sets.plain.environment.name="]
+    judge = ["--eval.sets.plain.reward.name=mixed_own:twice", f"--config={mixed}"]
+    run_to_its_end(forked_main, "eval", model, "--out", out, *sets, *own, *judge)
+    talks, plain = (read_answers(out / f"{name}.jsonl") for name in ("talks", "plain"))
+    samples = [each for item in talks for each in item.samples]
+    assert {each.reward for each in samples} == {0.5}
+    assert max(each.num_turns for each in samples) == 2, "most say a letter, which ends their first turn"
+    assert all(("so what?" in each.text) == (each.num_turns == 2) for each in samples)
+    assert {(each.reward, each.num_turns) for item in plain for each in item.samples} == {(2.0, 0)}
+
+    checked = check_run(load_config(mixed, GrpoConfig, [*sets, *own, *judge[:1], "--eval.every_updates=2"]))
+    assert [each.environment_key for each in checked.sets] == ["eval/talks", "eval/plain"]
+    assert list(checked.config.environments) == list(checked.templates) == ["", "sums", "eval/talks"]
+    wrong = "--eval.sets.talks.environment.name=calculater"
+    with pytest.raises(ConfigError, match=r"eval\.sets\.talks: environment: no environment 'calculater'"):
+        check_run(load_config(mixed, GrpoConfig, [*sets, *own, *judge[:1], "--eval.every_updates=2", wrong]))
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_each_prompt_of_a_validation_draws_with_a_seed_of_its_own(config: Path) 
     requests: list[GenerateRequest] = []
 
     class Asked:
-        async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, _judge: str) -> list[object]:
+        async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[object]:
             requests.append(request)
             return []
 
@@ -292,7 +292,7 @@ def test_the_configuration_stays_small_and_documented() -> None:
     # Where that way is a folder that trainer and engines see, only the user knows which.
     # A critic is a second model to train, with what cannot be the policy's: where it starts, its rate, its λ, its clip.
     # A source of a mix says eleven things of itself; what is too easy or too hard, and how seldom drawn, takes five.
-    check_limits(GrpoConfig, max_keys=223)
+    check_limits(GrpoConfig, max_keys=224)
 
 
 def test_the_resolved_configuration_loads_back(config: Path) -> None:

@@ -9,7 +9,7 @@ from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.preflight import check_positions, check_reward
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
-from grpo_async_app._config.sources import turn_templates
+from grpo_async_app._config.sources import Tools, tools_of, turn_templates, with_tools
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
 from offbeat_actors import check_processes
 from offbeat_data import CurriculumConfig, Tokenizer, TurnTemplate, load_prompts, load_tokenizer
@@ -39,14 +39,13 @@ class Evaluation:
 
     def asked(self) -> dict[str, Any]:
         """By set, all that answers depend on."""
-        rollout, environment = self.config.rollout, self.config.environment
+        rollout = self.config.rollout
         weights = sorted(
             (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.model_path.glob("*.safetensors")
         )
         shared = {
             "weights": weights,
             "engine": (rollout.backend, rollout.dtype, rollout.weight_format, rollout.max_model_len),
-            "environment": asdict(environment) if environment.name else None,
         }
         return {each.name: {**shared, **_asked(each)} for each in self.sets}
 
@@ -58,6 +57,7 @@ def _asked(each: ValidationSet) -> dict[str, Any]:
         "num_samples": each.num_samples,
         "success_reward": each.success_reward,
         "reward": asdict(each.reward),
+        "environment": asdict(each.environment) if each.environment.name else None,
     }
 
 
@@ -77,9 +77,10 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     if config.reward.is_set or config.environment.name:
         check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
-    sets = _sets(config, tokenizer, names)
+    tools = tools_of(config)
+    sets = _sets(config, tokenizer, names, tools)
     chosen = {each.name: config.eval.sets[each.name] for each in sets if each.name in config.eval.sets}
-    config = replace(config, eval=replace(config.eval, sets=chosen, score_set="", every_updates=1))
+    config = replace(config, eval=replace(config.eval, sets=chosen, score_set=""))
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
@@ -89,7 +90,7 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
         model_path=model.path,
         sets=sets,
         placement=place_run(config, view),
-        templates=turn_templates(config, tokenizer, {}),
+        templates=turn_templates(config, tokenizer, tools),
     )
 
 
@@ -99,6 +100,7 @@ def _without_training(config: GrpoConfig) -> GrpoConfig:
         config,
         data=replace(config.data, mix={}),
         curriculum=CurriculumConfig(),
+        eval=replace(config.eval, every_updates=1),
         engine=EngineConfig(device="cpu"),
         teacher=TeacherConfig(),
         algorithm=AlgorithmConfig(),
@@ -107,7 +109,7 @@ def _without_training(config: GrpoConfig) -> GrpoConfig:
     )
 
 
-def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str]) -> tuple[ValidationSet, ...]:
+def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str], tools: Tools) -> tuple[ValidationSet, ...]:
     known = [*([HELD_OUT] if _holds_out(config) else []), *config.eval.sets]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--set {unknown[0]}: no such validation set; there are {', '.join(known) or 'none'}")
@@ -116,9 +118,10 @@ def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str]) -> tup
         raise ConfigError(
             "eval needs something to ask: set data.eval_size or data.eval_path, or give --eval.sets.NAME.path PATH"
         )
-    sets = load_sets(config, tokenizer, [name for name in chosen if name != HELD_OUT])
+    sets = load_sets(config, tokenizer, tools, [name for name in chosen if name != HELD_OUT])
     if HELD_OUT in chosen:
-        held_out = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer).eval
+        data = with_tools(config.data, tools.get("", []))
+        held_out = load_prompts(data, tokenizer, needs_answer=config.reward.needs_answer).eval
         sets = [held_out_set(config, held_out[: config.eval.max_prompts or None]), *sets]
     return tuple(sets)
 

@@ -12,11 +12,11 @@ from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.reward_model import check_one_reward_model, check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import (
-    OWN_DATA,
     SourceSettings,
     TrainingSource,
     check_end,
     check_lengths,
+    check_own_data,
     check_sources,
     load_sources,
     naming,
@@ -158,6 +158,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     tools = tools_of(config)
     templates = turn_templates(config, tokenizer, tools)
     prompts, sources = load_sources(config, tokenizer, tools)
+    own_sets = load_sets(config, tokenizer, tools) if config.eval.every_updates else []  # others are for `eval` alone
     config = replace(config, data=with_tools(config.data, tools.get("", [])))
     # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
     view = find_view(config)
@@ -177,7 +178,6 @@ def check_run(config: GrpoConfig) -> Preflight:
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
-    own_sets = load_sets(config, tokenizer) if config.eval.every_updates else []  # the others are for `eval` alone
     if config.agent.is_set and any(prompt.pictures for prompt in prompts.train):
         raise ConfigError("the training prompts have images, which the endpoint of section agent does not take")
     held_out = prompts.eval[: config.eval.max_prompts or None]
@@ -352,7 +352,7 @@ def check_reward(config: GrpoConfig) -> tuple[str, ...]:
 
 def _check_judge(config: GrpoConfig, source: SourceSettings) -> Sequence[str]:
     """What `check_reward` does for one source."""
-    reward, name, path = source.reward, source.environment.name, source.data.path
+    reward, name = source.reward, source.environment.name
     is_judged = reward.is_set or bool(name) or config.agent.is_set
     notes: Sequence[str] = ()
     if reward.is_set or (config.algorithm.needs_reward and not is_judged):
@@ -367,9 +367,7 @@ def _check_judge(config: GrpoConfig, source: SourceSettings) -> Sequence[str]:
         check_one_reward_model(config.reward, reward)
     if name:
         build_environment(source.environment)
-    if path and not path.startswith(OWN_DATA.get(name, "")):
-        key = "path" if source.name else "data.path"
-        raise ConfigError(f'environment.name = {name!r} needs {key} = "{OWN_DATA[name]}NAME", got {path!r}')
+    check_own_data(source.environment, source.data.path, "path" if source.name else "data.path")
     return notes
 
 

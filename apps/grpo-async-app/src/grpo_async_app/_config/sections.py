@@ -195,6 +195,9 @@ class EvalSetConfig:
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
     max_tokens: int = setting(0, "Longest completion; 0: rollout.max_tokens.", "tokens", ge=0, le=2**30)
     success_reward: float = setting(0.99, "A completion with at least this reward counts as right.")
+    environment: EnvironmentConfig | None = setting(
+        None, "An environment of its own, with the keys of section environment; none: that one."
+    )
     reward: RewardConfig | None = setting(None, "A reward of its own, with the keys of section reward; none: that one.")
 
     def __post_init__(self) -> None:
@@ -316,10 +319,13 @@ class GrpoConfig:
     def environments(self) -> dict[str, EnvironmentConfig]:
         """Those that answer the model, each in a process of its own.
 
-        That of section `environment` under "", and those that sources of `data.mix` have of their own by their names.
+        That of section `environment` under "", those that sources of `data.mix` have of their own by their names, and
+        those of validation sets as `set_environment_key`.
         """
-        own = {name: each.environment for name, each in self.data.mix.items() if each.environment is not None}
-        return {name: each for name, each in {"": self.environment, **own}.items() if each.name}
+        own = {name: each.environment for name, each in self.data.mix.items()}
+        sets = self.eval.sets if self.eval.every_updates else {}
+        own |= {set_environment_key(name): each.environment for name, each in sets.items()}
+        return {key: each for key, each in {"": self.environment, **own}.items() if each is not None and each.name}
 
     @property
     def has_turns(self) -> bool:
@@ -388,6 +394,11 @@ class GrpoConfig:
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates * self.async_.require_batches,
         )
+
+
+def set_environment_key(name: str) -> str:
+    """Of a validation set with an environment of its own, in `GrpoConfig.environments`: no source has such a name."""
+    return f"eval/{name}"
 
 
 def _shared(section: object, settings: type) -> dict[str, Any]:

@@ -92,8 +92,6 @@ def source_settings(config: GrpoConfig) -> list[SourceSettings]:
 
 def _own_settings(config: GrpoConfig, name: str, own: MixSourceConfig) -> SourceSettings:
     data, environment = config.data, own.environment or config.environment
-    # Where an environment judges by itself, the reward of the section is that of the other sources.
-    shared = RewardConfig() if environment.name in OWN_DATA else config.reward
     return SourceSettings(
         name=name,
         weight=own.weight,
@@ -111,9 +109,21 @@ def _own_settings(config: GrpoConfig, name: str, own: MixSourceConfig) -> Source
         ),
         environment=environment,
         environment_key="" if own.environment is None else name,
-        reward=shared if own.reward is None else own.reward,
+        reward=own.reward or reward_beside(environment, config.reward),
         judge="" if own.reward is None else judge_of(name),
     )
+
+
+def reward_beside(environment: EnvironmentConfig, section: RewardConfig) -> RewardConfig:
+    """The section's reward, which is for others where this environment judges by itself."""
+    return RewardConfig() if environment.name in OWN_DATA else section
+
+
+def check_own_data(environment: EnvironmentConfig, path: str, key: str) -> None:
+    """Refuse prompts at `path`, which stands under `key`, that an environment cannot judge."""
+    name = environment.name
+    if path and not path.startswith(OWN_DATA.get(name, "")):
+        raise ConfigError(f'environment.name = {name!r} needs {key} = "{OWN_DATA[name]}NAME", got {path!r}')
 
 
 @contextmanager

@@ -66,7 +66,7 @@ async def _ask(
         rollouts = Rollouts(config, fleet, evaluation.templates)
         async with aclosing(answers(rollouts, fleet.engines, config, missing, "eval")) as stream:
             async for answered in stream:
-                has_turns = config.has_turns
+                has_turns = answered.asked.has_turns or config.agent.is_set
                 item = answered.to_item(step, has_turns=has_turns, keep_texts=True, loaded=True)
                 take(answered.asked.name, item)
                 num_done += 1
