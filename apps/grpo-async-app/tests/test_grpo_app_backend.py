@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.sources import TrainingSource, source_settings
 from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._run.backend import GrpoBackend
 from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.sampling import Scored
 from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import AsyncPolicy
-from offbeat_data import Prompt, RewardScore
+from offbeat_data import Prompt, RewardScore, RowCounts
 from offbeat_run import load_config, summarize
 from offbeat_types import Completion, GenerateRequest, RunFolderError, Trajectory, VersionSegment
 
@@ -49,9 +51,10 @@ def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
     notes: Any = Notes()
     policy = AsyncPolicy(config.async_, 8)
     prompt = Prompt(index=0, text="1", ids=(1,), answer="1")
-    return GrpoBackend(
-        config, fleet, policy, prompts=(prompt,), sets=[held_out_set(config, [prompt])], run=notes, logger=notes
-    )
+    [of_data] = source_settings(config)
+    stream = PromptStream(config, [TrainingSource(settings=of_data, prompts=(prompt,), counts=RowCounts())], {})
+    sets = [held_out_set(config, [prompt])]
+    return GrpoBackend(config, fleet, policy, stream=stream, sets=sets, run=notes, logger=notes, templates={})
 
 
 def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep(
@@ -104,12 +107,12 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
     async def scenario() -> None:
         backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
 
-        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest) -> list[Scored]:
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
             requests.append(request)
             return [Scored(trajectories=(Trajectory.of(long),), score=RewardScore(value=1.0, parts={}))]
 
         backend._rollouts.sample = sample  # type: ignore[method-assign]
-        greedy = await backend._sample_greedy(3, backend._prompt(0), "rollout-0")
+        greedy = await backend._sample_greedy(3, backend._stream.draw(0), "rollout-0")
         assert greedy == 0.0, "a whole buffer over: the reward less the factor of 1"
 
     run(scenario)

@@ -52,7 +52,7 @@ def stated_cluster(recipe: Path) -> tuple[int, int]:
 def test_there_are_recipes_of_both_kinds() -> None:
     stems = {path.stem for path in RECIPES}
     rewards = {"smollm2_code", "smollm2_judge", "smollm2_reward_model"}
-    assert {"smollm2_arithmetic", "smollm2_jsonl"} | rewards == {path.stem for path in FOR_HERE}
+    assert {"smollm2_arithmetic", "smollm2_jsonl", "smollm2_mix"} | rewards == {path.stem for path in FOR_HERE}
     wanted = {
         "math_qwen3_8b_fsdp",
         "math_qwen3_8b_megatron",
@@ -74,10 +74,11 @@ def test_a_recipe_parses_and_takes_its_paths_from_the_environment(
     monkeypatch.setenv("OFFBEAT_DATA", "/data")
     config = load_config(recipe, GrpoConfig)
     assert config.model.path.startswith("/models/")
-    assert config.data.path.startswith(("/data/", "reasoning-gym:"))
+    paths = [each.path for each in (config.data.mix or {"": config.data}).values()]
+    assert all(path.startswith(("/data/", "reasoning-gym:")) for path in paths)
     assert config.data.max_prompt_tokens + config.rollout.max_tokens <= config.rollout.max_model_len
     assert config.eval.every_updates
-    assert config.data.eval_size or config.data.eval_path
+    assert config.data.eval_size or config.data.eval_path or (config.data.mix and config.eval.sets)
     assert config.data.epochs or config.engine.max_updates
 
 
@@ -98,7 +99,8 @@ def test_a_recipe_for_one_machine_can_be_planned_here(
     monkeypatch.setenv("OFFBEAT_DATA", str(tmp_path))
     tiny_model(tmp_path / "SmolLM2-135M-Instruct")
     rows = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(80)]
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("questions", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     programs = [{"prompt": f"Write f{n}().", "tests": [f"assert f{n}() is None"]} for n in range(80)]
     (tmp_path / "programs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in programs))
     if recipe.stem == "smollm2_code" and shutil.which("bwrap") is None:

@@ -177,6 +177,16 @@ def test_metrics_nobody_told_the_report_about_are_drawn_too(tmp_path):
     assert page.figures[3]["data"][0]["name"] == "&lt;b&gt;"
 
 
+def test_sources_of_a_mix_share_figures(tmp_path):
+    whats = ("share", "success_rate", "reward", "too_hard")
+    values = {f"mix/{name}/{what}": 0.5 for name in ("words", "a<b") for what in whats}
+    page = page_of_metrics(tmp_path / "run", {**values, "curriculum/too_hard": 0.1, "mix/words/scoring/queue": 1.0})
+    mixed = ["Mix: groups", "Mix: success", "Mix: reward", "Mix: too hard"]
+    assert page.titles() == ["Curriculum", *mixed, "Other: mix/words/scoring"]
+    for figure in page.figures[1:5]:
+        assert [trace["name"] for trace in figure["data"]] == ["a&lt;b", "words"]
+
+
 def test_lag_is_drawn_from_its_histogram_or_else_from_its_mean(tmp_path):
     histograms = [{"async/lag_histogram": [3, 1]}, {"async/lag_histogram": [1, 1, 2]}]
     (figure,) = page_of_metrics(tmp_path / "a", *histograms).figures

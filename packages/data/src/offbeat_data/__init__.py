@@ -5,6 +5,7 @@ from offbeat_data._conversations import ConversationSet, load_conversations, mar
 from offbeat_data._environments import Environment, EnvironmentFailedError, EpisodeHost
 from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._images import ImageRules, Picture, load_image_rules
+from offbeat_data._mixture import CurriculumConfig, MixtureOrder, SuccessRates
 from offbeat_data._preferences import Pair, PreferenceSet, Rating, load_pairs, load_ratings
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
 from offbeat_data._scoring.config import RewardConfig
@@ -29,6 +30,7 @@ __all__ = [
     "ChatTemplate",
     "ConversationConfig",
     "ConversationSet",
+    "CurriculumConfig",
     "DataConfig",
     "Environment",
     "EnvironmentConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "EpochOrder",
     "ImageRules",
     "Message",
+    "MixtureOrder",
     "NotANumberError",
     "Pair",
     "Picture",
@@ -54,6 +57,7 @@ __all__ = [
     "RewardScore",
     "RowCounts",
     "Sandbox",
+    "SuccessRates",
     "Tokenizer",
     "ToolCall",
     "ToolEnvironment",

@@ -129,7 +129,7 @@ def _conclude(preflight: Preflight, summary: LoopSummary, run: RunFolder, words:
         f"rollout idle {summary.rollouter_idle_share:.0%}, both at work "
         f"{summary.overlap_s / max(summary.elapsed_s, 1e-9):.0%}"
     )
-    names = validated_names(preflight.sets, preflight.config)
+    names = validated_names(preflight.sets)
     print_conclusion(run, names, title="held-out prompts", application=_PROGRAM)
     push(run, words, _PROGRAM)
     return 0

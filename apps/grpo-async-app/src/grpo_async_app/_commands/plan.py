@@ -93,6 +93,8 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
         ("data", _describe_data(preflight)),
+        *_describe_mix(preflight),
+        *_describe_curriculum(config),
         ("processes", _describe_processes(preflight, threads)),
         *_chosen(preflight.choices),
         *memory_rows,
@@ -100,8 +102,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
         *_describe_sync(preflight),
         *_describe_environment(preflight),
-        *[("reward", note) for note in preflight.reward_notes],
-        *([("reward", preflight.reward_trial)] if preflight.reward_trial else []),
+        *[("reward", note) for note in (*preflight.reward_notes, *preflight.reward_trials)],
         ("length", f"{preflight.num_updates} updates of {batch.groups_per_update} prompts each"),
         ("objective", _describe_objective(config)),
         *_describe_critic(config),
@@ -171,20 +172,55 @@ def _describe_pace(config: GrpoConfig) -> str:
 
 
 def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
-    environment, agent = preflight.config.environment, preflight.config.agent
+    environments, agent = preflight.config.environments, preflight.config.agent
     if agent.is_set:
         what = " ".join(agent.command) or f"outside, from port {preflight.config.rollout.serve_port}"
         limits = f"{agent.deadline_s:g} s and {agent.max_calls} calls for each episode, {agent.max_running} at once"
         return [("agent", f"{what}: {limits}")]
-    if not environment.name:
+    return [
+        (
+            "environment",
+            f"{key and key + ': '}{each.name}: at most {each.max_turns} turns and {each.max_tokens} tokens after the "
+            f"prompt, {each.step_timeout_s:g} s for each answer",
+        )
+        for key, each in environments.items()
+    ]
+
+
+def _describe_mix(preflight: Preflight) -> list[tuple[str, str]]:
+    """Each source of a mix."""
+    if not preflight.config.data.mix:
         return []
-    limits = f"at most {environment.max_turns} turns and {environment.max_tokens} tokens after the prompt"
-    return [("environment", f"{environment.name}: {limits}, {environment.step_timeout_s:g} s for each answer")]
+    total = sum(source.settings.weight for source in preflight.sources)
+    rows = []
+    for source in preflight.sources:
+        of = source.settings
+        text = f"{of.name}: {of.weight / total:.3g} of the groups, {len(source.prompts)} prompts from {of.data.path}"
+        if source.counts.too_long:
+            text += f" ({source.counts.too_long} of {source.counts.read} left out: too long)"
+        text += f", environment {of.environment.name}" if of.environment.name else ""
+        text += f", reward {' + '.join(of.reward.all_weights)}" if of.reward.is_set else ""
+        rows.append(("source", text))
+    return rows
+
+
+def _describe_curriculum(config: GrpoConfig) -> list[tuple[str, str]]:
+    curriculum = config.curriculum
+    if not curriculum.is_set:
+        return []
+    return [
+        (
+            "curriculum",
+            f"prompts of which less than {curriculum.low:g} or more than {curriculum.high:g} of the samples succeed "
+            f"are drawn {curriculum.outside_weight:g} times as often as others",
+        )
+    ]
 
 
 def _describe_data(preflight: Preflight) -> str:
     counts = preflight.prompts.train_counts
-    text = f"{counts.kept} training prompts from {preflight.config.data.path}"
+    path, num_sources = preflight.config.data.path, len(preflight.sources)
+    text = f"{counts.kept} training prompts from {path or f'a mix of {num_sources} sources'}"
     if counts.too_long:
         text += f" ({counts.too_long} of {counts.read} left out: too long)"
     if counts.held_out:

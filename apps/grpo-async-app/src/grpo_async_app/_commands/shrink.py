@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from grpo_async_app._config.agent import AgentConfig
+from grpo_async_app._config.mix import PromptsConfig
 from grpo_async_app._config.preflight import Preflight, check_run
 from grpo_async_app._config.sections import GrpoConfig, RolesConfig, RolloutConfig, TeacherConfig
 from grpo_async_app._shrink_reward import REWARD
 from offbeat_async_policy import AsyncConfig
-from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
+from offbeat_data import EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_recipes import (
     EMBEDDED,
@@ -126,6 +127,8 @@ def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
     )
     if config.cluster.launcher != small.cluster.launcher:
         found.append(f"cluster.launcher: {small.cluster.launcher} instead of {config.cluster.launcher}")
+    if config.data.mix:
+        found.append("data.mix: left out, with what its sources have of their own")
     if config.eval.sets:
         found.append("eval.sets: left out, and the prompts held out of what is drawn are validated instead")
     if config.environment.name != small.environment.name:
@@ -141,12 +144,13 @@ def _shrink_environment(environment: EnvironmentConfig) -> EnvironmentConfig:
     return replace(environment, max_tokens=min(environment.max_tokens, _EPISODE_TOKENS))
 
 
-def _drawn_data(config: GrpoConfig, figures: Path | None) -> DataConfig:
+def _drawn_data(config: GrpoConfig, figures: Path | None) -> PromptsConfig:
     """Sums, which an episode's are asked like and may be of anything; or figures, in the columns of the recipe."""
     eval_size = 4 if config.eval.every_updates else 0
     if figures is not None:
         return replace(
             config.data,
+            mix={},
             path=str(figures),
             split="train",
             num_items=0,
@@ -158,7 +162,7 @@ def _drawn_data(config: GrpoConfig, figures: Path | None) -> DataConfig:
             max_prompt_tokens=_PROMPT_TOKENS + MAX_IMAGE_TOKENS,
             epochs=0,
         )
-    return DataConfig(
+    return PromptsConfig(
         path="arithmetic:2",
         num_items=NUM_DRAWN,
         seed=config.data.seed,

@@ -1,17 +1,18 @@
 """What an evaluation works with: weights, sets and engines, checked without anything of training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
-from grpo_async_app._config.preflight import check_positions, check_reward, turn_template
+from grpo_async_app._config.preflight import check_positions, check_reward
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
+from grpo_async_app._config.sources import Tools, tools_of, turn_templates, with_tools
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
 from offbeat_actors import check_processes
-from offbeat_data import Tokenizer, TurnTemplate, load_prompts, load_tokenizer
+from offbeat_data import CurriculumConfig, Tokenizer, TurnTemplate, load_prompts, load_tokenizer
 from offbeat_objectives import AlgorithmConfig
 from offbeat_placement import Placement
 from offbeat_run import HELD_OUT, inspect_model
@@ -27,25 +28,24 @@ class Evaluation:
         model_path: folder of the weights.
         sets: to answer.
         placement: of the engines.
-        template: puts an environment's words into tokens; None without an environment.
+        templates: put the words of the environment into tokens, where there is one.
     """
 
     config: GrpoConfig
     model_path: Path
     sets: tuple[ValidationSet, ...]
     placement: Placement
-    template: TurnTemplate | None
+    templates: Mapping[str, TurnTemplate]
 
     def asked(self) -> dict[str, Any]:
         """By set, all that answers depend on."""
-        rollout, environment = self.config.rollout, self.config.environment
+        rollout = self.config.rollout
         weights = sorted(
             (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.model_path.glob("*.safetensors")
         )
         shared = {
             "weights": weights,
             "engine": (rollout.backend, rollout.dtype, rollout.weight_format, rollout.max_model_len),
-            "environment": asdict(environment) if environment.name else None,
         }
         return {each.name: {**shared, **_asked(each)} for each in self.sets}
 
@@ -57,6 +57,7 @@ def _asked(each: ValidationSet) -> dict[str, Any]:
         "num_samples": each.num_samples,
         "success_reward": each.success_reward,
         "reward": asdict(each.reward),
+        "environment": asdict(each.environment) if each.environment.name else None,
     }
 
 
@@ -76,9 +77,10 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     if config.reward.is_set or config.environment.name:
         check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
-    sets = _sets(config, tokenizer, names)
+    tools = tools_of(config)
+    sets = _sets(config, tokenizer, names, tools)
     chosen = {each.name: config.eval.sets[each.name] for each in sets if each.name in config.eval.sets}
-    config = replace(config, eval=replace(config.eval, sets=chosen, score_set="", every_updates=1))
+    config = replace(config, eval=replace(config.eval, sets=chosen, score_set=""))
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
@@ -88,7 +90,7 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
         model_path=model.path,
         sets=sets,
         placement=place_run(config, view),
-        template=turn_template(config, tokenizer),
+        templates=turn_templates(config, tokenizer, tools),
     )
 
 
@@ -96,6 +98,9 @@ def _without_training(config: GrpoConfig) -> GrpoConfig:
     """Nothing that a trainer, a teacher or a sync of weights would need: the engines serve the folder as it is."""
     return replace(
         config,
+        data=replace(config.data, mix={}),
+        curriculum=CurriculumConfig(),
+        eval=replace(config.eval, every_updates=1),
         engine=EngineConfig(device="cpu"),
         teacher=TeacherConfig(),
         algorithm=AlgorithmConfig(),
@@ -104,7 +109,7 @@ def _without_training(config: GrpoConfig) -> GrpoConfig:
     )
 
 
-def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str]) -> tuple[ValidationSet, ...]:
+def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str], tools: Tools) -> tuple[ValidationSet, ...]:
     known = [*([HELD_OUT] if _holds_out(config) else []), *config.eval.sets]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--set {unknown[0]}: no such validation set; there are {', '.join(known) or 'none'}")
@@ -113,9 +118,10 @@ def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str]) -> tup
         raise ConfigError(
             "eval needs something to ask: set data.eval_size or data.eval_path, or give --eval.sets.NAME.path PATH"
         )
-    sets = load_sets(config, tokenizer, [name for name in chosen if name != HELD_OUT])
+    sets = load_sets(config, tokenizer, tools, [name for name in chosen if name != HELD_OUT])
     if HELD_OUT in chosen:
-        held_out = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer).eval
+        data = with_tools(config.data, tools.get("", []))
+        held_out = load_prompts(data, tokenizer, needs_answer=config.reward.needs_answer).eval
         sets = [held_out_set(config, held_out[: config.eval.max_prompts or None]), *sets]
     return tuple(sets)
 

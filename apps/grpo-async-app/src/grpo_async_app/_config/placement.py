@@ -86,9 +86,11 @@ def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
             )
         )
     cpus = view.cpus_per_rank("", 1)
-    for role, is_there in (("environment", bool(config.environment.name)), ("agent", bool(config.agent.command))):
-        if is_there:
-            groups.append(RankGroup(role=role, accelerator="", cpus_per_rank=cpus, process_per_replica=True))
+    for role, number in (("environment", len(config.environments)), ("agent", int(bool(config.agent.command)))):
+        if number:
+            groups.append(
+                RankGroup(role=role, num_replicas=number, accelerator="", cpus_per_rank=cpus, process_per_replica=True)
+            )
     return groups
 
 

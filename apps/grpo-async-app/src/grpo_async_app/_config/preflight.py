@@ -2,14 +2,29 @@
 
 import importlib.util
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from grpo_async_app._config.critic import check_critic, load_critic_backend
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
-from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
+from grpo_async_app._config.reward_model import check_one_reward_model, check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.sources import (
+    SourceSettings,
+    TrainingSource,
+    check_end,
+    check_lengths,
+    check_own_data,
+    check_sources,
+    load_sources,
+    naming,
+    source_settings,
+    tools_of,
+    turn_templates,
+    with_tools,
+)
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._scoring.trial import try_reward
@@ -20,8 +35,6 @@ from offbeat_data import (
     TurnTemplate,
     build_environment,
     build_reward,
-    environment_tools,
-    load_prompts,
     load_tokenizer,
 )
 from offbeat_objectives import check_algorithm, try_functions
@@ -46,41 +59,43 @@ class Preflight:
     """What a run will work with, checked.
 
     Args:
-        prompts: training prompts, held-out prompts and their counts.
+        prompts: training prompts of all sources, held-out prompts and their counts.
+        sources: of the training prompts, in the order in which draws count them; one without a mix.
         sets: that a validation uses; that of the held-out prompts first, where there are any.
         placement: every rank in its place, on the nodes that the launcher would start it on.
         layout: how the ranks of the trainer share the model.
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
-        template: puts an environment's words into tokens; None without an environment.
+        templates: put the words of environments into tokens, by their keys in `GrpoConfig.environments`.
         notices: choices that work and are probably not meant.
         choices: what the machine has decided, with reasons.
         lora_sync: what engines get of a policy with LoRA, and why.
         objective_trial: what came of the loss and the advantage of the user's own on random data, a sentence each.
         reward_notes: how functions of the user's own are called, and programs of the model run, in words.
-        reward_trial: what the reward made of a made-up completion, in words; empty where no function of the user's own
+        reward_trials: what rewards made of a made-up completion, in words; none where no function of the user's own
             takes part.
     """
 
     config: GrpoConfig
     model: ModelFolder
     prompts: PromptSet
+    sources: tuple[TrainingSource, ...]
     sets: tuple[ValidationSet, ...]
     placement: Placement
     layout: TrainLayout
     memory: RunMemory | None = None
-    template: TurnTemplate | None = None
+    templates: Mapping[str, TurnTemplate]
     notices: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     lora_sync: LoraSync = LoraSync(what="merged")
     transport: str = ""
     reward_notes: tuple[str, ...] = ()
-    reward_trial: str = ""
+    reward_trials: tuple[str, ...] = ()
     objective_trial: tuple[str, ...] = ()
 
     @property
     def num_groups(self) -> int | None:
         """Groups that the data gives, all epochs together; None: no end."""
-        return self.config.data.epochs * len(self.prompts.train) or None
+        return None if self.config.is_endless else self.config.data.epochs * len(self.prompts.train)
 
     @property
     def has_images(self) -> bool:
@@ -130,7 +145,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         UserError: the first thing that is wrong, with what to do.
     """
     notices = _check_choices(config)
-    _check_end(config)
+    check_end(config)
     check_trackers(config.log)
     model = inspect_model(config.model.path)
     check_positions(config, model)
@@ -140,9 +155,11 @@ def check_run(config: GrpoConfig) -> Preflight:
     if (scorer := reward_model_of(config.reward)) is not None:
         check_reward_model(scorer)
     tokenizer = load_tokenizer(model.path, trust)
-    config = _with_tools(config)
-    template = turn_template(config, tokenizer)
-    prompts = load_prompts(config.data, tokenizer, needs_answer=config.reward.needs_answer)
+    tools = tools_of(config)
+    templates = turn_templates(config, tokenizer, tools)
+    prompts, sources = load_sources(config, tokenizer, tools)
+    own_sets = load_sets(config, tokenizer, tools) if config.eval.every_updates else []  # others are for `eval` alone
+    config = replace(config, data=with_tools(config.data, tools.get("", [])))
     # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
     view = find_view(config)
     if not view.reserves:
@@ -161,9 +178,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
-    own_sets = load_sets(config, tokenizer) if config.eval.every_updates else []  # the others are for `eval` alone
     if config.agent.is_set and any(prompt.pictures for prompt in prompts.train):
-        raise ConfigError(f"{config.data.path} has images, which the endpoint of section agent does not take")
+        raise ConfigError("the training prompts have images, which the endpoint of section agent does not take")
     held_out = prompts.eval[: config.eval.max_prompts or None]
     sets = (*([held_out_set(config, held_out)] if held_out else []), *own_sets)
     if config.eval.every_updates and not sets:
@@ -176,17 +192,18 @@ def check_run(config: GrpoConfig) -> Preflight:
         config=config,
         model=model,
         prompts=prompts,
+        sources=sources,
         sets=sets,
         placement=placement,
         layout=layout,
         memory=_estimate_memory(config, layout, placement),
-        template=template,
+        templates=templates,
         notices=notices,
         choices=tuple(choices),
         lora_sync=lora_sync,
         transport=transport,
         reward_notes=reward_notes,
-        reward_trial=_try_reward(config, prompts),
+        reward_trials=_try_rewards(config, sources),
         objective_trial=objective_trial,
     )
 
@@ -198,29 +215,19 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
 
 def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
-    config.environment.check(has_reward=config.reward.is_set)
+    source_notices = check_sources(config)
     _check_agent(config)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (_is_judged(config) or config.eval.sets):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
-    _check_rewards_apart(config)
     notices = check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
         max_tokens=config.max_response_tokens,
     )
-    _check_lengths(config)
+    check_lengths(config)
     _check_mode(config)
-    return (*notices, *_fp8_notice(config))
-
-
-def _check_rewards_apart(config: GrpoConfig) -> None:
-    """GDPO looks at each reward by its name."""
-    if config.algorithm.advantage == "gdpo" and (not config.reward.is_set or len(config.reward.all_weights) < 2):
-        raise ConfigError(
-            "algorithm.advantage = gdpo normalises each of several rewards by itself: name at least two in "
-            "reward.weights, or take grpo"
-        )
+    return (*notices, *source_notices, *_fp8_notice(config))
 
 
 def _is_judged(config: GrpoConfig) -> bool:
@@ -234,7 +241,7 @@ def _check_agent(config: GrpoConfig) -> None:
     agent.check()
     if not agent.is_set:
         return
-    if config.environment.name:
+    if config.environments:
         raise ConfigError("environment.name and section agent both answer the model: set one of them")
     if config.teacher.is_set:
         raise ConfigError("section teacher: it scores what follows the data's prompts, and an agent writes its own")
@@ -282,23 +289,26 @@ def _estimate_memory(config: GrpoConfig, layout: TrainLayout, placement: Placeme
 
 def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
     """Refuse to go on with other prompts than a run was begun with; more or fewer epochs are welcome."""
-    for each in fields(begun.data):
-        before, after = getattr(begun.data, each.name), getattr(now.data, each.name)
-        if before != after and each.name != "epochs":
+    before, after = _data_settings(begun), _data_settings(now)
+    for key in [*before, *(key for key in after if key not in before)]:
+        if before.get(key) != after.get(key):
             raise ConfigError(
-                f"data.{each.name} was {before!r} when the run began and would be {after!r}: some prompts would be "
-                "trained twice and others never; resume with the data it was begun with, or start a new run"
+                f"{key} was {before.get(key)!r} when the run began and would be {after.get(key)!r}: some prompts would "
+                "be trained twice and others never; resume with the data it was begun with, or start a new run"
             )
 
 
-def _check_lengths(config: GrpoConfig) -> None:
-    longest = config.data.max_prompt_tokens + config.max_response_tokens
-    limit = "environment.max_tokens" if config.environment.name else "rollout.max_tokens"
-    if longest > config.rollout.max_model_len:
-        raise ConfigError(
-            f"data.max_prompt_tokens + {limit} = {longest} is more than rollout.max_model_len = "
-            f"{config.rollout.max_model_len}: raise the last or lower one of the others"
-        )
+def _data_settings(config: GrpoConfig) -> dict[str, object]:
+    """All that decides which prompt is trained when, by its key."""
+    data = config.data
+    own = {f"data.{each.name}": getattr(data, each.name) for each in fields(data) if each.name not in ("epochs", "mix")}
+    of_mix = {
+        f"data.mix.{name}.{each.name}": getattr(source, each.name)
+        for name, source in data.mix.items()
+        for each in fields(source)
+        if each.name not in ("success_reward", "environment", "reward")
+    }
+    return own | of_mix
 
 
 def check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
@@ -325,32 +335,39 @@ def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-_OWN_DATA = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
-"""Environments that judge prompts of their own only, and how data.path begins for those."""
-
-
 def check_reward(config: GrpoConfig) -> tuple[str, ...]:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge.
 
     Returns:
         How functions of the user's own are called, and programs of the model run, in words.
     """
-    name, path = config.environment.name, config.data.path
-    notes: tuple[str, ...] = ()
-    if config.reward.is_set or (config.algorithm.needs_reward and not _is_judged(config)):
-        reward = build_reward(config.reward)
-        notes = reward.notes
-        if name and reward.comparing:
+    notes: dict[str, None] = {}
+    for source in source_settings(config):
+        with naming(source):
+            notes |= dict.fromkeys(_check_judge(config, source))
+    if (model := reward_model_of(config.reward)) is not None:
+        notes[f"reward_model: {model.num_replicas} x {model.path}, in processes of its own"] = None
+    return tuple(notes)
+
+
+def _check_judge(config: GrpoConfig, source: SourceSettings) -> Sequence[str]:
+    """What `check_reward` does for one source."""
+    reward, name = source.reward, source.environment.name
+    is_judged = reward.is_set or bool(name) or config.agent.is_set
+    notes: Sequence[str] = ()
+    if reward.is_set or (config.algorithm.needs_reward and not is_judged):
+        built = build_reward(reward)
+        notes = built.notes
+        if name and built.comparing:
             raise ConfigError(
-                f"reward {', '.join(reward.comparing)} compares the completions of a group, and episodes of "
+                f"reward {', '.join(built.comparing)} compares the completions of a group, and episodes of "
                 "environment.name are scored one by one, each when it ends: leave one of them out"
             )
-    if (model := reward_model_of(config.reward)) is not None:
-        notes += (f"reward_model: {model.num_replicas} x {model.path}, in processes of its own",)
+    if source.judge:
+        check_one_reward_model(config.reward, reward)
     if name:
-        build_environment(config.environment)
-    if not path.startswith(_OWN_DATA.get(name, "")):
-        raise ConfigError(f'environment.name = {name!r} needs data.path = "{_OWN_DATA[name]}NAME", got {path!r}')
+        build_environment(source.environment)
+    check_own_data(source.environment, source.data.path, "path" if source.name else "data.path")
     return notes
 
 
@@ -358,28 +375,17 @@ def _try_objective(config: GrpoConfig) -> tuple[str, ...]:
     return try_functions(config.algorithm, config.reward.all_weights if config.reward.is_set else None)
 
 
-def _with_tools(config: GrpoConfig) -> GrpoConfig:
-    """Tell the model in its prompts of the tools that its environment has, where the configuration names none."""
-    tools = environment_tools(config.environment)
-    if not tools:
-        return config
-    options = {"tools": tools, **config.data.template_options}
-    return replace(config, data=replace(config.data, template_options=options))
-
-
-def _try_reward(config: GrpoConfig, prompts: PromptSet) -> str:
-    if not config.reward.is_set:
-        return ""
-    return try_reward(config.reward, prompts.train[0], config.cluster)
-
-
-def turn_template(config: GrpoConfig, tokenizer: Tokenizer) -> TurnTemplate | None:
-    if not config.environment.name:
-        return None
-    template = TurnTemplate(tokenizer, config.data)
-    if config.environment.name == "calculator":
-        template.check(["tool"])  # others are checked when they first speak
-    return template
+def _try_rewards(config: GrpoConfig, sources: Sequence[TrainingSource]) -> tuple[str, ...]:
+    """Try each reward once, on a prompt of the first source that it judges."""
+    first: dict[str, TrainingSource] = {}
+    for source in sources:
+        if source.settings.reward.is_set:
+            first.setdefault(source.settings.judge, source)
+    trials = []
+    for source in first.values():
+        with naming(source.settings):
+            trials.append(try_reward(source.settings.reward, source.prompts[0], config.cluster))
+    return tuple(trial for trial in trials if trial)
 
 
 def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:
@@ -402,7 +408,7 @@ def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, v
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
     """Updates of the whole run, when no group is filtered or dropped."""
-    of_data = -(-config.data.epochs * num_prompts // config.async_.groups_per_update) or None
+    of_data = None if config.is_endless else -(-config.data.epochs * num_prompts // config.async_.groups_per_update)
     return min(number for number in (of_data, config.engine.max_updates or None) if number is not None)
 
 
@@ -450,8 +456,3 @@ def _check_devices(config: GrpoConfig, view: ClusterView) -> None:
     for name in sorted(named):
         open_device(name)
     rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
-
-
-def _check_end(config: GrpoConfig) -> None:
-    if not config.data.epochs and not config.engine.max_updates:
-        raise ConfigError("the run would never end: set data.epochs or engine.max_updates above 0")

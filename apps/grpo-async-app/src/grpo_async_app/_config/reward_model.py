@@ -59,6 +59,20 @@ def reward_model_of(reward: RewardConfig) -> RewardModelOptions | None:
     return options
 
 
+def check_one_reward_model(section: RewardConfig, own: RewardConfig, where: str = "reward") -> None:
+    """Refuse a reward of its own, at `where`, that asks another reward model than section `reward` does.
+
+    Raises:
+        ConfigError: a run has one, and so both ask the same or the section alone does.
+    """
+    is_shared = section.uses_reward_model and own.reward_model == section.reward_model
+    if own.uses_reward_model and not is_shared:
+        raise ConfigError(
+            f"{where} asks a reward model that section reward does not ask: a run has one, so let both "
+            "name reward_model, with the same table"
+        )
+
+
 def check_reward_model(options: RewardModelOptions) -> None:
     """Refuse a folder that holds no model with one score.
 

@@ -5,10 +5,11 @@ from typing import Any, Final
 
 from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.critic import CriticConfig
+from grpo_async_app._config.mix import PromptsConfig
 from grpo_async_app._config.reward_model import reward_model_of
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
-from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
+from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import HELD_OUT, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_types import (
@@ -194,6 +195,9 @@ class EvalSetConfig:
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
     max_tokens: int = setting(0, "Longest completion; 0: rollout.max_tokens.", "tokens", ge=0, le=2**30)
     success_reward: float = setting(0.99, "A completion with at least this reward counts as right.")
+    environment: EnvironmentConfig | None = setting(
+        None, "An environment of its own, with the keys of section environment; none: that one."
+    )
     reward: RewardConfig | None = setting(None, "A reward of its own, with the keys of section reward; none: that one.")
 
     def __post_init__(self) -> None:
@@ -265,7 +269,8 @@ class GrpoConfig:
     """Everything a run of `grpo-async-app` can be told."""
 
     model: ModelConfig
-    data: DataConfig
+    data: PromptsConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -311,11 +316,38 @@ class GrpoConfig:
         return self.eval.at_sync == "go_on" or (self.eval.at_sync == "auto" and not takes_turns)
 
     @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """Those that answer the model, each in a process of its own.
+
+        That of section `environment` under "", those that sources of `data.mix` have of their own by their names, and
+        those of validation sets as `set_environment_key`.
+        """
+        own = {name: each.environment for name, each in self.data.mix.items()}
+        sets = self.eval.sets if self.eval.every_updates else {}
+        own |= {set_environment_key(name): each.environment for name, each in sets.items()}
+        return {key: each for key, each in {"": self.environment, **own}.items() if each is not None and each.name}
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a sample may have several turns of the model."""
+        return bool(self.environments) or self.agent.is_set
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there are always more prompts: a mix or a curriculum draws without end."""
+        return bool(self.data.mix) or self.curriculum.is_set or not self.data.epochs
+
+    @property
     def max_response_tokens(self) -> int:
         """Tokens after the prompt at most: of a completion, or of a whole episode."""
+        own = [each.environment for each in self.data.mix.values()]
+        return max(self.response_tokens(each or self.environment) for each in own or [None])
+
+    def response_tokens(self, environment: EnvironmentConfig) -> int:
+        """The same, of samples that this environment answers."""
         if self.agent.is_set:  # which writes its prompts itself
             return self.rollout.max_model_len - self.data.max_prompt_tokens
-        return self.environment.max_tokens if self.environment.name else self.rollout.max_tokens
+        return environment.max_tokens if environment.name else self.rollout.max_tokens
 
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
         return RolloutEngineConfig(
@@ -362,6 +394,11 @@ class GrpoConfig:
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates * self.async_.require_batches,
         )
+
+
+def set_environment_key(name: str) -> str:
+    """Of a validation set with an environment of its own, in `GrpoConfig.environments`: no source has such a name."""
+    return f"eval/{name}"
 
 
 def _shared(section: object, settings: type) -> dict[str, Any]:

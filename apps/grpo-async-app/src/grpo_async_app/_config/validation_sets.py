@@ -4,8 +4,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
-from offbeat_data import Prompt, RewardConfig, Tokenizer, build_reward, load_prompts
+from grpo_async_app._config.reward_model import check_one_reward_model
+from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig, set_environment_key
+from grpo_async_app._config.sources import Tools, check_own_data, reward_beside, with_tools
+from offbeat_data import (
+    EnvironmentConfig,
+    Prompt,
+    RewardConfig,
+    Tokenizer,
+    build_environment,
+    build_reward,
+    load_prompts,
+)
 from offbeat_run import HELD_OUT
 from offbeat_types import ConfigError, SamplingParams
 
@@ -23,6 +33,8 @@ class ValidationSet:
         success_reward: from which on a sample is right.
         reward: that judges it, and says where in a completion the answer is.
         has_own_reward: whether it is not that of section reward.
+        environment: that answers the model; one without a name is none.
+        environment_key: of it in `GrpoConfig.environments`.
     """
 
     name: str
@@ -33,12 +45,19 @@ class ValidationSet:
     success_reward: float = 0.99
     reward: RewardConfig
     has_own_reward: bool = False
+    environment: EnvironmentConfig
+    environment_key: str = ""
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self.environment.name)
 
     def describe(self) -> str:
         """For a plan."""
         how = "greedy" if not self.params.temperature else f"temperature {self.params.temperature:g}"
         samples = f"{self.num_samples} samples each, " if self.num_samples > 1 else ""
-        return f"{self.name}: {len(self.prompts)} prompts, {samples}{how}, at most {self.params.max_tokens} tokens"
+        text = f"{self.name}: {len(self.prompts)} prompts, {samples}{how}, at most {self.params.max_tokens} tokens"
+        return f"{text}, environment {self.environment.name}" if self.environment_key else text
 
 
 def held_out_set(config: GrpoConfig, prompts: Sequence[Prompt]) -> ValidationSet:
@@ -55,38 +74,42 @@ def held_out_set(config: GrpoConfig, prompts: Sequence[Prompt]) -> ValidationSet
         ),
         success_reward=config.eval.success_reward,
         reward=config.reward,
+        environment=config.environment,
     )
 
 
-def load_sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[ValidationSet]:
+def load_sets(
+    config: GrpoConfig, tokenizer: Tokenizer, tools: Tools, names: Sequence[str] | None = None
+) -> list[ValidationSet]:
     """Read the sets of `eval.sets`.
 
     Args:
         config: of the run.
         tokenizer: of the model.
+        tools: of the environments.
         names: of those to read; None: all.
 
     Raises:
         DataError, ConfigError, BackendError: as `load_prompts`, with the name of the set.
     """
     chosen = config.eval.sets if names is None else {name: config.eval.sets[name] for name in names}
-    return [_load(config, name, each, tokenizer) for name, each in chosen.items()]
+    return [_load(config, name, each, tokenizer, tools) for name, each in chosen.items()]
 
 
-def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenizer) -> ValidationSet:
+def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenizer, tools: Tools) -> ValidationSet:
     reward, data, rollout = own.reward or config.reward, config.data, config.rollout
-    if not reward.is_set and not config.environment.name:
+    environment = own.environment or config.environment
+    if own.environment is not None:
+        reward = own.reward or reward_beside(environment, config.reward)
+        _check_environment(name, environment, reward, own.path)
+    if not reward.is_set and not environment.name:
         raise ConfigError(f"eval.sets.{name} needs something that judges: set reward.name, or eval.sets.{name}.reward")
     if reward.is_set:
         build_reward(reward)
-    is_shared = config.reward.uses_reward_model and reward.reward_model == config.reward.reward_model
-    if reward.uses_reward_model and not is_shared:
-        raise ConfigError(
-            f"eval.sets.{name}.reward asks a reward model that section reward does not ask: a run has one, so let both "
-            "name reward_model, with the same table"
-        )
+    check_one_reward_model(config.reward, reward, f"eval.sets.{name}.reward")
     source = replace(
         data,
+        mix={},
         path=own.path,
         split=own.split,
         num_items=own.max_prompts,
@@ -97,10 +120,15 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
         answer_column=own.answer_column or data.answer_column,
         system_prompt=own.system_prompt or data.system_prompt,
     )
+    key = set_environment_key(name) if own.environment is not None else ""
+    source = with_tools(source, tools.get(key, []))
     max_tokens = own.max_tokens or rollout.max_tokens
-    if not config.environment.name and data.max_prompt_tokens + max_tokens > rollout.max_model_len:
+    longest, limit = data.max_prompt_tokens + max_tokens, "max_tokens"
+    if environment.name:
+        longest, limit = data.max_prompt_tokens + environment.max_tokens, "environment.max_tokens"
+    if longest > rollout.max_model_len:
         raise ConfigError(
-            f"data.max_prompt_tokens + eval.sets.{name}.max_tokens = {data.max_prompt_tokens + max_tokens} is more "
+            f"data.max_prompt_tokens + eval.sets.{name}.{limit} = {longest} is more "
             f"than rollout.max_model_len = {rollout.max_model_len}: raise the last or lower one of the others"
         )
     return ValidationSet(
@@ -120,7 +148,20 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
         success_reward=own.success_reward,
         reward=reward,
         has_own_reward=own.reward is not None,
+        environment=environment,
+        environment_key=key,
     )
+
+
+def _check_environment(name: str, environment: EnvironmentConfig, reward: RewardConfig, path: str) -> None:
+    """Refuse an environment of its own that does not go with a set."""
+    try:
+        environment.check(has_reward=reward.is_set)
+        check_own_data(environment, path, "path")
+    except ConfigError as error:
+        raise ConfigError(f"eval.sets.{name}: {error}") from error
+    if environment.name:
+        build_environment(environment)
 
 
 def shared_notices(sets: Sequence[ValidationSet], train: Sequence[Prompt]) -> list[str]:

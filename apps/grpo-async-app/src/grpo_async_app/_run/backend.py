@@ -12,11 +12,12 @@ from grpo_async_app._config.validation_sets import ValidationSet, mark_of
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.busy import BusyClock
 from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.prompt_stream import Draw, PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, Scored
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
-from offbeat_data import EpochOrder, Prompt, TurnTemplate
+from offbeat_data import Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
 from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams
@@ -32,10 +33,11 @@ class GrpoBackend:
 
     Args:
         policy: the one that the loop drives; asked where it stands, never told.
+        stream: says which prompt each group is about.
         sets: of a validation; none turns validation off.
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
-        template: puts an environment's words into tokens; None where the run has no environment.
+        templates: put the words of environments into tokens, by their keys in `GrpoConfig.environments`.
     """
 
     def __init__(
@@ -44,37 +46,37 @@ class GrpoBackend:
         fleet: Fleet,
         policy: AsyncPolicy,
         *,
-        prompts: tuple[Prompt, ...],
+        stream: PromptStream,
         sets: Sequence[ValidationSet],
         run: RunFolder,
         logger: RunLogger,
         groups: dict[int, SampledGroup] | None = None,
-        template: TurnTemplate | None = None,
+        templates: Mapping[str, TurnTemplate],
     ) -> None:
         self._config, self._fleet, self._policy, self._run, self._logger = config, fleet, policy, run, logger
-        self._prompts, self._sets = prompts, sets
-        self._order = EpochOrder(len(prompts), config.data.seed, config.data.shuffle)
+        self._stream, self._sets = stream, sets
         self._groups = groups or {}
         self._where: dict[int, str] = {}
         self._validating: asyncio.Task[None] | None = None
         self._trainer_turn = asyncio.Lock()
         self._trainer_version = policy.version
         self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
-        self._rollouts = Rollouts(config, fleet, template, self._clock.busy)
-        self._template = template
+        self._rollouts = Rollouts(config, fleet, templates, self._clock.busy)
+        self._templates = templates
         self._bringing = asyncio.create_task(self._bring_weights())
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def submit(self, group_id: int) -> GroupResult:
-        prompt = self._prompt(group_id)
+        draw = self._stream.draw(group_id)
         name = self._where[group_id] = self._fleet.engines.least_loaded()
         with self._fleet.engines.hold(name):
-            samples = await self._sample(group_id, prompt, name)
-            greedy_reward = await self._sample_greedy(group_id, prompt, name)
+            samples = await self._sample(group_id, draw, name)
+            greedy_reward = await self._sample_greedy(group_id, draw, name)
         if not self._can_be_compared(samples):
             return GroupResult(oldest_version=self._policy.version, filtered=True)
-        group = self._group(group_id, prompt, samples, greedy_reward)
+        self._stream.record(draw, [sample.score.value for sample in samples])
+        group = self._group(group_id, draw, samples, greedy_reward)
         filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
         group = group if filtered else await self._taught(group)
         if group.flaw:
@@ -97,25 +99,29 @@ class GrpoBackend:
         logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where, images)
         return replace(group, teacher_logprobs=logprobs)
 
-    async def _sample(self, group_id: int, prompt: Prompt, name: str) -> list[Scored]:
+    async def _sample(self, group_id: int, draw: Draw, name: str) -> list[Scored]:
         params = self._config.rollout.sampling(self._seed(group_id))
         request = GenerateRequest(
             request_id=f"group-{group_id}",
-            prompt_ids=prompt.ids,
+            prompt_ids=draw.prompt.ids,
             num_samples=self._config.rollout.samples_per_prompt,
             params=params,
         )
-        return await self._rollouts.sample(name, prompt, request)
+        return await self._ask(draw, name, request)
 
-    async def _sample_greedy(self, group_id: int, prompt: Prompt, name: str) -> float:
+    async def _ask(self, draw: Draw, name: str, request: GenerateRequest) -> list[Scored]:
+        of = draw.source.settings
+        return await self._rollouts.sample(name, draw.prompt, request, of.judge, of.environment_key)
+
+    async def _sample_greedy(self, group_id: int, draw: Draw, name: str) -> float:
         """Reward of the greedy sample that ReMax compares with; 0 for other advantages."""
         if not self._config.algorithm.needs_greedy_reward:
             return 0.0
         rollout = self._config.rollout
         params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=tuple(rollout.stop))
-        request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=prompt.ids, params=params)
-        samples = await self._rollouts.sample(name, prompt, request)
-        return self._worth(samples[0]) if samples else 0.0
+        request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=draw.prompt.ids, params=params)
+        samples = await self._ask(draw, name, request)
+        return self._worth(samples[0], draw) if samples else 0.0
 
     def _can_be_compared(self, samples: list[Scored]) -> bool:
         """Whether enough of a group is left."""
@@ -123,27 +129,27 @@ class GrpoBackend:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
 
-    def _group(self, group_id: int, prompt: Prompt, samples: list[Scored], greedy_reward: float) -> SampledGroup:
+    def _group(self, group_id: int, draw: Draw, samples: list[Scored], greedy_reward: float) -> SampledGroup:
         return SampledGroup(
             group_id=group_id,
-            item=prompt.index,
-            prompt_ids=prompt.ids,
-            pictures=prompt.pictures,
+            item=draw.item,
+            prompt_ids=draw.prompt.ids,
+            pictures=draw.prompt.pictures,
             trajectories=[trajectory for sample in samples for trajectory in sample.trajectories],
             sizes=[len(sample.trajectories) for sample in samples],
-            rewards=[self._worth(sample) for sample in samples],
+            rewards=[self._worth(sample, draw) for sample in samples],
             parts=[sample.score.parts for sample in samples],
             greedy_reward=greedy_reward,
         )
 
-    def _worth(self, sample: Scored) -> float:
+    def _worth(self, sample: Scored, draw: Draw) -> float:
         """What is trained on: the reward, and what is taken off it for length."""
         algorithm = self._config.algorithm
         if not algorithm.overlong_buffer_tokens:
             return sample.score.value
         return sample.score.value + overlong_penalty(
             max(len(trajectory.ids) for trajectory in sample.trajectories),
-            max_tokens=self._config.max_response_tokens,
+            max_tokens=self._config.response_tokens(draw.source.settings.environment),
             buffer_tokens=algorithm.overlong_buffer_tokens,
             factor=algorithm.overlong_penalty_factor or 1.0,
         )
@@ -187,12 +193,12 @@ class GrpoBackend:
             self._trainer_version = version + 1
         for group_id in group_ids:
             del self._groups[group_id]
-        prompts = {group.item: self._prompts[group.item] for group in groups}
+        prompts = {group.item: self._stream.prompts[group.item] for group in groups}
         self._logger.updated(
             version + 1,
             groups,
             prompts,
-            metrics,
+            {**metrics, **self._stream.take_metrics()},
             self._clock.lap(),
             self._policy.statistics,
             self._fleet.metrics(),
@@ -248,7 +254,7 @@ class GrpoBackend:
 
     async def _validate(self, version: int) -> None:
         """Validate, and write it down. `finish` raises what goes wrong in either."""
-        rollouts = Rollouts(self._config, self._fleet, self._template)
+        rollouts = Rollouts(self._config, self._fleet, self._templates)
         try:
             validation = await validate(rollouts, self._fleet.engines, self._config, self._sets, version)
         except OutdatedError as error:
@@ -273,7 +279,7 @@ class GrpoBackend:
 
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write weights, optimizer, the loop's state and the finished groups as one folder."""
-        groups = [self._groups[int(group_id)] for group_id, _ in state["finished"]]
+        groups, known = [self._groups[int(group_id)] for group_id, _ in state["finished"]], self._known()
         async with self._trainer_turn:
             await self._fleet.engines.to_training()
             with self._run.checkpoints.write(self._policy.version) as folder:
@@ -284,7 +290,7 @@ class GrpoBackend:
                     deadline_s=self._config.async_.update_deadline_s,
                 )
                 save_groups(folder / LOOP_FOLDER, groups)
-                loop = {"policy": dict(state), "prompts": mark_of(self._prompts)}
+                loop = {"policy": dict(state), "prompts": mark_of(self._stream.prompts), **known}
                 (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(loop))
         self._run.checkpoints.prune(self._config.checkpoint.keep)
 
@@ -300,9 +306,9 @@ class GrpoBackend:
 
     # ── small things ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt(self, group_id: int) -> Prompt:
-        _, item = self._order(group_id)
-        return self._prompts[item]
+    def _known(self) -> dict[str, Any]:
+        known = self._stream.state()
+        return {"curriculum": known} if known else {}
 
     def _seed(self, group_id: int) -> int:
         """A sampling seed of its own for each group; sample i of the group draws with this plus i."""

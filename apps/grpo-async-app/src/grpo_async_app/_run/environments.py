@@ -18,7 +18,7 @@ ABANDON_S = 1.0
 
 
 class EnvironmentProcess:
-    """The role `environment-0`. It is started again when it is called after its end.
+    """A role `environment-N`. It is started again when it is called after its end.
 
     Args:
         step_timeout_s: for one answer of an environment.

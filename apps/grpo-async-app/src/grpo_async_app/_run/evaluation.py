@@ -63,10 +63,10 @@ async def _ask(
     config, shown_s, num_done = evaluation.config, time.monotonic(), 0
     async with fleet:
         await fleet.start(evaluation.placement)
-        rollouts = Rollouts(config, fleet, evaluation.template)
+        rollouts = Rollouts(config, fleet, evaluation.templates)
         async with aclosing(answers(rollouts, fleet.engines, config, missing, "eval")) as stream:
             async for answered in stream:
-                has_turns = bool(config.environment.name) or config.agent.is_set
+                has_turns = answered.asked.has_turns or config.agent.is_set
                 item = answered.to_item(step, has_turns=has_turns, keep_texts=True, loaded=True)
                 take(answered.asked.name, item)
                 num_done += 1

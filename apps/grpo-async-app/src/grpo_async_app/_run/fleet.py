@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.sources import judge_of
 from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._run.agents import AgentProcess
 from grpo_async_app._run.busy import OnSpan
@@ -33,7 +34,7 @@ from offbeat_actors import (
     split_threads,
     start_again,
 )
-from offbeat_data import Prompt, RewardScore, Written
+from offbeat_data import Prompt, RewardConfig, RewardScore, Written
 from offbeat_placement import Placement
 from offbeat_run import clock_s
 from offbeat_types import (
@@ -73,7 +74,7 @@ class Fleet:
 
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
-        environment: where the run has one.
+        environments: of the run, by their keys in `GrpoConfig.environments`.
         agent: runs the programs of section `agent`, where it names one.
         teachers: replicas of the teacher, where the run has one.
     """
@@ -99,11 +100,10 @@ class Fleet:
         self.tell, self._taken = tell, taken
         self.turns = ColocationSchedule(config, lambda: self.trainer, handed_over) if config.cluster.colocate else None
         self.engines = Engines(config, self._start_rollout, self._budget, tell, self.turns)
-        self.environment = (
-            EnvironmentProcess(self._launcher, self._roles.environment(), config.environment.step_timeout_s)
-            if config.environment.name
-            else None
-        )
+        self.environments = {
+            key: EnvironmentProcess(self._launcher, self._roles.environment(key), environment.step_timeout_s)
+            for key, environment in config.environments.items()
+        }
         self.agent = (
             AgentProcess(self._launcher, self._roles.agent(), config.agent.deadline_s) if config.agent.command else None
         )
@@ -117,14 +117,14 @@ class Fleet:
         if (options := reward_model_of(config.reward)) is not None:
             model = RewardModels(options, self._make_replicas("reward_model", options.num_replicas, worked))
         self._reward_models = model
-        sets = config.eval.sets if config.eval.every_updates else {}
-        own = {name: (each.reward, f"-{name}") for name, each in sets.items() if each.reward is not None}
-        judges = {**({"": (config.reward, "")} if config.reward.is_set else {}), **own}
         self._scorers = {
             name: ScorerPool(
-                reward, config.cluster, log_folder / f"reward_errors{suffix}.log", model.score if model else None
+                reward,
+                config.cluster,
+                log_folder / f"reward_errors{'-' * bool(name)}{name.replace('/', '-')}.log",
+                model.score if model else None,
             )
-            for name, (reward, suffix) in judges.items()
+            for name, reward in judges_of(config).items()
         }
 
     def _make_replicas(self, kind: str, number: int, worked: OnSpan) -> Replicas:
@@ -181,7 +181,7 @@ class Fleet:
         self._gives_devices = any(rank.role == "rollout" and rank.device is not None for rank in placement.plan.ranks)
 
     async def _start_serving(self) -> None:
-        actors = [each.start() for each in (self.environment, self.agent) if each is not None]
+        actors = [each.start() for each in (*self.environments.values(), self.agent) if each is not None]
         judges = [scorers.start() for scorers in self._scorers.values()]
         await gather_or_cancel([self.engines.start(), *actors, *judges])
 
@@ -215,20 +215,20 @@ class Fleet:
     async def score(self, prompt: Prompt, written: Sequence[Written], judge: str = "") -> list[RewardScore | None]:
         """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
-        One that takes its verifier too long gets 0 and is counted. `judge` names the validation set with a reward of
-        its own that scores; empty: section reward.
+        One that takes its verifier too long gets 0 and is counted. `judge` names the reward that scores, as in
+        `judges_of`.
         """
-        scorers = self._scorers.get(judge) or self._scorers.get("")
+        scorers = self._scorers.get(judge)
         if scorers is None and self._config.agent.is_set:
             raise ConfigError(
                 "an agent has ended its episode without a reward: give reward.name, or have the agent post one to "
                 "/v1/sessions/end"
             )
-        if scorers is None and not self._config.environment.name:  # a teacher alone is learned from
+        if scorers is None and not self.environments:  # a teacher alone is learned from
             return [RewardScore(value=0.0, parts={}) for _ in written]
         if scorers is None:
             raise ConfigError(
-                f"environment.name = {self._config.environment.name!r} leaves the last turn to the reward section: "
+                f"{judge or 'environment.name'}: the environment leaves the last turn to a reward, and there is none: "
                 "give reward.name, or return a RewardScore from the environment"
             )
         return await scorers.score(prompt, written)
@@ -293,7 +293,7 @@ class Fleet:
     def progress(self) -> float:
         """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
         scored = sum(scorers.num_scored for scorers in self._scorers.values())
-        answered = self.environment.num_answers if self.environment is not None else 0
+        answered = sum(environment.num_answers for environment in self.environments.values())
         answered += self.agent.num_ended if self.agent is not None else 0
         starting_s = clock_s() if self.engines.are_starting else 0.0  # which has a deadline of its own
         return self.engines.num_tokens + scored + answered + starting_s
@@ -316,8 +316,9 @@ class Fleet:
             **{f"{replicas.kind}/restarts": replicas.num_restarts for replicas in self._replicas},
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
-        if "" in self._scorers:
-            metrics.update(self._scorers[""].metrics())
+        for judge, scorers in self._scorers.items():
+            if not judge or judge.startswith(judge_of("")):
+                metrics |= {f"{judge}/{name}".lstrip("/"): metric for name, metric in scorers.metrics().items()}
         if self.turns is not None:
             metrics["perf/handover_s"] = Metric(value=self.turns.take_spent_s())
         return metrics
@@ -345,14 +346,15 @@ class RoleSpecs:
             return self._spec(name, "TeacherRole", images=self._has_images)
         return self._spec(name, "RewardModelRole")
 
-    def environment(self) -> RoleSpec:
+    def environment(self, key: str) -> RoleSpec:
         """It gets its own section alone: the whole configuration would import torch."""
+        name = f"environment-{list(self._config.environments).index(key)}"
         return RoleSpec(
-            name="environment-0",
+            name=name,
             target="grpo_async_app._roles.environment:EnvironmentRole",
-            kwargs={"config": self._config.environment},
+            kwargs={"config": self._config.environments[key]},
             num_threads=1,
-            log_path=self._log_folder / "environment-0.log",
+            log_path=self._log_folder / f"{name}.log",
         )
 
     def agent(self) -> RoleSpec:
@@ -378,6 +380,17 @@ class RoleSpecs:
     @property
     def _trace_folder(self) -> str:
         return str(self._log_folder.with_name("profile"))
+
+
+def judges_of(config: GrpoConfig) -> dict[str, RewardConfig]:
+    """The rewards of a run.
+
+    That of section `reward` under "", those of validation sets by their names, and those of sources as `judge_of`.
+    """
+    sets = config.eval.sets if config.eval.every_updates else {}
+    own = {name: each.reward for name, each in sets.items()}
+    own |= {judge_of(name): each.reward for name, each in config.data.mix.items()}
+    return {name: each for name, each in {"": config.reward, **own}.items() if each is not None and each.is_set}
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:

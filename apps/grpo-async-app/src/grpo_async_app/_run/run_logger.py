@@ -83,7 +83,7 @@ class RunLogger:
         values = {
             **trained,
             **_group_metrics(groups, version - 1),
-            **(_turn_metrics(groups) if self._config.environment.name or self._config.agent.is_set else {}),
+            **(_turn_metrics(groups) if self._config.has_turns else {}),
             "async/trainer_idle_share": Metric(value=shares.trainer_idle),
             "async/rollout_idle_share": Metric(value=shares.rollout_idle),
             "async/overlap_share": Metric(value=shares.overlap),

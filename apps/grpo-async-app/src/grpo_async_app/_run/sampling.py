@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
@@ -50,7 +50,7 @@ class Rollouts:
     """Samples and scores on the fleet.
 
     Args:
-        template: puts an environment's words into tokens; None where the run has no environment.
+        templates: put the words of environments into tokens, by their keys in `GrpoConfig.environments`.
         busy: wraps each use of the rollout engine it is called with.
 
     Attributes:
@@ -60,19 +60,28 @@ class Rollouts:
     """
 
     def __init__(
-        self, config: GrpoConfig, fleet: Fleet, template: TurnTemplate | None, busy: Busy = lambda _: nullcontext()
+        self,
+        config: GrpoConfig,
+        fleet: Fleet,
+        templates: Mapping[str, TurnTemplate],
+        busy: Busy = lambda _: nullcontext(),
     ) -> None:
-        self._fleet, self._template, self._busy = fleet, template, busy
+        self._fleet, self._templates, self._busy = fleet, templates, busy
         self._deadline_s = config.async_.group_deadline_s
         self._agents = Agents(config, fleet.engines, fleet.agent, busy) if config.agent.is_set else None
-        self._limits = EpisodeLimits.of(config.environment, config.rollout.max_tokens)
+        self._limits = {
+            key: EpisodeLimits.of(each, config.rollout.max_tokens) for key, each in config.environments.items()
+        }
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
 
-    async def sample(self, name: str, prompt: Prompt, request: GenerateRequest, judge: str = "") -> list[Scored]:
+    async def sample(
+        self, name: str, prompt: Prompt, request: GenerateRequest, judge: str = "", environment: str = ""
+    ) -> list[Scored]:
         """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here.
 
-        `judge` names the validation set whose own reward scores; empty: that of section reward.
+        `judge` names the reward that scores, as in `judges_of`, and `environment` what answers, as in
+        `GrpoConfig.environments`; empty: those of the sections, where there are any.
 
         Returns:
             In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
@@ -84,7 +93,7 @@ class Rollouts:
             return [sample for sample in await gather_or_cancel(plays) if sample is not None]
         if prompt.pictures:
             request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
-        if self._template is None:
+        if environment not in self._templates:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions, judge)
             return [
@@ -93,11 +102,14 @@ class Rollouts:
                 if score is not None
             ]
         # All samples begin with one request, so that an engine computes their prompt once; then each goes its own way.
-        max_tokens = min(request.params.max_tokens, self._limits.max_tokens)
+        max_tokens = min(request.params.max_tokens, self._limits[environment].max_tokens)
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         first = asyncio.ensure_future(self._generate(name, request))
         try:
-            play = [self._play(name, prompt, request, index, first, judge) for index in range(request.num_samples)]
+            play = [
+                self._play(name, prompt, request, index, first, judge, environment)
+                for index in range(request.num_samples)
+            ]
             return [sample for sample in await gather_or_cancel(play) if sample is not None]
         finally:
             first.cancel()
@@ -110,10 +122,10 @@ class Rollouts:
         index: int,
         first: Awaitable[list[Completion]],
         judge: str,
+        environment: str,
     ) -> Scored | None:
         """One episode; None when its environment or its reward failed."""
-        assert self._template is not None
-        assert self._fleet.environment is not None
+        template, limits = self._templates[environment], self._limits[environment]
         turns = count()
 
         async def sample(context_ids: Ids, max_tokens: int) -> Completion:
@@ -124,8 +136,8 @@ class Rollouts:
             return completion
 
         try:
-            async with self._fleet.environment.episode(prompt) as episode:
-                trajectory = await play_episode(prompt.ids, sample, episode.step, self._template, self._limits)
+            async with self._fleet.environments[environment].episode(prompt) as episode:
+                trajectory = await play_episode(prompt.ids, sample, episode.step, template, limits)
                 if not self._ended([trajectory.turns[-1]]):
                     return None
                 score = await episode.finish()

@@ -15,6 +15,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.groups import SampledGroup, load_groups
 from grpo_async_app._run.backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
 from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.scaling import scale_as_asked, take_asked_engines
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
@@ -35,19 +36,20 @@ def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
 
 @dataclass(frozen=True)
 class _Session:
-    """A run from one point on, with one trainer."""
+    """A run from one point on, with one trainer; `known` is what a checkpoint says of the prompts' success."""
 
     preflight: Preflight
     run: RunFolder
     policy: AsyncPolicy
     groups: dict[int, SampledGroup]
     checkpoint: Checkpoint | None
+    known: dict[str, Any]
 
     @classmethod
     def from_start(cls, preflight: Preflight, run: RunFolder) -> "_Session":
         policy = AsyncPolicy(preflight.config.async_, preflight.num_groups, preflight.max_updates)
         policy.request_sync()  # the engines prove that they hold the trainer's weights before anything is sampled
-        return cls(preflight, run, policy, {}, None)
+        return cls(preflight, run, policy, {}, None, {})
 
     @classmethod
     def from_latest(cls, preflight: Preflight, run: RunFolder) -> "_Session":
@@ -62,7 +64,7 @@ class _Session:
         flawed = {group_id for group_id, group in groups.items() if group.flaw}
         policy.discard(flawed)  # of a run that was begun before rewards were looked at
         sound = {group_id: group for group_id, group in groups.items() if group_id not in flawed}
-        return cls(preflight, run, policy, sound, checkpoint)
+        return cls(preflight, run, policy, sound, checkpoint, state.get("curriculum", {}))
 
     @property
     def folder(self) -> Path | None:
@@ -140,12 +142,12 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSumm
         preflight.config,
         fleet,
         policy,
-        prompts=preflight.prompts.train,
+        stream=PromptStream(preflight.config, preflight.sources, session.known),
         sets=preflight.sets,
         run=session.run,
         logger=logger,
         groups=session.groups,
-        template=preflight.template,
+        templates=preflight.templates,
     )
     gc.freeze()  # prompts and modules stay: to look through them again and again takes a tenth of the driver's time
     try:

@@ -89,7 +89,7 @@ class Validation:
         return (by_name.get(score_set or HELD_OUT) or self.summaries[0]).reward
 
 
-def validated_names(sets: Sequence[ValidationSet], config: GrpoConfig) -> dict[str, str]:
+def validated_names(sets: Sequence[ValidationSet]) -> dict[str, str]:
     """What is compared at the end of a run: names by metric."""
     names: dict[str, str] = {}
     for each in sets:
@@ -100,7 +100,7 @@ def validated_names(sets: Sequence[ValidationSet], config: GrpoConfig) -> dict[s
                 names |= {f"{prefix}pass_at_{k}": f"{label}pass@{k}", f"{prefix}maj_at_{k}": f"{label}maj@{k}"}
         names[f"{prefix}reward"] = f"{label}reward"
         names[f"{prefix}response_tokens"] = f"{label}response tokens"
-        if config.environment.name:
+        if each.environment.name:
             names[f"{prefix}turns"] = f"{label}turns"
     return names
 
@@ -120,10 +120,11 @@ async def validate(
             if not config.validation_goes_on:
                 _refuse_other_versions(answered, version)
             found[answered.asked.name, answered.number] = answered
-    has_turns = bool(config.environment.name) or config.agent.is_set
     ordered = [found[each.name, number] for each in sets for number in range(len(each.prompts))]
+    has_agent = config.agent.is_set
     items = {
-        each.name: [it.to_item(version, has_turns=has_turns) for it in ordered if it.asked is each] for each in sets
+        each.name: [it.to_item(version, has_turns=has_agent or each.has_turns) for it in ordered if it.asked is each]
+        for each in sets
     }
     summaries = [summarize(each.name, version, items[each.name], each.num_samples, each.k) for each in sets]
     return Validation(version=version, answered=ordered, items=items, summaries=summaries)
@@ -182,11 +183,12 @@ async def _answer(
         params=params,
     )
     judge = each.name if each.has_own_reward else ""
+    environment = each.environment_key
     for retries_left in reversed(range(config.async_.max_group_retries + 1)):
         name = engines.least_loaded()
         try:
             with engines.hold(name):
-                samples = await rollouts.sample(name, prompt, request, judge)
+                samples = await rollouts.sample(name, prompt, request, judge, environment)
         except PeerFailedError:
             if not retries_left:
                 raise

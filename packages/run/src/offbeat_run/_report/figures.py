@@ -121,6 +121,13 @@ _LINES = (
         _from_zero("groups"),
     ),
     _Lines(
+        "Curriculum",
+        "Share of the prompts of which success is known, and of those drawn less often for it.",
+        {"curriculum/known": "known", "curriculum/too_easy": "too easy", "curriculum/too_hard": "too hard"},
+        _SHARE,
+        smooth=False,
+    ),
+    _Lines(
         "Scoring time",
         "From asking for a reward to having it, the wait for a scorer included.",
         {"scoring/latency_p50_s": "median", "scoring/latency_p95_s": "95 %", "scoring/latency_max_s": "longest"},
@@ -168,7 +175,7 @@ def metric_figures(lines: Sequence[MetricsLine]) -> list[Figure]:
             figures.append(_line_figure(spec, series))
         if spec.title == _LAG_AFTER:
             figures += _lag_figures(lines, series)
-    figures += [_line_figure(spec, series) for spec in _set_lines(series)]
+    figures += [_line_figure(spec, series) for spec in [*_source_lines(series), *_set_lines(series)]]
     return figures + [_line_figure(spec, series) for spec in _unknown_groups(series)]
 
 
@@ -290,6 +297,31 @@ _OF_A_SET = re.compile(r"eval/([^/]+)/(.+)")
 _ESTIMATE = re.compile(r"accuracy|(pass|maj)_at_(\d+)")
 
 
+_OF_A_SOURCE = re.compile(r"mix/([^/]+)/([^/]+)")
+_SOURCE_FIGURES = {
+    "share": ("Mix: groups", "Share of each source in the groups that ended since the update before.", _SHARE),
+    "success_rate": ("Mix: success", "Share of the samples of each source that succeed.", _SHARE),
+    "reward": ("Mix: reward", "Mean reward of the samples of each source.", {}),
+    "known": ("Mix: known prompts", "Share of each source's prompts of which success is known.", _SHARE),
+    "too_easy": ("Mix: too easy", "Share of each source's prompts that lately succeed too often.", _SHARE),
+    "too_hard": ("Mix: too hard", "Share of each source's prompts that lately succeed too seldom.", _SHARE),
+}
+
+
+def _source_lines(series: dict[str, Series]) -> list[_Lines]:
+    """Figures of the sources that training prompts are mixed from, each with a line for every source."""
+    found: dict[str, dict[str, str]] = {what: {} for what in _SOURCE_FIGURES}
+    for metric in sorted(series):
+        if (parts := _OF_A_SOURCE.fullmatch(metric)) and parts[2] in found:
+            found[parts[2]][metric] = parts[1]
+    return [
+        _Lines(title, caption, dict(labels[first : first + _MAX_TRACES]), y_axis)
+        for what, (title, caption, y_axis) in _SOURCE_FIGURES.items()
+        for labels in [list(found[what].items())]
+        for first in range(0, len(labels), _MAX_TRACES)
+    ]
+
+
 def _set_lines(series: dict[str, Series]) -> list[_Lines]:
     """Figures of the validation sets that have a name: what is right of each, and how long the answers of all are."""
     sets: dict[str, dict[str, str]] = defaultdict(dict)
@@ -315,7 +347,9 @@ def _unknown_groups(series: dict[str, Series]) -> list[_Lines]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(series):
         is_interval = name.startswith("eval/") and name.endswith(("_low", "_high"))
-        if name not in METRIC_NAMES and not is_interval and not _OF_A_SET.fullmatch(name):
+        of_a_source = _OF_A_SOURCE.fullmatch(name)
+        is_drawn = _OF_A_SET.fullmatch(name) or (of_a_source and of_a_source[2] in _SOURCE_FIGURES)
+        if name not in METRIC_NAMES and not is_interval and not is_drawn:
             groups[name.rpartition("/")[0]].append(name)
     ordered = sorted(groups.items(), key=lambda item: (f"{item[0]}/" != CORRECTION_PREFIX, item[0]))
     return [
