@@ -52,6 +52,7 @@ class Guess(Action):
 class Told(Observation):
     message: str
     hint: str = ""
+    picture: str | None = None
 
 
 class GuessEnvironment(Environment):
@@ -70,6 +71,8 @@ class GuessEnvironment(Environment):
             raise RuntimeError("an unlucky number")
         if action.number == 77:
             time.sleep(30)
+        if action.number == 42:
+            return Told(message="look", picture=os.environ["PICTURE"])
         if action.number == self._secret:
             return Told(message="right", done=True, reward=1.0)
         hint = "higher" if action.number < self._secret else "lower"
@@ -122,7 +125,8 @@ async def play(url, seed, actions):
 
 print(json.dumps(asyncio.run(play(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])))))
 """
-STARTS_WITHIN_S = 60.0
+PICTURE = "iVBORw0KGgo="
+"""How a PNG begins, in base64; nobody here decodes it."""
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?", fields={"openenv": {"reset": {"seed": 3}}})
 
 
@@ -155,7 +159,7 @@ def running_server(folder: Path, sessions: int = 8, **variables: str) -> Iterato
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("server")) as running:
+    with running_server(tmp_path_factory.mktemp("server"), PICTURE=PICTURE) as running:
         yield running
 
 
@@ -202,6 +206,14 @@ def test_a_turn_may_be_the_action_itself_in_json(server):
     answer = {"message": "wrong", "hint": "lower", "metadata": {"polite": True}}
     assert {name: json.loads(told[3][0]["content"])[name] for name in answer} == answer
     assert (score.value, score.parts["refused_actions"]) == (-0.25, 3.0)
+
+
+def test_a_field_of_an_observation_may_be_an_image(server):
+    looking = host(guessing(server, observation_field="message", image_field="picture"))
+    told, _ = asyncio.run(play(looking, PROMPT, ["9", "42"]))
+    assert told[0] == [{"role": "user", "content": "wrong"}]
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
+    assert told[1] == [{"role": "user", "content": [{"type": "text", "text": "look"}, image]}]
 
 
 def test_openenvs_own_client_hears_the_same(server, tmp_path):

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat_data._images import image_part
 from offbeat_data._openenv_server import OPENENV, OpenEnvServer, OpenEnvSession, ServerRefusedError, StepResult
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import last_in_tag
@@ -31,6 +32,8 @@ class OpenEnvEnvironment:
         tag: the words are those in the last <tag> of a turn; empty: the whole turn.
         observation_field: what the model is told of an observation, such as `message`, or `metadata.hint` for a part of
             a field; empty: all of it as JSON.
+        image_field: field of an observation with an image that the model is shown after that: a file in base64, alone
+            or in an address data:image/...;base64,...; nothing is shown where it is null or empty.
         role: of the messages that tell it.
         reward: "sum" or "last".
         token_env: environment variable with the token that the server asks for.
@@ -47,15 +50,19 @@ class OpenEnvEnvironment:
         action: Mapping[str, Any] | None = None,
         tag: str = "",
         observation_field: str = "",
+        image_field: str = "",
         role: str = "user",
         reward: str = "sum",
         token_env: str = "",
     ) -> None:
         if reward not in ("sum", "last"):
             raise ConfigError(f'environment.options: reward must be "sum" or "last", got {reward!r}')
+        if image_field and not observation_field:
+            raise ConfigError("environment.options: image_field needs observation_field, the words beside the image")
         self._server = OpenEnvServer(url=url, token_env=token_env)
         self._action_field, self._action, self._tag = action_field, dict(action or {}), tag
-        self._observation_field, self._role, self._is_sum = observation_field, role, reward == "sum"
+        self._observation_field, self._image_field = observation_field, image_field
+        self._role, self._is_sum = role, reward == "sum"
         self._session = OpenEnvSession(self._server)
         self._rewards: list[float] = []
         self._num_refused = 0
@@ -124,7 +131,13 @@ class OpenEnvEnvironment:
         return {**self._action, **found}
 
     def _tell(self, result: StepResult) -> list[Message]:
-        return [{"role": self._role, "content": result.told(self._observation_field)}]
+        words = result.told(self._observation_field)
+        image = result.told(self._image_field) if self._image_field else ""
+        if not image:
+            return [{"role": self._role, "content": words}]
+        kind, _, data = image.removeprefix("data:").rpartition(";base64,")
+        parts = [{"type": "text", "text": words}, image_part(kind or "image/png", data)]
+        return [{"role": self._role, "content": parts}]
 
     def _refuse(self, complaint: str) -> list[Message]:
         self._num_refused += 1

@@ -10,6 +10,7 @@ from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._scoring.trial import try_reward
@@ -139,6 +140,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     reward_notes = check_reward(config)
     if (scorer := reward_model_of(config.reward)) is not None:
         check_reward_model(scorer)
+    check_shown(config, model.path)
     tokenizer = load_tokenizer(model.path, trust)
     config = _with_tools(config)
     template = turn_template(config, tokenizer)
