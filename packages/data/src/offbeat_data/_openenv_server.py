@@ -224,6 +224,7 @@ class OpenEnvSession:
             # A server without a place says so and hangs up, perhaps before it is asked. What it said can still be read.
             with suppress(closed):
                 await self._connection.send(json.dumps({"type": kind, "data": dict(data)}))
+            # hanglint: ignore[HL061] whoever awaits has the deadline: `EpisodeHost` for each call, `_draw` for each task
             answer = json.loads(await self._connection.recv())
         except closed as error:
             raise DataError(f"the OpenEnv server {self._server.url} is gone: {error}") from error
