@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_letters
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from offbeat_data import (
     load_prompts,
 )
 from offbeat_data._openenv_server import OpenEnvServer, OpenEnvSession
+from offbeat_run import read_metrics
+from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
 from offbeat_types import ConfigError, DataError
 
 OPENENV_PYTHON = os.environ.get("OFFBEAT_OPENENV_PYTHON", "")
@@ -240,7 +243,7 @@ def test_prompts_are_what_the_server_says_first_and_their_episodes_begin_alike(s
     prompts = load_prompts(data, tokenizer, needs_answer=False)
     assert [prompt.question for prompt in prompts.train] == [f"0 to 4, task {2_000_000 + at}" for at in range(3)]
     assert [prompt.question for prompt in prompts.eval] == ["0 to 4, task 2000003"]
-    played = host(guessing(server, observation_field="message"))
+    played = host(guessing(server, observation_field="hint"))
     turns = ["0", "1", "2", "3", "4"]
 
     async def guess(prompt):
@@ -256,9 +259,10 @@ def test_prompts_are_what_the_server_says_first_and_their_episodes_begin_alike(s
     worth = [asyncio.run(guess(prompt)) for prompt in prompts.train]
     assert all(value is not None for value in worth)
     assert worth == [asyncio.run(guess(prompt)) for prompt in prompts.train]
-    other = host(guessing(server, observation_field="hint"))
-    with pytest.raises(EnvironmentFailedError, match="the server begins with '', and the prompt that was drawn of it"):
-        asyncio.run(other.reset(0, prompts.train[0]))
+    task = {**prompts.train[0].fields["openenv"], "begins": "another"}
+    text = "begins with '0 to 4, task 2000000', and the prompt that was drawn of it is 'another'"
+    with pytest.raises(EnvironmentFailedError, match=text):
+        asyncio.run(played.reset(0, replace(PROMPT, fields={"openenv": task})))
 
 
 def test_what_goes_wrong_on_the_server_ends_its_episode_and_no_other(server):
@@ -341,3 +345,34 @@ def test_a_server_is_looked_at_before_a_run(server, tmp_path, monkeypatch):
         assert score.value == 1.0
         with pytest.raises(EnvironmentFailedError, match=r"no OpenEnv server answers .* 403"):
             asyncio.run(host(guessing(locked)).reset(0, PROMPT))
+
+
+@pytest.mark.timeout(240)
+def test_a_run_trains_on_the_tasks_of_a_server(server, tmp_path):
+    options = {"url": server.url, "action_field": "number", "observation_field": "hint"}
+    words = [
+        f"--data.path=openenv:{server.url}",
+        "--data.num_items=8",
+        "--data.eval_size=0",
+        '--data.task_options={observation_field = "message"}',
+        "--environment.name=openenv",
+        f"--environment.options={{{', '.join(f'{name} = {json.dumps(value)}' for name, value in options.items())}}}",
+        "--environment.max_tokens=96",
+        "--eval.every_updates=0",
+        "--reward.name=",
+        "--rollout.max_tokens=8",
+        "--rollout.max_model_len=192",
+        f"--rollout.stop={json.dumps(list(ascii_letters))}",  # a model with random weights seldom ends a turn itself
+        "--engine.max_updates=2",
+    ]
+    config, run = small_grpo_run(tmp_path, tiny_model(tmp_path / "model")), tmp_path / "run"
+    main = forked_main("grpo_async_app", "offbeat_engine_torch", "offbeat_rollout_torch")
+    with RunningCommand(main, "train", config, "--out", run, *words) as process:
+        assert process.wait(100.0) == 0, process.output
+        output = process.output
+    lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
+    assert len(lines) == 2, output
+    assert "samples left out" not in output
+    # What random weights say is mostly no number, and told so: the server's own words are in what is learned from.
+    assert all(values["reward/refused_actions"] > 0 for values in lines)
+    assert any("[user] error: number: " in line for line in (run / "generations" / "train.jsonl").open())

@@ -87,11 +87,10 @@ class OpenEnvEnvironment:
         if not isinstance(kept, Mapping) or not isinstance(kept.get("reset", {}), Mapping):
             raise DataError(f"the column {OPENENV} holds an object of reset, the arguments of it; got {kept!r:.80}")
         began = await self._session.begin(kept.get("reset", {}))
-        if "begins" in kept and (first := began.told(self._observation_field)) != kept["begins"]:
+        if "begins" in kept and (first := began.told(kept["observation_field"])) != kept["begins"]:
             raise DataError(
                 f"the server begins with {first!r:.80}, and the prompt that was drawn of it is {kept['begins']!r:.80}: "
-                f"the same arguments {kept['reset']} must give the same task, and data.task_options and "
-                "environment.options the same observation_field"
+                f"the same arguments {kept['reset']} must give the same task"
             )
 
     async def step(self, text: str) -> Sequence[Message] | None:

@@ -224,7 +224,7 @@ class OpenEnvSession:
             # A server without a place says so and hangs up, perhaps before it is asked. What it said can still be read.
             with suppress(closed):
                 await self._connection.send(json.dumps({"type": kind, "data": dict(data)}))
-            # hanglint: ignore[HL061] whoever awaits has the deadline: `EpisodeHost` for each call, `_draw` for each task
+            # hanglint: ignore[HL061] the deadline is the caller's, `EpisodeHost` or `_draw`
             answer = json.loads(await self._connection.recv())
         except closed as error:
             raise DataError(f"the OpenEnv server {self._server.url} is gone: {error}") from error
@@ -316,7 +316,8 @@ async def _draw(server: OpenEnvServer, settings: _DrawOptions, seeds: range) -> 
             async with asyncio.timeout(_DRAW_TIMEOUT_S):
                 began = await (session.ask("reset", arguments) if rows else session.begin(arguments))
             prompt = began.told(settings.observation_field)
-            rows.append({"prompt": prompt, OPENENV: {"reset": arguments, "begins": prompt}})
+            task = {"reset": arguments, "begins": prompt, "observation_field": settings.observation_field}
+            rows.append({"prompt": prompt, OPENENV: task})
     except TimeoutError:
         raise DataError(f"the OpenEnv server {server.url} began no task within {_DRAW_TIMEOUT_S:g} s") from None
     finally:
