@@ -62,6 +62,8 @@ PEERS: Final = ("trl>=1,<2", "verl>=0.9,<0.10")
 TRL: Final = "trl>=1.16,<2"
 # Asks the endpoint of offbeat-serve.
 LM_EVAL: Final = "lm-eval[api]>=0.4.9,<0.5"
+# Whose servers are asked by offbeat-data's adapter.
+OPENENV: Final = "openenv>=0.10,<0.11"
 # Of this run of nox, which the session `cpu` hands to those that it runs side by side.
 RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
 IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
@@ -386,6 +388,17 @@ def lm_eval(session: nox.Session) -> None:
     venv = NOX / "lm-eval"
     install(session, venv, LM_EVAL)
     pytest(session, "lm-eval", "tests/nightly/test_lm_eval.py", "-rP", OFFBEAT_LM_EVAL_PYTHON=str(venv / "bin/python"))
+
+
+@nox.session(tags=["nightly"], default=False)
+def openenv(session: nox.Session) -> None:
+    """Episodes on a server of OpenEnv's own library, in an environment of its own."""
+    venv = NOX / "openenv"
+    # It wants mcp 1 (by fastmcp 3), and the lock has mcp 2, so the pins are left out.
+    run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
+    run(session, "uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}", OPENENV)
+    python = str(venv / "bin/python")
+    pytest(session, "openenv", "tests/nightly/test_openenv_server.py", OFFBEAT_OPENENV_PYTHON=python)
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:

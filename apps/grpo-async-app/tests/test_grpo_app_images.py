@@ -2,18 +2,29 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from string import ascii_letters
 
 import numpy as np
 import pytest
 from draw_geometry import main as draw_geometry
 
+from grpo_async_app._config.shown import refuse_shown
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._run.sampling import _later_turn
 from offbeat_data import Picture
 from offbeat_run import read_metrics
-from offbeat_testing import RunningCommand, tiny_vision_model
-from offbeat_types import Completion, GenerateRequest, SamplingParams, Trajectory, VersionSegment
+from offbeat_testing import CommandLine, RunningCommand, tiny_model, tiny_vision_model
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    GenerateRequest,
+    Reply,
+    SamplingParams,
+    Trajectory,
+    VersionSegment,
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +108,99 @@ def test_a_run_trains_on_images_that_both_sides_see_alike(
     assert all(path.is_file() for path in saved)
 
 
+ENVIRONMENT = '''
+import base64
+import io
+
+import numpy as np
+from PIL import Image
+
+from offbeat_data import RewardScore
+
+
+class Painter:
+    """Shows a drawing after each of two turns, of another size and colour each time; longer answers are worth more."""
+
+    async def reset(self, prompt):
+        self.index, self.lengths = prompt.index, []
+
+    async def step(self, text):
+        self.lengths.append(len(text))
+        turn = len(self.lengths)
+        if turn == 3:
+            return None
+        draw = np.random.default_rng([self.index, turn, len(text)])
+        pixels = draw.integers(0, 256, (16 + 8 * turn, 24 + 8 * (self.index % 2), 3), np.uint8)
+        Image.fromarray(pixels).save(file := io.BytesIO(), format="PNG")
+        address = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        return [
+            {
+                "role": "tool",
+                "content": [
+                    {"type": "text", "text": f"turn {turn}:"},
+                    {"type": "image_url", "image_url": {"url": address}},
+                ],
+            }
+        ]
+
+    async def reward(self):
+        return RewardScore(value=float(sum(self.lengths)), parts={"turns": float(len(self.lengths))})
+
+    async def close(self):
+        pass
+'''
+SHOWN = (
+    "--environment.name=painter:Painter",
+    "--environment.max_tokens=160",
+    f"--rollout.stop={json.dumps(list(ascii_letters))}",  # a model with random weights seldom ends a turn itself
+    "--rollout.max_model_len=288",
+    "--reward.name=",
+    "--teacher.path=",
+    "--algorithm.distillation_coefficient=0",
+    "--algorithm.advantage=grpo",
+    "--engine.max_tokens_per_microbatch=512",
+    "--checkpoint.every=0",
+    "--eval.every_updates=0",
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_sees_what_an_environment_has_shown_where_the_engine_saw_it(
+    forked_main: Callable[[], object], config: Path, tmp_path: Path, own_module: Callable[[str, str], None]
+) -> None:
+    own_module("painter", ENVIRONMENT)
+    run = tmp_path / "run"
+    with RunningCommand(forked_main, "train", config, "--out", run, *SHOWN) as process:
+        assert process.wait(240.0) == 0, process.output
+        output = process.output
+    lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
+    assert len(lines) == 3, output
+    for values in lines:
+        # As above: nothing is stale, and any other pixels, places or positions would show in the ratios.
+        assert abs(values["correction/ratio_max"] - 1) < 1e-4
+        assert abs(values["correction/ratio_min"] - 1) < 1e-4
+        assert values["engine/grad_norm"] > 0
+    assert max(values["train/turns"] for values in lines) > 2, output
+    with (run / "generations" / "train.jsonl").open("rb") as file:
+        said = [json.loads(line)["completion"] for line in file]
+    assert any("[tool] turn 2:[image]" in text for text in said)
+
+
+def test_images_that_nobody_would_see_are_refused_before_a_run(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    shows = ('--environment.options={command = ["true"], shows_images = true}', "--environment.name=mcp")
+    words = ("plan", config, *shows, "--environment.max_tokens=64", "--rollout.max_model_len=192")
+    taught = command(*words)
+    assert taught.code == 2
+    assert "a teacher sees those of prompts only" in taught.err
+    alone = ("--teacher.path=", "--algorithm.distillation_coefficient=0")
+    blind = command(*words, f"--model.path={tiny_model(tmp_path / 'blind')}", *alone)
+    assert blind.code == 2
+    assert "environment.options: shows_images shows images: " in blind.err
+    assert "takes no images" in blind.err
+
+
 def group(pictures: tuple[Picture, ...]) -> SampledGroup:
     ids = np.array([1, 2], np.int32)
     turn = Completion(
@@ -122,7 +226,27 @@ def test_a_checkpoint_keeps_the_images_of_what_waits_to_be_trained_on(tmp_path: 
     assert load_groups(tmp_path)[3].pictures == pictures
 
 
-def test_a_later_turn_sees_the_images_of_the_first() -> None:
+def test_a_checkpoint_keeps_the_images_that_an_environment_has_shown(tmp_path: Path) -> None:
+    plain = group(())
+    images = tuple(np.full((8, 16, 3), number, np.uint8) for number in (7, 8))
+    [turn] = plain.trajectories[0].turns
+    replies = (Reply(ids=turn.ids, text="[tool] a"), Reply(ids=turn.ids, text="[tool] [image]", images=images))
+    save_groups(tmp_path, [replace(plain, trajectories=[Trajectory(turns=(turn,) * 3, replies=replies)])])
+    [found] = load_groups(tmp_path)[3].trajectories
+    assert [reply.text for reply in found.replies] == ["[tool] a", "[tool] [image]"]
+    assert [reply.images for reply in found.replies[:1]] == [()]
+    np.testing.assert_array_equal(found.images, images)
+
+
+def test_a_teacher_that_would_not_see_is_told() -> None:
+    turn = group(()).trajectories[0].turns[0]
+    reply = Reply(ids=turn.ids, images=(np.zeros((8, 8, 3), np.uint8),))
+    refuse_shown([Trajectory.of(turn)])
+    with pytest.raises(ConfigError, match="a teacher sees those of prompts only"):
+        refuse_shown([Trajectory.of(turn), Trajectory(turns=(turn, turn), replies=(reply,))])
+
+
+def test_a_later_turn_sees_the_images_of_the_first_and_what_was_shown_since() -> None:
     image = np.zeros((8, 8, 3), np.uint8)
     first = GenerateRequest(
         request_id="group-1",
@@ -131,6 +255,7 @@ def test_a_later_turn_sees_the_images_of_the_first() -> None:
         images=(image,),
         params=SamplingParams(),
     )
-    later = _later_turn(first, np.array([1, 2, 3], np.int32), index=2, turn=1, max_tokens=5)
-    assert later.images == (image,)
+    ids, shown = np.array([1, 2, 3], np.int32), np.ones((8, 8, 3), np.uint8)
+    later = _later_turn(first, ids, (shown,), index=2, turn=1, max_tokens=5)
+    assert [each is wanted for each, wanted in zip(later.images, (image, shown), strict=True)] == [True, True]
     assert (later.num_samples, later.request_id, len(later.prompt_ids)) == (1, "group-1-2-1", 3)

@@ -141,7 +141,7 @@ class ScriptedModel:
         self.contexts: list[Ids] = []
         self.limits: list[int] = []
 
-    async def sample(self, context_ids, max_tokens):
+    async def sample(self, context_ids, _images, max_tokens):
         ids, stop_reason = self._turns[len(self.contexts)]
         version = len(self.contexts)
         self.contexts.append(context_ids)

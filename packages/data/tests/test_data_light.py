@@ -28,7 +28,18 @@ build_reward(RewardConfig(name="math_verify"))
 ROWS_WITHOUT_IMAGES = """
 load_prompts(DataConfig(path="rows.jsonl"), load_tokenizer(sys.argv[1]))
 """
-HEAVY = {"torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow", "sympy", "verifiers", "PIL"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "reasoning_gym",
+    "math_verify",
+    "pyarrow",
+    "sympy",
+    "verifiers",
+    "PIL",
+    "websockets",
+}
 
 
 def run_python(folder, code, *words):
@@ -66,6 +77,8 @@ VERIFIERS = 'pip install "verifiers>=0.3,<0.3.2"'
         ("verifiers", "build_environment(EnvironmentConfig(name='verifiers'))", VERIFIERS),
         ("verifiers", "load_prompts(DataConfig(path='verifiers:x'), None)", VERIFIERS),
         ("", "load_prompts(DataConfig(path='verifiers:x'), None)", VERIFIERS),  # a later one, without turns
+        ("websockets", "build_environment(EnvironmentConfig(name='openenv', options={'url': 'http://x'}))", "openenv"),
+        ("websockets", "load_prompts(DataConfig(path='openenv:http://x'), None)", "openenv"),
     ],
 )
 def test_a_missing_extra_names_its_install_line(missing, work, line, tmp_path):

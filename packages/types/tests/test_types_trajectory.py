@@ -1,5 +1,7 @@
 """A trajectory keeps the tokens that were sampled, and says which they are."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,6 +47,15 @@ def test_the_training_sequence_is_every_token_in_order_with_the_loss_on_the_samp
     assert sequence.loss_mask.tolist() == [False] * len(prompt) + trajectory.loss_mask.tolist()
     assert trajectory.logprobs.tolist() == [-token for token in sampled_ids]
     assert trajectory.num_tokens == len(sampled_ids) == sum(each.num_tokens for each in trajectory.segments)
+
+
+def test_images_of_replies_come_after_those_of_the_prompt_in_order():
+    images = [np.full((8, 8, 3), number, np.uint8) for number in range(4)]
+    shown = [replace(reply([5]), images=tuple(images[1:3])), reply([6]), replace(reply([7]), images=(images[3],))]
+    trajectory = Trajectory(turns=tuple(turn([4]) for _ in range(4)), replies=tuple(shown))
+    assert [int(image[0, 0, 0]) for image in trajectory.images] == [1, 2, 3]
+    sequence = trajectory.to_sequence(np.array([9], np.int32), (images[0],))
+    assert [int(image[0, 0, 0]) for image in sequence.images] == [0, 1, 2, 3]
 
 
 def test_every_turn_keeps_its_versions_and_lag_counts_from_the_oldest():

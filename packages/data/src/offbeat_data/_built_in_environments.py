@@ -20,6 +20,8 @@ from typing import Any, Final
 
 from offbeat_data._environments import Environment, EnvironmentFactory, interruptible
 from offbeat_data._mcp import McpEnvironment, describe_tools, import_mcp
+from offbeat_data._openenv import OpenEnvEnvironment
+from offbeat_data._openenv_server import import_websockets
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import to_plain, unpack
 from offbeat_data._scoring.answers import last_in_tag
@@ -35,7 +37,7 @@ from offbeat_data._tokenizer import Message
 from offbeat_data._tools import calculator, read_tool_calls, without_tool_calls
 from offbeat_types import ConfigError, DataError, find_function, setting
 
-JUDGES: Final = {"calculator": False, "mcp": False, "reasoning_gym": True, "verifiers": True}
+JUDGES: Final = {"calculator": False, "mcp": False, "openenv": True, "reasoning_gym": True, "verifiers": True}
 """Built-in environments, and whether they have a reward of their own."""
 
 
@@ -44,7 +46,9 @@ class EnvironmentConfig:
     """Section `environment`: what answers the model's turns. Without a name, a completion is scored as it stands."""
 
     name: str = setting(
-        "", "calculator, mcp, reasoning_gym, verifiers, or a Python class or function as module:name; empty for none."
+        "",
+        "calculator, mcp, openenv, reasoning_gym, verifiers, or a Python class or function as module:name; empty for "
+        "none.",
     )
     options: dict[str, Any] = setting({}, "Keyword arguments of the environment.")
     max_turns: int = setting(8, "Turns of the model in one episode at most.", "turns", ge=1)
@@ -57,6 +61,11 @@ class EnvironmentConfig:
     step_timeout_s: float = setting(
         30.0, "Time for one answer of the environment; after it the episode ends and is counted.", "s", gt=0
     )
+
+    @property
+    def judges(self) -> bool:
+        """Whether it says itself what an episode was worth; one of the user's own may, too."""
+        return JUDGES.get(self.name) is True
 
     def check(self, *, has_reward: bool) -> None:
         """Find what is wrong with these settings before anything starts.
@@ -108,11 +117,16 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
 
 
 def environment_tools(config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Tools that the model is told of in its prompts, as chat templates know them; those of an MCP server.
+    """Tools that the model is told of in its prompts, as chat templates know them: those of an MCP server.
+
+    An OpenEnv server, which nobody starts here, is asked whether it is there.
 
     Raises:
-        DataError: the server cannot be started.
+        DataError: the server cannot be started, or is not there.
+        ConfigError: its actions have no field of the name that the options give.
     """
+    if config.name == "openenv":
+        OpenEnvEnvironment(**config.options).check_server()
     if config.name != "mcp":
         return []
     return describe_tools(config.options["command"], config.options.get("variables"))
@@ -125,6 +139,9 @@ def _find_built_in(name: str) -> Callable[..., Any]:
     if name == "mcp":
         import_mcp()
         return McpEnvironment
+    if name == "openenv":
+        import_websockets()
+        return OpenEnvEnvironment
     if name == "reasoning_gym":
         import_reasoning_gym()
         return ReasoningGymEnvironment

@@ -5,6 +5,7 @@ the tokens sampled after it, and those that the template puts between two turns.
 it, for a model samples token sequences that its tokenizer would not choose, and templates trim what they are given.
 """
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_data._built_in_environments import EnvironmentConfig
+from offbeat_data._images import Picture, RowImages, is_image
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
 from offbeat_data._sources import SourceConfig
-from offbeat_data._tokenizer import ChatTemplate, Message, Tokenizer
-from offbeat_types import Completion, DataError, Ids, ModelError, Reply, Trajectory, TrajectoryEnd
+from offbeat_data._tokenizer import ChatTemplate, Message, RenderedChat, Tokenizer
+from offbeat_types import Completion, DataError, Ids, Image, ModelError, Reply, Trajectory, TrajectoryEnd
 
 _SAID: Final = "\ufdd2"
 """Stands for the model's words: a Unicode noncharacter, which no text holds."""
@@ -39,6 +41,7 @@ class TurnTemplate:
         self._tokenizer, self._options = tokenizer, config.template_options
         self._template = tokenizer.require_template() if uses_template(config, tokenizer) else None
         self._checked: set[tuple[str, ...]] = set()
+        self._images = RowImages(tokenizer)
         control = "|".join(re.escape(text) for text in sorted(tokenizer.special_texts) if text)
         self._control = re.compile(control or "(?!)")
 
@@ -48,32 +51,56 @@ class TurnTemplate:
         Args:
             said_ids: [T] int32, tokens of the turn as sampled; the end token is not repeated when they hold it.
             messages: what the environment says, with `role` and `content`. Control tokens in the content are taken
-                out: a tool that returns "<|im_end|>" must not end a turn.
+                out: a tool that returns "<|im_end|>" must not end a turn. A content may be a list of parts, texts and
+                images: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.
 
         Returns:
             [R] int32. Without a chat template, the contents as plain text.
 
         Raises:
             ModelError: the template renders what was said before differently once there is a reply to it.
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, or the model sees no images.
         """
-        plain = [{**message, "content": self._without_control(message.get("content"))} for message in messages]
+        return self._encode(said_ids, messages, self._pictures(messages))
+
+    def reply(self, completion: Completion, messages: Sequence[Message]) -> Reply:
+        """What the model reads, and sees, after a turn of its own. Raises as `reply_ids`."""
+        words = "".join(f"\n[{message.get('role')}] {_words(message.get('content'))}\n" for message in messages)
+        pictures = self._pictures(messages)
+        ids = self._encode(completion.ids, messages, pictures)
+        return Reply(ids=ids, text=words, images=tuple(picture.pixels() for picture in pictures))
+
+    def _pictures(self, messages: Sequence[Message]) -> list[Picture]:
+        found = [part for message in messages for part in _parts(message.get("content")) if is_image(part)]
+        if found and self._template is None:
+            raise DataError("an environment may say texts only without a chat template: set data.chat_template to on")
+        return [self._images.read_part(part) for part in found]
+
+    def _encode(self, said_ids: Ids, messages: Sequence[Message], pictures: Sequence[Picture]) -> Ids:
+        plain = [{**message, "content": self._plain(message.get("content"))} for message in messages]
         if self._template is None:
             text = "".join(message["content"] for message in plain)
         else:
             self.check([str(message.get("role")) for message in plain])
             text = self._render(self._template, _SAID, plain).partition(_SAID)[2]
+        text = self._images.expand(RenderedChat(text=text, spans=()), pictures).text
         [ids] = self._tokenizer.encode([text], add_special_tokens=False)
+        self._images.check(ids, pictures)
         has_ended = len(ids) and len(said_ids) and ids[0] == said_ids[-1]
         return ids[1:] if has_ended else ids
 
-    def reply(self, completion: Completion, messages: Sequence[Message]) -> Reply:
-        """What the model reads after a turn of its own. Raises as `reply_ids`."""
-        words = "".join(f"\n[{message.get('role')}] {_text_content(message.get('content'))}\n" for message in messages)
-        return Reply(ids=self.reply_ids(completion.ids, messages), text=words)
+    def _plain(self, content: Any) -> Any:
+        """A content without control tokens: a text, or with images the parts that chat templates know."""
+        parts = _parts(content)
+        if not any(map(is_image, parts)):
+            return self._without_control("".join(map(_part_text, parts)))
+        return [
+            {"type": "image"} if is_image(part) else {"type": "text", "text": self._without_control(_part_text(part))}
+            for part in parts
+        ]
 
-    def _without_control(self, content: Any) -> str:
-        text, before = _text_content(content), ""
+    def _without_control(self, text: str) -> str:
+        before = ""
         while text != before:  # what is left may be a control token again
             text, before = self._control.sub("", text), text
         return text
@@ -111,13 +138,22 @@ def _probe(template: ChatTemplate, opening: str) -> str:
     return f"{begin}{_SAID}\n</think>\n\n{_SAID}"
 
 
-def _text_content(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts."""
-    if not isinstance(content, list):
-        return "" if content is None else as_text(content)
-    if wrong := [part for part in content if not isinstance(part, Mapping) or "text" not in part]:
-        raise DataError(f"an environment may say texts only: got a part {wrong[0]!r:.80}")
-    return "".join(str(part["text"]) for part in content)
+def _parts(content: Any) -> list[Any]:
+    """The parts of a message's content, which may be a text alone."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": "" if content is None else as_text(content)}]
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping) or "text" not in part:
+        raise DataError(f"an environment may say texts only, and images as image_url: got a part {part!r:.80}")
+    return str(part["text"])
+
+
+def _words(content: Any) -> str:
+    """A content for people."""
+    return "".join("[image]" if is_image(part) else _part_text(part) for part in _parts(content))
 
 
 def _complaint(source: str, roles: Sequence[str], opening: str, said: str) -> str:
@@ -130,8 +166,9 @@ def _complaint(source: str, roles: Sequence[str], opening: str, said: str) -> st
     )
 
 
-Sample = Callable[[Ids, int], Awaitable[Completion]]
-"""Samples one turn: called with the context [P] int32 and the longest turn in tokens."""
+Sample = Callable[[Ids, tuple[Image, ...], int], Awaitable[Completion]]
+"""Samples one turn: called with the context [P] int32, the images in it that came after the prompt, in order and each
+[H, W, 3] uint8, and the longest turn in tokens."""
 Answer = Callable[[str], Awaitable[Sequence[Message] | None]]
 """`Environment.step`."""
 
@@ -175,19 +212,28 @@ async def play_episode(
     turns: list[Completion] = []
     replies: list[Reply] = []
     context_ids, tokens_left = prompt_ids, limits.max_tokens
+    images: tuple[Image, ...] = ()
     while True:
-        completion = await sample(context_ids, min(limits.max_turn_tokens, tokens_left))
+        completion = await sample(context_ids, images, min(limits.max_turn_tokens, tokens_left))
         turns.append(completion)
         messages = await answer(completion.text)
         ended = _why_over(completion, messages, len(turns), limits)
         if ended:
             return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=ended)
-        reply = template.reply(completion, messages or [])
+        reply = await _reply(template, completion, messages or [])
         tokens_left -= len(completion.ids) + len(reply.ids)
         if tokens_left < 1:
             return Trajectory(turns=tuple(turns), replies=tuple(replies), ended="max_tokens")
         replies.append(reply)
+        images += reply.images
         context_ids = np.concatenate([context_ids, completion.ids, reply.ids]).astype(np.int32, copy=False)
+
+
+async def _reply(template: TurnTemplate, completion: Completion, messages: Sequence[Message]) -> Reply:
+    """In another thread where there are images to decode: everything waits for this one."""
+    if not any(is_image(part) for message in messages for part in _parts(message.get("content"))):
+        return template.reply(completion, messages)
+    return await asyncio.to_thread(template.reply, completion, messages)
 
 
 def _why_over(

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -315,6 +316,18 @@ class RowImages:
                 f"the images take {wanted} placeholder tokens (id {self._rules.token_id}), the prompt holds {found}"
             )
 
+    def read_part(self, part: Mapping[str, Any]) -> Picture:
+        """The image that an environment has answered with.
+
+        Raises:
+            DataError: it cannot be read, or the model takes none.
+        """
+        try:
+            rules = self._rules
+        except ModelError as error:
+            raise DataError(f"an environment may say texts only to this model: {error}") from error
+        return read_image_part(part, rules)
+
     def _counts(self, pictures: Sequence[Picture]) -> list[int]:
         return [self._rules.num_tokens(picture.height, picture.width) for picture in pictures]
 
@@ -328,6 +341,39 @@ class RowImages:
         if not text:
             raise ModelError(f"{self._tokenizer.source}: the tokenizer has no token {self._rules.token_id} for images")
         return text
+
+
+_ADDRESS: Final = re.compile(r"data:image/[\w.+-]+;base64,(.*)", re.DOTALL)
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image, as OpenAI's chat messages have it."""
+    return isinstance(part, Mapping) and part.get("type") == "image_url"
+
+
+def image_part(kind: str, data: str) -> dict[str, Any]:
+    """Such a part; `kind` is a media type as image/png, `data` the file in base64."""
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+
+def read_image_part(part: Mapping[str, Any], rules: ImageRules) -> Picture:
+    """The image in such a part.
+
+    Raises:
+        DataError: it is not in the part itself but elsewhere, or no image.
+
+    Source: OpenAI's API, chat messages (`image_url`); RFC 2397.
+    """
+    held = part.get("image_url")
+    address = held.get("url") if isinstance(held, Mapping) else held
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None:
+        raise DataError(f"an image must be given as data:image/...;base64,..., and nothing is fetched: {address!r:.60}")
+    try:
+        data = base64.b64decode(found.group(1), validate=True)
+    except ValueError as error:
+        raise DataError(f"an image is not in base64: {error}") from error
+    return read_picture(data, Path(), rules)
 
 
 def refuse_images(row: Row) -> None:

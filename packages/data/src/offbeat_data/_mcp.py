@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Final
 
+from offbeat_data._images import image_part
 from offbeat_data._prompts import Prompt
 from offbeat_data._tools import ToolEnvironment
 from offbeat_types import BackendError, ConfigError, DataError
@@ -60,14 +61,13 @@ class McpServer:
             if not cursor:
                 return found
 
-    async def call(self, name: str, /, **arguments: Any) -> str:
-        """Call a tool; what goes wrong in it is raised as DataError, for the model to read."""
+    async def call(self, name: str, /, **arguments: Any) -> list[Any]:
+        """Call a tool, for the blocks of its result; what goes wrong is raised as DataError, for the model to read."""
         client = await self._connected()
         result = await client.call_tool(name, arguments)
-        text = "\n".join(_text(block) for block in result.content)
         if result.is_error:
-            raise DataError(text)
-        return text
+            raise DataError(_text(result.content))
+        return list(result.content)
 
     async def close(self) -> None:
         """End it."""
@@ -99,15 +99,22 @@ class McpEnvironment(ToolEnvironment):
         command: the server and its arguments.
         variables: environment variables of the server.
         is_shared: all episodes ask one server, which then must not remember anything; else each has its own.
+        shows_images: the model sees the images in results; else it reads [image] in their places.
     """
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str] | None = None, *, is_shared: bool = False
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        is_shared: bool = False,
+        shows_images: bool = False,
     ) -> None:
         super().__init__({})
         if not command or isinstance(command, str):
             raise ConfigError(f"environment.options: command must be a list, the program first; got {command!r}")
         self._command, self._variables, self._is_shared = tuple(command), dict(variables or {}), is_shared
+        self._tell = _parts if shows_images else _text
         self._server: McpServer | None = None
 
     async def reset(self, prompt: Prompt) -> None:
@@ -118,11 +125,14 @@ class McpEnvironment(ToolEnvironment):
             self._forget(self._server)
             raise
         names = [tool["function"]["name"] for tool in described]
-        self._tools = {name: partial(self._server.call, name) for name in names}
+        self._tools = {name: partial(self._ask, self._server, name) for name in names}
 
     async def close(self) -> None:
         if self._server is not None and not self._is_shared:
             await self._server.close()
+
+    async def _ask(self, server: McpServer, name: str, /, **arguments: Any) -> str | list[dict[str, Any]]:
+        return self._tell(await server.call(name, **arguments))
 
     def _find(self) -> McpServer:
         """The server of all episodes with this command."""
@@ -172,6 +182,16 @@ def _described(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _text(block: Any) -> str:
-    """A part of a result; what is no text is named, for the model reads texts only."""
-    return str(block.text) if block.type == "text" else f"[{block.type}]"
+def _text(blocks: Sequence[Any]) -> str:
+    """A result in words; what is no text is named."""
+    return "\n".join(str(block.text) if block.type == "text" else f"[{block.type}]" for block in blocks)
+
+
+def _parts(blocks: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """A result with its images, as parts of a chat message; without any, in words."""
+    if not any(block.type == "image" for block in blocks):
+        return _text(blocks)
+    return [
+        image_part(block.mime_type, block.data) if block.type == "image" else {"type": "text", "text": _text([block])}
+        for block in blocks
+    ]

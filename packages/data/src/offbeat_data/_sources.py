@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from offbeat_data._openenv_server import draw_tasks
 from offbeat_data._rows import Row, read_rows, refuse_split
 from offbeat_data._task_libraries import draw_entries, draw_rows
 from offbeat_types import REQUIRED, ConfigError, DataError, setting
@@ -22,7 +23,8 @@ class SourceConfig:
     path: str = setting(
         REQUIRED,
         "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
-        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS (sums) or products:DIGITS.",
+        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or "
+        "products:DIGITS.",
     )
     split: str = setting(
         "train", "Split to read where path holds several: a saved DatasetDict, or files such as train-*.parquet."
@@ -30,7 +32,9 @@ class SourceConfig:
     num_items: int = setting(0, "Items to draw or read at most; 0: all of a file, 1000 of a generator.", "items", ge=0)
     seed: int = setting(0, "Seed of what a generator draws, of what is held out, and of the order.", ge=0)
     task_options: dict[str, Any] = setting(
-        {}, "Options of the reasoning-gym task, such as {min_terms = 2}; arguments of the verifiers environment."
+        {},
+        "Options of the reasoning-gym task, such as {min_terms = 2}; arguments of the verifiers environment; of an "
+        "OpenEnv server: reset (arguments of it), observation_field, token_env.",
     )
 
     eval_path: str = setting("", "Held-out data, in any form path takes; empty: hold out eval_size items of path.")
@@ -124,6 +128,8 @@ class EpochOrder:
 
 
 _DEFAULT_DRAWS: Final = 1000
+_SEEDS_APART: Final = 1_000_000
+"""Between the first seeds that an OpenEnv server gets of one `data.seed` and of the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +179,8 @@ def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSet
     """Read what the configuration names; `question` gives what a row asks as JSON data, None when it cannot be told."""
     if not config.path:
         raise ConfigError(
-            "data.path is empty: name a file, a folder, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS or "
-            "products:DIGITS"
+            "data.path is empty: name a file, a folder, reasoning-gym:TASK, verifiers:NAME, openenv:URL, "
+            "arithmetic:DIGITS or products:DIGITS"
         )
     train, held_out = _read_apart(config) if config.eval_path or config.eval_split else _read_once(config)
 
@@ -218,7 +224,7 @@ def _draw(
 ) -> tuple[list[Row], list[Row]] | None:
     """Training and held-out rows of a generator; None when path is none."""
     scheme, colon, name = path.partition(":")
-    if not colon or scheme not in (*_SIGNS, "reasoning-gym"):
+    if not colon or scheme not in (*_SIGNS, "openenv", "reasoning-gym"):
         return None
     refuse_split(path, split)
     num_train = num_train or _DEFAULT_DRAWS
@@ -226,7 +232,11 @@ def _draw(
         if not name.isdecimal():
             raise ConfigError(f"data.path: {scheme}:DIGITS needs a number of digits, such as {scheme}:2; got {name!r}")
         return draw_problems(_SIGNS[scheme], num_train, num_held_out, seed=seed, digits=int(name))
-    rows = draw_entries(name, num_items=num_train + num_held_out, seed=seed, options=config.task_options)
+    num_items, options = num_train + num_held_out, config.task_options
+    if scheme == "openenv":
+        rows = draw_tasks(name, num_items=num_items, first_seed=seed * _SEEDS_APART, options=options)
+    else:
+        rows = draw_entries(name, num_items=num_items, seed=seed, options=options)
     return rows[:num_train], rows[num_train:]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Final
 
+from offbeat_data._images import is_image
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import as_text
 from offbeat_data._scoring.rewards import RewardScore
@@ -66,7 +67,8 @@ class ToolEnvironment:
     What is wrong with a call, or goes wrong in it, is told to the model.
 
     Args:
-        tools: functions by name, async or not, called with the arguments by name. What they return is told as text.
+        tools: functions by name, async or not, called with the arguments by name. What they return is told as text; but
+            a list of parts of a chat message, some of them images ({"type": "image_url", ...}), is shown as it is.
         read_calls: finds the calls in a turn.
     """
 
@@ -92,7 +94,7 @@ class ToolEnvironment:
     async def close(self) -> None:
         pass
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> str | list[Any]:
         if call.complaint:
             return f"error: {call.complaint}"
         tool = self._tools.get(call.name)
@@ -100,7 +102,8 @@ class ToolEnvironment:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
         try:
             value = tool(**call.arguments)
-            return as_text(await value if inspect.isawaitable(value) else value)
+            value = await value if inspect.isawaitable(value) else value
+            return value if isinstance(value, list) and any(map(is_image, value)) else as_text(value)
         except Exception as error:  # noqa: BLE001  whatever a tool makes of the model's arguments is the model's to mend
             return f"error: {error}"
 

@@ -129,12 +129,15 @@ class Reply:
     """What the model was told between two of its turns: read by it, never learned.
 
     Args:
-        ids: [R] int32, the environment's words and what the chat template puts around them.
+        ids: [R] int32, the environment's words and what the chat template puts around them; an image stands in them as
+            all its placeholder tokens.
         text: the environment's words, for people.
+        images: each [H, W, 3] uint8, in the order of their placeholders.
     """
 
     ids: Ids
     text: str = ""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +194,11 @@ class Trajectory:
         return tuple(segment for turn in self.turns for segment in turn.segments)
 
     @property
+    def images(self) -> tuple[Image, ...]:
+        """What it was shown after the prompt, in the order of their placeholders."""
+        return tuple(image for reply in self.replies for image in reply.images)
+
+    @property
     def num_tokens(self) -> int:
         """Number of sampled tokens."""
         return sum(len(turn.ids) for turn in self.turns)
@@ -221,11 +229,12 @@ class Trajectory:
 
         Args:
             prompt_ids: [P] int32, of the group; a prompt of its own goes before.
-            images: of the prompt, in the order of their placeholders.
+            images: of the prompt, in the order of their placeholders; those of the replies come after them.
         """
         prompt_ids = prompt_ids if self.prompt_ids is None else self.prompt_ids
         mask = np.concatenate([np.zeros(len(prompt_ids), np.bool_), self.loss_mask])
-        return TrainSequence(ids=np.concatenate([prompt_ids, self.ids]), loss_mask=mask, images=images)
+        ids = np.concatenate([prompt_ids, self.ids])
+        return TrainSequence(ids=ids, loss_mask=mask, images=(*images, *self.images))
 
     def _parts(self) -> list[tuple[Ids, bool]]:
         """Tokens in order, by turns, with whether they were sampled."""

@@ -38,7 +38,7 @@ _SAMPLES: Final = 4
 _PROMPT_TOKENS: Final = 8
 _COMPLETION_TOKENS: Final = 12
 _EPISODE_TOKENS: Final = 48
-_OWN_PROMPTS: Final = frozenset({"reasoning_gym", "verifiers"})
+_OWN_PROMPTS: Final = frozenset({"openenv", "reasoning_gym", "verifiers"})
 """Environments that judge none but prompts of their own."""
 FIGURES: Final = Path("figures", "figures.jsonl")
 """Of a model that sees, in its folder."""

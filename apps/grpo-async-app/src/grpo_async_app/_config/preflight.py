@@ -25,6 +25,7 @@ from grpo_async_app._config.sources import (
     turn_templates,
     with_tools,
 )
+from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._scoring.trial import try_reward
@@ -154,6 +155,9 @@ def check_run(config: GrpoConfig) -> Preflight:
     reward_notes = check_reward(config)
     if (scorer := reward_model_of(config.reward)) is not None:
         check_reward_model(scorer)
+    for source in source_settings(config):
+        with naming(source):
+            check_shown(source.environment, model.path, has_teacher=config.teacher.is_set)
     tokenizer = load_tokenizer(model.path, trust)
     tools = tools_of(config)
     templates = turn_templates(config, tokenizer, tools)

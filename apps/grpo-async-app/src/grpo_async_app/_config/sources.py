@@ -116,7 +116,7 @@ def _own_settings(config: GrpoConfig, name: str, own: MixSourceConfig) -> Source
 
 def reward_beside(environment: EnvironmentConfig, section: RewardConfig) -> RewardConfig:
     """The section's reward, which is for others where this environment judges by itself."""
-    return RewardConfig() if environment.name in OWN_DATA else section
+    return RewardConfig() if environment.judges else section
 
 
 def check_own_data(environment: EnvironmentConfig, path: str, key: str) -> None:

@@ -142,7 +142,8 @@ def _describe(trajectory: Trajectory) -> dict[str, object]:
         }
         for turn in trajectory.turns
     ]
-    return {"ended": trajectory.ended, "turns": turns, "replies": [reply.text for reply in trajectory.replies]}
+    replies = [{"text": reply.text, "num_images": len(reply.images)} for reply in trajectory.replies]
+    return {"ended": trajectory.ended, "turns": turns, "replies": replies}
 
 
 def _arrays(name: str, trajectory: Trajectory) -> dict[str, NDArray[Any]]:
@@ -154,6 +155,8 @@ def _arrays(name: str, trajectory: Trajectory) -> dict[str, NDArray[Any]]:
         arrays[f"{name}.{number}.logprobs"] = turn.logprobs
     for number, reply in enumerate(trajectory.replies):
         arrays[f"{name}.{number}.reply"] = reply.ids
+        for place, image in enumerate(reply.images):
+            arrays[f"{name}.{number}.reply.{place}"] = image
     return arrays
 
 
@@ -169,7 +172,14 @@ def _read_trajectory(described: dict[str, Any], name: str, arrays: dict[str, NDA
         for number, turn in enumerate(described["turns"])
     ]
     replies = [
-        Reply(ids=arrays[f"{name}.{number}.reply"], text=text) for number, text in enumerate(described["replies"])
+        _read_reply(reply, f"{name}.{number}.reply", arrays) for number, reply in enumerate(described["replies"])
     ]
     own = arrays.get(f"{name}.prompt")
     return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=described["ended"], prompt_ids=own)
+
+
+def _read_reply(described: str | dict[str, Any], name: str, arrays: dict[str, NDArray[Any]]) -> Reply:
+    if isinstance(described, str):  # as older checkpoints have it, from before replies had images
+        return Reply(ids=arrays[name], text=described)
+    images = tuple(arrays[f"{name}.{place}"] for place in range(described["num_images"]))
+    return Reply(ids=arrays[name], text=described["text"], images=images)

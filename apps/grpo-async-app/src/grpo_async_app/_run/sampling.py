@@ -18,6 +18,7 @@ from offbeat_types import (
     DataError,
     GenerateRequest,
     Ids,
+    Image,
     Trajectory,
 )
 
@@ -128,11 +129,12 @@ class Rollouts:
         template, limits = self._templates[environment], self._limits[environment]
         turns = count()
 
-        async def sample(context_ids: Ids, max_tokens: int) -> Completion:
+        async def sample(context_ids: Ids, images: tuple[Image, ...], max_tokens: int) -> Completion:
             turn = next(turns)
             if not turn:
                 return (await asyncio.shield(first))[index]
-            [completion] = await self._generate(name, _later_turn(request, context_ids, index, turn, max_tokens))
+            later = _later_turn(request, context_ids, images, index, turn, max_tokens)
+            [completion] = await self._generate(name, later)
             return completion
 
         try:
@@ -197,14 +199,17 @@ class Rollouts:
             return await self._fleet.engines.generate(name, request, self._deadline_s)
 
 
-def _later_turn(request: GenerateRequest, context_ids: Ids, index: int, turn: int, max_tokens: int) -> GenerateRequest:
-    """The request for one more turn of one sample: it sees the images that the first one saw."""
+def _later_turn(
+    request: GenerateRequest, context_ids: Ids, images: tuple[Image, ...], index: int, turn: int, max_tokens: int
+) -> GenerateRequest:
+    """The request for one more turn of one sample: it sees the images that the first one saw, and those told since."""
     params = request.params
     seed = None if params.seed is None else params.seed + index + turn * TURN_SEEDS
     return replace(
         request,
         request_id=f"{request.request_id}-{index}-{turn}",
         prompt_ids=context_ids,
+        images=(*request.images, *images),
         num_samples=1,
         params=replace(params, max_tokens=max_tokens, seed=seed),
     )

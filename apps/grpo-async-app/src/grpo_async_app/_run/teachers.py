@@ -5,6 +5,7 @@ from typing import Any
 
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.shown import refuse_shown
 from grpo_async_app._roles.scorer import Judged, ScorerAnswer
 from grpo_async_app._run.replicas import Replicas
 from offbeat_data import Prompt
@@ -29,7 +30,11 @@ class Teachers:
 
         Returns:
             [N] float32 for each trajectory: nats, of its sampled tokens, at the sampler's temperature.
+
+        Raises:
+            ConfigError: a trajectory holds images, which a teacher would take for tokens.
         """
+        refuse_shown(trajectories)
         request = ScoreRequest(
             request_id=f"group-{group_id}",
             prompt_ids=prompt_ids,
