@@ -11,6 +11,7 @@ from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.reward_model import check_one_reward_model, check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.sources import (
     SourceSettings,
     TrainingSource,
@@ -25,7 +26,6 @@ from grpo_async_app._config.sources import (
     turn_templates,
     with_tools,
 )
-from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._scoring.trial import try_reward
