@@ -224,7 +224,7 @@ class Fleet:
                 "an agent has ended its episode without a reward: give reward.name, or have the agent post one to "
                 "/v1/sessions/end"
             )
-        if scorers is None and not self.environments:  # a teacher alone is learned from
+        if scorers is None and not (self.environments and self._config.algorithm.needs_reward):  # there is a teacher
             return [RewardScore(value=0.0, parts={}) for _ in written]
         if scorers is None:
             raise ConfigError(
