@@ -35,8 +35,8 @@ class PromptsConfig(DataConfig):
     path: str = setting(
         "",
         "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
-        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, arithmetic:DIGITS (sums) or products:DIGITS. "
-        "Empty where tables [data.mix.NAME] name several.",
+        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or "
+        "products:DIGITS. Empty where tables [data.mix.NAME] name several.",
     )
     mix: dict[str, MixSourceConfig] = setting(
         {}, "Sources of training prompts, drawn by weights, under names of your own: tables [data.mix.NAME]."
