@@ -250,3 +250,23 @@ def test_a_context_manager_whose_other_half_makes_the_call_is_no_sure_finding(tm
     found = findings(tmp_path, main=HALVES.format("dist.barrier()"))
     assert {finding.confidence for finding in found} <= {"low"}
     assert "high" in {finding.confidence for finding in findings(tmp_path, main=HALVES.format("pass"))}
+
+
+PASSED = """import torch.distributed as dist
+
+def append(rows, gather=False):
+    if gather and dist.is_initialized():
+        dist.all_gather_object([], rows)
+
+def write(rows, gather=False):
+    append(rows, gather={0})
+
+def report(rows):
+    if dist.get_rank() == 0:
+        write(rows)
+"""
+
+
+def test_a_parameter_that_is_passed_on_gates_what_it_gates_there(tmp_path):
+    assert findings(tmp_path, main=PASSED.format("gather")) == []
+    assert findings(tmp_path, main=PASSED.format("True")) != []

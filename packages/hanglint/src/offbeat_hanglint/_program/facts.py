@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -26,7 +27,7 @@ class CallFact(NamedTuple):
     Attributes:
         callee: as written, `self.engine.step`; "" never.
         keywords: names of the keyword arguments.
-        groups: (position or keyword, text) of arguments that speak of a group.
+        groups: (position or keyword, text) of arguments that speak of a group, or pass on a parameter.
         gate: a parameter of the function that must be true for the call to run, "" if none.
     """
 
@@ -214,11 +215,20 @@ class _Reader:
             if not callee:
                 continue
             keywords = tuple(k.arg for k in child.keywords if k.arg) if child.keywords else ()
-            function.calls.append(CallFact(callee, child.lineno, len(child.args), keywords, groups_of(child), gate))
+            passed = (*groups_of(child), *self.passed_on(child, function))
+            function.calls.append(CallFact(callee, child.lineno, len(child.args), keywords, passed, gate))
             if function.nested:
                 for argument in child.args:
                     if isinstance(argument, ast.Name) and argument.id in function.nested:
                         function.calls.append(CallFact(argument.id, child.lineno, 0, (), (), gate))
+
+    def passed_on(self, call: ast.Call, function: FunctionFact) -> Iterator[tuple[int | str, str]]:
+        """Arguments that are parameters of the function itself which may be left off, by position or keyword."""
+        if function.falsy:
+            given = [*enumerate(call.args[:8]), *((k.arg, k.value) for k in call.keywords if k.arg)]
+            for place, value in given:
+                if isinstance(value, ast.Name) and value.id in function.falsy and value.id not in self.locals:
+                    yield place, value.id
 
     def assign(self, target: ast.expr, value: ast.expr, owner: int, under: tuple[str, ...]) -> None:
         if isinstance(target, ast.Tuple | ast.List):

@@ -106,7 +106,13 @@ class Reach:
                 named = group_axes(axes)
                 is_default = named == UNKNOWN and axes in callee.falsy  # None, which means the default group
                 axes, sure = (WORLD if is_default else named), sure and is_default
-        return Reached(entry.kind, axes, entry.is_explicit, sure, call.line, function, entry.depth + 1, call.gate)
+        gate = call.gate or self._passed_gate(caller, call, callee.parameters, entry.gate)
+        return Reached(entry.kind, axes, entry.is_explicit, sure, call.line, function, entry.depth + 1, gate)
+
+    def _passed_gate(self, caller: int, call: CallFact, parameters: tuple[str, ...], gate: str) -> str:
+        """The caller's own parameter that is given for the gate of what it calls, "" if none is."""
+        text = _argument(call, parameters, gate) if gate else None
+        return text if text is not None and text in self.program.functions[caller].falsy else ""
 
     def functions_below(self, entry: Reached) -> list[int]:
         """The functions from the one that is called to the one that holds the collective."""

@@ -147,6 +147,7 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
         last in _RECEIVES
         and parts & _SOCKET_WORDS
         and not any("RCVTIMEO" in ast.dump(n) for n in ast.walk(view.node) if isinstance(n, ast.Attribute))
+        and not _never_blocks(node, receiver, guard)
     ):
         what = "a socket"
     elif last in ("get", "wait") and "store" in parts and (node.args or last == "wait") and "timeout" not in keywords:
@@ -157,20 +158,35 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
         what = "a server"
     if what:
         yield finding(
-            view, "HL061", _socket_confidence(view, parts, guard) if what == "a socket" else "low", node,
+            view, "HL061", _socket_confidence(view, receiver, parts, guard) if what == "a socket" else "low", node,
             f"`{callee}` waits for {what} without a timeout",
             "If the other side is gone or failed without an answer, this one waits for ever.",
             "Wait with a timeout in a loop that checks whether the other side lives, and answer errors, too.",
         )  # fmt: skip
 
 
-def _socket_confidence(view: FunctionView, parts: set[str], guard: Guard | None) -> Confidence:
-    """A server may wait for its next request as long as it takes; who waits for an answer may not."""
+def _never_blocks(node: ast.Call, socket: str, guard: Guard | None) -> bool:
+    """Whether a socket is read only if something is there: told not to block, or after `socket.poll(...)` said so."""
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    if any(flag in ast.unparse(argument) for argument in given for flag in ("DONTWAIT", "NOBLOCK")):
+        return True
+    tests = [getattr(around.node, "test", None) for around in (guard.chain() if guard else ())]
+    asked = [call for test in tests if test is not None for call in ast.walk(test) if isinstance(call, ast.Call)]
+    return any(dotted(call.func) == f"{socket}.poll" for call in asked)
+
+
+def _socket_confidence(view: FunctionView, socket: str, parts: set[str], guard: Guard | None) -> Confidence:
+    """A server may wait for its next request as long as it takes; who waits for an answer may not.
+
+    Whoever has made the socket may have given it a timeout, if it was not this function or its class.
+    """
     loops = [g.node for g in (guard.chain() if guard else ()) if g.kind == "loop"]
     if any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) for loop in loops):
         return "low"
     if _sets_timeouts(view):
         return "low"
+    if "." not in socket and socket not in view.assigned:
+        return "medium"
     return "medium" if parts & {"conn", "connection", "pipe"} else "high"  # a pipe whose other end has died says so
 
 
@@ -183,8 +199,12 @@ def _sets_timeouts(view: FunctionView) -> bool:
 def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
     if not view.fact.is_async:
         return
-    awaited = {id(n.value) for n in ast.walk(view.node) if isinstance(n, ast.Await)}
+    nodes = list(ast.walk(view.node))
+    awaited = {id(n.value) for n in nodes if isinstance(n, ast.Await)}
+    written = {id(n) for n in nodes if isinstance(n, ast.Call)}
     for node, callee, _ in view.calls:
+        if id(node) not in written:  # made by `asyncio.to_thread` and its like, in a thread
+            continue
         full = view.program.full_name(view.file, callee)
         last = callee.rsplit(".", 1)[-1]
         parts = set(words(callee.rpartition(".")[0].rsplit(".", 1)[-1]))
