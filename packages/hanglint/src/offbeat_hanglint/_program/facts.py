@@ -225,7 +225,8 @@ class _Reader:
     def passed_on(self, call: ast.Call, function: FunctionFact) -> Iterator[tuple[int | str, str]]:
         """Arguments that are parameters of the function itself which may be left off, by position or keyword."""
         if function.falsy:
-            given = [*enumerate(call.args[:8]), *((k.arg, k.value) for k in call.keywords if k.arg)]
+            given: list[tuple[int | str, ast.expr]] = list(enumerate(call.args[:8]))
+            given += [(k.arg, k.value) for k in call.keywords if k.arg]
             for place, value in given:
                 if isinstance(value, ast.Name) and value.id in function.falsy and value.id not in self.locals:
                     yield place, value.id
