@@ -36,7 +36,7 @@ def batches(draw, *, token_advantages=False, max_length=5):
         extras={
             "advantages": advantages_N,
             "old_logprobs": (logprobs_N.detach() + noise(spread)).clamp(max=-1e-3),
-            "rollout_logprobs": logprobs_N.detach() + noise(spread),
+            "rollout_logprobs": (logprobs_N.detach() + noise(spread)).clamp(max=-1e-3),
             "ref_logprobs": logprobs_N.detach() + noise(0.3),
             "correction_weights": noise(1.0).abs(),
             "keep": (torch.rand(num_tokens, generator=generator) > draw(st.sampled_from([0.0, 0.3]))).double(),
