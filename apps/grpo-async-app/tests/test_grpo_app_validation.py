@@ -99,6 +99,8 @@ def test_training_waits_for_a_validation_only_where_it_is_told_to(
 ) -> None:
     run = tmp_path / "run"
     words = [*SLOW, f"--eval.at_sync={at_sync}", "--eval.sets.sums.max_prompts=12", "--data.epochs=2"]
+    if at_sync == "wait":  # each of eleven validations is waited for, however short it is
+        words.append("--eval.sets.sums.n=32")
     run_to_its_end(forked_main, "train", sets, "--out", run, *words, "--eval.every_updates=1")
     lines = [(line.step, "eval/sums/accuracy" in line.values) for line in read_metrics(run / "metrics.jsonl")]
     overtaken = [
