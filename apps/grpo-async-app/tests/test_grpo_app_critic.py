@@ -13,10 +13,13 @@ from role_faults import signal_role
 from safetensors.torch import load_file
 from test_grpo_app_parts import FixedLogprobs, group
 
+from grpo_async_app._config.preflight import check_settings
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
 from offbeat_objectives import AlgorithmConfig
+from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand, tiny_model
-from offbeat_types import TrainSequence
+from offbeat_types import ConfigError, TrainSequence
 
 GAE = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-2", "--eval.every_updates=0")
 # On policy and greedy enough to be the same run each time: the groups of an update are those of its prompts.
@@ -149,3 +152,8 @@ def test_the_plan_counts_the_critic(command: CommandLine, config: Path) -> None:
     assert "critic from the policy's weights and a new head, on the trainer's ranks" in with_critic
     assert "+ critic" in with_critic
     assert "critic" not in without
+
+
+def test_a_critic_without_effect_is_refused_wherever_the_run_will_be(config: Path) -> None:
+    with pytest.raises(ConfigError, match="section critic has no effect"):
+        check_settings(load_config(config, GrpoConfig, ["--critic.clip=0.5"]))

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat_data import load_tokenizer
-from offbeat_run import ModelFolder, inspect_model
+from offbeat_data import Tokenizer, load_tokenizer
+from offbeat_run import inspect_model
 from offbeat_types import ConfigError, TrainBackend, load_backend, setting
 
 
@@ -16,7 +16,6 @@ class CriticConfig:
     """
 
     backend: str = setting("torch", "Training engine, whichever trains the policy: one with a head for values.")
-
     path: str = setting(
         "",
         "Hugging Face folder it starts from, such as a reward model's, with the policy's tokenizer; empty: the "
@@ -38,24 +37,26 @@ class CriticConfig:
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
 
-def check_critic(critic: CriticConfig, policy: ModelFolder, *, is_asked: bool, trust: bool) -> None:
-    """Refuse a critic that nobody asks, or one that reads other tokens than the policy writes.
+def check_critic(critic: CriticConfig, *, is_asked: bool) -> None:
+    """Refuse a critic that nobody asks."""
+    if critic != CriticConfig() and not is_asked:
+        raise ConfigError('the section critic has no effect without algorithm.advantage = "gae": leave it out')
+
+
+def check_critic_folder(critic: CriticConfig, tokenizer: Tokenizer, *, trust: bool) -> None:
+    """Refuse a critic that reads other tokens than the policy writes.
 
     Raises:
         ConfigError: with the setting to change.
         ModelError: there is no model in its folder.
     """
-    if not is_asked:
-        if critic != CriticConfig():
-            raise ConfigError('the section critic has no effect without algorithm.advantage = "gae": leave it out')
-        return
     if not critic.path:
         return
     folder = inspect_model(critic.path)
-    difference = load_tokenizer(policy.path, trust).first_difference(load_tokenizer(folder.path, trust))
+    difference = tokenizer.first_difference(load_tokenizer(folder.path, trust))
     if difference:
         raise ConfigError(
-            f"critic.path = {critic.path} has another tokenizer than {policy.path} ({difference}): take a model of the "
+            f"critic.path = {critic.path} has another tokenizer than the policy ({difference}): take a model of the "
             "same family"
         )
 

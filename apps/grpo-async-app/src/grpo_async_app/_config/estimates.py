@@ -102,7 +102,7 @@ def estimate_memory(
     trainer = train_memory(config.engine, layout, shape, keeps_reference=config.algorithm.needs_reference)
     roles, limits = {"trainer": trainer.estimate(shape)}, {"trainer": 0}
     if config.algorithm.needs_critic:
-        roles["trainer"] = _with_critic(roles["trainer"], config, layout)
+        roles["trainer"] = _with_critic(roles["trainer"], config)
     advice = {"trainer": train_advice(config.engine, roles["trainer"])}
     engines: dict[str, tuple[str, RolloutEngineSettings, ModelShape, int]]
     engines = {"rollout": (config.rollout.backend, config.rollout, shape, 2 * config.rollout.sync_bucket_bytes)}
@@ -117,9 +117,13 @@ def estimate_memory(
     return RunMemory(shape, roles, advice, limits)
 
 
-def _with_critic(policy: MemoryEstimate, config: GrpoConfig, layout: TrainLayout) -> MemoryEstimate:
-    """The trainer's memory with what its critic holds all the time; its passes come after those of the policy."""
+def _with_critic(policy: MemoryEstimate, config: GrpoConfig) -> MemoryEstimate:
+    """The trainer's memory with what its critic holds all the time; its passes come after those of the policy.
+
+    The critic is sharded over all ranks, however these share the policy.
+    """
     shape = read_shape(config.critic.path or config.model.path)
+    layout = TrainLayout(dp=config.engine.num_ranks, zero_stage=3)
     critic = train_memory(config.engine, layout, shape).estimate(shape)
     held = sum(critic.parts.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     return MemoryEstimate({**policy.parts, "critic": held})

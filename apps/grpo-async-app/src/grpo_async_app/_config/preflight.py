@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from grpo_async_app._config.critic import check_critic, load_critic_backend
+from grpo_async_app._config.critic import check_critic, check_critic_folder, load_critic_backend
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
@@ -151,7 +151,6 @@ def check_run(config: GrpoConfig) -> Preflight:
     model = inspect_model(config.model.path)
     check_positions(config, model)
     trust = config.model.trust_remote_code
-    check_critic(config.critic, model, is_asked=config.algorithm.needs_critic, trust=trust)
     reward_notes = check_reward(config)
     if (scorer := reward_model_of(config.reward)) is not None:
         check_reward_model(scorer)
@@ -159,6 +158,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         with naming(source):
             check_shown(source.environment, model.path, has_teacher=config.teacher.is_set)
     tokenizer = load_tokenizer(model.path, trust)
+    check_critic_folder(config.critic, tokenizer, trust=trust)
     tools = tools_of(config)
     templates = turn_templates(config, tokenizer, tools)
     prompts, sources = load_sources(config, tokenizer, tools)
@@ -221,6 +221,7 @@ def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
     source_notices = check_sources(config)
     _check_agent(config)
+    check_critic(config.critic, is_asked=config.algorithm.needs_critic)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (_is_judged(config) or config.eval.sets):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")

@@ -148,7 +148,7 @@ def check_sources(config: GrpoConfig) -> list[str]:
     """
     sources = source_settings(config)
     if config.data.mix:  # it may be that of no source, and of validation sets alone
-        config.environment.check(has_reward=config.environment.name not in OWN_DATA)
+        config.environment.check(has_reward=not config.environment.judges)
     for source in sources:
         with naming(source):
             source.environment.check(has_reward=source.reward.is_set)
