@@ -364,3 +364,10 @@ def test_a_run_goes_on_with_the_mix_it_was_begun_with(mixed: Path, word: str, sa
     check_same_data(begun, load_config(mixed, GrpoConfig, others))
     with pytest.raises(ConfigError, match=said):
         check_same_data(begun, load_config(mixed, GrpoConfig, [word]))
+
+
+def test_a_section_environment_that_judges_by_itself_goes_beside_a_mix(mixed: Path) -> None:
+    """Though section reward is there for sources with environments of their own."""
+    words = ["--environment.name=openenv", "--environment.options.url=http://127.0.0.1:1"]
+    words.append("--data.mix.words.environment.name=")
+    check_sources(load_config(mixed, GrpoConfig, words))

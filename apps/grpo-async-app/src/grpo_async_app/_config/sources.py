@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from grpo_async_app._config.mix import MixSourceConfig
-from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.mix import MixSourceConfig, PromptsConfig
+from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
 from offbeat_data import (
     DataConfig,
     EnvironmentConfig,
@@ -96,21 +96,28 @@ def _own_settings(config: GrpoConfig, name: str, own: MixSourceConfig) -> Source
         name=name,
         weight=own.weight,
         success_reward=config.curriculum.success_reward if own.success_reward is None else own.success_reward,
-        data=replace(
-            data,
-            mix={},
-            path=own.path,
-            split=own.split,
-            num_items=own.max_prompts,
-            task_options=own.task_options or data.task_options,
-            prompt_column=own.prompt_column or data.prompt_column,
-            answer_column=own.answer_column or data.answer_column,
-            system_prompt=own.system_prompt or data.system_prompt,
-        ),
+        data=replace(own_data(data, own), task_options=own.task_options or data.task_options),
         environment=environment,
         environment_key="" if own.environment is None else name,
         reward=own.reward or reward_beside(environment, config.reward),
         judge="" if own.reward is None else judge_of(name),
+    )
+
+
+def own_data(data: PromptsConfig, own: MixSourceConfig | EvalSetConfig) -> PromptsConfig:
+    """Section `data` with the rows of a table of its own, all of them, none held out."""
+    return replace(
+        data,
+        mix={},
+        path=own.path,
+        split=own.split,
+        num_items=own.max_prompts,
+        eval_path="",
+        eval_split="",
+        eval_size=0,
+        prompt_column=own.prompt_column or data.prompt_column,
+        answer_column=own.answer_column or data.answer_column,
+        system_prompt=own.system_prompt or data.system_prompt,
     )
 
 

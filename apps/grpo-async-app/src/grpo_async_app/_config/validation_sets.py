@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_async_app._config.reward_model import check_one_reward_model
 from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig, set_environment_key
-from grpo_async_app._config.sources import Tools, check_own_data, reward_beside, with_tools
+from grpo_async_app._config.sources import Tools, check_own_data, own_data, reward_beside, with_tools
 from offbeat_data import (
     EnvironmentConfig,
     Prompt,
@@ -107,21 +107,8 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
     if reward.is_set:
         build_reward(reward)
     check_one_reward_model(config.reward, reward, f"eval.sets.{name}.reward")
-    source = replace(
-        data,
-        mix={},
-        path=own.path,
-        split=own.split,
-        num_items=own.max_prompts,
-        eval_path="",
-        eval_split="",
-        eval_size=0,
-        prompt_column=own.prompt_column or data.prompt_column,
-        answer_column=own.answer_column or data.answer_column,
-        system_prompt=own.system_prompt or data.system_prompt,
-    )
     key = set_environment_key(name) if own.environment is not None else ""
-    source = with_tools(source, tools.get(key, []))
+    source = with_tools(own_data(data, own), tools.get(key, []))
     max_tokens = own.max_tokens or rollout.max_tokens
     longest, limit = data.max_prompt_tokens + max_tokens, "max_tokens"
     if environment.name:
