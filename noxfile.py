@@ -6,6 +6,7 @@ Packages are found by folder, so a new one gets its sessions without a change he
 
 import fcntl
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Callable
@@ -399,6 +400,17 @@ def openenv(session: nox.Session) -> None:
     run(session, "uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}", OPENENV)
     python = str(venv / "bin/python")
     pytest(session, "openenv", "tests/nightly/test_openenv_server.py", OFFBEAT_OPENENV_PYTHON=python)
+
+
+@nox.session(tags=["nightly"], default=False)
+def recipes(session: nox.Session) -> None:
+    """Every recipe for one machine trains SmolLM2-135M, which is made in an environment of its own."""
+    venv, model = NOX / "smollm2", NOX / "smollm2-135m"
+    if not (model / "tokenizer.json").exists():  # written last
+        shutil.rmtree(model, ignore_errors=True)
+        install(session, venv, "torch", "transformers", "gguf", "accelerate")
+        run(session, venv / "bin/python", "tools/make_smollm2.py", model)
+    pytest(session, "recipes", "tests/nightly/test_recipes_train.py", "-rP", OFFBEAT_SMOLLM2=str(model))
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:

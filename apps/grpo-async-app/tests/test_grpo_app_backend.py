@@ -11,8 +11,8 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import TrainingSource, source_settings
 from grpo_async_app._config.validation_sets import held_out_set
+from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.backend import GrpoBackend
-from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.sampling import Scored
 from grpo_async_app._run.validation import Validation

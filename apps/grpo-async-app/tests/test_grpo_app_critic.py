@@ -72,6 +72,16 @@ def test_a_critic_learns_alone_at_first_and_is_kept_in_checkpoints(
     assert "What the critic explains" in report
 
 
+def test_a_run_that_was_begun_without_a_critic_goes_on_without_one(
+    forked_main: Main, command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", "--engine.max_updates=1")
+    ended = command("resume", tmp_path / "run", *GAE)
+    assert ended.code == 2
+    assert "goes on with a critic" in ended.err
+    assert 'advantage = "grpo"' in (tmp_path / "run" / "config.toml").read_text(), "the next resume is refused, too"
+
+
 def test_two_ranks_train_the_critic_as_one_process_does(forked_main: Main, config: Path, tmp_path: Path) -> None:
     for number in (1, 2):
         words = [*GAE, *SYNCHRONOUS, f"--engine.num_ranks={number}", "--critic.gae_lambda=1"]

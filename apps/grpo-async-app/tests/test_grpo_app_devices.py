@@ -13,7 +13,7 @@ import pytest
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._fleet.fleet import Fleet
 from offbeat_placement import grid_nodes
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand

@@ -11,12 +11,12 @@ from weakref import WeakSet
 import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.colocation import ColocationSchedule
+from grpo_async_app._fleet.engines import Engine, Engines, EngineSpeeds
+from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._fleet.weights import WeightOffer, bring_weights, transfer_weights
 from grpo_async_app._roles import rollout as rollout_role
-from grpo_async_app._run.colocation import ColocationSchedule
-from grpo_async_app._run.engines import Engine, Engines, EngineSpeeds
-from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.scaling import take_asked_engines
-from grpo_async_app._run.weights import WeightOffer, bring_weights, transfer_weights
 from offbeat_actors import RestartBudget, wait_gone
 from offbeat_actors._spec import Wait
 from offbeat_run import RunFolder, load_config

@@ -12,12 +12,12 @@ import pytest
 from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import held_out_set
+from grpo_async_app._fleet.busy import BusyClock
+from grpo_async_app._fleet.engines import Engines
+from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
-from grpo_async_app._run.busy import BusyClock
-from grpo_async_app._run.engines import Engines
-from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.sampling import Rollouts
 from grpo_async_app._run.validation import validate
 from offbeat_data import Prompt, RewardScore, Written

@@ -11,7 +11,7 @@ from grpo_async_app._config.estimates import BatchArithmetic
 from grpo_async_app._config.placement import place_run, request_resources
 from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.fleet import plan_threads, share_cpus
+from grpo_async_app._fleet.fleet import plan_threads, share_cpus
 from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
@@ -256,7 +256,7 @@ def small(**cluster: int) -> GrpoConfig:
 
 @pytest.mark.parametrize("colocate", [False, True])
 def test_those_that_train_and_those_that_sample_share_all_cpus(colocate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async_app._run.fleet.available_cpus", lambda: 8)
+    monkeypatch.setattr("grpo_async_app._fleet.fleet.available_cpus", lambda: 8)
     config = small(colocate=colocate)
     config = replace(config, engine=replace(config.engine, num_ranks=4))
     assert plan_threads(config) == {"trainer": 2, "rollout": 4, "teacher": 1, "reward_model": 1}

@@ -12,7 +12,7 @@ from grpo_async_app._commands.plan import describe_plan
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
-from grpo_async_app._run.weights import WeightOffer
+from grpo_async_app._fleet.weights import WeightOffer
 from offbeat_placement import PlacedRank
 from offbeat_run import load_config
 from offbeat_types import ConfigError

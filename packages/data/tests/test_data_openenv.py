@@ -20,10 +20,10 @@ from offbeat_data import (
     environment_tools,
     load_prompts,
 )
-from offbeat_data._openenv_server import StepResult
+from offbeat_data._environments.openenv_server import StepResult
 from offbeat_types import ConfigError, DataError
 
-pytest.importorskip("websockets", reason="the extra openenv is not installed")
+serve = pytest.importorskip("websockets.asyncio.server", reason="the extra openenv is not installed").serve
 
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?")
 
@@ -50,6 +50,29 @@ def test_a_server_that_is_not_there_is_named_before_a_run_and_ends_an_episode_in
         await EpisodeHost(build_environment(openenv(nobody)), 10.0).reset(0, PROMPT)
 
     with pytest.raises(EnvironmentFailedError, match=r"\(raised\).*no OpenEnv server answers at"):
+        asyncio.run(begin())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "no JSON",
+        "[1]",
+        '{"type": "state"}',
+        '{"type": "observation", "data": {"observation": {}, "reward": "?"}}',
+    ],
+)
+def test_a_server_that_says_something_else_ends_the_episode_in_words(said):
+    async def answer(connection):
+        await connection.recv()
+        await connection.send(said)
+
+    async def begin():
+        async with serve(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await EpisodeHost(build_environment(openenv(url)), 10.0).reset(0, PROMPT)
+
+    with pytest.raises(EnvironmentFailedError, match=r"DataError.*an OpenEnv server answers .*, got"):
         asyncio.run(begin())
 
 

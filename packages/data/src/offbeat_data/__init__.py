@@ -1,9 +1,10 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
-from offbeat_data._built_in_environments import EnvironmentConfig, build_environment, environment_tools
 from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
-from offbeat_data._environments import Environment, EnvironmentFailedError, EpisodeHost
-from offbeat_data._episodes import EpisodeLimits, TurnTemplate, play_episode
+from offbeat_data._environments.built_in import EnvironmentConfig, build_environment, environment_tools
+from offbeat_data._environments.environment import Environment, EnvironmentFailedError, EpisodeHost
+from offbeat_data._environments.episodes import EpisodeLimits, TurnTemplate, play_episode
+from offbeat_data._environments.tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._mixture import CurriculumConfig, MixtureOrder, SuccessRates
 from offbeat_data._preferences import Pair, PreferenceSet, Rating, load_pairs, load_ratings
@@ -23,7 +24,6 @@ from offbeat_data._tokenizer import (
     build_character_tokenizer,
     load_tokenizer,
 )
-from offbeat_data._tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
 
 __all__ = [
     "ARITHMETIC_ALPHABET",

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_data._openenv_server import draw_tasks
+from offbeat_data._environments.openenv_server import draw_tasks
 from offbeat_data._rows import Row, read_rows, refuse_split
 from offbeat_data._task_libraries import draw_entries, draw_rows
 from offbeat_types import REQUIRED, ConfigError, DataError, setting

@@ -7,6 +7,7 @@ from grpo_async_app._commands.evaluate import compare_command, eval_command
 from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.critic import check_critic_is_kept
 from grpo_async_app._config.preflight import Preflight, check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
@@ -84,6 +85,8 @@ def _resume(words: CommandWords, folder: str) -> int:
         print("\n".join(run.checkpoints.describe_resume()))
         config = load_config(run.config, GrpoConfig, words.overrides)
         check_same_data(load_config(run.config, GrpoConfig, ()), config)
+        if config.algorithm.needs_critic and (checkpoint := run.checkpoints.latest()) is not None:
+            check_critic_is_kept(checkpoint.path)
         preflight = check_run(config)
         run.write_config(preflight.config)  # the next resume goes on with it
         return _conclude(preflight, resume(preflight, run), run, words)

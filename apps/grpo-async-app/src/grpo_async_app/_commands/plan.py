@@ -11,7 +11,7 @@ from grpo_async_app._config.platform import choose_for_platform
 from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
-from grpo_async_app._run.fleet import plan_threads
+from grpo_async_app._fleet.fleet import plan_threads
 from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from offbeat_run import count_text, size_text

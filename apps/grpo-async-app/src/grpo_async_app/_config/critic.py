@@ -1,11 +1,15 @@
 """The critic of a run: section `critic`, and what is wrong with it."""
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from offbeat_data import Tokenizer, load_tokenizer
 from offbeat_run import inspect_model
 from offbeat_types import ConfigError, TrainBackend, load_backend, setting
+
+CRITIC_FOLDER: Final = "critic"
+"""Beside the policy in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,15 @@ def check_critic_folder(critic: CriticConfig, tokenizer: Tokenizer, *, trust: bo
         raise ConfigError(
             f"critic.path = {critic.path} has another tokenizer than the policy ({difference}): take a model of the "
             "same family"
+        )
+
+
+def check_critic_is_kept(checkpoint: Path) -> None:
+    """Refuse to go on with a critic from a checkpoint that was written without one."""
+    if not (checkpoint / CRITIC_FOLDER).is_dir():
+        raise ConfigError(
+            f'algorithm.advantage = "gae" goes on with a critic, and {checkpoint} holds none: resume with the '
+            "advantage that the run was begun with, or start a new run with model.path set to this checkpoint"
         )
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 from torch import Tensor
 
+from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
@@ -40,9 +41,6 @@ from offbeat_weightsync import (
     open_sender,
     quantize_tensors,
 )
-
-CRITIC_FOLDER: Final = "critic"
-"""Beside the policy in a checkpoint."""
 
 
 class TrainerRole:

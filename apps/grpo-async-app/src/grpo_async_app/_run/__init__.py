@@ -1,1 +1,1 @@
-"""The driver of a run: it starts the roles, drives the loop, and writes down how it goes."""
+"""The driver of a run: it samples, drives the loop, validates, and writes down how it goes."""

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet, mark_of
+from grpo_async_app._fleet.busy import BusyClock
+from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup, save_groups
-from grpo_async_app._run.busy import BusyClock
-from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.prompt_stream import Draw, PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, Scored

@@ -8,7 +8,7 @@ from typing import Final
 
 from grpo_async_app._config.evaluation import Evaluation
 from grpo_async_app._config.validation_sets import ValidationSet
-from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.sampling import Rollouts
 from grpo_async_app._run.session import run_interruptible, watched_driver
 from grpo_async_app._run.validation import answers

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.busy import BusyShares
 from grpo_async_app._roles.groups import SampledGroup
-from grpo_async_app._run.busy import BusyShares
 from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt

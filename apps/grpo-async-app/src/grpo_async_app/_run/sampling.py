@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.agents import AgentFailedError, Agents
-from grpo_async_app._run.busy import Busy
-from grpo_async_app._run.fleet import Fleet
+from grpo_async_app._fleet.agents import AgentFailedError, Agents
+from grpo_async_app._fleet.busy import Busy
+from grpo_async_app._fleet.fleet import Fleet
 from offbeat_actors import gather_or_cancel
 from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, Written, play_episode
 from offbeat_types import (

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import offbeat_liveness as liveness
 from grpo_async_app._config.preflight import Preflight
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup, load_groups
 from grpo_async_app._run.backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
-from grpo_async_app._run.fleet import Fleet
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.scaling import scale_as_asked, take_asked_engines

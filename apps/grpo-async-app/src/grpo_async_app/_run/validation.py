@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet
-from grpo_async_app._run.engines import Engines
+from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._run.sampling import Rollouts, Scored
 from offbeat_data import Prompt, vote_of
 from offbeat_run import HELD_OUT, ItemAnswers, SampledAnswer, SetSummary, summarize

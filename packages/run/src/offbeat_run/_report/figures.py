@@ -91,6 +91,12 @@ _LINES = (
         {"title": {"text": "nats"}},
     ),
     _Lines(
+        "Divergence from the teacher",
+        "Of the policy on its own samples, in nats per token. k3 estimates the same without negative values.",
+        {"distillation/kl": "KL", "distillation/kl_k3": "KL, k3"},
+        {"title": {"text": "nats"}},
+    ),
+    _Lines(
         "Clip fraction",
         "Share of tokens whose update was cut by the clip range.",
         {"train/clip_fraction": "clipped"},
@@ -145,6 +151,20 @@ _LINES = (
         {"scoring/queue": "queue"},
         _from_zero("completions"),
         hide_zeros=True,
+    ),
+    _Lines(
+        "Replies of the judge",
+        "Since the start. Cached replies were known from before and cost nothing.",
+        {"judge/requests": "asked", "judge/cached": "cached", "judge/retries": "failed in passing"},
+        _from_zero("requests"),
+        smooth=False,
+    ),
+    _Lines(
+        "Tokens of the judge",
+        "Read and written since the start: what it costs.",
+        {"judge/prompt_tokens": "read", "judge/completion_tokens": "written"},
+        _from_zero("tokens"),
+        smooth=False,
     ),
     _Lines("Gradient norm", "Before clipping.", {"engine/grad_norm": "gradient norm"}, _from_zero()),
     _Lines(

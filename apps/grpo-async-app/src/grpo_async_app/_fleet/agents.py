@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.busy import Busy
+from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._roles.agent import AgentExit
-from grpo_async_app._run.busy import Busy
-from grpo_async_app._run.engines import Engines
 from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
 from offbeat_data import Prompt
 from offbeat_types import (

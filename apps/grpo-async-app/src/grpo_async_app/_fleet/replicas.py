@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.busy import BusyClock, OnSpan
+from grpo_async_app._fleet.busy import BusyClock, OnSpan
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,

@@ -18,10 +18,11 @@ from importlib import import_module
 from itertools import count
 from typing import Any, Final
 
-from offbeat_data._environments import Environment, EnvironmentFactory, interruptible
-from offbeat_data._mcp import McpEnvironment, describe_tools, import_mcp
-from offbeat_data._openenv import OpenEnvEnvironment
-from offbeat_data._openenv_server import import_websockets
+from offbeat_data._environments.environment import Environment, EnvironmentFactory, interruptible
+from offbeat_data._environments.mcp import McpEnvironment, describe_tools, import_mcp
+from offbeat_data._environments.openenv import OpenEnvEnvironment
+from offbeat_data._environments.openenv_server import import_websockets
+from offbeat_data._environments.tools import calculator, read_tool_calls, without_tool_calls
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import to_plain, unpack
 from offbeat_data._scoring.answers import last_in_tag
@@ -34,7 +35,6 @@ from offbeat_data._task_libraries import (
     score_entry,
 )
 from offbeat_data._tokenizer import Message
-from offbeat_data._tools import calculator, read_tool_calls, without_tool_calls
 from offbeat_types import ConfigError, DataError, find_function, setting
 
 JUDGES: Final = {"calculator": False, "mcp": False, "openenv": True, "reasoning_gym": True, "verifiers": True}

@@ -7,8 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat_data._environments.openenv_server import (
+    OPENENV,
+    OpenEnvServer,
+    OpenEnvSession,
+    ServerRefusedError,
+    StepResult,
+)
 from offbeat_data._images import image_part
-from offbeat_data._openenv_server import OPENENV, OpenEnvServer, OpenEnvSession, ServerRefusedError, StepResult
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import last_in_tag
 from offbeat_data._scoring.rewards import RewardScore

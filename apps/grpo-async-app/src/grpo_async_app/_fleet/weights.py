@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from grpo_async_app._run.colocation import ColocationSchedule
-from grpo_async_app._run.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
+from grpo_async_app._fleet.colocation import ColocationSchedule
+from grpo_async_app._fleet.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
 from offbeat_actors import ActorHandle, Supervised
 from offbeat_run import clock_s
 from offbeat_types import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError

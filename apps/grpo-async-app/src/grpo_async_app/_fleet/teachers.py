@@ -6,8 +6,8 @@ from typing import Any
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.shown import refuse_shown
+from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._roles.scorer import Judged, ScorerAnswer
-from grpo_async_app._run.replicas import Replicas
 from offbeat_data import Prompt
 from offbeat_types import Floats, Ids, Image, ScoreRequest, Trajectory
 

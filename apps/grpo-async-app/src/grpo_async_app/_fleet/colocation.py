@@ -23,7 +23,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.trainers import Trainers, is_lost
+from grpo_async_app._fleet.trainers import Trainers, is_lost
 from offbeat_actors import ActorHandle, Supervised
 from offbeat_run import clock_s
 from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError

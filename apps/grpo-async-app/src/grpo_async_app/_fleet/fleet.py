@@ -13,15 +13,15 @@ from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import judge_of
 from grpo_async_app._config.weight_sync import settle_lora_sync
-from grpo_async_app._run.agents import AgentProcess
-from grpo_async_app._run.busy import OnSpan
-from grpo_async_app._run.colocation import ColocationSchedule, Note
-from grpo_async_app._run.engines import Engines
-from grpo_async_app._run.environments import EnvironmentProcess
-from grpo_async_app._run.replicas import Replicas
-from grpo_async_app._run.teachers import RewardModels, Teachers
-from grpo_async_app._run.trainers import Trainers, start_trainers
-from grpo_async_app._run.weights import Taken, WeightOffer
+from grpo_async_app._fleet.agents import AgentProcess
+from grpo_async_app._fleet.busy import OnSpan
+from grpo_async_app._fleet.colocation import ColocationSchedule, Note
+from grpo_async_app._fleet.engines import Engines
+from grpo_async_app._fleet.environments import EnvironmentProcess
+from grpo_async_app._fleet.replicas import Replicas
+from grpo_async_app._fleet.teachers import RewardModels, Teachers
+from grpo_async_app._fleet.trainers import Trainers, start_trainers
+from grpo_async_app._fleet.weights import Taken, WeightOffer
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import (
     ActorHandle,

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.colocation import ColocationSchedule
-from grpo_async_app._run.weights import WeightOffer, bring_weights
+from grpo_async_app._fleet.colocation import ColocationSchedule
+from grpo_async_app._fleet.weights import WeightOffer, bring_weights
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,

@@ -225,7 +225,7 @@ class OpenEnvSession:
             with suppress(closed):
                 await self._connection.send(json.dumps({"type": kind, "data": dict(data)}))
             # hanglint: ignore[HL061] the deadline is the caller's, `EpisodeHost` or `_draw`
-            answer = json.loads(await self._connection.recv())
+            answer = await self._connection.recv()
         except closed as error:
             raise DataError(f"the OpenEnv server {self._server.url} is gone: {error}") from error
         return _read_answer(answer)
@@ -239,14 +239,18 @@ class OpenEnvSession:
             await connection.close()
 
 
-def _read_answer(answer: Any) -> StepResult:
+def _read_answer(text: str | bytes) -> StepResult:
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"an OpenEnv server answers with JSON, got {text!r:.200}: {error}") from error
     kind, data = (answer.get("type"), answer.get("data")) if isinstance(answer, dict) else (None, None)
     if not isinstance(data, dict):
         raise DataError(f"an OpenEnv server answers with objects of type and data, got {answer!r:.200}")
     if kind == "error":
         raise ServerRefusedError(str(data.get("code")), _complaint(data))
     observation, reward = data.get("observation"), data.get("reward")
-    if kind != "observation" or not isinstance(observation, dict):
+    if kind != "observation" or not isinstance(observation, dict) or not isinstance(reward, int | float | None):
         raise DataError(f"an OpenEnv server answers reset and step with an observation, got {answer!r:.200}")
     return StepResult(
         observation=observation, reward=None if reward is None else float(reward), done=bool(data.get("done"))

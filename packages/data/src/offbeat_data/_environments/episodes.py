@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offbeat_data._built_in_environments import EnvironmentConfig
+from offbeat_data._environments.built_in import EnvironmentConfig
 from offbeat_data._images import Picture, RowImages, is_image
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
