@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._config.agent import AgentConfig
+from grpo_async_app._roles import agent_forks
 from grpo_async_app._roles.agent import AgentExit, AgentRole
 from offbeat_testing import wait_until_gone
 from offbeat_types import ConfigError
@@ -152,6 +153,27 @@ def test_nothing_is_left_of_a_role_that_was_killed(
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until_gone(started, 10)
+
+
+def test_a_process_that_forks_no_more_holds_nobody_up(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_forks, "_TAKEN_S", 0.2)
+    Path(program).write_text("")
+    agent = role(program, preload=["json"], deadline_s=3.0, variables={"LONG": "x" * 100_000})
+
+    async def scenario() -> list[AgentExit]:
+        await agent.start()
+        assert agent._forks is not None
+        assert agent._forks._process is not None
+        os.kill(agent._forks._process.pid, signal.SIGSTOP)
+        asked = [agent.run({}, "", "") for _ in range(8)]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            await agent.close()
+
+    found = asyncio.run(scenario())
+    assert {each.how for each in found} == {"failed", "timed_out"}, "what was sent waits, what could not be is told"
+    assert any("has taken none for 0.2 s" in each.detail for each in found)
 
 
 def test_modules_that_cannot_be_imported_end_the_start() -> None:

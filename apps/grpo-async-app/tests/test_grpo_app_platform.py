@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._config import platform
-from grpo_async_app._config.platform import choose_for_platform, sampling_kind
+from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_placement import ClusterView, grid_nodes
 from offbeat_run import parse_config
@@ -40,6 +40,20 @@ def test_a_machine_decides_what_is_left_open_and_says_why(
 def test_what_is_written_stays_as_it_is() -> None:
     config = parse_config(PLAIN + '[rollout]\ndtype = "float16"\nmax_running = 3\n', GrpoConfig)
     assert choose_for_platform(config, "GPU") == (config, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "told"), [("", "avx2", 2), ("", "avx2 avx512_bf16", 0), ("", "", 0), ("GPU", "avx2", 0)]
+)
+def test_bfloat16_on_a_cpu_without_its_products_is_noticed(
+    kind: str, flags: str, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"flags : {flags}\n" if flags else "Features : bf16\n")
+    monkeypatch.setattr(platform, "_CPU_INFO", info)
+    config = parse_config(PLAIN, GrpoConfig, ["--engine.dtype=bfloat16", "--rollout.dtype=bfloat16"])
+    notices = slow_formats(config, kind)
+    assert [notice.partition(".")[0] for notice in notices] == ["engine", "rollout"][:told]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,20 @@ def choose_for_platform(config: GrpoConfig, kind: str) -> tuple[GrpoConfig, list
     return replace(config, rollout=rollout), said
 
 
+def slow_formats(config: GrpoConfig, kind: str) -> list[str]:
+    """What was asked for and this CPU has no instructions for, where the roles compute here; `kind` as above."""
+    flags = _cpu_flags()
+    if kind or not flags or any(flag in flags for flag in _CPU_FLAGS):
+        return []
+    asked = {"engine": config.engine, "rollout": config.rollout}
+    slow = [name for name, each in asked.items() if each.dtype == "bfloat16" and each.device in ("cpu", AUTO)]
+    return [
+        f"{name}.dtype = bfloat16, and this CPU has neither {' nor '.join(_CPU_FLAGS)}: it takes several times "
+        "as long as in float32"
+        for name in slow
+    ]
+
+
 def sampling_kind(config: GrpoConfig, view: ClusterView) -> str:
     """Kind of accelerator that samples, "" for CPUs. Imports torch where only torch can tell."""
     name = config.rollout.device.partition(":")[0]

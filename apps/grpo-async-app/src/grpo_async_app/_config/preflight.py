@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from grpo_async_app._config.critic import check_critic, check_critic_folder, load_critic_backend
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
-from grpo_async_app._config.platform import choose_for_platform, sampling_kind
+from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._config.reward_model import check_one_reward_model, check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.shown import check_shown
@@ -169,9 +169,10 @@ def check_run(config: GrpoConfig) -> Preflight:
     if not view.reserves:
         check_processes(config.processes)
     objective_trial = _try_objective(config)
-    config, choices = choose_for_platform(config, sampling_kind(config, view))
+    kind = sampling_kind(config, view)
+    config, choices = choose_for_platform(config, kind)
     placement = place_run(config, view)
-    notices = (*notices, *_engine_notices(config))
+    notices = (*notices, *_engine_notices(config), *(() if view.reserves else slow_formats(config, kind)))
     _check_cut(config)
     lora_sync = choose_lora_sync(config)
     transport = choose_transport(config, placement)

@@ -1,4 +1,4 @@
-"""The processes of a run: trainer, rollout engines, environments, a verifier; started, called, restarted, stopped."""
+"""The processes of a run: trainer, rollout engines, environments, scorers; started, called, restarted, stopped."""
 
 import asyncio
 import logging

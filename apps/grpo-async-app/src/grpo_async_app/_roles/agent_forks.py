@@ -25,6 +25,8 @@ from offbeat_types import ConfigError
 _READY: Final = b"ready"
 _LONGEST_REQUEST: Final = 192 * 1024
 """Bytes of one message; the environment of a program is the most of it."""
+_TAKEN_S: Final = 5.0
+"""For the other process to take a request; it does nothing but take them and fork."""
 
 
 class ForkServer:
@@ -60,7 +62,7 @@ class ForkServer:
                 f"agent.preload: importing {names} takes more than agent.preload_deadline_s = {self._deadline_s:g}"
             ) from None
         finally:
-            self._socket.settimeout(None)
+            self._socket.settimeout(_TAKEN_S)
 
     async def run(
         self, command: Sequence[str], environment: Mapping[str, str], group: int, streams: Sequence[IO[bytes]]
@@ -81,6 +83,9 @@ class ForkServer:
         ended, told = os.pipe()
         try:
             socket.send_fds(self._socket, [message], [*(stream.fileno() for stream in streams), told])
+        except TimeoutError:
+            os.close(ended)
+            raise OSError(f"the process that forks programs has taken none for {_TAKEN_S:g} s") from None
         finally:
             os.close(told)
         code = await _read(ended)
