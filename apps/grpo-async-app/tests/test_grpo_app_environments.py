@@ -16,7 +16,7 @@ from grpo_runs import Main, latest_checkpoint, run_to_its_end, statistics_of, tr
 
 from grpo_async_app._commands import quickstart
 from grpo_async_app._commands.quickstart import LESSONS, answered, calculated
-from grpo_async_app._run import environments as environment_process
+from grpo_async_app._fleet import environments as environment_process
 from offbeat_data import EpisodeHost, Prompt, RewardScore
 from offbeat_run import RunFolder, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
