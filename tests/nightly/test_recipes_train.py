@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not SMOLLM2, reason="OFFBEAT_SMOLLM2 names no fo
 
 APPS = Path(__file__).parents[2] / "apps"
 NUM_UPDATES, NUM_HELD_OUT, NUM_ROWS = 2, 8, 96
-RUN_TIMEOUT_S = 600
+RUN_TIMEOUT_S = 1500
 SHORT = (f"--engine.max_updates={NUM_UPDATES}", f"--eval.every_updates={NUM_UPDATES}")
 
 

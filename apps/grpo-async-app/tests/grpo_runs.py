@@ -11,10 +11,10 @@ from offbeat_testing import RunningCommand
 Main = Callable[[], object]
 
 
-def run_to_its_end(main: Main, *words: object) -> str:
+def run_to_its_end(main: Main, *words: object, deadline_s: float = 120) -> str:
     """What it has printed."""
     with RunningCommand(main, *words) as process:
-        assert process.wait() == 0, process.output
+        assert process.wait(deadline_s) == 0, process.output
         return process.output
 
 

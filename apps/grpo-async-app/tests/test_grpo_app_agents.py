@@ -119,7 +119,7 @@ def test_every_prompt_is_trained_once_whoever_is_killed(
         process.kill()
         process.wait()
     wait_until_gone(sorted(started), 20)
-    run_to_its_end(forked_main, "resume", run)
+    run_to_its_end(forked_main, "resume", run, deadline_s=300)
     assert set(trained_prompts(run).values()) == {3}
     assert len(trained_prompts(run)) == NUM_TRAIN
 
@@ -134,7 +134,7 @@ def test_programs_and_a_role_that_are_killed_cost_their_episodes_alone(
     with RunningCommand("grpo_async_app", "train", config, "--out", run, *words) as process:
         process.wait_until(lambda: bool(values_of(run, "train/reward")), "an update")
         os.kill(process_of(process, "agent-0"), signal.SIGKILL)
-        assert process.wait() == 0, process.output
+        assert process.wait(500) == 0, process.output
     statistics = statistics_of(run)
     assert statistics["trained"] + statistics["filtered"] == 4 * NUM_TRAIN
     assert max(trained_prompts(run).values()) <= 4
@@ -267,7 +267,7 @@ def test_the_agent_lesson_goes_from_end_to_end(forked_main: Main, tmp_path: Path
 @pytest.mark.timeout(1800)
 def test_a_tiny_model_learns_to_call_the_calculator_through_openais_client(forked_main: Main, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_to_its_end(forked_main, "quickstart", "--lesson", "agent", "--out", run)
+    run_to_its_end(forked_main, "quickstart", "--lesson", "agent", "--out", run, deadline_s=1700)
     accuracy = values_of(run, "eval/accuracy")
     assert accuracy[max(accuracy)] > accuracy[min(accuracy)] + 0.3
     turns = values_of(run, "train/turns")
