@@ -104,6 +104,14 @@ def source_of(text: str) -> str:
     return next(name for words, name in (("say", "words"), ("how much", "sums"), ("talk", "talks")) if words in text)
 
 
+def check_replies(run: Path) -> None:
+    """Each source has its environment, or none."""
+    replies = {"words": set[str](), "sums": set[str](), "talks": set[str]()}
+    for each in read_generations(RunFolder.open(run, write=False), "train"):
+        replies[source_of(each.prompt)] |= {words for words in ("and then?", "go on") if words in each.completion}
+    assert replies == {"words": set(), "sums": {"and then?"}, "talks": {"go on"}}
+
+
 def test_a_run_mixes_its_sources_and_goes_on_with_the_same_draws_when_it_is_resumed(
     forked_main: Main, mixed: Path, tmp_path: Path
 ) -> None:
@@ -129,10 +137,7 @@ def test_a_run_mixes_its_sources_and_goes_on_with_the_same_draws_when_it_is_resu
     assert set(values_of(run, "mix/sums/reward").values()) == {0.5}
     assert set(values_of(run, "mix/sums/success_rate").values()) == {0.0}  # curriculum.success_reward is 0.99
     assert set(values_of(run, "mix/talks/success_rate").values()) == {1.0}
-    replies = {"words": set[str](), "sums": set[str](), "talks": set[str]()}
-    for each in read_generations(RunFolder.open(run, write=False), "train"):
-        replies[source_of(each.prompt)] |= {words for words in ("and then?", "go on") if words in each.completion}
-    assert replies == {"words": set(), "sums": {"and then?"}, "talks": {"go on"}}
+    check_replies(run)
     logs = {path.name for path in (run / "logs").glob("environment-*.log")}
     assert logs == {"environment-0.log", "environment-1.log"}
     assert "Mix: groups" in (run / "report.html").read_text()
@@ -371,3 +376,17 @@ def test_a_section_environment_that_judges_by_itself_goes_beside_a_mix(mixed: Pa
     words = ["--environment.name=openenv", "--environment.options.url=http://127.0.0.1:1"]
     words.append("--data.mix.words.environment.name=")
     check_sources(load_config(mixed, GrpoConfig, words))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_mixed_run_on_ray_has_an_environment_for_each_source(mixed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat-actors[ray]'")
+    run = tmp_path / "run"
+    words = [*IN_STEP, "--cluster.launcher=ray", "--cluster.connect_timeout_s=300", "--engine.max_updates=3"]
+    with RunningCommand("grpo_async_app", "train", mixed, "--out", run, *words) as process:
+        assert process.wait(500) == 0, process.output
+    stream = stream_of(load_config(mixed, GrpoConfig))
+    expected = Counter(stream.draw(number).prompt.text for number in range(3 * GROUPS_PER_UPDATE))
+    assert trained_prompts(run) == expected
+    check_replies(run)
