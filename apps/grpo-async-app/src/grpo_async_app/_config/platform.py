@@ -41,8 +41,9 @@ def slow_formats(config: GrpoConfig, kind: str) -> list[str]:
     flags = _cpu_flags()
     if kind or not flags or any(flag in flags for flag in _CPU_FLAGS):
         return []
-    asked = {"engine": config.engine, "rollout": config.rollout}
-    slow = [name for name, each in asked.items() if each.dtype == "bfloat16" and each.device in ("cpu", AUTO)]
+    engine, rollout = config.engine, config.rollout
+    asked = {"engine": (engine.dtype, engine.device), "rollout": (rollout.dtype, rollout.device)}
+    slow = [name for name, (dtype, device) in asked.items() if dtype == "bfloat16" and device in ("cpu", AUTO)]
     return [
         f"{name}.dtype = bfloat16, and this CPU has neither {' nor '.join(_CPU_FLAGS)}: it takes several times "
         "as long as in float32"
