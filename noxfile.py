@@ -5,11 +5,13 @@ Packages are found by folder, so a new one gets its sessions without a change he
 """
 
 import fcntl
+import json
 import os
 import shutil
+import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -436,12 +438,6 @@ def oldest_torch(session: nox.Session, package: Package) -> None:
     pytest(session, f"oldest-torch-{package.key}", package.folder / "tests", bin_folder=bin_folder, marks=marks)
 
 
-@nox.session(default=False)
-def nightly(session: nox.Session) -> None:
-    """All that is tagged nightly."""
-    run(session, sys.executable, "-m", "nox", f"--noxfile={__file__}", "--tags", "nightly")
-
-
 @nox.session
 def e2e(session: nox.Session) -> None:
     """Tests that cross packages."""
@@ -452,7 +448,18 @@ def e2e(session: nox.Session) -> None:
 LONGEST: Final = (
     *("test(engine-megatron+engine)", "e2e", "test(rollout-vllm+engine)", "test(grpo-async-app)"),
     *("test(actors)", "test(engine-torch)", "lint", "test(liveness)", "wheels"),
+    *("long(grpo-async-app)", "recipes", "chaos(ray)", "long_across", "healthy", "long(hanglint)", "sight"),
 )
+
+
+def run_at_once(session: nox.Session, names: Iterable[str], at_once: int) -> None:
+    """Run sessions, several at a time, and fail where one does."""
+    first = sorted(names, key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
+    nox_command = (sys.executable, "-m", "nox", f"--noxfile={__file__}", "--session")
+    commands = {name: (*nox_command, name, "--", *session.posargs) for name in first}
+    failed = run_side_by_side(commands, min(at_once, MAX_AT_ONCE), {**os.environ, "OFFBEAT_NOX_RUN": RUN})
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(tags=["cpu"])
@@ -460,19 +467,21 @@ def cpu(session: nox.Session) -> None:
     """All that CI runs, several sessions at a time: one alone leaves two cores idle for a third of its time."""
     tests = [f"test({param.id})" for param in TESTED] + [f"engines({param.id})" for param in ENGINE_PAIRS]
     names = ["lint", "contracts", "tools", "lock_check", *tests, "wheels", "e2e"]
-    names.sort(key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
-    nox_command = (sys.executable, "-m", "nox", f"--noxfile={__file__}", "--session")
-    commands = {name: (*nox_command, name, "--", *session.posargs) for name in names}
-    at_once = min((os.cpu_count() or 1) + 1, MAX_AT_ONCE)
-    failed = run_side_by_side(commands, at_once, {**os.environ, "OFFBEAT_NOX_RUN": RUN})
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    run_at_once(session, names, (os.cpu_count() or 1) + 1)
 
 
 @nox.session(tags=["nightly"], default=False)
 def long_across(session: nox.Session) -> None:
     """Those of `e2e` and `tools` that are too long for CI."""
     pytest(session, "long-across", "tests/e2e", "tools/tests", marks="nightly")
+
+
+@nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """All that is tagged nightly, as many at a time as there are CPUs: its runs have several processes each."""
+    listing = [sys.executable, "-m", "nox", f"--noxfile={__file__}", "--tags", "nightly", "--list", "--json"]
+    listed = json.loads(subprocess.run(listing, capture_output=True, text=True, check=True).stdout)
+    run_at_once(session, [each["session"] for each in listed], os.cpu_count() or 1)
 
 
 @nox.session(default=False)

@@ -48,7 +48,7 @@ def learned(run: Path) -> list[Any]:
     """Everything of a run that time does not change: what was sampled and trained on, and how that went."""
     lines = [json.loads(line) for line in (run / "generations" / "train.jsonl").read_text().splitlines()]
     groups = sorted((line["step"], line["prompt"], line["completion"], line["reward"]) for line in lines)
-    about_time = ("perf/", "async/", "validation/", "engines/")
+    about_time = ("perf/", "async/", "validation/", "engines/", "scoring/")
     metrics = [
         (line.step, {name: value for name, value in line.values.items() if not name.startswith(about_time)})
         for line in read_metrics(run / "metrics.jsonl")
