@@ -131,7 +131,7 @@ def test_a_run_killed_at_random_moments_trains_every_prompt_once(
 
 
 SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--data.epochs=2")
-ABOUT_TIME = ("perf/", "async/trainer_idle", "async/rollout_idle", "async/overlap")
+ABOUT_TIME = ("perf/", "scoring/", "async/trainer_idle", "async/rollout_idle", "async/overlap")
 
 
 def logger(run: Path) -> dict[int, tuple[dict[str, object], list[tuple[object, ...]]]]:
