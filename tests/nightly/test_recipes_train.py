@@ -29,7 +29,7 @@ NUM_UPDATES, NUM_HELD_OUT, NUM_ROWS = 2, 8, 96
 RUN_TIMEOUT_S = 1500
 # One that forgets to end with a score, as so small a judge does, is asked for any number.
 OF_FEW_WORDS = ("--rollout.samples_per_prompt=4", "--reward.judge.max_tokens=24", r"--reward.judge.pattern=(\d+)")
-SHORT = (f"--engine.max_updates={NUM_UPDATES}", f"--eval.every_updates={NUM_UPDATES}")
+SHORT = (f"--engine.max_updates={NUM_UPDATES}", f"--eval.every_updates={NUM_UPDATES}", "--engine.warmup_steps=0")
 
 
 def recipes_of(application: str) -> list[Any]:
