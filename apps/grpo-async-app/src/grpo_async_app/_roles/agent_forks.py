@@ -26,7 +26,7 @@ _READY: Final = b"ready"
 _LONGEST_REQUEST: Final = 192 * 1024
 """Bytes of one message; the environment of a program is the most of it."""
 _TAKEN_S: Final = 5.0
-"""For the other process to take a request; it does nothing but take them and fork."""
+"""For the other process to take a request; it does nothing but take them and fork. After it, it is replaced."""
 
 
 class ForkServer:
@@ -41,6 +41,7 @@ class ForkServer:
         self._modules, self._deadline_s = list(modules), deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket
+        self._starting = asyncio.Lock()
 
     def start(self) -> None:
         """Start it, and wait for its imports.
@@ -75,8 +76,9 @@ class ForkServer:
             group: process group that it joins.
             streams: standard input, output and errors.
         """
-        if self._process is None or self._process.poll() is not None:
-            await asyncio.to_thread(self.start)
+        async with self._starting:  # of many that find it gone, one starts it
+            if self._process is None or self._process.poll() is not None:
+                await asyncio.to_thread(self.start)
         message = json.dumps({"command": list(command), "environment": dict(environment), "group": group}).encode()
         if len(message) > _LONGEST_REQUEST:
             raise OSError(f"command and environment have {len(message)} bytes, and may have {_LONGEST_REQUEST}")
@@ -85,7 +87,11 @@ class ForkServer:
             socket.send_fds(self._socket, [message], [*(stream.fileno() for stream in streams), told])
         except TimeoutError:
             os.close(ended)
+            self.close()  # whoever waits for a program of it is told; the next one starts another
             raise OSError(f"the process that forks programs has taken none for {_TAKEN_S:g} s") from None
+        except OSError:
+            os.close(ended)
+            raise
         finally:
             os.close(told)
         code = await _read(ended)
