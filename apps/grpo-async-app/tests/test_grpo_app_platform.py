@@ -54,6 +54,8 @@ def test_bfloat16_on_a_cpu_without_its_products_is_noticed(
     config = parse_config(PLAIN, GrpoConfig, ["--engine.dtype=bfloat16", "--rollout.dtype=bfloat16"])
     notices = slow_formats(config, kind)
     assert [notice.partition(".")[0] for notice in notices] == ["engine", "rollout"][:told]
+    on_cpu = parse_config(PLAIN, GrpoConfig, ["--engine.dtype=bfloat16", "--engine.device=cpu"])
+    assert len(slow_formats(on_cpu, "GPU")) == (flags == "avx2"), "the trainer computes here, whoever samples"
 
 
 @pytest.mark.parametrize(

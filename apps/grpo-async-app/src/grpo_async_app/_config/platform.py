@@ -38,12 +38,12 @@ def choose_for_platform(config: GrpoConfig, kind: str) -> tuple[GrpoConfig, list
 
 def slow_formats(config: GrpoConfig, kind: str) -> list[str]:
     """What was asked for and this CPU has no instructions for, where the roles compute here; `kind` as above."""
-    flags = _cpu_flags()
-    if kind or not flags or any(flag in flags for flag in _CPU_FLAGS):
+    if not _cpu_flags() or _bfloat16_flag():
         return []
+    on_cpu = {"cpu"} if kind else {"cpu", AUTO}
     engine, rollout = config.engine, config.rollout
     asked = {"engine": (engine.dtype, engine.device), "rollout": (rollout.dtype, rollout.device)}
-    slow = [name for name, (dtype, device) in asked.items() if dtype == "bfloat16" and device in ("cpu", AUTO)]
+    slow = [name for name, (dtype, device) in asked.items() if dtype == "bfloat16" and device in on_cpu]
     return [
         f"{name}.dtype = bfloat16, and this CPU has neither {' nor '.join(_CPU_FLAGS)}: it takes several times "
         "as long as in float32"
@@ -64,8 +64,13 @@ def sampling_kind(config: GrpoConfig, view: ClusterView) -> str:
 
 
 def _cpu_format() -> tuple[str, str]:
-    flag = next((flag for flag in _CPU_FLAGS if flag in _cpu_flags()), "")
+    flag = _bfloat16_flag()
     return ("bfloat16", f"this CPU has {flag}") if flag else ("float32", "this CPU has no products in bfloat16")
+
+
+def _bfloat16_flag() -> str:
+    """By which this CPU multiplies in bfloat16; empty where it does not, or does not tell."""
+    return next((flag for flag in _CPU_FLAGS if flag in _cpu_flags()), "")
 
 
 def _cpu_flags() -> Sequence[str]:
