@@ -1,6 +1,6 @@
 """Environments of OpenEnv, the standard of Meta and Hugging Face: one runs in a server, which is started by others.
 
-Source: https://github.com/huggingface/OpenEnv (0.10.0), see `_openenv_server.py`.
+Source: https://github.com/huggingface/OpenEnv (0.10.0), see `openenv_server.py`.
 """
 
 import json

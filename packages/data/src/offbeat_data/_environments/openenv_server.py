@@ -250,8 +250,10 @@ def _read_answer(text: str | bytes) -> StepResult:
     if kind == "error":
         raise ServerRefusedError(str(data.get("code")), _complaint(data))
     observation, reward = data.get("observation"), data.get("reward")
-    if kind != "observation" or not isinstance(observation, dict) or not isinstance(reward, int | float | None):
+    if kind != "observation" or not isinstance(observation, dict):
         raise DataError(f"an OpenEnv server answers reset and step with an observation, got {answer!r:.200}")
+    if not isinstance(reward, int | float | None):
+        raise DataError(f"an OpenEnv server answers with a reward that is a number or null, got {reward!r:.200}")
     return StepResult(
         observation=observation, reward=None if reward is None else float(reward), done=bool(data.get("done"))
     )
