@@ -101,7 +101,7 @@ def judge() -> Iterator[str]:
 
 def train(module: str, recipe: Path, out: Path, models: Path, data: Path, **variables: str) -> dict[str, list[float]]:
     """Values of every metric, by update, of a run to its end."""
-    words = [*SHORT, *(["--data.eval_size=8"] if "eval_size" in recipe.read_text() else [])]
+    words = [*SHORT, *([f"--data.eval_size={NUM_HELD_OUT}"] if "eval_size" in recipe.read_text() else [])]
     words += OF_FEW_WORDS if recipe.stem == "smollm2_judge" else ()
     environment = os.environ | {"OFFBEAT_MODELS": str(models), "OFFBEAT_DATA": str(data), **variables}
     command = [sys.executable, "-m", module, "train", str(recipe), "--out", str(out), *words]
@@ -129,7 +129,7 @@ def test_a_recipe_of_grpo_async_app_trains(recipe: Path, models: Path, data: Pat
     assert len(found["train/loss"]) == len(found["train/reward"]) == NUM_UPDATES
     assert all(math.isfinite(value) for value in found["train/loss"] + found["engine/grad_norm"])
     assert max(found["engine/grad_norm"]) > 0, "nothing was learned from"
-    assert found["scoring/latency_p50_s"][-1] >= 0
+    assert found["scoring/latency_p50_s"][-1] > 0
     if recipe.stem == "smollm2_judge":
         assert found["judge/requests"][-1] > 0
     print(
