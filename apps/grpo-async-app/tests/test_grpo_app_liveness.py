@@ -67,14 +67,14 @@ def test_ranks_that_cannot_go_on_end_themselves_and_neither_driver_nor_engines(
     run, marker = tmp_path / "run", tmp_path / "strayed"
     update = TrainerRole._update
 
-    def update_or_stray(role: TrainerRole, groups: Any, num_batches: int) -> Any:
+    def update_or_stray(role: TrainerRole, *arguments: Any) -> Any:
         if os.environ.get("OFFBEAT_ROLE") == "trainer-1" and updates(run) and not marker.exists():
             marker.touch()
             last = liveness.recent_collectives()[-1].group
             names = torch.distributed.distributed_c10d._world.pg_names
             group = next(each for each, name in names.items() if name == last)
             torch.distributed.barrier(group=group)  # where the other rank calls something else
-        return update(role, groups, num_batches)
+        return update(role, *arguments)
 
     def main() -> None:
         TrainerRole._update = update_or_stray  # type: ignore[method-assign]
