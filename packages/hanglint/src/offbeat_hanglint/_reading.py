@@ -58,13 +58,15 @@ def _in_processes(
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
+    pool = ProcessPoolExecutor(num_jobs)
     try:
-        with ProcessPoolExecutor(num_jobs) as pool:
-            with _interrupts_wait():  # an interrupt half-way through a start leaves a process that nobody ends
-                found = pool.map(read, files, chunksize=FILES_AT_A_TIME)
-            yield from found
+        with _interrupts_wait():  # an interrupt half-way through a start leaves a process that nobody ends
+            found = pool.map(read, files, chunksize=FILES_AT_A_TIME)
+        yield from found
     except BrokenProcessPool as error:
         raise ConfigError("a process that read files was killed, perhaps for its memory: try --jobs 1") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from offbeat_hanglint._program.depend import Dependence, Depends
@@ -127,8 +128,46 @@ class FunctionView:
         )
 
     def inside(self, node: ast.AST, side: str) -> list[Event]:
-        """Events under a guard of this statement and kind."""
-        return [e for e in self.events if any(g.node is node and g.kind == side for g in e.guards())]
+        """Events under a guard of this statement and kind; "tried": in the `try` whose handler this is."""
+        return self._under.get((node, side), [])
+
+    @cached_property
+    def kinds_where(self) -> dict[tuple[str, bool], set[str]]:
+        """Collectives reached where a condition, as `normal_test` writes it, is true or is false."""
+        found: dict[tuple[str, bool], set[str]] = {}
+        tests: dict[Guard, tuple[str, bool]] = {}
+        for event in self.events:
+            for guard in event.guards():
+                if guard.kind in ("if", "else"):
+                    if guard not in tests:
+                        tests[guard] = normal_test(guard)
+                    found.setdefault(tests[guard], set()).update(event.kinds())
+        return found
+
+    @cached_property
+    def _under(self) -> dict[tuple[ast.AST, str], list[Event]]:
+        """Events by each statement around them and its side: looked up for every condition of a long function."""
+        found: dict[tuple[ast.AST, str], list[Event]] = {}
+        for event in self.events:
+            around = [(guard.node, guard.kind) for guard in event.guards()]
+            handlers = [(each, "tried") for node, side in around if side == "try" for each in node.handlers]  # type: ignore[attr-defined]
+            for key in dict.fromkeys(around + handlers):
+                found.setdefault(key, []).append(event)
+        return found
+
+
+def normal_test(guard: Guard) -> tuple[str, bool]:
+    """A condition without its negations, and whether the guard is its true side."""
+    test = getattr(guard.node, "test", None)
+    side = guard.kind == "if"
+    if test is None:
+        return f"at {id(guard.node)}", side
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, side = test.operand, not side
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        negative = isinstance(test.ops[0], ast.NotEq | ast.NotIn | ast.IsNot)
+        return ast.unparse(test.left) + ast.unparse(test.comparators[0]), side != negative
+    return ast.unparse(test), side
 
 
 def simple_kind(kind: str) -> str:

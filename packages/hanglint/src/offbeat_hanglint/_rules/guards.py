@@ -9,10 +9,11 @@ from offbeat_hanglint._program.axes import UNKNOWN, WORLD, meet, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.reach import Reached
-from offbeat_hanglint._program.view import Event, FunctionView, Guard, simple_kind
+from offbeat_hanglint._program.view import Event, FunctionView, Guard, normal_test, simple_kind
 from offbeat_hanglint._rules.report import ORDER, axes_text, finding, steps_of, tags_text, what_is_called
 
 DECIDES: Final = frozenset(("if", "else", "case", "rest", "except"))
+_OPPOSITE: Final = {"if": ("else", "rest"), "else": ("if",), "rest": ("if", "else", "except"), "except": ("tried",)}
 STRONG_LOCAL: Final = frozenset(("time", "error"))
 _LONG_WORK: Final = frozenset(
     (
@@ -115,49 +116,12 @@ def _apart(reached: Reached, guard: Guard) -> bool:
 
 def _other_side(view: FunctionView, event: Event, guard: Guard) -> set[str]:
     """Kinds of collectives that the ranks call which do not pass the condition."""
-    found: set[str] = set()
-    opposite = {"if": ("else", "rest"), "else": ("if",), "rest": ("if", "else", "except")}.get(guard.kind, ())
-    for side in opposite:
-        for other in view.inside(guard.node, side):
-            found |= other.kinds()
-    if guard.kind == "except":
-        for other in view.events:
-            if any(g.kind == "try" and guard.node in g.node.handlers for g in other.guards()):  # type: ignore[attr-defined]
-                found |= other.kinds()
-    if guard.kind == "rest":
-        for other in view.events:
-            if other is not event and any(g.node is guard.node and g.kind in ("if", "else") for g in other.guards()):
-                found |= other.kinds()
-    text, is_true = _normal(guard)
-    for other in view.events:
-        if other.kinds() & event.kinds():
-            for around in other.guards():
-                if around.node is not guard.node and around.kind in ("if", "else"):
-                    other_text, other_side = _normal(around)
-                    if other_text == text and other_side != is_true:
-                        found |= other.kinds()
+    opposite = _OPPOSITE.get(guard.kind, ())
+    others = [other for side in opposite for other in view.inside(guard.node, side)]
     if guard.kind == "case":
-        for other in view.events:
-            if (
-                any(g.kind == "case" and g.node is guard.node for g in other.guards())
-                and other.guard is not event.guard
-            ):
-                found |= other.kinds()
-    return found
-
-
-def _normal(guard: Guard) -> tuple[str, bool]:
-    """A condition without its negations, and whether the guard is its true side."""
-    test = getattr(guard.node, "test", None)
-    side = guard.kind == "if"
-    if test is None:
-        return f"at {id(guard.node)}", side
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, side = test.operand, not side
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        negative = isinstance(test.ops[0], ast.NotEq | ast.NotIn | ast.IsNot)
-        return ast.unparse(test.left) + ast.unparse(test.comparators[0]), side != negative
-    return ast.unparse(test), side
+        others += [other for other in view.inside(guard.node, "case") if other.guard is not event.guard]
+    test, is_true = normal_test(guard)
+    return view.kinds_where.get((test, not is_true), set()).union(*(other.kinds() for other in others))
 
 
 def _rank_guard(view: FunctionView, event: Event, guard: Guard, hit: Reached) -> Finding:

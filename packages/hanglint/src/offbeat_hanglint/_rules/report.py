@@ -52,7 +52,7 @@ def axes_text(axes: Axes | str) -> str:
 
 def why(depends: Depends) -> str:
     """The names that a condition depends on, shortest first."""
-    names = sorted(set(depends.values()), key=len)
+    names = sorted(set(depends.values()), key=lambda name: (len(name), name))
     return ", ".join(f"`{name}`" if " " not in name else name for name in names[:3])
 
 
@@ -70,7 +70,7 @@ def tags_text(depends: Depends) -> str:
         "beyond": "a value that only part of the ranks agreed on",
     }
     return ", ".join(
-        dict.fromkeys(words.get(tag, f"the {tag} rank") for tag in sorted(depends, key=lambda tag: tag in LOCAL))
+        dict.fromkeys(words.get(tag, f"the {tag} rank") for tag in sorted(depends, key=lambda tag: (tag in LOCAL, tag)))
     )
 
 
