@@ -57,6 +57,20 @@ def test_the_loss_is_half_the_larger_squared_error(tokens, clip):
     assert bool(((gradient_N - plain_N).abs().lt(1e-12) | gradient_N.eq(0)).all())
 
 
+def test_what_moves_less_than_the_clip_is_not_counted_as_clipped():
+    old_N, new_N, return_N = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    tokens = LossTokens(
+        logprobs_N=new_N,  # float32: old + (new - old) is not always new
+        entropy_N=torch.zeros(1000),
+        sequence_N=torch.zeros(1000, dtype=torch.long),
+        num_sequences=1,
+        extras={"values": old_N, "returns": return_N},
+        total_tokens=1000,
+        total_sequences=1,
+    )
+    assert ValueLoss(9.0)(tokens)[1]["critic/clip_fraction"].value == 0
+
+
 @settings(max_examples=20, deadline=None)
 @given(tokens=value_tokens())
 def test_the_shares_of_micro_batches_add_up(tokens):

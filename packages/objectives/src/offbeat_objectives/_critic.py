@@ -86,7 +86,7 @@ class ValueLoss:
         error_N = (value_N - return_N).square()
         clipped_N = torch.zeros_like(error_N, dtype=torch.bool)
         if self.clip is not None:
-            held_N = old_N + (value_N - old_N).clamp(-self.clip, self.clip)
+            held_N = value_N.clamp(old_N - self.clip, old_N + self.clip)
             held_error_N = (held_N - return_N).square()
             clipped_N = held_error_N > error_N
             error_N = torch.maximum(error_N, held_error_N)
