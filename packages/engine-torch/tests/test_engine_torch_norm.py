@@ -45,6 +45,29 @@ def test_only_norms_of_this_form_are_exchanged():
     assert not is_fused(gemma.norm)
 
 
+class MaybeScaledRMSNorm(LlamaRMSNorm):
+    """Gemma 4's has a weight in some places; torch's own may have None."""
+
+    def __init__(self, size, scales=True):
+        super().__init__(size)
+        if not scales:
+            del self.weight
+
+    def forward(self, x):
+        return super().forward(x) if "weight" in self._parameters else x * (x.square().mean(-1, True) + 1e-6).rsqrt()
+
+
+def test_a_norm_without_a_weight_is_left_as_it_is():
+    block, x = Block(MaybeScaledRMSNorm), torch.randn(2, 9, 32)
+    block.last = MaybeScaledRMSNorm(32, scales=False)
+    block.linear = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32, elementwise_affine=False))
+    wanted = block(x)
+    fuse_norms(block, None)
+    assert is_fused(block.norm)
+    assert not is_fused(block.last)
+    assert torch.allclose(block(x), wanted, atol=1e-5)
+
+
 def test_what_comes_behind_a_norm_is_what_autocast_gave_it():
     torch.manual_seed(0)
     block, x = Block(LlamaRMSNorm), torch.randn(2, 9, 32)

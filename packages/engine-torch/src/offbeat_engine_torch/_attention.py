@@ -250,7 +250,7 @@ def packed_attention(
         out = varlen_attention(query.to(value.dtype), key, value, bounds, scale=scale, window=window)
     else:
         out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
-    return out.to(value.dtype)[None], None
+    return out.to(value.dtype).contiguous()[None], None  # some families cut it with `view`
 
 
 class _SplitAttention(torch.autograd.Function):

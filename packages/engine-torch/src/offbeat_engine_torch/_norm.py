@@ -24,7 +24,7 @@ def fuse_norms(whole: nn.Module, last: nn.Module | None) -> None:
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     same: dict[type, bool] = {}
     for module in whole.modules():
-        if not type(module).__name__.endswith("RMSNorm"):
+        if not type(module).__name__.endswith("RMSNorm") or module._parameters.get("weight") is None:
             continue
         if type(module) not in same:
             same[type(module)] = _computes_the_same(module)
