@@ -92,7 +92,7 @@ OTHERS = {
     "ModernBertDecoder": (LAYERS, "computes other log-probabilities"),
     "Doge": (LAYERS, "computes other log-probabilities"),
     "Mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "does not run on packed sequences"),
-    "GPTJ": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "cannot be exchanged"),
+    "Falcon": (LAYERS, "cannot be exchanged"),
 }
 
 
