@@ -2,16 +2,12 @@
 
 import json
 import shutil
-import signal
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from offbeat_data import load_tokenizer
-
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXT = [
     "You are a helpful assistant. What is the sum of two numbers? The answer is twelve, and not thirteen.",

@@ -1,0 +1,11 @@
+"""What holds for all tests: a property is no stopwatch, and Ctrl-C is heard as at a terminal."""
+
+import signal
+
+from hypothesis import settings
+
+settings.register_profile("offbeat", deadline=None)
+settings.load_profile("offbeat")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
