@@ -39,20 +39,20 @@ def run_to_its_end(main: Main, *words: object) -> None:
         assert process.wait() == 0, process.output
 
 
-def assert_same(run: Path, undisturbed: Path, model: Path) -> None:
-    """Every update once, to the same losses; weights that have gone the same way.
-
-    Adam divides by the root of the second moment: where a gradient is next to nothing, rounding is a share of the
-    learning rate, and an element's bound would be that of the processor. The way as a whole is not moved by those few.
-    """
+def assert_same(run: Path, undisturbed: Path) -> None:
+    """Every update once, to the same losses and weights."""
     for name in ("train/loss", "eval/loss", "engine/grad_norm"):
         expected = values(undisturbed, name)
         assert len(expected) > 1
         assert values(run, name) == pytest.approx(expected, abs=2e-5)
-    start, got, wanted = load_file(model / "model.safetensors"), last_weights(run), last_weights(undisturbed)
+    got, wanted = last_weights(run), last_weights(undisturbed)
     assert got.keys() == wanted.keys()
     for name, array in wanted.items():
-        assert np.linalg.norm(got[name] - array) <= 1e-3 * np.linalg.norm(array - start[name]), name
+        # Adam divides by the root of the second moment: an element whose gradient is rounding alone moves by a share of
+        # the learning rate. There is one in all, on one kind of processor: 3e-5, where the next differs by 3e-6.
+        *others, largest = np.sort(abs(got[name] - array), axis=None)
+        assert max(others) <= 1e-5, name
+        assert largest <= 1e-4, name
 
 
 @pytest.fixture
@@ -68,15 +68,15 @@ def undisturbed(sft_main: Main, sft_config: Path, tmp_path: Path) -> Path:
     ids=LAYOUTS,
 )
 def test_four_ranks_train_as_the_torch_engine_does(
-    sft_main: Main, sft_config: Path, model: Path, undisturbed: Path, layout: list[str], tmp_path: Path
+    sft_main: Main, sft_config: Path, undisturbed: Path, layout: list[str], tmp_path: Path
 ) -> None:
     run_to_its_end(sft_main, "train", sft_config, "--out", tmp_path / "run", *MEGATRON, *layout)
-    assert_same(tmp_path / "run", undisturbed, model)
+    assert_same(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.nightly
 def test_a_run_killed_at_a_random_moment_goes_on_in_another_layout(
-    sft_main: Main, sft_config: Path, model: Path, undisturbed: Path, tmp_path: Path
+    sft_main: Main, sft_config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
@@ -90,7 +90,7 @@ def test_a_run_killed_at_a_random_moment_goes_on_in_another_layout(
         process.wait()
         wait_until_gone(started, deadline_s=20)  # nobody tells the ranks: they see that rank 0 is gone
     run_to_its_end(sft_main, "resume", run, *then)
-    assert_same(run, undisturbed, model)
+    assert_same(run, undisturbed)
 
 
 def test_a_rank_that_is_killed_is_named_and_one_rank_goes_on(
