@@ -189,3 +189,14 @@ def test_variable_length_attention_is_asked_for_what_rows_compute(window, call, 
         found[kernel] = [out.float(), *torch.autograd.grad(out.float().square().sum(), tensors)]
     for one, other in zip(found["varlen"], found["rows"], strict=True):
         assert (one.float() - other.float()).abs().max() <= 0.02 * other.float().abs().max()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kernel", ["split", "varlen", "rows"])
+def test_what_attention_gives_can_be_cut_with_view(kernel, kv_heads, make_groups):
+    """JetMoE does, other than most families."""
+    for sequences in (make_groups(), make_groups()[:1]):
+        pack = lay_out(sequences, plan_packs(sequences, budget=10**4, share_prompts=True)[0])
+        plan = AttentionPlan(pack.segments, torch.device("cpu"))
+        tensors = [torch.randn(1, heads, len(pack.ids_T), 16) for heads in (4, kv_heads, kv_heads)]
+        assert packed_attention(None, *tensors, plan=plan, kernel=kernel)[0].is_contiguous()
