@@ -148,7 +148,7 @@ def verl_loss(mode, batch, aggregation, changes, of_loss):
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize("loss", list(VERL))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @batch_seeds
 def test_a_loss_is_that_of_verl(loss, aggregation, seed, spread):
     mode, changes, of_loss = VERL[loss]
@@ -224,7 +224,7 @@ def trl_loss(kind, batch, *, threshold, beta, delta):
 
 @pytest.mark.parametrize("threshold", [None, 0.05], ids=["", "off-policy mask"])
 @pytest.mark.parametrize("kind", list(TRL))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @batch_seeds
 def test_a_loss_is_that_of_trl(kind, threshold, seed, spread):
     loss, aggregation = TRL[kind]
@@ -280,14 +280,14 @@ sample_seeds = given(seed=st.integers(0, 2**31))
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @sample_seeds
 def test_an_advantage_is_that_of_verl(name, seed):
     samples = Samples(seed)
     close(f"verl {name}", samples.ours(name), samples.verl(name), rel=1e-5, abs_=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @sample_seeds
 def test_grpo_passk_without_a_deviation_is_that_of_verl(seed):
     samples = Samples(seed)
@@ -296,7 +296,7 @@ def test_grpo_passk_without_a_deviation_is_that_of_verl(seed):
     close("verl grpo_passk, plain", samples.ours("grpo_passk", divide_by_std=False), theirs, rel=1e-6, abs_=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @sample_seeds
 def test_gpg_is_that_of_verl_but_for_what_the_scale_counts(seed):
     """verl divides by the samples with a reward that is not 0, the paper and we by those of groups that differ."""
@@ -309,7 +309,7 @@ def test_gpg_is_that_of_verl_but_for_what_the_scale_counts(seed):
     close("verl gpg, unscaled", ours, theirs, rel=1e-6, abs_=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @sample_seeds
 def test_what_is_normalised_over_tokens_differs_from_verl_by_n_and_n_minus_1_alone(seed):
     samples = Samples(seed)
@@ -319,7 +319,7 @@ def test_what_is_normalised_over_tokens_differs_from_verl_by_n_and_n_minus_1_alo
         close(f"verl {name}", ours, samples.verl(name), rel=1e-4, abs_=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @sample_seeds
 def test_gdpo_is_that_of_verl_where_samples_are_of_one_length(seed):
     """verl normalises over tokens, so that long samples weigh more; the paper, TRL and we over samples."""
@@ -369,7 +369,7 @@ def trl_advantages(samples, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("grpo", "sum_then_normalize"), ("gdpo", "normalize_then_sum")])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @sample_seeds
 def test_an_advantage_is_that_of_trl(name, kind, seed):
     """TRL adds 1e-4 to deviations where we add 1e-6."""
@@ -377,7 +377,7 @@ def test_an_advantage_is_that_of_trl(name, kind, seed):
     close(f"trl {name}", samples.ours(name), trl_advantages(samples, kind), rel=3e-3, abs_=3e-3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.97]), lam=st.sampled_from([0.9, 1.0]))
 def test_a_critic_is_asked_and_taught_as_by_verl(seed, gamma, lam):
     batch = Batch(seed, 0.3, of_sequences=False)

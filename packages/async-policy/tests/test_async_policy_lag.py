@@ -38,14 +38,14 @@ cases = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(**cases)
 def test_earliest_deadline_first_finds_a_way_exactly_if_there_is_one(oldest, next_version, size, lag):
     case = {"next_version": next_version, "groups_per_update": size, "max_version_lag": lag}
     assert can_train_in_time(oldest, **case) == some_order_trains_in_time(oldest, **case)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(**cases, engine_version=st.integers(4, 6))
 def test_the_room_for_new_groups_is_exact(oldest, next_version, size, lag, engine_version):
     case = {"next_version": next_version, "groups_per_update": size, "max_version_lag": lag}

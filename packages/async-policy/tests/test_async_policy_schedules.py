@@ -262,7 +262,7 @@ class World:
         assert self.policy.describe_wait()
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @example(
     config=AsyncConfig(staleness_threshold=1.0, mini_batch_size=2, max_filtered_batches=2),
     num_groups=None,
@@ -308,7 +308,7 @@ def test_a_run_in_which_nothing_has_a_signal_ends_and_says_so():
     assert "no learning signal" in world.run().policy.ended_early
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(num_groups=st.integers(1, 40), batch=st.integers(1, 6), seed=st.integers(0, 2**32))
 def test_synchronous_training_has_no_lag_and_never_generates_while_it_updates(num_groups, batch, seed):
     class SynchronousWorld(World):

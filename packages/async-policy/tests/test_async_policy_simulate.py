@@ -62,7 +62,7 @@ def test_drop_keeps_the_lag_bound_against_a_long_tail():
     assert bounded.trained + bounded.filtered + bounded.dropped == 200
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sigma=st.sampled_from([0, 0.5, 2.0]),
     num_engines=st.integers(1, 3),
@@ -101,7 +101,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     config=configs(),
     num_engines=st.integers(1, 3),

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_data import CurriculumConfig, MixtureOrder, SuccessRates
@@ -17,7 +17,6 @@ WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, ma
 
 
 @given(weights=WEIGHTS, seed=SEEDS, first=st.integers(0, 3000), length=st.integers(1, 500))
-@settings(deadline=None)
 def test_any_draws_in_a_row_are_shared_by_the_weights(weights, seed, first, length):
     order = MixtureOrder(weights, seed)
     counts = Counter(order(number)[0] for number in range(first, first + length))
@@ -28,7 +27,6 @@ def test_any_draws_in_a_row_are_shared_by_the_weights(weights, seed, first, leng
 
 
 @given(weights=WEIGHTS, seed=SEEDS, length=st.integers(1, 400))
-@settings(deadline=None)
 def test_positions_count_the_draws_of_their_source(weights, seed, length):
     order, expected = MixtureOrder(weights, seed), Counter()
     for number in range(length):
@@ -38,7 +36,6 @@ def test_positions_count_the_draws_of_their_source(weights, seed, length):
 
 
 @given(weights=WEIGHTS, seed=SEEDS, numbers=st.lists(st.integers(0, 5000), max_size=20))
-@settings(deadline=None)
 def test_the_number_of_a_draw_alone_says_what_is_drawn(weights, seed, numbers):
     walked = MixtureOrder(weights, seed)
     straight = [walked(number) for number in range(max(numbers, default=0) + 1)]
@@ -94,7 +91,6 @@ def test_a_rate_is_the_exponential_mean_of_a_prompts_groups(shares, newest):
 @given(
     known=st.dictionaries(st.integers(0, 9), SHARES), seed=SEEDS, numbers=st.lists(st.integers(0, 2**40), max_size=30)
 )
-@settings(deadline=None)
 def test_draws_are_a_function_of_what_is_known_and_the_number(known, seed, numbers):
     rates, other = (SuccessRates(10, BAND, seed) for _ in range(2))
     for item, share in known.items():

@@ -24,7 +24,7 @@ from offbeat_types import ConfigError, DataError
     digits=st.sampled_from([1, 2]),
     sign=st.sampled_from("+*"),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_problems_are_right_distinct_and_never_in_both_sets(num_train, num_held_out, seed, digits, sign):
     train, held_out = draw_problems(sign, num_train, num_held_out, seed=seed, digits=digits)
     assert len(held_out) == num_held_out
@@ -110,7 +110,6 @@ def test_every_epoch_serves_every_item_once(size, seed, epoch, shuffle):
 
 
 @given(size=SIZES, seed=SEEDS, positions=st.lists(st.integers(0, 500), max_size=20))
-@settings(deadline=None)
 def test_a_position_alone_says_what_is_served(size, seed, positions):
     walked = EpochOrder(size, seed)
     straight = [walked(position) for position in range(max(positions, default=0) + 1)]

@@ -86,7 +86,7 @@ def test_deep_and_long_programs(shape: str, source: str, tmp_path: Path) -> None
     assert {each.path for each in analysis.unreadable} <= {"odd.py"}, "one file never keeps another from being read"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(max_size=300).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -42,7 +42,7 @@ def passes(layout, places, rank):
     return True
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(guarded_groups())
 def test_the_rule_is_that_all_members_pass(case):
     layout, guard, places, ranks = case
@@ -62,7 +62,7 @@ def test_the_rule_is_that_all_members_pass(case):
     check_guards("all_reduce", "the group", ranks)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(guarded_groups())
 def test_axes_without_a_common_one_are_always_safe(case):
     # The rule as it is written in the design, for one grid: A ∩ C = ∅ is safe, whatever the sizes.

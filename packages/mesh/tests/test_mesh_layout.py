@@ -14,7 +14,7 @@ from offbeat_mesh._layout import GRID_AXES, describe_group, name_ranks
 from offbeat_types import ConfigError
 
 SIZES = st.sampled_from([1, 2, 3])
-few = settings(deadline=None, max_examples=40)
+few = settings(max_examples=40)
 
 
 @st.composite

@@ -67,7 +67,7 @@ def spread(per_sample, batch):
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=samples())
 def test_a_group_advantage_is_its_formula(name, batch):
     advantages_N = advantages(AlgorithmConfig(advantage=name), *tensors(batch))
@@ -76,7 +76,7 @@ def test_a_group_advantage_is_its_formula(name, batch):
     assert advantages_N.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=samples())
 def test_a_kl_penalty_in_the_reward_is_taken_off_before_the_baseline(batch):
     kl_N = token_noise(batch)
@@ -87,7 +87,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_before_the_baseline(batch):
     assert advantages(config, *tensors(batch), kl_N=kl_N).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=samples(), gamma=st.sampled_from([1.0, 0.9]), beta=st.sampled_from([0.0, 0.3]))
 def test_reinforce_plus_plus_normalises_discounted_returns_over_the_batch(batch, gamma, beta):
     kl_N = token_noise(batch)
@@ -109,7 +109,7 @@ def test_reinforce_plus_plus_normalises_discounted_returns_over_the_batch(batch,
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=samples(), gamma=st.sampled_from([1.0, 0.97]), lam=st.sampled_from([0.0, 0.95, 1.0]))
 def test_gae_is_the_sum_of_discounted_residuals(batch, gamma, lam):
     values_N = token_noise(batch)
@@ -155,7 +155,7 @@ def test_equal_rewards_give_no_advantage_however_they_round():
         assert got.abs().max() < 1e-9
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(batch=samples(min_length=1), data=st.data())
 def test_the_order_of_samples_does_not_matter(batch, data):
     order = data.draw(st.permutations(range(len(batch["rewards"]))))

@@ -71,7 +71,7 @@ def reference(train_N, rollout_N, sequence_N, num_sequences, config):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batch=batches(), tight=st.booleans(), normalise=st.booleans())
 def test_a_preset_does_what_its_name_says(name, batch, tight, normalise):
     changes = {}
@@ -91,7 +91,7 @@ def test_a_preset_does_what_its_name_says(name, batch, tight, normalise):
     torch.testing.assert_close(correction.weights_N, torch.tensor(weights, dtype=torch.float64))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=batches(), name=st.sampled_from(CORRECTIONS))
 def test_metrics_are_those_of_the_batch(batch, name):
     train_N, rollout_N, sequence_N, _ = batch

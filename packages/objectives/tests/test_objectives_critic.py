@@ -42,7 +42,7 @@ def reference_loss(tokens: LossTokens, clip: float | None) -> float:
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=value_tokens(), clip=st.sampled_from([None, 0.2, 0.7]))
 def test_the_loss_is_half_the_larger_squared_error(tokens, clip):
     loss, metrics = ValueLoss(clip)(tokens)
@@ -71,7 +71,7 @@ def test_what_moves_less_than_the_clip_is_not_counted_as_clipped():
     assert ValueLoss(9.0)(tokens)[1]["critic/clip_fraction"].value == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tokens=value_tokens())
 def test_the_shares_of_micro_batches_add_up(tokens):
     whole = ValueLoss(0.2)(tokens)[0]
@@ -86,7 +86,7 @@ def test_the_shares_of_micro_batches_add_up(tokens):
     assert sum(shares).item() == pytest.approx(whole.item(), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     gamma=st.sampled_from([1.0, 0.97]),

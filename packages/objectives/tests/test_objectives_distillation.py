@@ -32,7 +32,7 @@ def config(**changes):
     st.floats(0.1, 3),
     st.integers(0, 2**31),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_advantages_equal_loops_over_tokens(lengths, discount, coefficient, seed):
     draw = torch.Generator().manual_seed(seed)
     student = -30 * torch.rand(sum(lengths), generator=draw, dtype=torch.float64)

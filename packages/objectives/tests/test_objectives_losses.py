@@ -64,7 +64,7 @@ def reference_objectives(tokens, config):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dual_clip", "clip_higher"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_loss_is_the_formula_of_its_paper(loss, aggregation, data):
     changes = {"dual_clip": {"dual_clip": 1.5}, "clip_higher": {"clip_low": 0.1, "clip_high": 0.4}}.get(loss, {})
@@ -83,7 +83,7 @@ def test_a_loss_is_the_formula_of_its_paper(loss, aggregation, data):
     torch.testing.assert_close(gradient_N, expected_N, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tokens=batches(), loss=st.sampled_from(["gspo", "gmpo"]))
 def test_the_per_token_form_has_the_gradient_of_the_sequence_objective(tokens, loss):
     """GSPO equation and GMPO equation differentiated by autograd as whole sequences, not through stop-gradients."""
@@ -129,7 +129,7 @@ def test_on_the_old_policy_every_ratio_loss_has_the_policy_gradient():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tokens=batches(), aggregation=st.sampled_from(AGGREGATIONS))
 def test_kl_and_entropy_enter_the_loss_with_their_coefficients(estimator, tokens, aggregation):
     plain = config_of("ppo_clip", aggregation)
@@ -179,7 +179,7 @@ def take(tokens, order):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=batches(token_advantages=True),
     loss=st.sampled_from(BY_TOKEN_OR_SEQUENCE),
@@ -256,7 +256,7 @@ def test_one_broken_token_that_is_rejected_leaves_the_others_finite():
         assert logprobs_N.grad[1] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=batches())
 def test_metrics_say_what_the_batch_was(tokens):
     config = AlgorithmConfig(clip_low=0.1, clip_high=0.2, dual_clip=1.5)
@@ -289,7 +289,7 @@ def test_metrics_say_what_the_batch_was(tokens):
     assert metrics["policy/entropy"].weight == len(kept)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=batches())
 def test_sft_is_the_mean_cross_entropy_of_the_update(tokens):
     value, metrics = sft_loss(tokens)
@@ -361,7 +361,7 @@ def test_a_loss_can_be_sent_to_another_process():
     assert pickle.loads(pickle.dumps(loss)) == loss
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=batches())
 def test_in_the_bypass_form_the_loss_rejects_by_the_policy_of_now(tokens):
     config = AlgorithmConfig(correction_form="bypass", correction="token_rs", rs_low=0.9, rs_high=1.1)
@@ -380,7 +380,7 @@ def test_in_the_bypass_form_the_loss_rejects_by_the_policy_of_now(tokens):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(tokens=batches())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_only_step_of_an_update_is_that_with_the_trainers_own_logprobs(loss, tokens):
     config = config_of(loss)
     advantages = {"advantages": tokens.extras["advantages"]}

@@ -44,7 +44,7 @@ def test_what_a_loss_of_ones_own_measures_is_a_mean_over_the_kept_tokens(module)
     check_algorithm(config, samples_per_prompt=2)
     assert "with a gradient" in try_functions(config)[0]
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(tokens=batches())
     def holds(tokens):
         value, metrics = build_loss(config)(tokens)

@@ -14,7 +14,7 @@ from offbeat_objectives import has_signal, kl_per_token, overlong_penalty, pack,
 from offbeat_types import ConfigError, DataError, ShapeError
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(mask=st.integers(0, 5).flatmap(lambda t: st.lists(st.lists(st.booleans(), min_size=t, max_size=t), min_size=1)))
 def test_packing_keeps_every_token_and_its_row(mask):
     mask_BT = torch.tensor(mask, dtype=torch.bool).reshape(len(mask), -1)

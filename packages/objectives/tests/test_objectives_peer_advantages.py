@@ -85,14 +85,14 @@ def reference(name, batch, k):
 
 
 @pytest.mark.parametrize("name", PEERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batch=samples(), k=st.integers(1, 4))
 def test_an_advantage_of_the_peers_is_its_formula(name, batch, k):
     config = AlgorithmConfig(advantage=name, options={"k": k} if name == "pass_at_k" else {})
     assert computed(batch, config) == pytest.approx(reference(name, batch, k), rel=1e-4, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=9), k=st.integers(1, 4))
 def test_pass_at_k_of_right_and_wrong_is_the_papers_analytical_form(rewards, k):
     n, wrong = len(rewards), rewards.count(0.0)
@@ -112,7 +112,7 @@ def test_grpo_passk_without_the_deviation_is_what_the_best_sample_adds():
     assert computed(batch, config) == pytest.approx([0.0, 0.4, 0.0, 0.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=samples(), data=st.data())
 def test_gdpo_normalises_each_reward_in_its_group_and_their_sum_over_the_batch(batch, data):
     size = len(batch["rewards"])

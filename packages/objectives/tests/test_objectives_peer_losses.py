@@ -80,7 +80,7 @@ def reference_objectives(tokens, config):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", list(OPTIONS))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tokens=batches(token_advantages=True))
 def test_a_loss_of_the_peers_is_the_formula_of_its_paper(loss, aggregation, tokens):
     config = peer_config(loss, aggregation)
@@ -109,7 +109,7 @@ def policy_tokens(tokens):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=batches(token_advantages=True, max_length=20), share=st.sampled_from([1e-4, 0.1, 0.3]))
 def test_clip_cov_takes_its_share_of_the_candidates_and_the_same_ones_on_every_rank(tokens, share):
     every, some = peer_config("clip_cov"), peer_config("clip_cov", cov_share=share)
@@ -123,7 +123,7 @@ def test_clip_cov_takes_its_share_of_the_candidates_and_the_same_ones_on_every_r
     assert torch.equal(chosen_N, found[1].metrics_N["clip_cov"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=batches(token_advantages=True), bound=st.sampled_from([1e-3, 0.1, 1.0]), loss=st.sampled_from(list(OPTIONS))
 )
@@ -158,7 +158,7 @@ def test_the_off_policy_mask_takes_sequences_that_have_drifted_out_of_the_object
 
 
 @pytest.mark.parametrize("loss", list(OPTIONS))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tokens=batches(token_advantages=True), value=st.floats(-5, -0.1))
 def test_what_rejected_tokens_hold_changes_nothing(loss, tokens, value):
     function = build_loss(peer_config(loss))
@@ -174,7 +174,7 @@ def test_what_rejected_tokens_hold_changes_nothing(loss, tokens, value):
     assert torch.equal(gradients(first, tokens)[0], gradients(second, other)[0])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tokens=batches(token_advantages=True))
 def test_dppo_masks_nothing_on_the_old_policy(tokens):
     same = replace(tokens, extras=tokens.extras | {"old_logprobs": tokens.logprobs_N.detach().clone()})

@@ -129,7 +129,7 @@ def config_of(loss):
 
 
 @pytest.mark.parametrize("loss", [*PAIRWISE, "kto"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_loss_is_its_formula_whole_and_in_micro_batches(loss, data):
     config, sequences = config_of(loss), data.draw(batches(loss))

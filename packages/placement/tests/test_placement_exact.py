@@ -26,7 +26,7 @@ from offbeat_placement._packing import Room, UnitType, pack
 from offbeat_placement._planner import find_plan
 from offbeat_types import PlacementError
 
-MANY = settings(max_examples=250, deadline=None)
+MANY = settings(max_examples=250)
 
 
 @st.composite
@@ -239,7 +239,7 @@ def test_the_order_of_nodes_changes_nothing(nodes, groups, shuffle):
     assert find_plan(shuffled, groups).plan == plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters(), wanted())
 def test_a_misfit_names_changes_that_fit(nodes, groups):
     if find_plan(nodes, groups).plan is not None:
@@ -252,7 +252,7 @@ def test_a_misfit_names_changes_that_fit(nodes, groups):
         assert can_be_placed([*nodes, *added], apply_changes(groups, changes)), changes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 16),
     st.lists(st.sampled_from([1, 2, 3, 5, 6, 7, 8]), min_size=2, max_size=3, unique=True),

@@ -35,7 +35,7 @@ cuts = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(params=st.lists(cuts, min_size=1, max_size=4), seed=st.integers(0, 1000), spread=st.sampled_from([0.1, 1, 5]))
 def test_cuts_are_those_of_the_definition(params, seed, spread):
     """Also where the first candidates do not reach: 8, then 30 of 300 here."""
@@ -56,7 +56,7 @@ def test_cuts_are_those_of_the_definition(params, seed, spread):
             np.testing.assert_allclose(row, expected, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=5), st.integers(0, 10**6))
 def test_uniforms_are_in_range_and_depend_only_on_seed_and_count(seeds, count):
     together = uniforms(seeds, [count] * len(seeds))

@@ -165,7 +165,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=5), st.integers(0, 2**40))
 def test_uniforms_made_on_the_device_are_those_of_the_host(seeds, count):
     states, counts = torch.tensor(seed_states(seeds)), torch.full((len(seeds),), count)

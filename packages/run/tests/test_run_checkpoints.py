@@ -122,7 +122,7 @@ def test_what_a_kill_has_left_of_a_removal_is_removed_the_next_time(tmp_path):
 
 
 # The disk decides how long an example takes, so none has a deadline.
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     steps=st.sets(st.integers(0, 99), max_size=6),
     keep=st.integers(0, 4),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_run import CheckpointConfig, LogConfig, check_limits, dump_config, explain, parse_config
@@ -56,7 +56,6 @@ DATA = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.builds(Config, data=DATA, checkpoint=st.none() | st.just(CheckpointConfig(every=7))))
 def test_a_written_configuration_loads_back_equal(config):
     assert parse_config(dump_config(config), Config) == config

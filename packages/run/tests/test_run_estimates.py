@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_run import bootstrap_interval, majority_at_k, pass_at_k
@@ -31,14 +31,12 @@ def enumerated_majority(votes, right, k):
     return float(np.mean(values))
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(right, data):
     k = data.draw(st.integers(1, len(right)))
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(enumerated_pass(right, k), abs=1e-12)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.booleans()), min_size=1, max_size=9), st.data()
 )

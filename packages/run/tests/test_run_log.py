@@ -63,7 +63,7 @@ def test_metrics_come_back_as_written(run):
     assert math.isnan(second.values["nan"])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.dictionaries(st.text("abc/", min_size=1), st.floats() | st.lists(st.floats(), max_size=3), max_size=4))
 def test_any_number_comes_back(tmp_path_factory, values):
     with RunFolder.create(tmp_path_factory.mktemp("run")) as run, MetricsLog(run, tensorboard=False) as log:

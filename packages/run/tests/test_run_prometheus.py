@@ -4,7 +4,7 @@ import http.client
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_run import LogConfig, PrometheusServer, RunFolder, RunLog
@@ -35,7 +35,6 @@ def get(url, path="/metrics", **headers):
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(NAMES, st.floats(), max_size=5), NAMES)
 def test_any_metric_of_any_run_is_read_by_prometheus_own_parser(values, run):
     read = parsed(exposition(3, values, run))

@@ -53,7 +53,7 @@ def test_a_killed_process_leaves_a_timeline_that_loads_and_goes_on(tmp_path):
     json.loads(path.read_text())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(cut=st.integers(0, 400))
 def test_a_file_cut_anywhere_still_loads(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "t.json"

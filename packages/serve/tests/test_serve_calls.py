@@ -36,7 +36,7 @@ def trees_of_calls(draw):
     return calls
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(trees_of_calls())
 def test_each_sampled_token_is_trained_once_and_in_its_own_context(calls):
     wanted = Counter(
@@ -60,7 +60,7 @@ def test_each_sampled_token_is_trained_once_and_in_its_own_context(calls):
     assert found == wanted
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(trees_of_calls())
 def test_a_call_begins_a_trajectory_only_where_nothing_lets_it_go_on(calls):
     trajectories = trajectories_of(calls, str)

@@ -31,7 +31,7 @@ from offbeat_training import (
 from offbeat_types import ModelError, TensorSpec
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), ranks=st.integers(1, 4), limit=st.integers(1, 40))
 def test_planned_files_hold_every_tensor_once_in_the_order_of_the_stream(sizes, ranks, limit):
     units = [[TensorSpec(str(number), "float32", (size,))] for number, size in enumerate(sizes)]

@@ -43,7 +43,7 @@ def history(pack, index):
     return list(range(parent.start, parent.start + parent.length)) + own
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sequences=sequence_lists(), budget=st.integers(2, 40), share=st.booleans())
 def test_every_loss_token_is_predicted_from_exactly_its_own_past(sequences, budget, share):
     plans = plan_packs(sequences, budget=budget, share_prompts=share)
@@ -63,7 +63,7 @@ def test_every_loss_token_is_predicted_from_exactly_its_own_past(sequences, budg
     assert sorted(seen) == wanted
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sequences=sequence_lists(), budget=st.integers(2, 40))
 def test_the_plan_is_a_function_of_its_input(sequences, budget):
     plans = [plan_packs(list(sequences), budget=budget, share_prompts=True) for _ in range(2)]
@@ -86,7 +86,7 @@ def test_a_sequence_above_the_budget_goes_alone():
     assert [len(f) for f in plan_packs(sequences, budget=16, share_prompts=True)] == [1] * 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sequences=sequence_lists(),
     budget=st.integers(2, 40),
@@ -125,7 +125,7 @@ def test_one_prompt_gives_work_to_all():
     assert all(any(batches) for batches in shares)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sequences=sequence_lists(),
     groups=st.lists(st.integers(-1, 3), min_size=14, max_size=14),

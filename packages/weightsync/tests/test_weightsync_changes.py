@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from weightsync_peers import Weights, are_equal, in_thread, load, plan_of
@@ -36,7 +36,6 @@ def there_and_back(old: np.ndarray, new: np.ndarray) -> tuple[str, int]:
 
 
 @given(versions())
-@settings(deadline=None)
 def test_what_is_told_makes_the_one_the_other_and_takes_no_more_bytes(pair: tuple[np.ndarray, np.ndarray]) -> None:
     _, num_bytes = there_and_back(*pair)
     assert num_bytes <= pair[1].nbytes

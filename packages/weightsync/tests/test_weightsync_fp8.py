@@ -36,7 +36,7 @@ def check_bound(weight: torch.Tensor) -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(-40, 30), st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_element_is_within_its_bound(rows: int, columns: int, exponent: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     spread = torch.randn(rows, columns, generator=draw).mul(4).exp2()  # several orders of magnitude in one block

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -73,7 +73,6 @@ def test_experts_are_stacked() -> None:
         assert torch.equal(fused[f"{start}.w2_weight"][expert], tensors[f"{start}.{expert}.down_proj.weight"])
 
 
-@settings(deadline=None)
 @given(st.booleans(), st.sampled_from([0, 1, 4]), st.sampled_from([1, 2]), st.booleans())
 def test_what_is_fused_is_split_again(bias: bool, experts: int, groups: int, tied: bool) -> None:
     tensors = llama(1, bias, experts)

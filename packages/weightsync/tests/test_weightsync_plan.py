@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,6 @@ def tensor_specs(draw: st.DrawFn) -> list[TensorSpec]:
     return [TensorSpec(name, draw(st.sampled_from(TENSOR_DTYPES)), draw(SHAPES)) for name in names]
 
 
-@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_every_byte_of_every_tensor_travels_once_and_in_order(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
@@ -38,7 +37,6 @@ def test_every_byte_of_every_tensor_travels_once_and_in_order(specs: list[Tensor
     assert plan.num_bytes == sum(piece.num_bytes for piece in pieces)
 
 
-@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_pieces_lie_aligned_in_their_bucket_without_touching(specs: list[TensorSpec], bucket_bytes: int) -> None:
     for bucket in BucketPlan.build(specs, bucket_bytes).buckets:
@@ -51,7 +49,6 @@ def test_pieces_lie_aligned_in_their_bucket_without_touching(specs: list[TensorS
         assert 0 < used == bucket.num_bytes <= bucket_bytes
 
 
-@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_only_a_tensor_longer_than_a_bucket_is_split(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
@@ -60,7 +57,6 @@ def test_only_a_tensor_longer_than_a_bucket_is_split(specs: list[TensorSpec], bu
         assert pieces.count(index) == -(-spec.num_bytes // bucket_bytes)
 
 
-@settings(deadline=None)
 @given(tensor_specs(), BUCKET_BYTES)
 def test_equal_plans_and_only_they_have_equal_digests(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from weightsync_peers import Weights, are_equal, in_thread, load, plan_of, receiving
@@ -41,13 +41,11 @@ def as_tensor(data: bytes) -> Tensor:
 
 
 @given(st.binary(min_size=1, max_size=400))
-@settings(deadline=None)
 def test_it_is_the_sum_that_it_says(data: bytes) -> None:
     assert sum_of((0, as_tensor(data))) == reference(data)
 
 
 @given(st.binary(min_size=9, max_size=400), st.data())
-@settings(deadline=None)
 def test_pieces_may_come_in_any_order_and_from_anywhere(data: bytes, draw: st.DataObject) -> None:
     cut = 8 * draw.draw(st.integers(1, (len(data) - 1) // 8))
     lies = torch.cat([torch.zeros(3, dtype=torch.uint8), as_tensor(data)])[3:]  # not at a multiple of 8
@@ -62,7 +60,6 @@ def test_long_parts_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
-@settings(deadline=None)
 def test_every_changed_byte_shows(data: bytes, draw: st.DataObject) -> None:
     place, flip = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(1, 255))
     other = bytearray(data)
