@@ -1,20 +1,23 @@
 """Tokens a second of the embedded engine at batch 1 and 64, and the share of the memory's bandwidth.
 
 A Qwen3 of 0.6 B parameters with random weights, bfloat16, prompts of 128 tokens, 256 new ones, with recorded steps
-(CUDA graphs) and without. A step reads every weight once and the keys and values of each sample; what it reads, over
-its time, is the bandwidth that was reached.
+(CUDA graphs) and without, and beside them transformers' `generate`. A step reads every weight once and the keys and
+values of each sample; what it reads, over its time, is the bandwidth that was reached.
 """
 
 import asyncio
 import sys
 import tempfile
 import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+import torch
 from gpu.piece import Figures, Place, device_name, main, peaks_of, share
 
 from offbeat_rollout_torch import TorchRolloutEngine
@@ -86,15 +89,29 @@ async def measure(place: Place, folder: Path, *, graphs: bool) -> dict[str, floa
     return figures
 
 
+def measure_generate(place: Place, folder: Path) -> dict[str, float | None]:
+    """The two batches by transformers, which samples too; of fewer new tokens, since it takes long."""
+    prompt, new = place.pick(8, 128), place.pick(9, 48)
+    transformers: Any = import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(place.name).eval()
+
+    def generate(batch: int, num_new: int) -> None:
+        ids = torch.full((batch, prompt), 5, device=place.name)
+        model.generate(ids, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=True)
+
+    figures: dict[str, float | None] = {}
+    for batch in (1, place.pick(4, 64)):
+        taken_s = [place.seconds(partial(generate, batch, num), repeats=2) for num in (new, 1)]
+        figures[f"tokens_per_s_batch_{batch}_by_transformers"] = batch * (new - 1) / (taken_s[0] - taken_s[1])
+    return figures
+
+
 def run(place: Place) -> Figures:
     """Make the model and measure."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(Path(temporary) / "model", tiny=place.tiny)
-        return {
-            name: figure
-            for graphs in (True, False)
-            for name, figure in asyncio.run(measure(place, folder, graphs=graphs)).items()
-        }
+        recorded, plain = (asyncio.run(measure(place, folder, graphs=graphs)) for graphs in (True, False))
+        return {**recorded, **plain, **measure_generate(place, folder)}
 
 
 if __name__ == "__main__":

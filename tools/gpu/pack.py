@@ -7,6 +7,7 @@ Wheels of ours by `uv build`, and the few others that they import, unpacked for 
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,10 +23,14 @@ ROOT: Final = Path(__file__).parents[2]
 OTHERS: Final = (
     *("msgspec", "xxhash", "rich", "markdown-it-py", "mdurl", "pygments"),
     *("plotly", "narwhals", "tensorboardX", "protobuf"),
+    *("megatron-core", "einops", "psutil"),
 )
 """Imported by ours, and needed by neither torch nor transformers; at the versions of the lock."""
-LEFT_OUT: Final = frozenset({"rollout-vllm", "rollout-trtllm", "engine-megatron", "sft-app"})
+LEFT_OUT: Final = frozenset({"rollout-vllm", "rollout-trtllm", "sft-app"})
 """No piece imports these."""
+NOT_NEEDED: Final = ("share", "plotly/labextension")
+"""What a wheel brings for notebooks."""
+TOO_LARGE, FOLDER_IS_THERE = 1, 2
 MAX_BYTES: Final = 60 * 10**6
 
 
@@ -49,12 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--python", default="3.12", help="version on the GPU machine")
     args = parser.parse_args(arguments)
+    if args.folder.exists():
+        print(f"{args.folder} is there already, and what lies in it would stay: remove it, or name another folder")
+        return FOLDER_IS_THERE
     with tempfile.TemporaryDirectory() as wheels:
         for command in commands(args.folder.resolve(), Path(wheels), args.python):
             subprocess.run(command, cwd=ROOT, check=True)
+    for name in NOT_NEEDED:
+        shutil.rmtree(args.folder / name)
     size = num_bytes(args.folder)
     print(f"{args.folder}: {size / 1e6:.1f} MB, {MAX_BYTES / 1e6:.0f} allowed")
-    return 0 if size <= MAX_BYTES else 1
+    return 0 if size <= MAX_BYTES else TOO_LARGE
 
 
 if __name__ == "__main__":

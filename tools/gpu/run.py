@@ -27,6 +27,7 @@ PIECES: Final = {
     "device_seam": "the device as every other part sees it",
     "packed_attention": "packed attention and sliding windows beside plain attention with masks",
     "trainer_against_cpu": "a training step, on the device and on the CPU",
+    "megatron_against_cpu": "the same by megatron-core, in a world of one",
     "decoding": "what the embedded engine samples, beside transformers",
     "parked_memory": "memory that trainer and engine give back, and take again",
     "cuda_ipc": "weights from process to process through device memory",

@@ -96,13 +96,15 @@ def the_recorder_answers_while_the_main_thread_synchronizes(rank):
 
 
 def transfers_to_itself_in_a_batch(rank):
-    """nccl lets a rank send to itself within a batch."""
+    """nccl lets a rank send to itself within a batch; the first one connects, for which the host waits."""
     device = torch.device("cuda", rank)
     dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SPIN_CYCLES)
     one, other = torch.ones(4, device=device), torch.zeros(4, device=device)
     calls = [dist.P2POp(dist.isend, one, rank), dist.P2POp(dist.irecv, other, rank)]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SPIN_CYCLES)
     works = dist.batch_isend_irecv(calls)
     time.sleep(0.2)
     head = read_all()["nccl"]

@@ -86,6 +86,9 @@ def load_megatron(*, compiled: bool = False) -> None:
             import_module(name)
     finally:
         torch.compile = original
+    # 0.16.1 asks for this name in every router, and defines it only where TransformerEngine is installed.
+    moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def _as_it_is(model: Any = None, **options: Any) -> Any:

@@ -1,10 +1,12 @@
 """The shim is applied by a call, undone by another, and leaves nothing behind."""
 
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
 
 from offbeat_engine_megatron._megatron import ACCELERATOR, CpuShim, _replacements, shim_for
 
@@ -49,6 +51,12 @@ def test_an_accelerator_of_any_kind_gets_no_shim():
     for accelerator in (torch.device(ACCELERATOR, 0), torch.device("meta")):  # "meta" stands for a third kind
         assert not isinstance(shim_for(accelerator), CpuShim)
     assert isinstance(shim_for(torch.device("cpu")), CpuShim)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_routers_find_no_transformer_engine_on_any_device():
+    """Outside of the shim too: megatron-core 0.16.1 leaves the name undefined, and a router raises NameError."""
+    assert moe_utils.te_general_gemm is None
 
 
 def test_devices_pinned_memory_and_types():

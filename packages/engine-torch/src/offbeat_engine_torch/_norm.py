@@ -1,4 +1,5 @@
-"""RMS norms of float32 activations on processors, in half the passes over memory that autograd takes.
+"""RMS norms of float32 activations: on processors in half the passes over memory that autograd takes, on other devices
+by the one kernel that torch has for them there.
 
 Shapes: N tokens and heads of an activation, E its last dimension.
 """
@@ -33,18 +34,21 @@ def fuse_norms(whole: nn.Module, last: nn.Module | None) -> None:
 
 
 class _Fused:
-    """The forward of a norm; its own where the activation is of another format or device."""
+    """The forward of a norm; its own where the activation is of another format."""
 
     def __init__(self, module: nn.Module, *, rounds: bool) -> None:
         self._own, self._eps, self._rounds = type(module).forward, _epsilon(module), rounds
 
     def __call__(self, module: Any, x: Tensor) -> Any:
         weight = module.weight
-        if not x.is_cpu or x.dtype != torch.float32 or type(weight) is not nn.Parameter:
+        if x.dtype != torch.float32 or type(weight) is not nn.Parameter:
             return self._own(module, x)
         device = x.device.type
         rounds = self._rounds and torch.is_autocast_enabled(device)
-        return rms_norm(x, weight, self._eps, torch.get_autocast_dtype(device) if rounds else x.dtype)
+        dtype = torch.get_autocast_dtype(device) if rounds else x.dtype
+        if x.is_cpu:
+            return rms_norm(x, weight, self._eps, dtype)
+        return nn.functional.rms_norm(x, weight.shape, weight, self._eps).to(dtype)
 
 
 def _epsilon(module: Any) -> float:

@@ -12,8 +12,9 @@ from offbeat_placement._model_shape import ModelShape
 from offbeat_types import TrainEngineSettings, TrainLayout, read_model_json
 
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-_HEAD_BYTES: Final = 64 * 2**20
-"""Logits of a chunk in the default engine, whose chunks have 16 tokens at least."""
+_HEAD_BYTES: Final = 512 * 2**20
+"""Logits of a chunk in the default engine, whose chunks have 16 tokens at least, on a device with its own memory."""
+_HEAD_BYTES_ON_CPU: Final = 64 * 2**20
 _KEPT_BYTES: Final = 256 * 2**20
 """What the default engine keeps at most of the logits for the backward pass."""
 
@@ -199,6 +200,7 @@ def train_memory(
         shape: of the model.
         keeps_reference: a frozen copy of the first policy is held too, where all weights are trained.
     """
+    head_bytes = _HEAD_BYTES_ON_CPU if engine.device == "cpu" else _HEAD_BYTES
     return TrainMemory(
         weight_bytes=layout.weight_bytes,
         gradient_bytes=layout.gradient_bytes,
@@ -213,7 +215,7 @@ def train_memory(
         recomputes=engine.activation_checkpointing,
         keeps_reference=keeps_reference and not engine.lora_rank,
         lora_rank=engine.lora_rank,
-        head_tokens=max(16, _HEAD_BYTES // (4 * shape.vocabulary)),
+        head_tokens=max(16, head_bytes // (4 * shape.vocabulary)),
         kept_bytes=_KEPT_BYTES,
     )
 

@@ -427,13 +427,14 @@ def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
 def _rotate(qk_NhD: Tensor, rotations_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:
     """Normalise heads where the family does, and rotate by position; in place.
 
-    A CPU has one operator for it, on complex numbers; other devices lack that, or views that it could write through.
+    CPU and CUDA have one operator for it, on complex numbers; other devices lack that, or views that it could write
+    through.
     """
     if a.qk_norm:
         torch.mul(F.rms_norm(qk_NhD, (a.head_dim,), None, a.norm_eps), layer.qk_norm, out=qk_NhD)
     pairs = torch.unflatten(qk_NhD, -1, (-1, 2))
     turned = pairs.float()  # the same tensor where it is float32
-    if turned.is_cpu:
+    if turned.is_cpu or turned.is_cuda:
         torch.view_as_complex(turned).mul_(torch.view_as_complex(rotations_N1C2))
     else:
         (x, y), (cos, sin) = turned.unbind(-1), rotations_N1C2.unbind(-1)

@@ -56,7 +56,8 @@ class FakeWeightStream:
         digest = hashlib.blake2b(digest_size=8)
         for name, tensor in tensors:
             digest.update(name.encode())
-            digest.update(np.ascontiguousarray(np.asarray(tensor)).tobytes())
+            held = tensor.cpu() if hasattr(tensor, "cpu") else tensor
+            digest.update(np.ascontiguousarray(np.asarray(held)).tobytes())
         return WeightProof(version=self.version, num_tensors=len(tensors), checksums=(digest.hexdigest(),))
 
 

@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens, without ever holding [tokens, vocabulary] in float32.
 
-The vocabulary head runs over a few hundred tokens at a time. Of the first tokens the forward pass keeps what the
-products of the backward pass need, up to `KEPT_BYTES`; of all others the backward pass computes the logits again. So
-memory is bounded whatever the batch and the vocabulary.
+The vocabulary head runs over a few hundred tokens at a time, on a GPU over a few thousand. Of the first tokens the
+forward pass keeps what the products of the backward pass need, up to `KEPT_BYTES`; of all others the backward pass
+computes the logits again. So memory is bounded whatever the batch and the vocabulary.
 Source: the idea of Cut Cross-Entropy (arXiv:2411.09009) and Liger's fused linear cross-entropy, for any loss; the
 vocabulary cut over ranks is that of Megatron-LM (arXiv:1909.08053).
 
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""Of a chunk's logits."""
+"""Of a chunk's logits, on a processor."""
+DEVICE_CHUNK_BYTES = 512 * 2**20
+"""The same on a device with memory of its own, which a product of few tokens does not fill."""
 MIN_CHUNK_TOKENS = 16
 KEPT_BYTES = 256 * 2**20
 """Of what the forward pass keeps for the backward pass: 2,730 tokens of a vocabulary of 49,152 in bfloat16."""
@@ -224,7 +226,8 @@ class _Head:
         matmul = formats.matmul or (weight_VE.dtype if self._wider else formats.sums)
         self._weight_VE, self._bias_V = weight_VE.to(matmul), bias_V
         self._scale, self._formats = scale, formats
-        self._chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * len(weight_VE)))
+        chunk_bytes = CHUNK_BYTES if weight_VE.is_cpu else DEVICE_CHUNK_BYTES
+        self._chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * len(weight_VE)))
         self._buffer_CV: Tensor | None = None
 
     def chunks(self, start: int, stop: int) -> list[slice]:
