@@ -24,9 +24,10 @@ def run(place: Place) -> Figures:
     torch.set_float32_matmul_precision("highest")
     sequences = make_sequences(place.pick(2, 8), 4, place.pick(12, 200))
     figures: dict[str, float] = {}
-    for family in ("qwen3", "qwen3_moe"):
+    # Wide random experts make the most of a rounding: at 512 two engines on one CPU are 2.8e-4 nats apart.
+    for family, hidden_size in (("qwen3", 512), ("qwen3_moe", 256)):
         with tempfile.TemporaryDirectory() as temporary:
-            folder = tiny_model(Path(temporary) / "model", family, hidden_size=place.pick(64, 512))
+            folder = tiny_model(Path(temporary) / "model", family, hidden_size=place.pick(64, hidden_size))
             there = train(TorchTrainEngine, folder, "cpu", sequences)
             here = train(MegatronTrainEngine, folder, place.name, sequences)
         figures |= {f"{what} {family}": error for what, error in compare(here, there).items()}

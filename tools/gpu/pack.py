@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for command in commands(args.folder.resolve(), Path(wheels), args.python):
             subprocess.run(command, cwd=ROOT, check=True)
     for name in NOT_NEEDED:
-        shutil.rmtree(args.folder / name)
+        shutil.rmtree(args.folder / name, ignore_errors=True)
     size = num_bytes(args.folder)
     print(f"{args.folder}: {size / 1e6:.1f} MB, {MAX_BYTES / 1e6:.0f} allowed")
     return 0 if size <= MAX_BYTES else TOO_LARGE

@@ -24,7 +24,7 @@ from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, reference_model, tiny_model
 from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainEngineConfig
 
-STEP_BOUND = 1e-4
+STEP_BOUND = 1e-5
 """Of losses and gradient norms relative to themselves, on an accelerator."""
 LEFT_SHARE = 0.1
 """Of the memory awake, what a sleeping trainer may hold: indices, workspaces of libraries."""
