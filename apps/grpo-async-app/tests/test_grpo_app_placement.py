@@ -1,6 +1,8 @@
 """`plan` on other clusters: both parameter sets of incident D, a wrong cluster, and the recipe that is made to fit."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,17 @@ from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
 from offbeat_run import load_config, parse_config
-from offbeat_testing import CommandLine, RunningCommand, large_model_configs, ray_nodes
+from offbeat_testing import CommandLine, large_model_configs, ray_nodes
 from offbeat_types import ConfigError, PlacementError
 
+AND_THEN_RAY = """
+import ray
+from grpo_async_app._cli import main
+try:
+    main()
+finally:
+    print("connected to Ray:", ray.is_initialized(), flush=True)
+"""
 OF_SMALL_LAG = """
 staleness_threshold = 0.1
 trigger_parameter_sync_step = 4
@@ -338,14 +348,16 @@ def test_a_live_cluster_is_asked_what_it_has(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="pip install 'offbeat-actors[ray]'")
     words = ["--cluster", "live", "--engine.num_ranks", "8", "--rollout.num_engines", "2"]
 
-    def plan(*more: object) -> tuple[int, str]:
-        with RunningCommand("grpo_async_app", "plan", recipe(tmp_path, cluster=""), *words, *more) as process:
-            return process.wait(), process.output
+    def plan(*more: str) -> tuple[int, str]:
+        line = [sys.executable, "-c", AND_THEN_RAY, "plan", str(recipe(tmp_path, cluster="")), *words, *more]
+        ended = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)
+        return ended.returncode, ended.stdout
 
     with ray_nodes(0, head_cpus=4, head_gpus=16) as cluster:
         code, output = plan("--cluster.address", cluster.address)
         assert code == 0, output
         assert "1 of 1 node used, 16 of 16 free GPU" in output
+        assert output.endswith("connected to Ray: False\n")
         code, output = plan("--cluster.address", cluster.address, "--rollout.num_engines", "3")
         assert code == 2, output
         assert "20 GPU wanted, 16 free" in output
