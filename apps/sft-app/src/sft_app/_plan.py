@@ -28,7 +28,7 @@ class SftPlanner(Planner[SftConfig]):
         layout = layout_elsewhere(config.train_engine(engine.max_updates), engine.backend, engine.num_ranks)
         return plan_unseen(
             placement,
-            lambda: estimate_memory(config, layout),
+            lambda: estimate_memory(config, layout, placement),
             rows=[("batch", _batch_text(config, layout)), layout_row(layout, engine.backend)],
             facts=_facts(config, layout),
         )

@@ -171,23 +171,24 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
     layout = backend.plan(wanted, config.engine.num_ranks)
     view = find_view(config.cluster, config.devices)
+    placement = request_resources(config, view).place(view)
     return Preflight(
         config=config,
         model=model,
         examples=examples,
         held_out=examples.eval[: config.eval.max_sequences or None],
         num_updates=num_updates,
-        placement=request_resources(config, view).place(view),
+        placement=placement,
         layout=layout,
-        memory=_estimate_memory(config, layout),
+        memory=_estimate_memory(config, layout, placement),
         notices=examples.notices,
         begun=begun,
     )
 
 
-def _estimate_memory(config: SftConfig, layout: TrainLayout) -> RunMemory | None:
+def _estimate_memory(config: SftConfig, layout: TrainLayout, placement: Placement) -> RunMemory | None:
     try:
-        return estimate_memory(config, layout)
+        return estimate_memory(config, layout, placement)
     except ModelError:
         return None  # an estimate is a help: a family without one can be trained all the same
 
@@ -297,9 +298,12 @@ def sharing_ranks(config: SftConfig) -> int:
     return shared
 
 
-def estimate_memory(config: SftConfig, layout: TrainLayout | None = None) -> RunMemory:
+def estimate_memory(
+    config: SftConfig, layout: TrainLayout | None = None, placement: Placement | None = None
+) -> RunMemory:
     """Estimate from the model's config.json; `layout` is None where the backend cannot be asked: as FSDP shards."""
     shape, width = read_shape(config.model.path), sharing_ranks(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
-    estimate = train_memory(config.engine, layout, shape).estimate(shape)
+    on_cpu = placement.is_on_cpu("trainer") if placement else config.engine.device == "cpu"
+    estimate = train_memory(config.engine, layout, shape, on_cpu=on_cpu).estimate(shape)
     return RunMemory(shape, {"trainer": estimate}, {"trainer": train_advice(config.engine, estimate)})

@@ -190,7 +190,12 @@ class RolloutMemory:
 
 
 def train_memory(
-    engine: TrainEngineSettings, layout: TrainLayout, shape: ModelShape, *, keeps_reference: bool = False
+    engine: TrainEngineSettings,
+    layout: TrainLayout,
+    shape: ModelShape,
+    *,
+    on_cpu: bool,
+    keeps_reference: bool = False,
 ) -> TrainMemory:
     """How a trainer keeps a model.
 
@@ -198,9 +203,10 @@ def train_memory(
         engine: its settings.
         layout: how its ranks share the model.
         shape: of the model.
+        on_cpu: it computes on processors, over fewer tokens' logits at a time.
         keeps_reference: a frozen copy of the first policy is held too, where all weights are trained.
     """
-    head_bytes = _HEAD_BYTES_ON_CPU if engine.device == "cpu" else _HEAD_BYTES
+    head_bytes = _HEAD_BYTES_ON_CPU if on_cpu else _HEAD_BYTES
     return TrainMemory(
         weight_bytes=layout.weight_bytes,
         gradient_bytes=layout.gradient_bytes,

@@ -81,6 +81,10 @@ class Placement:
         )
         return replace(self, groups=tuple(groups), plan=plan)
 
+    def is_on_cpu(self, role: str) -> bool:
+        """None of its ranks has an accelerator."""
+        return all(rank.device is None for rank in self.plan.ranks if rank.role == role)
+
     def accelerator_bytes(self, role: str) -> int:
         """Memory of the smallest accelerator that a role uses; 0 when nobody knows."""
         names = {rank.node for rank in self.plan.ranks if rank.role == role and rank.device is not None}

@@ -99,10 +99,12 @@ def estimate_memory(
     """
     shape, width = read_shape(config.model.path), trainer_width(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
-    trainer = train_memory(config.engine, layout, shape, keeps_reference=config.algorithm.needs_reference)
+    on_cpu = placement.is_on_cpu("trainer") if placement else config.engine.device == "cpu"
+    keeps_reference = config.algorithm.needs_reference
+    trainer = train_memory(config.engine, layout, shape, on_cpu=on_cpu, keeps_reference=keeps_reference)
     roles, limits = {"trainer": trainer.estimate(shape)}, {"trainer": 0}
     if config.algorithm.needs_critic:
-        roles["trainer"] = _with_critic(roles["trainer"], config)
+        roles["trainer"] = _with_critic(roles["trainer"], config, on_cpu=on_cpu)
     advice = {"trainer": train_advice(config.engine, roles["trainer"])}
     engines: dict[str, tuple[str, RolloutEngineSettings, ModelShape, int]]
     engines = {"rollout": (config.rollout.backend, config.rollout, shape, 2 * config.rollout.sync_bucket_bytes)}
@@ -117,14 +119,14 @@ def estimate_memory(
     return RunMemory(shape, roles, advice, limits)
 
 
-def _with_critic(policy: MemoryEstimate, config: GrpoConfig) -> MemoryEstimate:
+def _with_critic(policy: MemoryEstimate, config: GrpoConfig, *, on_cpu: bool) -> MemoryEstimate:
     """The trainer's memory with what its critic holds all the time; its passes come after those of the policy.
 
     The critic is sharded over all ranks, however these share the policy.
     """
     shape = read_shape(config.critic.path or config.model.path)
     layout = TrainLayout(dp=config.engine.num_ranks, zero_stage=3)
-    critic = train_memory(config.engine, layout, shape).estimate(shape)
+    critic = train_memory(config.engine, layout, shape, on_cpu=on_cpu).estimate(shape)
     held = sum(critic.parts.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     return MemoryEstimate({**policy.parts, "critic": held})
 
