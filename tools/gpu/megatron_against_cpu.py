@@ -7,6 +7,7 @@ compared, and its bounds, are those of `trainer_against_cpu`. A dense model, and
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -18,16 +19,18 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
 
+FAMILIES: Final[dict[Literal["qwen3", "qwen3_moe"], int]] = {"qwen3": 512, "qwen3_moe": 256}
+"""And their width. Wide random experts make the most of a rounding: at 512 two engines on one CPU are 2.8e-4 apart."""
+
 
 def run(place: Place) -> Figures:
     """Compare."""
     torch.set_float32_matmul_precision("highest")
     sequences = make_sequences(place.pick(2, 8), 4, place.pick(12, 200))
     figures: dict[str, float] = {}
-    # Wide random experts make the most of a rounding: at 512 two engines on one CPU are 2.8e-4 nats apart.
-    for family, hidden_size in (("qwen3", 512), ("qwen3_moe", 256)):
+    for family in FAMILIES:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = tiny_model(Path(temporary) / "model", family, hidden_size=place.pick(64, hidden_size))
+            folder = tiny_model(Path(temporary) / "model", family, hidden_size=place.pick(64, FAMILIES[family]))
             there = train(TorchTrainEngine, folder, "cpu", sequences)
             here = train(MegatronTrainEngine, folder, place.name, sequences)
         figures |= {f"{what} {family}": error for what, error in compare(here, there).items()}
