@@ -1,6 +1,7 @@
 """What the driver does between two steps, in process: validations, and the greedy sample of a group."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class Notes:
         self.checkpoints = self
 
     def worked(self, *_: Any) -> None:
+        pass
+
+    def left_out(self, *_: Any) -> None:
         pass
 
     def set_score(self, version: int, reward: float) -> None:
@@ -112,8 +116,64 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
             return [Scored(trajectories=(Trajectory.of(long),), score=RewardScore(value=1.0, parts={}))]
 
         backend._rollouts.sample = sample  # type: ignore[method-assign]
-        greedy = await backend._sample_greedy(3, backend._stream.draw(0), "rollout-0")
-        assert greedy == 0.0, "a whole buffer over: the reward less the factor of 1"
+        draw = backend._stream.draw(0)
+        greedy = await backend._sample_greedy(3, draw, "rollout-0")
+        assert greedy is not None
+        assert backend._worth(greedy, draw) == 0.0, "a whole buffer over: the reward less the factor of 1"
 
     run(scenario)
     assert requests[0].params.stop == ("x",)
+
+
+def completion(num_tokens: int) -> Completion:
+    return Completion.join([5] * num_tokens, [-1.0] * num_tokens, [(0, num_tokens)], "eos", "x")
+
+
+def is_filtered(
+    config: GrpoConfig, model: Path, folder: Path, samples: list[Scored], greedy: Scored | None = None
+) -> bool:
+    """Whether the group of these samples is left out of training."""
+    found: list[bool] = []
+
+    async def scenario() -> None:
+        backend = open_backend(config, Fleet(config, str(model), folder))
+        found.append((await backend._take_in(0, backend._stream.draw(0), samples, greedy)).filtered)
+
+    run(scenario)
+    return found[0]
+
+
+def scored(value: float, num_tokens: int = 3, **parts: float) -> Scored:
+    return Scored(trajectories=(Trajectory.of(completion(num_tokens)),), score=RewardScore(value=value, parts=parts))
+
+
+def test_wrong_answers_of_different_lengths_are_filtered(config: Path, model: Path, tmp_path: Path) -> None:
+    """As DAPO does: the penalty for length makes their rewards differ, and none of them is right."""
+    words = ["--algorithm.filter_groups=true", "--algorithm.overlong_buffer_tokens=8", "--rollout.max_tokens=8"]
+    chosen = settings(config, *words, "--rollout.samples_per_prompt=4")
+    wrong = [scored(0.0, num_tokens) for num_tokens in (1, 8, 4, 2)]
+    assert is_filtered(chosen, model, tmp_path, wrong)
+    assert not is_filtered(chosen, model, tmp_path, [*wrong[1:], scored(1.0)])
+
+
+def test_a_group_that_gdpo_learns_from_is_not_filtered(config: Path, model: Path, tmp_path: Path) -> None:
+    words = ["--algorithm.filter_groups=true", "--algorithm.advantage=gdpo", "--reward.name="]
+    chosen = settings(config, *words, "--reward.weights={number_match = 1.0, contains = 2.0}")
+    right, short = scored(1.0, number_match=1.0, contains=0.0), scored(1.0, number_match=0.0, contains=0.5)
+    assert not is_filtered(chosen, model, tmp_path, [right, short])
+    assert is_filtered(chosen, model, tmp_path, [right, right])
+
+
+def test_remax_filters_by_the_greedy_sample_too(config: Path, model: Path, tmp_path: Path) -> None:
+    chosen = settings(config, "--algorithm.filter_groups=true", "--algorithm.advantage=remax")
+    samples = [scored(1.0), scored(1.0)]
+    assert not is_filtered(chosen, model, tmp_path, samples, scored(0.0))
+    assert is_filtered(chosen, model, tmp_path, samples, scored(1.0))
+
+
+def test_a_reward_that_is_no_number_is_counted_as_untrainable_before_it_is_filtered(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    assert is_filtered(
+        settings(config, "--algorithm.filter_groups=true"), model, tmp_path, [scored(math.nan), scored(0.0)]
+    )

@@ -44,6 +44,13 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
         ),
         pytest.param(
             MAIN,
+            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_final_reward"},
+            {"algorithm.filter_groups": True},
+            {"algorithm.filter_groups.metric": "counts the overlong penalty and the KL penalty there"},
+            id="groups are filtered by what was scored",
+        ),
+        pytest.param(
+            MAIN,
             {"data.train_batch_size": 512, f"{PREFIX}actor.ppo_mini_batch_size": 32}
             | {f"{PREFIX}actor.optim.lr_warmup_steps": 10, "trainer.save_freq": 20},
             {"async.require_batches": 16, "engine.warmup_steps": 160, "checkpoint.every": 20},

@@ -40,6 +40,7 @@ TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
         ({"loss": "clip_cov", "options": {"cov_low": 6.0}}, "cov_low must be below cov_high"),
         ({"loss": "kl_cov", "options": {"cov_share": 0.0}}, "option cov_share must be "),
         ({"advantage": "pass_at_k", "options": {"k": 9}}, "k = 9 of pass_at_k is more than the 8 samples"),
+        ({"advantage": "pass_at_k", "options": {"k": 8}}, "every advantage is then 0"),
         ({"advantage": "pass_at_k", "options": {"k": "9"}}, "option k must be int"),
         ({"options": {"off_policy_mask": -1.0}}, "option off_policy_mask must be "),
         ({"aggregation": "fixed_length"}, "needs fixed_length"),

@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offbeat_objectives._checks import check_algorithm
-from offbeat_objectives._config import AlgorithmConfig, has_signal, overlong_penalty
+from offbeat_objectives._config import AlgorithmConfig
 from offbeat_objectives._preference_config import PreferenceConfig, check_preference
+from offbeat_objectives._signal import has_signal, overlong_penalty
 
 if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages

@@ -121,6 +121,8 @@ def _options(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
     k = config.options.get("k", PassAtKOptions().k)
     if config.advantage == "pass_at_k" and isinstance(k, int) and k > samples_per_prompt:
         yield f"options: k = {k} of pass_at_k is more than the {samples_per_prompt} samples of one prompt; lower it"
+    elif config.advantage == "pass_at_k" and k == samples_per_prompt > 1:
+        yield f"options: k = {k} of pass_at_k is all samples of a prompt, and every advantage is then 0; lower it"
 
 
 def _option_values(kind: type[Any], given: dict[str, Any]) -> Complaints:
@@ -267,5 +269,6 @@ def _notices(config: AlgorithmConfig) -> Complaints:
     if config.advantage == "dr_grpo" and config.resolved_aggregation != "fixed_length":
         how = config.resolved_aggregation
         yield f"aggregation: Dr. GRPO is defined with fixed_length; {how} brings its length bias back"
-    if config.filter_groups and config.advantage not in GROUP_ADVANTAGES and not config.has_own_advantage:
+    judged_fully = (*GROUP_ADVANTAGES, "remax", "none")
+    if config.filter_groups and config.advantage not in judged_fully and not config.has_own_advantage:
         yield f"filter_groups drops prompts of equal rewards, which {config.advantage} could still learn from"

@@ -55,6 +55,15 @@ _OPTIONS: Final[Mapping[str, Mapping[str, tuple[str, float]]]] = {
 _OF_SEQUENCES: Final = ("gspo", "sapo", "gmpo")
 """Losses for which verl takes the mean over sequences, whatever loss_agg_mode says (core_algos, agg_loss)."""
 _ESTIMATORS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3_capped", "k3": "k3_capped"}
+_FILTERED_HERE: Final = "groups are dropped whose rewards, as scored, are all the same: before the overlong penalty"
+_FILTERED_BY: Final = {
+    "acc": _FILTERED_HERE,
+    "score": _FILTERED_HERE,
+    "seq_reward": f"counts the overlong penalty there; {_FILTERED_HERE}",
+    "seq_final_reward": f"counts the overlong penalty and the KL penalty there; {_FILTERED_HERE}",
+}
+"""Of the metric there. Source: recipe/dapo/dapo_ray_trainer.py and verl/workers/reward_manager/dapo.py, in which `acc`
+and `score` are of the reward function and the penalty is added to the reward tensor."""
 _LEVELS: Final = {
     "token": "token",
     "token_k1": "token",
@@ -219,8 +228,9 @@ def _put_penalty(draft: Draft, place: str, setting: tuple[Any, str], names: tupl
 
 def _write_rewards(draft: Draft) -> None:
     draft.copy("algorithm.filter_groups", "algorithm.filter_groups.enable")
-    if draft.take("algorithm.filter_groups.metric"):
-        draft.change("algorithm.filter_groups.metric", "groups are dropped whose samples all have the same reward")
+    name = "algorithm.filter_groups.metric"
+    if metric := draft.take(name):
+        draft.change(name, _FILTERED_BY.get(metric, f"{metric} is not known here; {_FILTERED_HERE}"))
     if batches := draft.take("algorithm.filter_groups.max_num_gen_batches"):
         draft.put("async.max_filtered_batches", batches, "algorithm.filter_groups.max_num_gen_batches")
     for prefix in ("reward_model.reward_kwargs.", "reward_model.", "reward.reward_kwargs."):

@@ -72,12 +72,17 @@ class GrpoBackend:
         name = self._where[group_id] = self._fleet.engines.least_loaded()
         with self._fleet.engines.hold(name):
             samples = await self._sample(group_id, draw, name)
-            greedy_reward = await self._sample_greedy(group_id, draw, name)
+            greedy = await self._sample_greedy(group_id, draw, name)
+        return await self._take_in(group_id, draw, samples, greedy)
+
+    async def _take_in(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> GroupResult:
+        """Keep a group for training, unless its samples teach nothing or cannot be trained on."""
         if not self._can_be_compared(samples):
             return GroupResult(oldest_version=self._policy.version, filtered=True)
         self._stream.record(draw, [sample.score.value for sample in samples])
-        group = self._group(group_id, draw, samples, greedy_reward)
-        filtered = self._config.algorithm.filter_groups and not has_signal(group.rewards)
+        group = self._group(group_id, draw, samples, greedy)
+        may_filter = self._config.algorithm.filter_groups and not group.flaw
+        filtered = may_filter and not self._has_signal(samples, greedy)
         group = group if filtered else await self._taught(group)
         if group.flaw:
             self._rollouts.leave_out("rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.rewards))
@@ -86,6 +91,16 @@ class GrpoBackend:
         if not filtered:
             self._groups[group_id] = group
         return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
+
+    def _has_signal(self, samples: list[Scored], greedy: Scored | None) -> bool:
+        """Return whether a group teaches anything, by its rewards before anything is taken off for length."""
+        return has_signal(
+            [sample.score.value for sample in samples],
+            self._config.algorithm,
+            parts=[sample.score.parts for sample in samples],
+            weights=self._config.reward.all_weights if self._config.reward.is_set else {},
+            greedy_reward=greedy.score.value if greedy else None,
+        )
 
     async def _taught(self, group: SampledGroup) -> SampledGroup:
         """The group with what the teacher has to say to it, where there is one."""
@@ -113,15 +128,15 @@ class GrpoBackend:
         of = draw.source.settings
         return await self._rollouts.sample(name, draw.prompt, request, of.judge, of.environment_key)
 
-    async def _sample_greedy(self, group_id: int, draw: Draw, name: str) -> float:
-        """Reward of the greedy sample that ReMax compares with; 0 for other advantages."""
+    async def _sample_greedy(self, group_id: int, draw: Draw, name: str) -> Scored | None:
+        """Return the greedy sample that ReMax compares with; None for other advantages, or where it has failed."""
         if not self._config.algorithm.needs_greedy_reward:
-            return 0.0
+            return None
         rollout = self._config.rollout
         params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=tuple(rollout.stop))
         request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=draw.prompt.ids, params=params)
         samples = await self._ask(draw, name, request)
-        return self._worth(samples[0], draw) if samples else 0.0
+        return samples[0] if samples else None
 
     def _can_be_compared(self, samples: list[Scored]) -> bool:
         """Whether enough of a group is left."""
@@ -129,7 +144,7 @@ class GrpoBackend:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
 
-    def _group(self, group_id: int, draw: Draw, samples: list[Scored], greedy_reward: float) -> SampledGroup:
+    def _group(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> SampledGroup:
         return SampledGroup(
             group_id=group_id,
             item=draw.item,
@@ -139,7 +154,7 @@ class GrpoBackend:
             sizes=[len(sample.trajectories) for sample in samples],
             rewards=[self._worth(sample, draw) for sample in samples],
             parts=[sample.score.parts for sample in samples],
-            greedy_reward=greedy_reward,
+            greedy_reward=self._worth(greedy, draw) if greedy else 0.0,
         )
 
     def _worth(self, sample: Scored, draw: Draw) -> float:
