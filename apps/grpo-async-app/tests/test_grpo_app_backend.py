@@ -14,6 +14,7 @@ from grpo_async_app._config.sources import TrainingSource, source_settings
 from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.backend import GrpoBackend
+from grpo_async_app._run.ending import EarlyEnd
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.sampling import Scored
 from grpo_async_app._run.validation import Validation
@@ -58,7 +59,17 @@ def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
     [of_data] = source_settings(config)
     stream = PromptStream(config, [TrainingSource(settings=of_data, prompts=(prompt,), counts=RowCounts())], {})
     sets = [held_out_set(config, [prompt])]
-    return GrpoBackend(config, fleet, policy, stream=stream, sets=sets, run=notes, logger=notes, templates={})
+    return GrpoBackend(
+        config,
+        fleet,
+        policy,
+        stream=stream,
+        sets=sets,
+        run=notes,
+        logger=notes,
+        templates={},
+        early_end=EarlyEnd(config),
+    )
 
 
 def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep(

@@ -47,6 +47,32 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     assert command("eval", run).code == 0
 
 
+def test_a_run_ends_at_its_accuracy_and_a_resume_goes_on_only_for_more(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    everything_is_right = ["--eval.success_reward=-1", "--eval.stop_at_accuracy=1"]
+    output = run_to_its_end(forked_main, "train", config, "--out", run, *everything_is_right)
+    assert "ended early: accuracy 1.000 at update 0 reaches eval.stop_at_accuracy = 1" in " ".join(output.split())
+    num_updates = latest_checkpoint(run).step
+    assert num_updates < 5
+    assert max(values_of(run, "eval/accuracy")) == num_updates, "the last policy is validated"
+    run_to_its_end(forked_main, "resume", run)
+    assert latest_checkpoint(run).step == num_updates
+    run_to_its_end(forked_main, "resume", run, "--eval.stop_at_accuracy=0")
+    assert sorted(trained_prompts(run).values()) == [1] * NUM_TRAIN
+
+
+def test_a_run_ends_at_its_time_limit_with_everything_trained_that_was_started(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    output = run_to_its_end(forked_main, "train", config, "--out", run, "--engine.max_time_s=0.001")
+    assert "ended early: the time limit engine.max_time_s = 0.001 s is over" in " ".join(output.split())
+    statistics = statistics_of(run)
+    assert statistics["submitted"] - statistics["reissued"] == statistics["trained"] < NUM_TRAIN
+
+
 @pytest.mark.nightly
 def test_a_resumed_run_keeps_what_it_was_told_and_refuses_other_rows(
     forked_main: Main, config: Path, tmp_path: Path

@@ -73,6 +73,9 @@ class Backend:
     def wants_checkpoint(self, version):
         return bool(self.checkpoint_every) and version % self.checkpoint_every == 0
 
+    def wants_end(self):
+        return ""
+
     async def checkpoint(self, state):
         samples = {group: self.samples[group] for group, _ in state["finished"]}
         await self.work_of_trainer(0.003)
@@ -399,3 +402,17 @@ def test_a_group_that_came_back_is_never_dropped_as_if_it_had_not():
     backend.odd, backend.came_back, policy.before_actions = set(), set(), []
     run(policy, backend)
     assert not any(policy.before_actions), "the policy decided without knowing that a group had come back"
+
+
+def test_a_backend_that_wants_the_end_gets_it_with_everything_trained_that_was_started():
+    class Satisfied(Backend):
+        def wants_end(self):
+            return "accurate enough" if len(self.trained) >= 8 else ""
+
+    policy, backend = AsyncPolicy(AsyncConfig(**QUICK), 1000), Satisfied()
+    run(policy, backend)
+    assert policy.ended_early == "accurate enough"
+    assert 8 <= len(backend.trained) < 40
+    assert set(backend.trained.values()) == {1}
+    assert backend.samples == {}
+    assert backend.engine_version == policy.version

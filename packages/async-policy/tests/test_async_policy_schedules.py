@@ -58,13 +58,13 @@ class World:
         self.updates_since_sync = self.submits = 0
         self.mishaps_left = 12  # losses, restores, requested syncs: bounded, or progress would prove nothing
         self.must_sync = False
-        self.data_was_ended = False
+        self.ended_early_by_us = False
         self.filtered_in_a_row = 0
 
     @property
     def data_ended(self):
         limit = self.config.max_filtered_batches * self.config.groups_per_update
-        return self.data_was_ended or self.filtered_in_a_row >= limit
+        return self.ended_early_by_us or self.filtered_in_a_row >= limit
 
     @property
     def num_groups(self):
@@ -172,7 +172,7 @@ class World:
         events += [self.finish_sync] * 2 if self.sync else []
         assert events, f"a state without a way on: {self.policy.describe_wait()}"
         if self.mishaps_left and self.random.random() < 0.1:
-            mishaps = [self.kill_and_restore, self.ask_for_sync, self.lose_engine, self.end_data]
+            mishaps = [self.kill_and_restore, self.ask_for_sync, self.lose_engine, self.end_early]
             events = [self.random.choice(mishaps)]
             self.mishaps_left -= 1
         self.random.choice(events)()
@@ -224,16 +224,17 @@ class World:
                 self.policy.group_lost(group)
                 self.give_place_back(group)
 
-    def end_data(self):
+    def end_early(self):
         if self.random.random() < 0.2:
-            self.policy.end_data()
-            self.data_was_ended = True
+            self.policy.end_early("accurate enough")
+            self.ended_early_by_us = True
 
     def kill_and_restore(self):
         state = json.loads(json.dumps(self.policy.state()))
         assert {group for group, _ in state["finished"]} == set(self.finished)
-        if self.policy.ended_early:
-            state["filtered_in_a_row"] = self.filtered_in_a_row = 0  # whoever resumes it tries again
+        self.ended_early_by_us = False  # a resumed run tries again, whatever ended it early
+        if self.data_ended:
+            state["filtered_in_a_row"] = self.filtered_in_a_row = 0
         self.policy = AsyncPolicy.restore(self.config, state, self.data_groups, self.max_updates)
         assert self.policy.state() == state
         self.in_flight.clear()

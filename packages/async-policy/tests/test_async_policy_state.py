@@ -142,10 +142,10 @@ def drive(policy, until=10_000):
     return policy
 
 
-def test_ending_the_data_early_trains_what_was_started_and_finishes():
+def test_ending_early_trains_what_was_started_and_finishes():
     policy = AsyncPolicy(CONFIG, 1000)
     assert len(policy.actions()) == 4
-    policy.end_data()
+    policy.end_early("accurate enough")
     policy.group_lost(1)
     assert policy.actions() == [Submit(1)], "a group that was started is not given up"
     for group in (0, 1, 2):

@@ -61,6 +61,13 @@ class LoopBackend(Protocol):
         """Whether to call `checkpoint` now that the trainer holds `version`; asked once after each update."""
         ...
 
+    def wants_end(self) -> str:
+        """Return a reason to end the run now, or an empty string; asked about every second and after each action.
+
+        Groups already started are trained and synced before the run ends.
+        """
+        ...
+
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write trainer, state and the samples of the groups in state["finished"] as one.
 
@@ -334,6 +341,8 @@ class _Loop:
             if settle is not _nothing or not task.cancelled():
                 settle(self._result(task))
             self._last_move = self._clock()
+        if reason := self._backend.wants_end():
+            self._policy.end_early(reason)
         self._look_for_movement()
 
     def _result(self, task: asyncio.Task[Any]) -> Any:

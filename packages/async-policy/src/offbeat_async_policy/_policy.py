@@ -58,7 +58,7 @@ class AsyncPolicy:
         self.statistics = Statistics()
         self._lag_bound = LagBound(config)
         self._num_groups, self._max_updates = num_groups, max_updates
-        self._data_was_ended = False
+        self._end_reason = ""
         self._filtered_in_a_row = 0  # since a group last had a learning signal
         self._next_new_group = 0
         self._waiting: list[int] = []  # to be issued again, in data order
@@ -231,9 +231,15 @@ class AsyncPolicy:
         """Ask for a sync as soon as the trainer is free, such as for an engine that was started again."""
         self._sync_requested = True
 
-    def end_data(self) -> None:
-        """Let the data end here: no new group is started; what was started is trained, synced, and the run finishes."""
-        self._data_was_ended = True
+    def end_early(self, reason: str) -> None:
+        """Start no new group; groups already started are trained and synced, and then the run finishes.
+
+        The first reason stays. A run that is restored starts groups again: the driver that ended it decides anew.
+
+        Args:
+            reason: one line for the user.
+        """
+        self._end_reason = self._end_reason or reason
 
     def _remove_in_flight(self, group_id: int) -> int:
         if group_id not in self._in_flight:
@@ -301,15 +307,18 @@ class AsyncPolicy:
 
     @property
     def ended_early(self) -> str:
-        """Why no more prompts are drawn although there are some; empty when that is not so."""
-        if self._filtered_in_a_row < self.config.max_filtered_batches * self.config.groups_per_update:
-            return ""
+        """Reason why no more prompts are drawn although there are some; empty otherwise."""
+        if (
+            self._end_reason
+            or self._filtered_in_a_row < self.config.max_filtered_batches * self.config.groups_per_update
+        ):
+            return self._end_reason
         return f"the last {self._filtered_in_a_row} prompt groups had no learning signal"
 
     @property
     def _num_to_start(self) -> int:
         """New groups that are still to be started, as far as is known now."""
-        if self._data_was_ended or self.ended_early:
+        if self.ended_early:
             return 0
         rooms = [] if self._num_groups is None else [self._num_groups - self._next_new_group]
         if self._max_updates is not None:  # a filtered or dropped group is in no number here: it is replaced
@@ -340,7 +349,6 @@ class AsyncPolicy:
             next_new_group=self._next_new_group,
             waiting=sorted([*self._waiting, *self._in_flight]),
             finished={**self._finished, **self._training},
-            data_was_ended=self._data_was_ended,
             filtered_in_a_row=self._filtered_in_a_row,
             statistics=self.statistics,
         ).to_plain()
@@ -366,7 +374,6 @@ class AsyncPolicy:
         policy._next_new_group = snapshot.next_new_group
         policy._waiting = list(snapshot.waiting)
         policy._finished = dict(snapshot.finished)
-        policy._data_was_ended = snapshot.data_was_ended
         policy._filtered_in_a_row = snapshot.filtered_in_a_row
         if policy.ended_early:
             policy._filtered_in_a_row = 0

@@ -195,7 +195,6 @@ class Snapshot:
         next_new_group: first group that was never started.
         waiting: groups to be issued again, sorted.
         finished: group -> version of its oldest token.
-        data_was_ended: no new group is to be started.
         filtered_in_a_row: groups without signal since one had it.
         statistics: the counts.
     """
@@ -204,7 +203,6 @@ class Snapshot:
     next_new_group: int
     waiting: list[int]
     finished: dict[int, int]
-    data_was_ended: bool
     filtered_in_a_row: int
     statistics: Statistics
 
@@ -228,7 +226,6 @@ class Snapshot:
                 next_new_group=int(plain["next_new_group"]),
                 waiting=sorted(int(group) for group in plain["waiting"]),
                 finished={int(group): int(oldest) for group, oldest in plain["finished"]},
-                data_was_ended=bool(plain["data_was_ended"]),
                 filtered_in_a_row=int(plain["filtered_in_a_row"]),
                 statistics=Statistics.from_plain(plain["statistics"]),
             )

@@ -175,6 +175,9 @@ class EngineConfig(TrainEngineSettings):
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
     num_ranks: int = setting(1, "Processes that train together, each on a device of its own.", "ranks", ge=1, le=65536)
     max_updates: int = setting(0, "End the run after so many updates; 0: when the data ends.", "updates", ge=0)
+    max_time_s: float = setting(
+        0.0, "End the run after so long, counted from the start or the resume of training; 0: no limit.", "s", ge=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +227,9 @@ class EvalConfig:
     score_set: str = setting(
         "", "Set whose mean reward says which checkpoint is the best; empty: the held-out prompts, else the first."
     )
+    stop_at_accuracy: float = setting(
+        0.0, "End the run once the accuracy of score_set's validation reaches this; 0: never.", ge=0, le=1
+    )
     at_sync: str = setting(
         "auto",
         "When weights come while a validation runs: wait holds them, and so the trainer, until it ends, so that one "
@@ -233,6 +239,11 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.stop_at_accuracy and not self.every_updates:
+            raise ConfigError(
+                f"eval.stop_at_accuracy = {self.stop_at_accuracy:g} has no effect without validations: set "
+                "eval.every_updates, or leave it out"
+            )
         if HELD_OUT in self.sets:
             raise ConfigError(f"eval.sets.{HELD_OUT}: this name is that of the prompts held out by section data")
         if self.score_set and self.score_set not in (*self.sets, HELD_OUT):

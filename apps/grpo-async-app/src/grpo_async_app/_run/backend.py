@@ -12,6 +12,7 @@ from grpo_async_app._config.validation_sets import ValidationSet, mark_of
 from grpo_async_app._fleet.busy import BusyClock
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup, save_groups
+from grpo_async_app._run.ending import EarlyEnd
 from grpo_async_app._run.prompt_stream import Draw, PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, Scored
@@ -38,6 +39,7 @@ class GrpoBackend:
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
         templates: put the words of environments into tokens, by their keys in `GrpoConfig.environments`.
+        early_end: says whether the run should end before its data does.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class GrpoBackend:
         logger: RunLogger,
         groups: dict[int, SampledGroup] | None = None,
         templates: Mapping[str, TurnTemplate],
+        early_end: EarlyEnd,
     ) -> None:
         self._config, self._fleet, self._policy, self._run, self._logger = config, fleet, policy, run, logger
         self._stream, self._sets = stream, sets
@@ -62,7 +65,7 @@ class GrpoBackend:
         self._trainer_version = policy.version
         self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
         self._rollouts = Rollouts(config, fleet, templates, self._clock.busy)
-        self._templates = templates
+        self._templates, self._early_end = templates, early_end
         self._bringing = asyncio.create_task(self._bring_weights())
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -291,6 +294,9 @@ class GrpoBackend:
     def wants_checkpoint(self, version: int) -> bool:
         every = self._config.checkpoint.every
         return every > 0 and version % every == 0
+
+    def wants_end(self) -> str:
+        return self._early_end.reason(self._logger.last_accuracy, self._logger.last_validated)
 
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write weights, optimizer, the loop's state and the finished groups as one folder."""

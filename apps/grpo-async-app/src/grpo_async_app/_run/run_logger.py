@@ -10,10 +10,10 @@ import numpy as np
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.busy import BusyShares
 from grpo_async_app._roles.groups import SampledGroup
-from grpo_async_app._run.validation import Validation
+from grpo_async_app._run.validation import Validation, accuracy_metric
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
-from offbeat_run import Generation, RunFolder, RunLog, clock_s, read_metrics
+from offbeat_run import HELD_OUT, Generation, RunFolder, RunLog, clock_s, read_metrics
 from offbeat_types import Metric, Metrics, WeightPart
 
 WAIT_SHOWN_AFTER_S = 120.0
@@ -29,26 +29,36 @@ class RunLogger:
         num_updates: updates of the whole run, for the progress.
 
     Attributes:
-        last_validated: version of the last validation that was written down, by whatever process; -1 for none.
+        last_validated: version of the last validation that was written down, by this process or an earlier one; -1
+            for none.
+        last_accuracy: of the set that `eval.score_set` names, in that validation; None for none.
     """
 
     def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int) -> None:
         self._run, self._config, self._num_updates = run, config, num_updates
         self._log: RunLog | None = None
         self.last_validated = -1
+        self.last_accuracy: float | None = None
 
     @contextmanager
     def opened(self, last_step: int) -> Iterator[None]:
         """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
         self._last_wait_s, self._num_left_out_told = 0.0, 0
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
-            validated = [
-                line.step
-                for line in read_metrics(self._run.metrics)
-                if any(name.startswith("eval/") for name in line.values)
-            ]
-            self.last_validated = max(validated, default=-1)
+            self._read_last_validation()
             yield
+
+    def _read_last_validation(self) -> None:
+        validated = [
+            line for line in read_metrics(self._run.metrics) if any(name.startswith("eval/") for name in line.values)
+        ]
+        last = max(validated, key=lambda line: line.step, default=None)
+        self.last_validated, self.last_accuracy = -1, None
+        if last is not None:
+            sets = (self._config.eval.score_set or HELD_OUT, *self._config.eval.sets)
+            found = (last.values.get(accuracy_metric(name)) for name in sets)
+            self.last_validated = last.step
+            self.last_accuracy = next((value for value in found if isinstance(value, float)), None)
 
     @property
     def _opened(self) -> RunLog:
@@ -102,6 +112,7 @@ class RunLogger:
 
     def validated(self, validation: Validation) -> None:
         self.last_validated = validation.version
+        self.last_accuracy = validation.accuracy(self._config.eval.score_set)
         self._opened.write_validation(validation.version, validation.numbers(), validation.items)
         shown: dict[str, list[Generation]] = {}
         for answered in validation.answered:

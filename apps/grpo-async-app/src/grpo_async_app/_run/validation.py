@@ -84,9 +84,21 @@ class Validation:
         return {name: value for summary in self.summaries for name, value in summary.metrics().items()}
 
     def score(self, score_set: str) -> float:
-        """What says which checkpoint is the best: see `eval.score_set`."""
+        """Return the mean reward that says which checkpoint is the best: see `eval.score_set`."""
+        return self._scored(score_set).reward
+
+    def accuracy(self, score_set: str) -> float:
+        """Return the accuracy of the set that `score` looks at."""
+        return self._scored(score_set).accuracy
+
+    def _scored(self, score_set: str) -> SetSummary:
         by_name = {summary.name: summary for summary in self.summaries}
-        return (by_name.get(score_set or HELD_OUT) or self.summaries[0]).reward
+        return by_name.get(score_set or HELD_OUT) or self.summaries[0]
+
+
+def accuracy_metric(name: str) -> str:
+    """Return the metric that holds the accuracy of a validation set, by the set's name."""
+    return "eval/accuracy" if name == HELD_OUT else f"eval/{name}/accuracy"
 
 
 def validated_names(sets: Sequence[ValidationSet]) -> dict[str, str]:
