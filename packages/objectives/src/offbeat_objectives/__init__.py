@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from offbeat_objectives._divergence import Distillation, distill, kl_per_token
     from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
+    from offbeat_objectives._mismatch import measure_mismatch, summarise_mismatch
     from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
     from offbeat_objectives._preferences import (
         PreferenceLoss,
@@ -62,6 +63,7 @@ __all__ = [
     "kl_per_token",
     "kto_baseline",
     "kto_losses",
+    "measure_mismatch",
     "orpo_losses",
     "overlong_penalty",
     "pack",
@@ -69,12 +71,13 @@ __all__ = [
     "sequence_of_tokens",
     "sft_loss",
     "simpo_losses",
+    "summarise_mismatch",
     "try_functions",
     "unpack",
 ]
 
 _NEED_TORCH = (
-    *("_advantages", "_correction", "_critic", "_divergence", "_estimators", "_losses", "_packing"),
+    *("_advantages", "_correction", "_critic", "_divergence", "_estimators", "_losses", "_mismatch", "_packing"),
     *("_preferences", "_surrogates", "_trial"),
 )
 

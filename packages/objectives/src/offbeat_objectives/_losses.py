@@ -13,6 +13,7 @@ from torch import Tensor
 from offbeat_objectives._config import AlgorithmConfig, read_preset
 from offbeat_objectives._correction import correct_rollouts, off_policy_mask
 from offbeat_objectives._divergence import kl_per_token
+from offbeat_objectives._mismatch import measure_mismatch
 from offbeat_objectives._options import LossOptions
 from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
 from offbeat_objectives._surrogates import OBJECTIVES, Objective, PolicyTokens, Surrogate
@@ -24,6 +25,7 @@ ROLLOUT: Final = "rollout_logprobs"
 REFERENCE: Final = "ref_logprobs"
 WEIGHTS: Final = "correction_weights"
 KEEP: Final = "keep"
+LAGGED: Final = "lagged"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class PolicyLoss:
         ref_logprobs: nats, of the reference policy; needed with a KL penalty in the loss, otherwise only measured.
         correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection.
             In the bypass form the loss makes `keep` itself, from its own log-probabilities.
+        lagged: optional; 0 where the trainer's log-probability is of exactly the weights that sampled the token,
+            else 1.
+
+    With `rollout_logprobs` the mismatch to the trainer's log-probabilities is measured, whatever is corrected: those of
+    `old_logprobs` where they are recomputed, otherwise its own; see `summarise_mismatch`.
 
     Rejected tokens add nothing to any term, and count in the totals it divides by. Correction weights act on the policy
     objective only, as does the off-policy mask: the KL penalty and the entropy are about the policy of now, whoever
@@ -72,7 +79,7 @@ class PolicyLoss:
 
         Returns:
             A scalar that carries gradient (0, with gradients of 0, when every token is rejected or there is none), and
-            metrics under `loss/`, `policy/` and `objective/`.
+            metrics under `loss/`, `policy/`, `objective/` and `mismatch_sums/`.
 
         Raises:
             ShapeError: an extra is missing or has another shape.
@@ -95,7 +102,16 @@ class PolicyLoss:
         loss = torch.stack(list(terms.values())).sum()
         measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
         measures |= {f"loss/{name}": (term, 1.0, "sum") for name, term in terms.items()}
-        return loss, metrics | read_metrics(measures | _measures(tokens, policy_tokens, surrogate))
+        metrics |= read_metrics(measures | _measures(tokens, policy_tokens, surrogate))
+        return loss, metrics | self._measure_mismatch(tokens)
+
+    def _measure_mismatch(self, tokens: LossTokens[Any]) -> Metrics:
+        """Over all loss tokens, rejected ones included."""
+        if ROLLOUT not in tokens.extras:
+            return {}
+        recomputed = self.config.needs_train_logprobs(single_step=self.single_step)
+        train_N = tokens.extras[OLD] if recomputed else tokens.logprobs_N
+        return measure_mismatch(train_N, tokens.extras[ROLLOUT], tokens.extras.get(LAGGED))
 
     def _old_logprobs(self, tokens: LossTokens[Any]) -> Tensor:
         own_N: Tensor = tokens.logprobs_N.detach()

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,21 @@ class MetricName:
     unit: str = ""
 
 
+def _mismatch_names() -> Iterator[MetricName]:
+    """Names of trainer against rollout engine: of all tokens, of those without lag, of the others."""
+    figures = (
+        MetricName("kl", "KL(rollout ‖ train), estimator k3, a token", "nats"),
+        MetricName("abs_p99_nats", "|log r| that 99 of 100 tokens do not exceed, r = trainer / engine", "nats"),
+        MetricName("abs_max_nats", "Largest |log r|, r = trainer's probability / engine's", "nats"),
+        MetricName("ess_share", "Effective sample size under the weights r, as a share of the tokens"),
+    )
+    tokens = {"": "", "_lag0": ", of tokens sampled by the weights being trained", "_lagged": ", of all other tokens"}
+    for suffix, which in tokens.items():
+        for figure in figures:
+            yield MetricName(f"mismatch/{figure.name}{suffix}", f"{figure.doc}{which}.", figure.unit)
+    yield MetricName("mismatch/lagged_share", "Share of the tokens that other weights than those in training sampled.")
+
+
 METRIC_NAMES: Final = {
     metric.name: metric
     for metric in (
@@ -41,6 +56,7 @@ METRIC_NAMES: Final = {
         MetricName("train/response_tokens", "Mean length of a completion.", "tokens"),
         MetricName("train/lag_mean", "Mean lag: versions between sampling the oldest token and training.", "versions"),
         MetricName("train/lag_max", "Largest lag of the update.", "versions"),
+        *_mismatch_names(),
         MetricName("async/lag_histogram", "Completions by lag: element i counts those of lag i."),
         MetricName("async/trainer_idle_share", "Share of the time the trainer waited for samples."),
         MetricName("async/rollout_idle_share", "Share of the time the rollout engines sampled nothing."),

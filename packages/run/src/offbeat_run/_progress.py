@@ -21,6 +21,7 @@ _SHOWN = {
     "eval/reward": ("held-out reward", "{:.3f}"),
     "eval/loss": ("held-out loss", "{:.4f}"),
     "train/lag_mean": ("lag", "{:.2f}"),
+    "mismatch/abs_p99_nats": ("mismatch p99 nats", "{:.2g}"),
     "async/trainer_idle_share": ("trainer idle", "{:.0%}"),
     "async/rollout_idle_share": ("rollout idle", "{:.0%}"),
     "perf/tokens_per_s": ("tokens/s", "{:,.0f}"),

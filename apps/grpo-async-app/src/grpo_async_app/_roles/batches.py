@@ -4,7 +4,7 @@ Shapes: S samples of all groups; T their trajectories, one each unless an agent 
 trajectories, packed end to end. An advantage is that of a sample, and of each token of all its trajectories.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from offbeat_objectives import (
     distill,
     kl_per_token,
 )
-from offbeat_types import Floats, Metric, Metrics, TrainEngine, TrainSequence
+from offbeat_types import Floats, Metric, Metrics, TrainEngine, TrainSequence, Trajectory
 
 
 def build_batches(
@@ -29,6 +29,7 @@ def build_batches(
     num_batches: int,
     *,
     single_step: bool = False,
+    version: int = 0,
     reward_weights: Mapping[str, float] | None = None,
     critic: TrainEngine | None = None,
     critic_lambda: float | None = None,
@@ -41,6 +42,7 @@ def build_batches(
         engine: that trains.
         num_batches: at most so many.
         single_step: see `AlgorithmConfig.needs_train_logprobs`.
+        version: of the policy before the update, against which lags are counted.
         reward_weights: of the rewards by name, for advantages that look at each; None where there are none.
         critic: asked for the value before each token; None without one.
         critic_lambda: λ of what its values should become; None: that of the advantages.
@@ -85,10 +87,27 @@ def build_batches(
         packed["correction_weights"] = correction.weights_N.numpy()
         packed["keep"] = correction.keep_N.numpy()
         metrics.update(correction.metrics)
+    parts = np.array_split(np.arange(len(groups)), min(num_batches, len(groups)))
+    num_first = sum(groups[number].num_tokens for number in parts[0])
+    packed["lagged"] = _lagged(trajectories, version, len(packed["rollout_logprobs"]) if needs_logprobs else num_first)
     sequences = list(_with_extras(plain, packed, lengths_T.tolist()))
     ends = np.cumsum([0, *(len(group.trajectories) for group in groups)])
-    parts = np.array_split(np.arange(len(groups)), min(num_batches, len(groups)))
     return [sequences[ends[part[0]] : ends[part[-1] + 1]] for part in parts], metrics
+
+
+def _lagged(trajectories: Sequence[Trajectory], version: int, num_scored: int) -> Floats:
+    """[N] 0 where the trainer's log-probability is of exactly the weights that sampled the token, else 1.
+
+    Args:
+        trajectories: of all groups.
+        version: of the policy before the update.
+        num_scored: tokens whose log-probability is that of this policy; the trainer has made a step before the others.
+    """
+    runs = [(segment.version, segment.num_tokens) for each in trajectories for segment in each.segments]
+    versions, counts = np.array(runs, np.int64).reshape(-1, 2).T
+    lagged_N = np.asarray(np.repeat(versions, counts) != version, np.float32)
+    lagged_N[num_scored:] = 1
+    return lagged_N
 
 
 def _sequences(group: SampledGroup) -> list[TrainSequence]:

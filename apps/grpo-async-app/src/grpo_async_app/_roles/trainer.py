@@ -15,7 +15,7 @@ from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
-from offbeat_objectives import ValueLoss, build_loss
+from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
 from offbeat_run import check_shared, disk_errors
 from offbeat_types import (
     Metric,
@@ -133,6 +133,7 @@ class TrainerRole:
             self._engine,
             num_batches,
             single_step=self._single_step,
+            version=number,
             reward_weights=self._reward_weights,
             critic=self._critic,
             critic_lambda=self._critic_config.gae_lambda,
@@ -142,7 +143,7 @@ class TrainerRole:
             steps += [self._step_critic(self._critic, batch) for batch in batches]
         if self._critic is None or number >= self._critic_config.warmup_updates:
             steps += [self._step(batch) for batch in batches]
-        return merge_metrics([metrics, *steps])
+        return summarise_mismatch(merge_metrics([metrics, *steps]))
 
     def _step(self, sequences: list[TrainSequence]) -> Metrics:
         losses = _named(self._engine.forward_backward(sequences, self._loss))
@@ -290,5 +291,5 @@ def _named(metrics: Metrics) -> Metrics:
     named.setdefault("train/loss", Metric(value=0.0))
     # The engine's own names have no slash: see `TrainEngine.forward_backward`.
     named |= {f"engine/{name}": metric for name, metric in metrics.items() if "/" not in name and name != "loss"}
-    kept = ("correction/", "objective/")
+    kept = ("correction/", "objective/", "mismatch_sums/")
     return {**named, **{name: metric for name, metric in metrics.items() if name.startswith(kept)}}

@@ -1,0 +1,135 @@
+"""How far the trainer's log-probabilities are from those that the rollout engine reported, whatever is corrected.
+
+With r = π_train / π_rollout of each loss token, which the rollout policy sampled:
+
+    kl            Σ (r - 1 - log r) / N, the estimator k3 of KL(rollout ‖ train), nats per token
+    abs_p99_nats  the least value that |log r| of 99 in 100 tokens does not exceed
+    abs_max_nats  max |log r|
+    ess_share     (Σ r)² / (N Σ r²), the effective sample size as a share of N: 1 for equal policies
+
+log r is cut at ±20 before exp; |log r| is not cut. A micro-batch yields sums and counts, which add up over
+micro-batches, ranks and mini batches, so that the figures are those of the whole update however it is divided. The
+percentile comes from counts in bins that are 32 to a decade, from 1e-6 to 1000 nats: it is the upper edge of its bin,
+at least the exact value and at most 7.5 % above it (1e-6 at the low end), and never above the maximum.
+
+Sources: k3: J. Schulman, http://joschu.net/blog/kl-approx.html; effective sample size: A. Kong, 1992, "A note on
+importance sampling using standardized weights".
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offbeat_objectives._config import LOG_RATIO_BOUND
+from offbeat_types import Metric, Metrics
+
+SUMS_PREFIX: Final = "mismatch_sums/"
+LAG0: Final = "lag0"
+"""Tokens that the trainer scored with exactly the weights that sampled them."""
+LAGGED: Final = "lagged"
+_UNKNOWN: Final = "unknown"
+_BINS_PER_DECADE: Final = 32
+_EDGES: Final = 10.0 ** (np.arange(9 * _BINS_PER_DECADE + 1) / _BINS_PER_DECADE - 6)
+"""Upper edges of the bins, nats. The first bin begins at 0; one more takes what is above the last edge."""
+
+_Doubles = npt.NDArray[np.float64]
+
+
+@torch.no_grad()
+def measure_mismatch(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, lagged_N: Tensor | None = None) -> Metrics:
+    """Sum up the mismatch of one micro-batch's tokens.
+
+    Args:
+        train_logprobs_N: [N] nats, of the trainer's policy.
+        rollout_logprobs_N: [N] nats, as the rollout engine reported them.
+        lagged_N: [N] 0 where the trainer's number is of exactly the weights that sampled the token, else 1; None where
+            that is not known.
+
+    Returns:
+        Sums, counts and maxima under `mismatch_sums/`, for `summarise_mismatch` once all of them are merged.
+    """
+    log_ratio_N = train_logprobs_N.float() - rollout_logprobs_N.float()
+    flags_N = torch.zeros_like(log_ratio_N) if lagged_N is None else lagged_N.float()
+    # One copy to the host; float64 sums there are exact enough on every device, also those without float64.
+    log_ratio, flags = torch.stack([log_ratio_N, flags_N]).cpu().numpy().astype(np.float64)
+    if lagged_N is None:
+        return _sums(_UNKNOWN, log_ratio)
+    return _sums(LAG0, log_ratio[flags == 0]) | _sums(LAGGED, log_ratio[flags != 0])
+
+
+def _sums(tokens: str, log_ratio_n: _Doubles) -> Metrics:
+    if not len(log_ratio_n):
+        return {}
+    # A log-probability that is not a number is as far away as can be.
+    log_ratio_n = np.where(np.isnan(log_ratio_n), -np.inf, log_ratio_n)
+    sizes_n = np.abs(log_ratio_n)
+    bounded_n = np.clip(log_ratio_n, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_n = np.exp(bounded_n)
+    sums = {
+        "tokens": float(len(log_ratio_n)),
+        "kl": float(np.sum(np.expm1(bounded_n) - bounded_n)),
+        "ratio": float(np.sum(ratio_n)),
+        "ratio_square": float(np.sum(np.square(ratio_n))),
+    }
+    bins, counts = np.unique(np.searchsorted(_EDGES, sizes_n), return_counts=True)
+    sums |= {f"bin_{number}": float(count) for number, count in zip(bins.tolist(), counts.tolist(), strict=True)}
+    found = {name: Metric(value=value, how="sum") for name, value in sums.items()}
+    found["abs_max"] = Metric(value=float(sizes_n.max()), how="max")
+    return {f"{SUMS_PREFIX}{tokens}/{name}": metric for name, metric in found.items()}
+
+
+def summarise_mismatch(metrics: Mapping[str, Metric]) -> Metrics:
+    """Turn the merged sums of `measure_mismatch` into the figures of an update.
+
+    Args:
+        metrics: of a whole update; others than those of `measure_mismatch` are returned as they are.
+
+    Returns:
+        For all tokens `mismatch/kl`, `mismatch/abs_p99_nats`, `mismatch/abs_max_nats` and `mismatch/ess_share`; where
+        lags are known the same with `_lag0` and `_lagged` at the end, for those of the two that have tokens, and
+        `mismatch/lagged_share`, the share of the tokens that are lagged.
+    """
+    others = {name: metric for name, metric in metrics.items() if not name.startswith(SUMS_PREFIX)}
+    parts = {tokens: _part(metrics, f"{SUMS_PREFIX}{tokens}/") for tokens in (LAG0, LAGGED, _UNKNOWN)}
+    parts = {tokens: part for tokens, part in parts.items() if part}
+    figures = dict(_figures(_add_up(list(parts.values())), "")) if parts else {}
+    for tokens in (LAG0, LAGGED):
+        if tokens in parts:
+            figures |= _figures(parts[tokens], f"_{tokens}")
+    if parts and _UNKNOWN not in parts:
+        counts = {tokens: part["tokens"] for tokens, part in parts.items()}
+        figures["mismatch/lagged_share"] = counts.get(LAGGED, 0.0) / sum(counts.values())
+    return {**others, **{name: Metric(value=value) for name, value in figures.items()}}
+
+
+def _part(metrics: Mapping[str, Metric], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): each.value for name, each in metrics.items() if name.startswith(prefix)}
+
+
+def _add_up(parts: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for part in parts for name in part} - {"abs_max"}
+    total = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return {**total, "abs_max": max(part["abs_max"] for part in parts)}
+
+
+def _figures(sums: Mapping[str, float], suffix: str) -> Iterator[tuple[str, float]]:
+    num_tokens = sums["tokens"]
+    yield f"mismatch/kl{suffix}", sums["kl"] / num_tokens
+    yield f"mismatch/abs_p99_nats{suffix}", min(_percentile_99(sums), sums["abs_max"])
+    yield f"mismatch/abs_max_nats{suffix}", sums["abs_max"]
+    yield f"mismatch/ess_share{suffix}", sums["ratio"] ** 2 / (num_tokens * sums["ratio_square"])
+
+
+def _percentile_99(sums: Mapping[str, float]) -> float:
+    """Upper edge of the bin that holds the token of rank ⌈0.99 N⌉; infinity above the last edge."""
+    counts = {int(name.removeprefix("bin_")): count for name, count in sums.items() if name.startswith("bin_")}
+    left = -(-99 * int(sums["tokens"]) // 100)
+    for number in sorted(counts):
+        left -= int(counts[number])
+        if left <= 0:
+            return float(_EDGES[number]) if number < len(_EDGES) else float("inf")
+    raise AssertionError("the counts of the bins add up to the tokens")

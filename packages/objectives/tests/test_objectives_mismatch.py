@@ -1,0 +1,91 @@
+"""The mismatch of trainer and rollout engine against loops over tokens in float64, however an update is divided."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat_objectives import measure_mismatch, summarise_mismatch
+from offbeat_types import Metric, merge_metrics
+
+FIGURES = ("kl", "abs_p99_nats", "abs_max_nats", "ess_share")
+BIN = 10 ** (1 / 32)
+"""Ratio of two neighbouring edges of the histogram."""
+
+
+@st.composite
+def updates(draw):
+    """Log-probabilities [N] of trainer and engine, flags [N], and the sizes of the micro-batches that N is cut into."""
+    sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    spread = draw(st.sampled_from([0.0, 1e-7, 1e-3, 0.3, 8.0, 500.0]))
+    rollout_N = -3 * torch.rand(sum(sizes), generator=generator)
+    train_N = rollout_N + spread * torch.randn(sum(sizes), generator=generator)
+    lagged_N = (torch.rand(sum(sizes), generator=generator) < draw(st.sampled_from([0.0, 0.4, 1.0]))).float()
+    return train_N, rollout_N, lagged_N, sizes
+
+
+def reference(log_ratios):
+    """The four figures of some tokens, the percentile exactly."""
+    if not log_ratios:
+        return None
+    bounded = [max(-20.0, min(20.0, x)) for x in log_ratios]
+    sizes = sorted(map(abs, log_ratios))
+    ratios = [math.exp(x) for x in bounded]
+    return {
+        "kl": math.fsum(r - 1 - x for r, x in zip(ratios, bounded, strict=True)) / len(ratios),
+        "abs_p99_nats": sizes[math.ceil(len(sizes) * 99 / 100) - 1],
+        "abs_max_nats": sizes[-1],
+        "ess_share": math.fsum(ratios) ** 2 / (len(ratios) * math.fsum(r * r for r in ratios)),
+    }
+
+
+@settings(max_examples=150)
+@given(update=updates(), num_ranks=st.integers(1, 3))
+def test_the_figures_are_those_of_the_whole_update_however_it_is_divided(update, num_ranks):
+    train_N, rollout_N, lagged_N, sizes = update
+    parts = zip(*(values.split(sizes) for values in (train_N, rollout_N, lagged_N)), strict=True)
+    micro_batches = [measure_mismatch(*part) for part in parts]
+    ranks = [merge_metrics(micro_batches[rank::num_ranks]) for rank in range(num_ranks)]
+
+    metrics = summarise_mismatch(merge_metrics(ranks))
+
+    log_ratios = (train_N - rollout_N).double().tolist()
+    chosen = {
+        "": log_ratios,
+        "_lag0": [x for x, lagged in zip(log_ratios, lagged_N.tolist(), strict=True) if not lagged],
+        "_lagged": [x for x, lagged in zip(log_ratios, lagged_N.tolist(), strict=True) if lagged],
+    }
+    names = {"mismatch/lagged_share"}
+    for suffix, tokens in chosen.items():
+        expected = reference(tokens)
+        if expected is None:
+            continue
+        names |= {f"mismatch/{figure}{suffix}" for figure in FIGURES}
+        found = {figure: metrics[f"mismatch/{figure}{suffix}"].value for figure in FIGURES}
+        exact = expected["abs_p99_nats"]
+        assert exact <= found["abs_p99_nats"] <= max(exact * BIN * (1 + 1e-9), min(1e-6, found["abs_max_nats"]))
+        for figure in ("kl", "abs_max_nats", "ess_share"):
+            assert found[figure] == pytest.approx(expected[figure], rel=1e-9, abs=1e-13), figure
+    assert set(metrics) == names
+    assert metrics["mismatch/lagged_share"].value == pytest.approx(lagged_N.mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("broken", [-math.inf, math.inf, math.nan])
+def test_a_broken_log_probability_is_seen_and_leaves_the_other_figures_finite(broken):
+    train_N = torch.tensor([-1.0, broken, -1.0])
+    found = summarise_mismatch(measure_mismatch(train_N, torch.full((3,), -1.0), torch.zeros(3)))
+    assert found["mismatch/abs_max_nats"].value == math.inf
+    assert found["mismatch/abs_p99_nats_lag0"].value == math.inf
+    assert math.isfinite(found["mismatch/kl"].value)
+    assert 0 < found["mismatch/ess_share"].value <= 1
+
+
+def test_without_lags_only_all_tokens_have_figures_and_other_metrics_pass():
+    sums = measure_mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -10.0]))
+    found = summarise_mismatch({"policy/entropy": Metric(value=2.0), **sums})
+    assert set(found) == {"policy/entropy", *(f"mismatch/{figure}" for figure in FIGURES)}
+    assert found["mismatch/abs_max_nats"].value == 8.0
+    assert summarise_mismatch({"loss": Metric(value=1.0)}) == {"loss": Metric(value=1.0)}
