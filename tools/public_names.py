@@ -1,36 +1,22 @@
 """Keeps the list of each package's public names, so that one is never lost or added unnoticed.
 
 python tools/public_names.py            compare tests/contracts/public_names/ with each package's `__all__`
-python tools/public_names.py --renew    write them anew
+python tools/public_names.py --renew    write them anew, and raise versions and ranges as tools/release.py --mend does
 """
 
 import argparse
-import ast
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ranges import mend
+from released import declared_names
 from workspace import ROOT, Package, packages
 
 
 def pinned_names_file(package: Package, root: Path = ROOT) -> Path:
     """Where the public names of a package are pinned, one a line."""
     return root / "tests" / "contracts" / "public_names" / f"{package.import_name}.txt"
-
-
-def declared_names(package: Package) -> list[str]:
-    """`__all__` of the package, read without importing it. An application may have none: nobody imports it.
-
-    Raises:
-        ValueError: it has none, or one that is not a plain list of strings.
-    """
-    path = package.source / "__init__.py"
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            return [str(name) for name in ast.literal_eval(node.value)]
-    if package.is_app:
-        return []
-    raise ValueError(f"{package.import_name} needs a plain list `__all__` in its __init__.py: found none")
 
 
 def pinned_names(package: Package, root: Path = ROOT) -> list[str]:
@@ -67,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--renew", action="store_true", help="write the pinned names anew")
     if parser.parse_args(arguments).renew:
         renew()
+        print("\n".join(mend()) or "versions and ranges hold")
     found = differences()
     for line in found:
         print(f"{line}; if that is meant, say so in the CHANGELOG and run tools/public_names.py --renew")

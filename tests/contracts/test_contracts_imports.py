@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from public_names import declared_names
+from released import declared_names
 from workspace import Package, packages
 
 PACKAGES = packages()

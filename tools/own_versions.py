@@ -1,0 +1,71 @@
+"""Which versions of the workspace's packages an installer chooses, asked of uv without the rest of an environment.
+
+Released versions come from releases/, the others from wheels of the working tree.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from released import FOLDER, Version
+from workspace import ROOT, dist_name, packages
+
+UV_TIMEOUT_S: Final = 120.0
+
+
+def build_all(folder: Path, root: Path = ROOT) -> None:
+    """Build the wheel of every package of the working tree into a folder, which is emptied first."""
+    command = ["uv", "build", "--quiet", "--all-packages", "--wheel", "--clear", f"--out-dir={folder}"]
+    subprocess.run(command, cwd=root, check=True, timeout=UV_TIMEOUT_S)
+
+
+def offer(which: Literal["oldest", "newest"], built: Path, folder: Path, root: Path = ROOT) -> None:
+    """Fill a folder with kept wheels and those of the working tree; where both have a version, `which` decides.
+
+    Args:
+        which: "oldest" takes the kept one, "newest" the one of the working tree.
+        built: what `build_all` has filled.
+        folder: is emptied first.
+        root: of the workspace.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    first, last = (built, root / FOLDER) if which == "oldest" else (root / FOLDER, built)
+    for path in (*first.glob("*.whl"), *last.glob("*.whl")):
+        shutil.copy2(path, folder)
+
+
+def choose(
+    requirements: Iterable[str], offered: Path, resolution: Literal["lowest", "highest"], root: Path = ROOT
+) -> dict[str, Version]:
+    """Return the versions of our packages that uv installs for some requirements, by distribution name.
+
+    Raises:
+        ValueError: uv finds no solution, in its own words.
+    """
+    ours = {package.name for package in packages(root)}
+    others = {dist_name(each) for package in packages(root) for each in package.requirements} - ours
+    settings = offered / "uv.toml"
+    settings.write_text(f"exclude-dependencies = {sorted(others)!r}\n")
+    command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-index", "--no-sources", "-"]
+    options = [f"--config-file={settings}", f"--find-links={offered}", f"--resolution={resolution}"]
+    asked = "\n".join(requirements)
+    done = subprocess.run(
+        [*command, *options],
+        input=asked,
+        cwd=offered,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=UV_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise ValueError(f"uv finds no versions for {asked!r}: {done.stderr.strip()}")
+    return {dist_name(name): Version.parse(version) for name, version in _pins(done.stdout)}
+
+
+def _pins(listed: str) -> Sequence[tuple[str, str]]:
+    return re.findall(r"(?m)^([A-Za-z0-9._-]+)==([0-9.]+)", listed)
