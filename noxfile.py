@@ -1,19 +1,21 @@
-"""Checks of the workspace, named by package and backend. `nox -l` lists them; `nox -t cpu` runs those of CI together.
+"""Checks of the workspace. `nox -t cpu` runs those of CI together; `nox -s "test(types)"` runs one.
 
-Packages are found by folder, so a new one gets its sessions without a change here. All tests share one environment
-(.nox/cpu): a heavy one costs seconds each time, and what isolation there is to prove, `wheels` proves.
+Everything of a backend has its tag: `nox -l | grep vllm` lists it, and `nox -t vllm` runs it. The tags are
+{backends}; `nightly` for what is too long for CI; and `hardware` for what needs a device, which is
+listed everywhere and skipped with the reason where the device is not.
+
+Listed below: the whole workspace, packages of no backend, applications, one backend after another, and long sessions.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import nox
 
@@ -22,41 +24,48 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import find_bubblewrap  # noqa: E402
 import find_chromium  # noqa: E402
+from environments import (  # noqa: E402
+    NOX,
+    OLDEST_TORCH,
+    ON_OLDEST_TORCH,
+    PACKAGES,
+    RUN,
+    TEST_TOOLS,
+    engine_environment,
+    install,
+    install_workspace,
+    make_once,
+    oldest_torch_environment,
+    pytest,
+    python_version,
+    run,
+    shared_environment,
+)
 from find_links import find_links  # noqa: E402
 from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
+from ranges import own_requirements  # noqa: E402
+from sessions import (  # noqa: E402
+    add_all_of,
+    add_session,
+    backends,
+    in_order,
+    tags_of,
+    text_of,
+    text_of_versions,
+    text_of_wheel,
+)
 from side_by_side import run_side_by_side  # noqa: E402
-from workspace import Package, packages  # noqa: E402
+from wheels import OURS, test_versions, test_wheel  # noqa: E402
+from workspace import Package  # noqa: E402
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["cpu"]
 
-PACKAGES: Final = packages(ROOT)
+__doc__ = (__doc__ or "").format(backends=backends(PACKAGES))
 HARDWARE: Final = hardware_tests(PACKAGES)
-NOX: Final = ROOT / ".nox"
-WHEELS: Final = NOX / "wheels"
-# Suites whose wall-clock time two workers shorten where they run alone: they compute, or wait. The others start
-# processes that compute, or are over before a second worker has imported torch (measured: docs/decisions.md).
-TWO_WORKERS: Final = {
-    **dict.fromkeys(
-        ("grpo-async-app", "liveness", "mesh", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
-    ),
-    # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
-    "engine-megatron-engine": "loadfile",
-}
 MAX_AT_ONCE: Final = 8
-PER_TEST_TIMEOUT_S: Final = 120
 BY_DAY_AND_NIGHT: Final = "nightly or not nightly"
-OLDEST_TORCH: Final = "2.11.0"
-# Whose suites run with it: machines with a GPU often hold it, and some can fetch no other.
-ON_OLDEST_TORCH: Final = frozenset(
-    ("types", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
-)
-BESIDE_OLDEST_TORCH: Final = {*ON_OLDEST_TORCH, "data", "placement", "recipes", "run", "testing"}
-TEST_TOOLS: Final = (
-    *("aiohttp", "httpx", "requests", "hypothesis", "openai>=3.50", "pillow"),
-    *("pytest>=9", "pytest-asyncio>=1.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8"),
-)
 # Training frameworks that liveness lets be; nothing of ours needs them, so the lock does not have them.
 FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
 # Whose losses and advantages ours are compared with.
@@ -67,106 +76,14 @@ TRL: Final = "trl>=1.16,<2"
 LM_EVAL: Final = "lm-eval[api]>=0.4.9,<0.5"
 # Whose servers are asked by offbeat-data's adapter.
 OPENENV: Final = "openenv>=0.10,<0.11"
-# Of this run of nox, which the session `cpu` hands to those that it runs side by side.
-RUN: Final = os.environ.get("OFFBEAT_NOX_RUN") or uuid.uuid4().hex
-IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
 
 
-def python_version() -> str:
-    """The Python of every environment: OFFBEAT_PYTHON, or the one that runs nox where it fits, else one that does."""
-    fits = (3, 11) <= sys.version_info < (3, 14)
-    own = f"{sys.version_info.major}.{sys.version_info.minor}" if fits else "3.13"
-    return os.environ.get("OFFBEAT_PYTHON") or own
-
-
-def environment() -> dict[str, str | None]:
-    """What every command gets: nothing from a hub, one thread per process, and bytecode kept between processes.
-
-    Without bytecode each process compiles torch and transformers anew: 9 s instead of 4 s (CI forbids writing it).
-    """
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": None,
-        "PYTHONPYCACHEPREFIX": str(NOX / "pycache"),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VIRTUAL_ENV": None,
-    }
-
-
-def run(session: nox.Session, *command: str | Path, **extra: str | None) -> None:
-    """Run a command of an environment of ours, or uv."""
-    session.run(*map(str, command), external=True, env={**environment(), **extra})
-
-
-def install(session: nox.Session, venv: Path, *what: str | Path, fresh: bool = False) -> None:
-    """Make `venv` and install into it, under the pins of the lock, which uv reads from pyproject.toml."""
-    kept = "--clear" if fresh else "--allow-existing"
-    run(session, "uv", "venv", "--quiet", kept, "--python", python_version(), venv)
-    links = [f"--find-links={link}" for link in find_links()]
-    run(session, "uv", "pip", "install", "--quiet", f"--python={venv}", *links, *what)
-
-
-def make_once(what: Path, make: Callable[[], None]) -> None:
-    """Make an environment or folder once in a run of nox; sessions beside this one wait for it."""
-    NOX.mkdir(exist_ok=True)
-    with (NOX / f"{what.name}.made").open("a+") as made:
-        fcntl.flock(made, fcntl.LOCK_EX)
-        made.seek(0)
-        if made.read() != RUN:
-            make()
-            made.truncate(0)
-            made.write(RUN)
-
-
-def install_workspace(session: nox.Session, venv: Path) -> None:
-    """Install every package in editable form, with its light extras, and the tools for tests and linting."""
-    editable = [
-        f"--editable={package.folder}" + (f"[{','.join(package.light_extras)}]" if package.light_extras else "")
-        for package in PACKAGES
-    ]
-    install(session, venv, *editable, "--group=dev")
-
-
-def engine_environment(session: nox.Session, package: Package) -> Path:
-    """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
-    venv = NOX / f"{package.key}-engine"
-    own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
-    beside = ["testing", *package.engine_tests_beside]
-    others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
-    make_once(venv, lambda: install(session, venv, own, *others, "--group=test"))
-    return venv / "bin"
-
-
-def shared_environment(session: nox.Session) -> Path:
-    """The environment of all tests, made once per run of nox; its bin folder."""
-    venv = NOX / "cpu"
-    make_once(venv, lambda: install_workspace(session, venv))
-    return venv / "bin"
-
-
-def pytest(
-    session: nox.Session,
-    name: str,
-    *arguments: str | Path,
-    bin_folder: Path | None = None,
-    marks: str = "not nightly",
-    **extra: str | None,
-) -> Path:
-    """Run pytest with a hard limit per test, in the shared environment or another; the JUnit file it wrote."""
-    bin_folder = bin_folder or shared_environment(session)
-    junit = NOX / "junit" / f"{name}.xml"
-    limits = ["-m", marks, f"--timeout={PER_TEST_TIMEOUT_S}"]
-    told = [f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
-    workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS and not IS_SIDE_BY_SIDE else []
-    run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *told, *arguments, *session.posargs, **extra)
-    return junit
-
-
-def by_package(found: list[Package]) -> list[Any]:
-    """One session per package, named by its folder."""
-    return [nox.param(package, id=package.key) for package in found]
+@nox.session(tags=["cpu"])
+def cpu(session: nox.Session) -> None:
+    """All that CI runs, several sessions at a time: one alone leaves two cores idle for a third of its time."""
+    tests = [name for name in ADDED if name.startswith(("test(", "engines("))]
+    names = ["lint", "contracts", "tools", "lock_check", *tests, "wheels", "e2e"]
+    run_at_once(session, names, (os.cpu_count() or 1) + 1)
 
 
 @nox.session
@@ -210,17 +127,10 @@ def lock_check(session: nox.Session) -> None:
     run(session, shared_environment(session) / "python", "tools/lock.py", "--check")
 
 
-TESTED: Final = [
-    *[nox.param(package, False, id=package.key) for package in PACKAGES if (package.folder / "tests").is_dir()],
-    *[nox.param(package, True, id=f"{package.key}+engine") for package in PACKAGES if package.engine_tests.is_dir()],
-]
-
-
 @nox.session
-@nox.parametrize("package, engine", TESTED)
-def test(session: nox.Session, package: Package, engine: bool) -> None:
-    """Tests of one package or application; "+engine": those on the real engine that it adapts."""
-    test_package(session, package, engine=engine, marks="not nightly")
+def e2e(session: nox.Session) -> None:
+    """Tests that cross packages."""
+    pytest(session, "e2e", "tests/e2e")
 
 
 def test_package(session: nox.Session, package: Package, *, engine: bool, marks: str) -> None:
@@ -244,30 +154,6 @@ def has_long_tests(package: Package, engine: bool) -> bool:
     return any(path.is_relative_to(package.engine_tests) == engine for path in found)
 
 
-@nox.session(tags=["nightly"], default=False)
-@nox.parametrize("package, engine", [param for param in TESTED if has_long_tests(*param.args)])
-def long(session: nox.Session, package: Package, engine: bool) -> None:
-    """The tests of one package that are too long for CI."""
-    test_package(session, package, engine=engine, marks="nightly")
-
-
-ENGINE_PAIRS: Final = [nox.param(folder, id=folder.name) for folder in sorted(ROOT.glob("tests/engines/*+*"))]
-
-
-@nox.session
-@nox.parametrize("folder", ENGINE_PAIRS)
-def engines(session: nox.Session, folder: Path) -> None:
-    """Two engines whose environments exclude each other: tests run in that of the first, and get the other's Python."""
-    test_engine_pair(session, folder, marks="not nightly")
-
-
-@nox.session(tags=["nightly"], default=False)
-@nox.parametrize("folder", ENGINE_PAIRS)
-def long_engines(session: nox.Session, folder: Path) -> None:
-    """Those of `engines` that are too long for CI."""
-    test_engine_pair(session, folder, marks="nightly")
-
-
 def test_engine_pair(session: nox.Session, folder: Path, *, marks: str) -> None:
     """Run what `engines` runs, or the tests of it that are marked nightly."""
     found = {package.key: package for package in PACKAGES}
@@ -283,42 +169,86 @@ def on_machine(session: nox.Session, find: Callable[[], str | None]) -> str | No
         session.error(str(error))
 
 
-@nox.session
-@nox.parametrize("package", by_package(PACKAGES))
-def wheels(session: nox.Session, package: Package) -> None:
-    """One wheel, built and installed alone in an empty environment, imports."""
-    build = ("uv", "build", "--quiet", "--all-packages", "--wheel", "--clear", f"--out-dir={WHEELS}")
-    make_once(WHEELS, lambda: run(session, *build))
-    # The same folder each time: bytecode is then found again, and an import of torch costs a third.
-    venv = NOX / "wheel"
-    # uv's cache knows a wheel of a folder by its path and version, and would install the one that lay here before.
-    anew = [f"--reinstall-package={own.name}" for own in PACKAGES]
-    install(session, venv, "--no-sources", f"--find-links={WHEELS}", *anew, package.name, fresh=True)
-    run(session, "uv", "pip", "check", "--quiet", f"--python={venv}")
-    with session.chdir(WHEELS):
-        code = f"import {package.import_name} as it; assert 'site-packages' in it.__file__, it.__file__"
-        run(session, venv / "bin" / "python", "-P", "-c", code)
+def test_on_device(session: nox.Session, tests: HardwareTests) -> None:
+    """Run tests that need a device; skip with the reason where it is not, fail where none of them passes."""
+    if reason := why_absent(tests):
+        session.skip(reason)
+    junit = pytest(session, f"hardware-{tests.key}", tests.folder)
+    if num_passed(junit) == 0:
+        session.error(f"{tests.device} is here, but no test of {tests.folder} passed: all were skipped")
 
 
-if HARDWARE:
-
-    @nox.session
-    @nox.parametrize("tests", [nox.param(tests, id=tests.key) for tests in HARDWARE])
-    def hardware(session: nox.Session, tests: HardwareTests) -> None:
-        """Tests that need a device; skipped with the reason where it is not, failed where none of them passes."""
-        if reason := why_absent(tests):
-            session.skip(reason)
-        junit = pytest(session, f"hardware-{tests.key}", tests.folder)
-        if num_passed(junit) == 0:
-            session.error(f"{tests.device} is here, but no test of {tests.folder} passed: all were skipped")
+def test_on_oldest_torch(session: nox.Session, package: Package) -> None:
+    """Run the tests of one package with the oldest torch that it supports."""
+    bin_folder = oldest_torch_environment(session)
+    marks = BY_DAY_AND_NIGHT if package.key == "liveness" else "not nightly"
+    pytest(session, f"oldest-torch-{package.key}", package.folder / "tests", bin_folder=bin_folder, marks=marks)
 
 
-@nox.session(tags=["nightly"], default=False)
-@nox.parametrize("launcher", [nox.param(name, id=name) for name in ("local", "ray")])
-def chaos(session: nox.Session, launcher: str) -> None:
-    """Five minutes of a run whose processes are killed at random."""
+# Names of the sessions that follow from the folders, in the order of the listing.
+ADDED: Final[list[str]] = []
+
+
+def add(name: str, text: str, body: Callable[[nox.Session], None], *tags: str) -> None:
+    """Add a session; one tagged nightly runs only where it is named or its tag is."""
+    ADDED.append(name)
+    add_session(name, text, body, tags, default="nightly" not in tags)
+
+
+def add_sessions_of(package: Package) -> None:
+    """Add all sessions of one package, one below the other."""
+    key, tags = package.key, tags_of(package)
+    kinds = [("", False)] * (package.folder / "tests").is_dir() + [("+engine", True)] * package.engine_tests.is_dir()
+    for suffix, engine in kinds:
+        body = partial(test_package, package=package, engine=engine)
+        add(
+            f"test({key}{suffix})",
+            text_of(package, "engine" if engine else "test"),
+            partial(body, marks="not nightly"),
+            *tags,
+        )
+        if has_long_tests(package, engine):
+            text = text_of(package, "long-engine" if engine else "long")
+            add(f"long({key}{suffix})", text, partial(body, marks="nightly"), *tags, "nightly")
+    for tests in (tests for tests in HARDWARE if tests.package == package):
+        text = text_of(package, tests.device)
+        add(f"hardware({tests.key})", text, partial(test_on_device, tests=tests), *tags, "hardware")
+    add(f"wheels({key})", text_of_wheel(package), partial(test_wheel, package=package), *tags)
+    if own_requirements(package, OURS):
+        add(f"versions({key})", text_of_versions(package, OURS), partial(test_versions, package=package), *tags)
+    if key in ON_OLDEST_TORCH:
+        text = f"The tests of {package.name} with torch {OLDEST_TORCH}, the oldest that it supports."
+        add(f"oldest_torch({key})", text, partial(test_on_oldest_torch, package=package), *tags, "nightly")
+
+
+def add_sessions_of_pair(folder: Path) -> None:
+    """Add those of two engines that exclude each other: the environment of the first gets the other's Python."""
+    first, second = folder.name.split("+")
+    tags = [tag for package in PACKAGES if package.key in (first, second) for tag in tags_of(package)]
+    body = partial(test_engine_pair, folder=folder)
+    text = f"{first} and {second}, each in its own environment and process: what one sends the other serves."
+    add(f"engines({folder.name})", text, partial(body, marks="not nightly"), *tags)
+    text = f"{first} and {second} together, the tests that are too long for CI."
+    add(f"long_engines({folder.name})", text, partial(body, marks="nightly"), *tags, "nightly")
+
+
+for each in in_order(PACKAGES):
+    add_sessions_of(each)
+for pair in sorted(ROOT.glob("tests/engines/*+*")):
+    add_sessions_of_pair(pair)
+for kind in ("test", "long", "hardware", "wheels", "versions", "oldest_torch", "engines", "long_engines"):
+    add_all_of(kind, [name for name in ADDED if name.startswith(f"{kind}(")])
+
+
+def kill_at_random(session: nox.Session, launcher: str) -> None:
+    """Run for five minutes while processes are killed at random."""
     name, file = f"chaos-{launcher}", "tests/e2e/test_chaos.py"
     pytest(session, name, file, marks=BY_DAY_AND_NIGHT, OFFBEAT_CHAOS_S="300", OFFBEAT_CHAOS_LAUNCHER=launcher)
+
+
+for launcher, tags in {"local": ["nightly"], "ray": ["ray", "nightly"]}.items():
+    text = f"Five minutes of a run with the launcher {launcher}, whose processes are killed at random."
+    add(f"chaos({launcher})", text, partial(kill_at_random, launcher=launcher), *tags)
 
 
 @nox.session(tags=["nightly"], default=False)
@@ -415,35 +345,6 @@ def recipes(session: nox.Session) -> None:
     pytest(session, "recipes", "tests/nightly/test_recipes_train.py", "-rP", OFFBEAT_SMOLLM2=str(model))
 
 
-def oldest_torch_environment(session: nox.Session) -> Path:
-    """An environment with the oldest torch, without the pins of the lock, which hold another; its bin folder."""
-    venv = NOX / "oldest-torch"
-
-    def make() -> None:
-        run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
-        own = [f"--editable={package.folder}" for package in PACKAGES if package.key in BESIDE_OLDEST_TORCH]
-        command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}")
-        run(session, *command, f"torch=={OLDEST_TORCH}", *own, *TEST_TOOLS)
-
-    make_once(venv, make)
-    return venv / "bin"
-
-
-@nox.session(tags=["nightly"], default=False)
-@nox.parametrize("package", by_package([package for package in PACKAGES if package.key in ON_OLDEST_TORCH]))
-def oldest_torch(session: nox.Session, package: Package) -> None:
-    """Tests of one package with the oldest torch that it supports."""
-    bin_folder = oldest_torch_environment(session)
-    marks = BY_DAY_AND_NIGHT if package.key == "liveness" else "not nightly"
-    pytest(session, f"oldest-torch-{package.key}", package.folder / "tests", bin_folder=bin_folder, marks=marks)
-
-
-@nox.session
-def e2e(session: nox.Session) -> None:
-    """Tests that cross packages."""
-    pytest(session, "e2e", "tests/e2e")
-
-
 # Begun first: the others fill the time until they end.
 LONGEST: Final = (
     *("test(engine-megatron+engine)", "e2e", "test(rollout-vllm+engine)", "test(grpo-async-app)"),
@@ -460,14 +361,6 @@ def run_at_once(session: nox.Session, names: Iterable[str], at_once: int) -> Non
     failed = run_side_by_side(commands, min(at_once, MAX_AT_ONCE), {**os.environ, "OFFBEAT_NOX_RUN": RUN})
     if failed:
         session.error(f"failed: {', '.join(failed)}")
-
-
-@nox.session(tags=["cpu"])
-def cpu(session: nox.Session) -> None:
-    """All that CI runs, several sessions at a time: one alone leaves two cores idle for a third of its time."""
-    tests = [f"test({param.id})" for param in TESTED] + [f"engines({param.id})" for param in ENGINE_PAIRS]
-    names = ["lint", "contracts", "tools", "lock_check", *tests, "wheels", "e2e"]
-    run_at_once(session, names, (os.cpu_count() or 1) + 1)
 
 
 @nox.session(tags=["nightly"], default=False)
