@@ -7,7 +7,6 @@ from offbeat_weightsync._disk import (
     DiskStream,
     list_versions,
     read_weights,
-    remove_old_versions,
     write_weights,
 )
 from offbeat_weightsync._fp8 import (
@@ -77,7 +76,6 @@ __all__ = [
     "quantize_tensors",
     "read_weights",
     "receive",
-    "remove_old_versions",
     "select_adapter",
     "tensor_checksums",
     "write_weights",
