@@ -14,6 +14,7 @@ from typing import Final
 from released import KeptWheel, Range, Version, declared_names, extras_of, kept_wheels, version_of
 from workspace import ROOT, Package, dist_name, packages
 
+UNRELEASED: Final = "## Unreleased\n"
 ADVICE: Final = "run `python tools/release.py --mend`"
 
 
@@ -240,6 +241,7 @@ def _raise_versions(root: Path) -> list[str]:
         if needed and version_of(package) < needed.version:
             done.append(f"{package.name} {version_of(package)} -> {needed.version}: {needed.reason}")
             set_version(package, needed.version)
+            head_unreleased(package)
     return done
 
 
@@ -249,6 +251,7 @@ def _mend_ranges(root: Path) -> list[str]:
         given, mended = Range.of(edge.requirement), edge.mended
         if given != mended:
             set_range(edge, mended)
+            note_range(edge, mended)
             done.append(f"{edge.package.name}: {edge.other.name}{given} -> {mended}")
     return done
 
@@ -264,3 +267,21 @@ def set_range(edge: Edge, wanted: Range) -> None:
     path = edge.package.folder / "pyproject.toml"
     changed = edge.requirement.replace(str(Range.of(edge.requirement)), str(wanted))
     path.write_text(path.read_text().replace(f'"{edge.requirement}"', f'"{changed}"'))
+
+
+def head_unreleased(package: Package) -> None:
+    """Put the heading "Unreleased" above the versions of a package's CHANGELOG, where it is not there."""
+    path = package.folder / "CHANGELOG.md"
+    text = path.read_text()
+    if UNRELEASED not in text:
+        path.write_text(re.sub(r"(?m)^## ", f"{UNRELEASED}\n## ", text, count=1))
+
+
+def note_range(edge: Edge, wanted: Range) -> None:
+    """Write into a package's CHANGELOG which versions of another it admits now, in place of an earlier such line."""
+    head_unreleased(edge.package)
+    path = edge.package.folder / "CHANGELOG.md"
+    before, heading, rest = path.read_text().partition(UNRELEASED)
+    section, following, older = rest.partition("\n## ")
+    section = re.sub(rf"(?m)^- Admits {re.escape(edge.other.name)}>=.*\n?", "", section)
+    path.write_text(f"{before}{heading}- Admits {edge.other.name}{wanted}.\n{section}{following}{older}")

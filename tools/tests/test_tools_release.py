@@ -138,12 +138,24 @@ def test_a_release_edits_one_package_and_the_ranges_of_its_dependants(root, caps
         "third": "offbeat-ground>=0.1,<0.2",
     }
     assert "## 0.2.0\n- Something." in (root / "packages/ground/CHANGELOG.md").read_text()
-    assert "## Unreleased" in (root / "packages/first/CHANGELOG.md").read_text()
+    first = (root / "packages/first/CHANGELOG.md").read_text()
+    assert "## Unreleased\n- Admits offbeat-ground>=0.1,<0.3.\n- Something." in first
+    assert "Admits" not in (root / "packages/third/CHANGELOG.md").read_text()
     assert problems(root) == []
     # Once it admits the new version, the reason has to go.
     path = root / "packages/third/pyproject.toml"
     path.write_text(path.read_text().replace("<0.2", "<0.3"))
     assert any("remove the line of [tool.offbeat.behind]" in each for each in problems(root))
+
+
+def test_a_version_that_is_raised_is_headed_in_the_changelog(root):
+    (root / "packages/first/CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0\n- First.\n")
+    write_source(root, "ground", GROUND.replace('"old"', '"old", "new"'))
+    write_source(root, "first", "from offbeat_ground import new\n\n__all__ = []\n")
+    mend(root)
+    assert (root / "packages/first/CHANGELOG.md").read_text() == (
+        "# Changelog\n\n## Unreleased\n- Admits offbeat-ground>=0.1.1,<0.2.\n\n## 0.1.0\n- First.\n"
+    )
 
 
 def test_a_dependant_that_uses_a_new_name_cannot_stay_behind(root):
