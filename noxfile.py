@@ -237,7 +237,9 @@ for each in in_order(PACKAGES):
 for pair in sorted(ROOT.glob("tests/engines/*+*")):
     add_sessions_of_pair(pair)
 for kind in ("test", "long", "hardware", "wheels", "versions", "oldest_torch", "engines", "long_engines"):
-    add_all_of(kind, [name for name in ADDED if name.startswith(f"{kind}(")])
+    # All of them share one folder, so that the night has them one after another.
+    nightly_as_one = ["nightly"] if kind == "versions" else []
+    add_all_of(kind, [name for name in ADDED if name.startswith(f"{kind}(")], nightly_as_one)
 
 
 def kill_at_random(session: nox.Session, launcher: str) -> None:

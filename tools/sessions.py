@@ -79,11 +79,11 @@ def add_session(
     nox.session(name=name, tags=list(tags), default=default)(session)
 
 
-def add_all_of(kind: str, names: Sequence[str]) -> None:
+def add_all_of(kind: str, names: Sequence[str], tags: Sequence[str] = ()) -> None:
     """Add a session that runs all of a kind, such as `wheels` for `wheels(types)` and the others."""
 
     def run(session: nox.Session) -> None:
         for name in names:
             session.notify(name)
 
-    add_session(kind, f"Every {kind}(…) above, one after another: {len(names)} in all.", run, default=False)
+    add_session(kind, f"Every {kind}(…) above, one after another: {len(names)} in all.", run, tags, default=False)
