@@ -2,6 +2,8 @@
 
 import pytest
 
+from grpo_async_app._imports.openrlhf import import_openrlhf
+from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from offbeat_recipes import Draft, Program
@@ -276,7 +278,7 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_import
         (
             {},
             {"rollout.max_tokens": 512, "data.max_prompt_tokens": 1024, "engine.schedule": "linear"}
-            | {"engine.activation_checkpointing": True, "async.mini_batch_size": 1, "algorithm.correction": None},
+            | {"engine.activation_checkpointing": True, "async.mini_batch_size": 1, "algorithm.correction": "none"},
             {"max_prompt_length": "no limit there"},
         ),
         ({"vllm_max_model_length": 2048}, {"data.max_prompt_tokens": 1536, "rollout.max_model_len": 2048}, {}),
@@ -351,3 +353,19 @@ def test_options_and_defaults_of_trl_keep_their_meaning(
     options: dict[str, object], expected: dict[str, object], told: dict[str, str]
 ) -> None:
     holds(import_trl(options), expected, told)
+
+
+@pytest.mark.parametrize(
+    ("draft", "correction", "form"),
+    [
+        pytest.param(import_verl({f"{PREFIX}model.path": "m"}, MAIN), "none", "decoupled", id="verl"),
+        pytest.param(import_verl({f"{PREFIX}model.path": "m"}, ASYNC), "none", "bypass", id="verl, asynchronous"),
+        pytest.param(import_trl({"use_vllm": False}), "none", "decoupled", id="TRL"),
+        pytest.param(import_trl(VLLM), "sequence_tis_sequence_rs", "decoupled", id="TRL with vLLM"),
+        pytest.param(import_openrlhf({}), "none", "decoupled", id="OpenRLHF"),
+        pytest.param(import_prime_rl({}), "none", "bypass", id="prime-rl"),
+    ],
+)
+def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft, correction: str, form: str) -> None:
+    """The default may choose weights that the other framework does not have."""
+    holds(draft, {"algorithm.correction": correction, "algorithm.correction_form": form}, {})

@@ -19,7 +19,15 @@ from loss_batches import (
     sequences_of,
 )
 
-from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, kl_per_token, sft_loss
+from offbeat_objectives import (
+    AlgorithmConfig,
+    build_loss,
+    check_algorithm,
+    correct_rollouts,
+    kl_per_token,
+    sft_loss,
+)
+from offbeat_objectives._config import CORRECTIONS
 from offbeat_types import LossTokens, ShapeError, merge_metrics
 
 
@@ -389,7 +397,49 @@ def test_the_only_step_of_an_update_is_that_with_the_trainers_own_logprobs(loss,
     for single_step, extras in ((False, with_old), (True, advantages)):
         value, metrics = build_loss(config, single_step=single_step)(replace(tokens, extras=extras))
         (gradient_N,) = torch.autograd.grad(value, tokens.logprobs_N)
-        found.append((value, gradient_N, metrics["policy/ratio_mean"].value))
+        found.append((value, gradient_N, metrics))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2] == 1.0
+    # The ratio is 1 by construction: nothing is written that looks like a measurement of it.
+    constant = {name for name in found[0][2] if name.startswith(("policy/ratio", "policy/clip", "policy/kl_old"))}
+    assert constant >= {"policy/ratio_mean", "policy/ratio_max", "policy/kl_old"}
+    assert found[0][2].keys() - found[1][2].keys() == constant
+    assert found[0][2]["policy/ratio_mean"].value == 1.0
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@given(tokens=batches(), loss=st.sampled_from(BY_TOKEN_OR_SEQUENCE))
+@settings(max_examples=15)
+def test_the_only_step_of_an_update_corrects_by_the_trainers_own_logprobs(correction, tokens, loss):
+    """As with recomputed log-probabilities, one micro-batch a sequence, without asking for them."""
+    config = config_of(loss, "sequence_mean", correction=correction, correction_form="decoupled")
+    rollout_N, own_N = tokens.extras["rollout_logprobs"], tokens.logprobs_N.detach().clone()
+    common = {"advantages": tokens.extras["advantages"], "rollout_logprobs": rollout_N}
+    before = correct_rollouts(own_N, rollout_N, tokens.sequence_N, tokens.num_sequences, config)
+    made = {"old_logprobs": own_N, "correction_weights": before.weights_N, "keep": before.keep_N}
+    expected, _ = build_loss(config)(replace(tokens, extras=common | made))
+
+    build = build_loss(config, single_step=True)
+    assert set(build.required_extras) <= set(common)
+    parts = [build(sequence_alone(replace(tokens, extras=common), s)) for s in range(tokens.num_sequences)]
+
+    found = torch.stack([value for value, _ in parts]).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients(found, tokens)[0], gradients(expected, tokens)[0], rtol=1e-9, atol=1e-12)
+    if correction != "none":
+        metrics = merge_metrics([metrics for _, metrics in parts])
+        for name in before.metrics.keys() - {"correction/effective_sample_share"}:
+            assert metrics[name].value == pytest.approx(before.metrics[name].value, rel=1e-6, abs=1e-9), name
+
+
+def sequence_alone(tokens, s):
+    """A micro-batch of one sequence."""
+    chosen_N = tokens.sequence_N == s
+    return replace(
+        tokens,
+        logprobs_N=tokens.logprobs_N[chosen_N],
+        entropy_N=tokens.entropy_N[chosen_N],
+        sequence_N=torch.zeros(int(chosen_N.sum()), dtype=torch.long),
+        num_sequences=1,
+        extras={name: values_N[chosen_N] for name, values_N in tokens.extras.items()},
+    )

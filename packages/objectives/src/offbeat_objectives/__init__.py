@@ -1,13 +1,14 @@
 """Advantages, policy losses, preference losses and rollout correction for language models, over flat packed tokens.
 
-torch is imported with the first name that needs it. `AlgorithmConfig`, `check_algorithm`, `has_signal`,
-`overlong_penalty`, `PreferenceConfig` and `check_preference` do not, so that a driver or a command line can read and
-check settings at once.
+torch is imported with the first name that needs it. `AlgorithmConfig`, `check_algorithm`, `resolve_correction`,
+`has_signal`, `overlong_penalty`, `PreferenceConfig` and `check_preference` do not, so that a driver or a command line
+can read and check settings at once.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offbeat_objectives._auto import resolve_correction
 from offbeat_objectives._checks import check_algorithm
 from offbeat_objectives._config import AlgorithmConfig
 from offbeat_objectives._preference_config import PreferenceConfig, check_preference
@@ -67,6 +68,7 @@ __all__ = [
     "orpo_losses",
     "overlong_penalty",
     "pack",
+    "resolve_correction",
     "reward_losses",
     "sequence_of_tokens",
     "sft_loss",

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from offbeat_objectives._config import (
     ADVANTAGES,
+    AUTO,
     COMPARING_ADVANTAGES,
     DPPO_LOSSES,
     GROUP_ADVANTAGES,
@@ -199,6 +200,8 @@ def _distillation(config: AlgorithmConfig) -> Complaints:
 
 
 def _correction(config: AlgorithmConfig) -> Complaints:
+    if AUTO in (config.correction, config.correction_form):
+        return  # which of the other settings have an effect is known once both are resolved
     preset = read_preset(config)
     name = config.correction
     if config.correction_form == "bypass" and preset.weight:

@@ -11,6 +11,9 @@ from offbeat_types import setting
 
 OptionsT = TypeVar("OptionsT")
 
+AUTO: Final = "auto"
+"""A correction, or its form, that `resolve_correction` chooses; unresolved it is none, in the decoupled form."""
+
 WEIGHTS: Final = ("token_tis", "sequence_tis")
 REJECTIONS: Final = ("token_rs", "sequence_rs", "geometric_rs")
 CORRECTIONS: Final = (
@@ -109,16 +112,18 @@ class AlgorithmConfig:
     kl_in: str = setting("loss", "Where the KL penalty enters: the loss or the reward.", choices=("loss", "reward"))
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", ge=0)
     correction: str = setting(
-        "none",
+        AUTO,
         "What is done about r = trainer's probability / rollout's probability: tis weighs by r, cut at tis_cap; "
-        "rs rejects what leaves [rs_low, rs_high]; icepop weighs by r and drops what leaves the bounds.",
-        choices=CORRECTIONS,
+        "rs rejects what leaves [rs_low, rs_high]; icepop weighs by r and drops what leaves the bounds; none: nothing. "
+        "auto: token_tis where samples may be of older weights, another number format or another engine, else none.",
+        choices=(AUTO, *CORRECTIONS),
     )
     correction_form: str = setting(
-        "decoupled",
-        "decoupled: the trainer recomputes log-probabilities before the update, and the loss's ratio is against those; "
-        "bypass: the loss's ratio is against the rollout's log-probabilities and nothing is recomputed.",
-        choices=("decoupled", "bypass"),
+        AUTO,
+        "decoupled: the loss's ratio is against the trainer's policy before the update, recomputed where an update has "
+        "several steps; bypass: against the rollout's log-probabilities, and nothing is recomputed. auto: bypass for "
+        "dppo_tv and dppo_kl, which bound the distance to the sampler, else decoupled.",
+        choices=(AUTO, "decoupled", "bypass"),
     )
     tis_cap: float | None = setting(None, "C: the largest weight of tis; 2 if not given.", "r", gt=0)
     rs_low: float | None = setting(
@@ -179,12 +184,23 @@ class AlgorithmConfig:
 
         Args:
             single_step: an update is one optimizer step. The old policy is then the one in training, and the ratio is
-                1: nothing is recomputed, unless a correction, a penalty in the reward or a teacher needs the numbers.
+                1: nothing is recomputed, unless weights are normalised over the global batch, or a penalty in the
+                reward or a teacher needs the numbers before the loss. Corrections are then computed in the loss.
         """
         if self.correction_form == "bypass":
             return False
-        compares = self.correction != "none" or self.needs_teacher
-        return not single_step or compares or (self.needs_reference and self.kl_in == "reward")
+        is_needed_before = self.normalise_weights or self.needs_teacher
+        return not single_step or is_needed_before or (self.needs_reference and self.kl_in == "reward")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighed or rejected by a rollout correction."""
+        return self.correction not in (AUTO, "none")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the rollout correction weighs tokens."""
+        return self.correction.startswith(WEIGHTS) or self.correction == "icepop"
 
     @property
     def needs_entropy_gradient(self) -> bool:

@@ -39,8 +39,9 @@ class PolicyLoss:
         rollout_logprobs: nats, of the rollout engine; needed by the bypass form, where they are the old policy, and by
             the option `off_policy_mask`.
         ref_logprobs: nats, of the reference policy; needed with a KL penalty in the loss, otherwise only measured.
-        correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection.
-            In the bypass form the loss makes `keep` itself, from its own log-probabilities.
+        correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection
+            and `old_logprobs` is recomputed. Otherwise the loss makes them itself, from its own log-probabilities
+            without gradient and `rollout_logprobs`.
         lagged: optional; 0 where the trainer's log-probability is of exactly the weights that sampled the token,
             else 1.
 
@@ -59,16 +60,31 @@ class PolicyLoss:
     def required_extras(self) -> tuple[str, ...]:
         """Names that `LossTokens.extras` must hold."""
         bypass = self.config.correction_form == "bypass"
-        preset = read_preset(self.config)
+        preset, corrected_before = read_preset(self.config), self.config.corrects and not self._corrects
         wanted = {
             ADVANTAGES: True,
-            OLD: self.config.needs_train_logprobs(single_step=self.single_step),
-            ROLLOUT: bypass or self._mask_bound is not None,
+            OLD: self._recomputes,
+            ROLLOUT: bypass or self._corrects or self._mask_bound is not None,
             REFERENCE: self.config.needs_reference and self.config.kl_in == "loss",
-            WEIGHTS: preset.weight is not None,
-            KEEP: preset.rejection is not None and not bypass,
+            WEIGHTS: corrected_before and preset.weight is not None,
+            KEEP: corrected_before and preset.rejection is not None,
         }
         return tuple(name for name, needed in wanted.items() if needed)
+
+    @property
+    def _starts_at_old(self) -> bool:
+        """Whether the old policy is the one in training, so that ratio, clips and their divergence tell nothing."""
+        return self.single_step and self.config.correction_form != "bypass"
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether `old_logprobs` holds the trainer's log-probabilities, recomputed before the update."""
+        return self.config.needs_train_logprobs(single_step=self.single_step)
+
+    @property
+    def _corrects(self) -> bool:
+        """Whether the loss itself computes the correction: each sequence is whole in one micro-batch."""
+        return self.config.corrects and not self._recomputes
 
     @property
     def _mask_bound(self) -> float | None:
@@ -85,7 +101,7 @@ class PolicyLoss:
             ShapeError: an extra is missing or has another shape.
         """
         self._check(tokens)
-        keep_N, metrics = self._keep(tokens)
+        weights_N, keep_N, metrics = self._correct(tokens)
         old_N = self._old_logprobs(tokens)
         # A rejected token may hold an infinity, which no later 0 could take out of the gradient.
         rejected_N = keep_N == 0
@@ -98,27 +114,28 @@ class PolicyLoss:
             num_sequences=tokens.num_sequences,
         )
         surrogate = self._mask(find_objective(self.config)(policy_tokens, self.config), policy_tokens, tokens)
+        if weights_N is not None:
+            surrogate = replace(surrogate, objective_N=surrogate.objective_N * weights_N)
         terms = self._terms(tokens, policy_tokens, surrogate)
         loss = torch.stack(list(terms.values())).sum()
         measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
         measures |= {f"loss/{name}": (term, 1.0, "sum") for name, term in terms.items()}
-        metrics |= read_metrics(measures | _measures(tokens, policy_tokens, surrogate))
+        measures |= _measures(tokens, policy_tokens, surrogate, has_ratio=not self._starts_at_old)
+        metrics |= read_metrics(measures)
         return loss, metrics | self._measure_mismatch(tokens)
 
     def _measure_mismatch(self, tokens: LossTokens[Any]) -> Metrics:
         """Over all loss tokens, rejected ones included."""
         if ROLLOUT not in tokens.extras:
             return {}
-        recomputed = self.config.needs_train_logprobs(single_step=self.single_step)
-        train_N = tokens.extras[OLD] if recomputed else tokens.logprobs_N
+        train_N = tokens.extras[OLD] if self._recomputes else tokens.logprobs_N
         return measure_mismatch(train_N, tokens.extras[ROLLOUT], tokens.extras.get(LAGGED))
 
     def _old_logprobs(self, tokens: LossTokens[Any]) -> Tensor:
-        own_N: Tensor = tokens.logprobs_N.detach()
-        bypass = self.config.correction_form == "bypass"
-        if not bypass and not self.config.needs_train_logprobs(single_step=self.single_step):
-            return own_N
-        old_N: Tensor = tokens.extras[ROLLOUT if bypass else OLD]
+        if self.config.correction_form == "bypass":
+            old_N: Tensor = tokens.extras[ROLLOUT]
+        else:
+            old_N = tokens.extras[OLD] if self._recomputes else tokens.logprobs_N.detach()
         return old_N
 
     def _check(self, tokens: LossTokens[Any]) -> None:
@@ -130,15 +147,16 @@ class PolicyLoss:
             )
         require_tokens("the loss", tokens.sequence_N, tokens.logprobs_N, tokens.entropy_N, *tokens.extras.values())
 
-    def _keep(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
-        """The extra, and in the bypass form what the preset rejects under the policy of now."""
+    def _correct(self, tokens: LossTokens[Any]) -> tuple[Tensor | None, Tensor, Metrics]:
+        """Return [N] weights, or None for none, [N] keep, and metrics where they are computed here."""
+        weights_N = tokens.extras.get(WEIGHTS)
         keep_N = tokens.extras.get(KEEP, torch.ones_like(tokens.logprobs_N))
-        if self.config.correction_form == "decoupled" or read_preset(self.config).rejection is None:
-            return keep_N, {}
+        if not self._corrects:
+            return weights_N, keep_N, {}
         correction = correct_rollouts(
             tokens.logprobs_N, tokens.extras[ROLLOUT], tokens.sequence_N, tokens.num_sequences, self.config
         )
-        return keep_N * correction.keep_N, correction.metrics
+        return correction.weights_N, keep_N * correction.keep_N, correction.metrics
 
     def _mask(self, surrogate: Surrogate, policy: PolicyTokens, tokens: LossTokens[Any]) -> Surrogate:
         """Without the objective of what the off-policy mask leaves out."""
@@ -152,10 +170,8 @@ class PolicyLoss:
         )
 
     def _terms(self, tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogate) -> dict[str, Tensor]:
-        weights_N = tokens.extras.get(WEIGHTS)
-        objective_N = surrogate.objective_N if weights_N is None else surrogate.objective_N * weights_N
         keep_N = policy.keep_N
-        terms = {"policy": self._aggregate(-objective_N, tokens, keep_N)}
+        terms = {"policy": self._aggregate(-surrogate.objective_N, tokens, keep_N)}
         if self.config.needs_reference and self.config.kl_in == "loss":
             kl_N = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], self.config.resolved_kl_estimator)
             terms["kl"] = self.config.kl_coefficient * self._aggregate(kl_N, tokens, keep_N)
@@ -205,8 +221,10 @@ def sft_loss(tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
 
 
 @torch.no_grad()
-def _measures(tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogate) -> dict[str, Measure]:
-    """Means over the kept tokens; left out when there is none."""
+def _measures(
+    tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogate, *, has_ratio: bool
+) -> dict[str, Measure]:
+    """Means over the kept tokens, left out when there is none; those of new to old policy only with `has_ratio`."""
     kept_N = policy.keep_N > 0
     num_kept = int(kept_N.sum())
     share_kept: dict[str, Measure] = {"policy/share_kept": (policy.keep_N.mean(), len(kept_N), "mean")}
@@ -214,15 +232,18 @@ def _measures(tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogat
         return share_kept if len(kept_N) else {}
     zeros_N = torch.zeros_like(policy.logprobs_N)
     per_token = {
-        "policy/ratio_mean": surrogate.ratio_N,
-        "policy/clip_low": surrogate.clipped_low_N,
-        "policy/clip_high": surrogate.clipped_high_N,
-        "policy/clip_dual": surrogate.clipped_dual_N,
         "policy/entropy": tokens.entropy_N,
-        # The tokens were drawn from the old policy, so this is KL(old ‖ new).
-        "policy/kl_old": kl_per_token(zeros_N, policy.log_ratio(), "k3"),
         **{f"objective/{name}": values_N for name, values_N in surrogate.metrics_N.items()},
     }
+    if has_ratio:
+        per_token |= {
+            "policy/ratio_mean": surrogate.ratio_N,
+            "policy/clip_low": surrogate.clipped_low_N,
+            "policy/clip_high": surrogate.clipped_high_N,
+            "policy/clip_dual": surrogate.clipped_dual_N,
+            # The tokens were drawn from the old policy, so this is KL(old ‖ new).
+            "policy/kl_old": kl_per_token(zeros_N, policy.log_ratio(), "k3"),
+        }
     if REFERENCE in tokens.extras:
         per_token["policy/kl_reference"] = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], "k3")
     means: dict[str, Measure] = {
@@ -230,4 +251,5 @@ def _measures(tokens: LossTokens[Any], policy: PolicyTokens, surrogate: Surrogat
         for name, values_N in per_token.items()
         if values_N is not None
     }
-    return share_kept | means | {"policy/ratio_max": (surrogate.ratio_N[kept_N].max(), num_kept, "max")}
+    largest: dict[str, Measure] = {"policy/ratio_max": (surrogate.ratio_N[kept_N].max(), num_kept, "max")}
+    return share_kept | means | (largest if has_ratio else {})

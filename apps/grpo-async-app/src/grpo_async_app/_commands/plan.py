@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.estimates import BatchArithmetic, estimate_memory
 from grpo_async_app._config.placement import find_view, place_run, request_resources
 from grpo_async_app._config.platform import choose_for_platform
@@ -36,6 +37,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
         """Settings, places, batches, and memory where the model's config.json is here."""
         config, choices = choose_for_platform(config, view.kind(config.rollout.device))
+        config, chosen = choose_correction(config)
         placement = place_run(config, view)
         transport = choose_transport(config, placement)
         notices = [*check_settings(config), *_reward_notice(config)]
@@ -46,7 +48,12 @@ class GrpoPlanner(Planner[GrpoConfig]):
         return plan_unseen(
             placement,
             lambda: estimate_memory(config, layout, placement),
-            rows=[*batch.rows(), layout_row(layout, engine.backend), *_chosen(choices), ("weights", transport)],
+            rows=[
+                *batch.rows(),
+                layout_row(layout, engine.backend),
+                *_chosen([*choices, *chosen]),
+                ("weights", transport),
+            ],
             notices=[*notices, *batch.notices()],
             facts={"batch": batch.as_data()},
         )

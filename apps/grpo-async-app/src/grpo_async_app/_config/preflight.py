@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.critic import check_critic, check_critic_folder, load_critic_backend
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
@@ -171,6 +172,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     objective_trial = _try_objective(config)
     kind = sampling_kind(config, view)
     config, choices = choose_for_platform(config, kind)
+    config, chosen = choose_correction(config)
+    notices = (*notices, *_check_correction(config, notices))
     placement = place_run(config, view)
     notices = (*notices, *_engine_notices(config), *(() if view.reserves else slow_formats(config, kind)))
     _check_cut(config)
@@ -204,7 +207,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         memory=_estimate_memory(config, layout, placement),
         templates=templates,
         notices=notices,
-        choices=tuple(choices),
+        choices=(*choices, *chosen),
         lora_sync=lora_sync,
         transport=transport,
         reward_notes=reward_notes,
@@ -226,14 +229,23 @@ def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (_is_judged(config) or config.eval.sets):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
-    notices = check_algorithm(
+    notices = _check_objective(config)
+    check_lengths(config)
+    _check_mode(config)
+    return (*notices, *source_notices, *_fp8_notice(config))
+
+
+def _check_correction(config: GrpoConfig, told: tuple[str, ...]) -> list[str]:
+    """Check what depends on the choice of the correction; notices that are not told yet."""
+    return [notice for notice in _check_objective(config) if notice not in told]
+
+
+def _check_objective(config: GrpoConfig) -> tuple[str, ...]:
+    return check_algorithm(
         config.algorithm,
         samples_per_prompt=config.rollout.samples_per_prompt,
         max_tokens=config.max_response_tokens,
     )
-    check_lengths(config)
-    _check_mode(config)
-    return (*notices, *source_notices, *_fp8_notice(config))
 
 
 def _is_judged(config: GrpoConfig) -> bool:

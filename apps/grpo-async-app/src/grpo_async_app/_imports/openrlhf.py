@@ -205,10 +205,11 @@ def _write_correction(draft: Draft) -> None:
     """Source: openrlhf/models/loss.py, PolicyLoss; all of them bound r = trainer's / rollout's probability."""
     is_on, kind = draft.take(f"{_CORRECTION}enable"), draft.take(f"{_CORRECTION}type", default="tis")
     low, high = draft.take(f"{_CORRECTION}threshold", default=[0.5, 5.0])
-    if not is_on:
-        return
-    if draft.entries["algorithm.loss"].value == "gspo":
-        draft.put("algorithm.correction_form", "bypass", f"{_CORRECTION}enable", "actor.policy_loss_type")
+    bypasses = is_on and draft.entries["algorithm.loss"].value == "gspo"
+    form = "bypass" if bypasses else "decoupled"
+    draft.put("algorithm.correction_form", form, f"{_CORRECTION}enable", "actor.policy_loss_type")
+    if not is_on or bypasses:
+        draft.put("algorithm.correction", "none", f"{_CORRECTION}enable")
         return
     draft.put("algorithm.correction", _CORRECTIONS.get(kind, "token_tis"), f"{_CORRECTION}type")
     if kind == "tis":

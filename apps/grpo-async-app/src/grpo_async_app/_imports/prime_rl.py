@@ -148,7 +148,8 @@ def _write_objective(draft: Draft) -> None:
     if kind not in _PLAIN_MEAN:
         draft.change("orchestrator.algo.type", f"{kind} is not there: reward less mean of the group takes its place")
     loss = draft.take("trainer.loss.type", default="default")
-    for key, value in {"loss": "ppo_clip", "correction_form": "bypass", "aggregation": "token_mean"}.items():
+    values = {"loss": "ppo_clip", "correction": "none", "correction_form": "bypass", "aggregation": "token_mean"}
+    for key, value in values.items():
         draft.put(f"algorithm.{key}", value, "trainer.loss.type")
     draft.change(
         "trainer.loss.type",

@@ -178,12 +178,15 @@ def _write_clip(draft: Draft, loss: str) -> None:
 
 
 def _write_correction(draft: Draft) -> None:
-    is_on = draft.take("vllm_importance_sampling_correction", default=True) and draft.take("use_vllm")
+    switches = ("vllm_importance_sampling_correction", "use_vllm")
+    is_on = draft.take(switches[0], default=True) and draft.take(switches[1])
     name = "vllm_importance_sampling_mode"
     mode, caps = draft.take(name, default="sequence_mask"), [f"vllm_importance_sampling_{end}" for end in _CAPS]
     cap, least = draft.take(*caps, default=3.0), draft.take(_LEAST)
     level, _, kind = str(mode).partition("_")
+    draft.put("algorithm.correction_form", "decoupled", *switches)  # old_per_token_logps are the trainer's
     if not is_on:
+        draft.put("algorithm.correction", "none", *switches)
         return
     if kind == "truncate":
         draft.put("algorithm.correction", f"{level}_tis", name)

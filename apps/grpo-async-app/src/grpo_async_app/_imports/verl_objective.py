@@ -270,6 +270,8 @@ def _write_correction(draft: Draft, *, bypasses: bool) -> None:
             draft.miss(reject_name, "icepop rejects by itself, and stands alone here")
     elif weight or level:
         _write_preset(draft, weight, level, cap, bounds)
+    else:
+        draft.put("algorithm.correction", "none", weight_name, reject_name)
     if draft.take(f"{_CORRECTION}rollout_is_batch_normalize") and weight:
         draft.put("algorithm.normalise_weights", True, f"{_CORRECTION}rollout_is_batch_normalize")
     _write_form(draft, has_weight=bool(weight), usual=bypasses)

@@ -76,7 +76,7 @@ def build_batches(
         distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_T)
         packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
         metrics.update(distilled.metrics)
-    if config.correction != "none" and needs_logprobs:
+    if config.corrects and needs_logprobs:
         correction = correct_rollouts(
             torch.from_numpy(packed["old_logprobs"]),
             torch.from_numpy(packed["rollout_logprobs"]),

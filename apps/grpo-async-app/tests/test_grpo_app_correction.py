@@ -1,0 +1,111 @@
+"""The rollout correction that a run has by default: chosen before it starts, with its reason, and what that costs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_runs import Main, run_to_its_end, values_of
+
+from grpo_async_app._config.correction import choose_correction
+from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.batches import build_batches
+from offbeat_objectives import AlgorithmConfig
+from offbeat_run import RunFolder, load_config
+from offbeat_testing import CommandLine
+
+ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "async.staleness_threshold = 0.5: some samples are of older weights"),
+        (
+            (*ON_POLICY, "--async.trigger_parameter_sync_step=2"),
+            "async.trigger_parameter_sync_step = 2: the engines sample with older weights between two syncs",
+        ),
+        (
+            (*ON_POLICY, "--rollout.weight_format=fp8"),
+            "rollout.weight_format = fp8: the engines sample with rounded weights",
+        ),
+        (
+            (*ON_POLICY, "--rollout.dtype=bfloat16"),
+            "rollout.dtype = bfloat16, engine.dtype = float32: two number formats",
+        ),
+        (
+            (*ON_POLICY, "--rollout.backend=vllm"),
+            "rollout.backend = vllm, engine.backend = torch: two implementations",
+        ),
+    ],
+)
+def test_tokens_of_another_policy_are_weighed_and_the_reason_is_said(
+    config: Path, words: tuple[str, ...], reason: str
+) -> None:
+    chosen, said = choose_correction(load_config(config, GrpoConfig, words))
+    assert (chosen.algorithm.correction, chosen.algorithm.correction_form) == ("token_tis", "decoupled")
+    assert said[0] == f"algorithm.correction = token_tis ({reason})"
+
+
+def test_tokens_of_the_same_policy_are_not_corrected(config: Path) -> None:
+    chosen, said = choose_correction(load_config(config, GrpoConfig, ON_POLICY))
+    assert chosen.algorithm.correction == "none"
+    assert "the engines sample with the trainer's weights, number format and kind of engine" in said[0]
+
+
+def test_plan_prints_the_choice_and_its_reason(command: CommandLine, config: Path) -> None:
+    here = command("plan", config)
+    elsewhere = command("plan", config, "--cluster", "2x8")
+    for planned in (here, elsewhere):
+        assert planned.code == 0, planned.err
+        text = " ".join(planned.out.split())
+        assert "algorithm.correction = token_tis (async.staleness_threshold = 0.5" in text
+    written = command("plan", config, "--algorithm.correction=none", "--algorithm.correction_form=decoupled")
+    assert "algorithm.correction" not in written.out
+
+
+def test_a_setting_without_effect_under_the_choice_is_refused(command: CommandLine, config: Path) -> None:
+    assert command("plan", config, "--algorithm.tis_cap=3").code == 0
+    refused = command("plan", config, "--algorithm.tis_cap=3", *ON_POLICY)
+    assert refused.code == 2
+    assert "algorithm.tis_cap has no effect with correction = none" in refused.err
+
+
+@pytest.mark.parametrize("correction", ["token_tis", "sequence_tis_geometric_rs"])
+def test_a_correction_of_the_only_step_asks_the_engine_for_nothing(correction: str) -> None:
+    from test_grpo_app_parts import FixedLogprobs, group
+
+    class NotAsked:
+        def logprobs(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("the loss corrects by its own log-probabilities")
+
+    groups = [group(0, [3, 2], [1.0, 0.0])]
+    config = AlgorithmConfig(correction=correction)
+    [sequences], _ = build_batches(groups, config, NotAsked(), 1, single_step=True)  # type: ignore[arg-type]
+    assert all(not {"old_logprobs", "correction_weights", "keep"} & each.extras.keys() for each in sequences)
+    [sequences], metrics = build_batches(groups, config, FixedLogprobs(), 1)  # type: ignore[arg-type]
+    assert all({"old_logprobs", "correction_weights", "keep"} <= each.extras.keys() for each in sequences)
+    assert "correction/weight_mean" in metrics
+
+
+def test_a_run_corrects_by_default_and_its_folder_says_how(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    output = run_to_its_end(forked_main, "train", config, "--out", run, "--eval.every_updates=0")
+    assert "algorithm.correction = token_tis" in " ".join(output.split())
+    written = load_config(RunFolder.open(run, write=False).config, GrpoConfig, ())
+    assert (written.algorithm.correction, written.algorithm.correction_form) == ("token_tis", "decoupled")
+    updates = set(values_of(run, "train/reward"))
+    assert set(values_of(run, "correction/weight_mean")) == updates
+    assert set(values_of(run, "mismatch/kl")) == updates
+    for constant in ("train/ratio_mean", "train/ratio_max", "train/clip_fraction", "train/kl_old"):
+        assert not values_of(run, constant), f"{constant} is 1 or 0 by construction with one step an update"
+
+
+def test_a_run_folder_from_before_the_choice_goes_on_as_it_was_written(config: Path, tmp_path: Path) -> None:
+    older = ("--algorithm.correction=none", "--algorithm.correction_form=decoupled")
+    checked = check_run(load_config(config, GrpoConfig, older))
+    with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
+        run.write_config(checked.config)
+        again = check_run(load_config(run.config, GrpoConfig, ()))
+    assert (again.config.algorithm.correction, again.config.algorithm.correction_form) == ("none", "decoupled")
+    assert not [choice for choice in again.choices if "correction" in choice]
