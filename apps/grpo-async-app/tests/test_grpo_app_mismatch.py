@@ -11,9 +11,10 @@ from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.rollout import RolloutRole
+from grpo_async_app._run.mismatch_alarm import ALARM_METRIC, MismatchAlarm
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import read_metrics
-from offbeat_types import Completion, Floats, GenerateRequest
+from offbeat_run import MetricsLine, RunFolder, read_alarms, read_metrics
+from offbeat_types import Completion, Floats, GenerateRequest, Metric
 
 FIGURES = ("kl", "abs_p99_nats", "abs_max_nats", "ess_share")
 ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.seed=7")
@@ -47,7 +48,9 @@ def test_every_update_of_a_run_measures_the_mismatch(
     forked_main: Main, config: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
-    run_to_its_end(forked_main, "train", config, "--out", run, *SHORT, *words)
+    output = run_to_its_end(forked_main, "train", config, "--out", run, *SHORT, *words)
+    assert "mismatch alarm" not in output
+    assert "mismatch p99 nats" in output
     updates = set(values_of(run, "train/reward"))
     for figure in FIGURES:
         assert set(values_of(run, f"mismatch/{figure}")) == updates, figure
@@ -65,8 +68,15 @@ def test_a_run_shows_log_probabilities_that_are_eight_nats_off(
 ) -> None:
     tamper(lambda logprobs: logprobs - np.float32(8))
     run = tmp_path / "run"
-    run_to_its_end(forked_main, "train", config, "--out", run, *SHORT, *ON_POLICY, *words)
+    output = run_to_its_end(forked_main, "train", config, "--out", run, *SHORT, *ON_POLICY, *words)
     first = next(line.values for line in read_metrics(run / "metrics.jsonl"))
+    alarm = "mismatch alarm from the first update on (1): trainer and rollout engines differ by 8 nats"
+    assert output.count("mismatch alarm") == 1, "said once"
+    assert alarm in output
+    assert [(each.step, each.text.startswith(alarm)) for each in read_alarms(RunFolder.open(run, write=False))] == [
+        (1, True)
+    ]
+    assert alarm in (run / "report.html").read_text()
     assert first["mismatch/abs_max_nats_lag0"] == pytest.approx(8, abs=0.01)
     assert first["mismatch/abs_p99_nats_lag0"] == pytest.approx(8, abs=0.01)
     assert first["mismatch/kl"] == pytest.approx(np.exp(8) - 9, rel=0.01)
@@ -107,3 +117,30 @@ def test_a_token_is_lagged_unless_the_weights_that_sampled_it_scored_it() -> Non
     assert lagged(stepped) == [[0, 0, 0, 0, 0], [1, 1, 1, 1]]
     later, _ = build_batches(groups, AlgorithmConfig(), FixedLogprobs(), 1, version=10)  # type: ignore[arg-type]
     assert lagged(later) == [[1] * 9]
+
+
+def looks(alarm: MismatchAlarm, values: list[float | None], first: int = 1) -> list[str]:
+    """What the alarm says at each update; None is an update without a token of lag 0."""
+    measured = [{} if value is None else {ALARM_METRIC: Metric(value=value)} for value in values]
+    return [alarm.look(update, metrics) for update, metrics in enumerate(measured, first)]
+
+
+def test_the_alarm_says_once_since_when() -> None:
+    assert not any(looks(MismatchAlarm(0.5), [0.1, 0.5, None]))
+    assert not any(looks(MismatchAlarm(None), [8.0]))
+    from_the_first = looks(MismatchAlarm(0.5), [None, 3.0, 4.0])
+    assert [bool(text) for text in from_the_first] == [False, True, False]
+    assert "from the first update on (2)" in from_the_first[1]
+    later = looks(MismatchAlarm(0.5), [0.1, 0.02, 3.0, 4.0])
+    assert [bool(text) for text in later] == [False, False, True, False]
+    assert "since update 3 (until then at most 0.1 nats)" in later[2]
+
+
+def test_a_resumed_run_does_not_repeat_the_alarm_and_knows_what_was_before() -> None:
+    def line(step: int, value: float) -> MetricsLine:
+        return MetricsLine(step=step, time_s=0.0, values={ALARM_METRIC: value})
+
+    told = MismatchAlarm(0.5, [line(1, 0.1), line(2, 3.0)])
+    assert not any(looks(told, [4.0], first=3))
+    quiet = MismatchAlarm(0.5, [line(1, 0.1), line(2, 0.2)])
+    assert "since update 3 (until then at most 0.2 nats)" in looks(quiet, [4.0], first=3)[0]

@@ -52,8 +52,8 @@ TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
         ({"kl_coefficient": -1.0}, ">= 0"),
         ({"overlong_penalty_factor": 0.5}, "overlong_buffer_tokens is 0"),
         ({"overlong_buffer_tokens": 513}, "512: got 513"),
-        ({"correction": "sequence_tis_token_tis"}, "one of none, token_tis"),
-        ({"tis_cap": 2.0}, "tis_cap has no effect"),
+        ({"correction": "sequence_tis_token_tis"}, "one of auto, none, token_tis"),
+        ({"correction": "none", "tis_cap": 2.0}, "tis_cap has no effect"),
         ({"correction": "geometric_rs", "tis_cap": 2.0}, "tis_cap has no effect"),
         ({"correction": "icepop", "tis_cap": 2.0}, "tis_cap has no effect"),
         ({"correction": "token_tis", "tis_cap": 1e9}, "never cuts"),
@@ -62,7 +62,7 @@ TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
         ({"correction": "sequence_tis_sequence_rs", "tis_cap": 2.0}, "never cuts"),
         ({"correction": "token_tis", "rs_low": 0.5}, "token_tis_geometric_rs"),
         ({"rs_high": 2.0}, "rejects nothing"),
-        ({"normalise_weights": True}, "no weights"),
+        ({"correction": "none", "normalise_weights": True}, "no weights"),
         ({"correction": "token_rs", "normalise_weights": True}, "no weights"),
         ({"correction": "token_rs", "rs_low": 0.0, "rs_high": 1e9}, "holds every r"),
         ({"correction": "geometric_rs", "rs_low": 0.0, "rs_high": 1e9}, "holds every r"),
@@ -167,13 +167,15 @@ def test_k3_is_capped_only_where_it_is_asked_for():
 
 def test_all_complaints_come_at_once():
     with pytest.raises(ConfigError) as error:
-        check_algorithm(AlgorithmConfig(gae_lambda=0.9, tis_cap=2.0, kl_in="reward"), samples_per_prompt=4)
+        check_algorithm(
+            AlgorithmConfig(gae_lambda=0.9, correction="none", tis_cap=2.0, kl_in="reward"), samples_per_prompt=4
+        )
     assert len(str(error.value).splitlines()) == 3
 
 
 def test_settings_are_few_and_documented():
     settings = [field.metadata[METADATA_KEY] for field in fields(AlgorithmConfig)]
-    assert len(settings) <= 25
+    assert len(settings) <= 26
     assert all(len(setting.doc) > 20 for setting in settings)
     for field in fields(AlgorithmConfig):
         assert field.metadata[METADATA_KEY].complaint(getattr(AlgorithmConfig(), field.name)) is None

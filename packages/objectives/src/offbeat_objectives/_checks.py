@@ -200,8 +200,6 @@ def _distillation(config: AlgorithmConfig) -> Complaints:
 
 
 def _correction(config: AlgorithmConfig) -> Complaints:
-    if AUTO in (config.correction, config.correction_form):
-        return  # which of the other settings have an effect is known once both are resolved
     preset = read_preset(config)
     name = config.correction
     if config.correction_form == "bypass" and preset.weight:
@@ -212,9 +210,10 @@ def _correction(config: AlgorithmConfig) -> Complaints:
             f"correction = {name} cannot be used with correction_form = bypass: {why}; use decoupled, "
             + (f"or correction = {preset.rejection}_rs" if preset.rejection else "or correction = none")
         )
-    if config.tis_cap is not None and (preset.weight is None or preset.weight == "icepop"):
+    may_weigh = preset.weight or name == AUTO  # which of the two choices of auto it is, is known once it is resolved
+    if config.tis_cap is not None and (not may_weigh or preset.weight == "icepop"):
         yield f"tis_cap has no effect with correction = {name}: only token_tis and sequence_tis cut their weight"
-    if config.normalise_weights and preset.weight is None:
+    if config.normalise_weights and not may_weigh:
         yield f"normalise_weights has no effect with correction = {name}, which has no weights"
     if preset.rejection or preset.weight == "icepop":
         yield from _bounds(preset, name)

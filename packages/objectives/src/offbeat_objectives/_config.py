@@ -125,6 +125,13 @@ class AlgorithmConfig:
         "dppo_tv and dppo_kl, which bound the distance to the sampler, else decoupled.",
         choices=(AUTO, "decoupled", "bypass"),
     )
+    mismatch_alarm_nats: float | None = setting(
+        None,
+        "Say so once the 99th percentile of |log r| of tokens without lag is above this. If not given, by the formats "
+        "of trainer and engines: 0.05 where both are float32, 0.5 with bfloat16 or float16, 1 with fp8 weights.",
+        "nats",
+        gt=0,
+    )
     tis_cap: float | None = setting(None, "C: the largest weight of tis; 2 if not given.", "r", gt=0)
     rs_low: float | None = setting(
         None, "Least statistic kept. If not given: token and sequence 0.5, geometric 0.999, icepop 0.5.", "r", ge=0

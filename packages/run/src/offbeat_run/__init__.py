@@ -28,7 +28,15 @@ from offbeat_run._publish.push import PushError, check_destination, push, push_c
 from offbeat_run._quantities import count_text, duration_text, size_text
 from offbeat_run._report.compare import write_comparison
 from offbeat_run._report.page import serve_report, write_report
-from offbeat_run._run_log import Generation, GenerationKind, GenerationsLog, RunLog, read_generations
+from offbeat_run._run_log import (
+    Alarm,
+    Generation,
+    GenerationKind,
+    GenerationsLog,
+    RunLog,
+    read_alarms,
+    read_generations,
+)
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
 from offbeat_run._trackers import check_trackers, open_trackers
 from offbeat_run._validation.estimates import bootstrap_interval, majority_at_k, pass_at_k
@@ -55,6 +63,7 @@ from offbeat_run._validation.summary import (
 __all__ = [
     "HELD_OUT",
     "METRIC_NAMES",
+    "Alarm",
     "AnswersLog",
     "Checkpoint",
     "CheckpointConfig",
@@ -115,6 +124,7 @@ __all__ = [
     "print_table",
     "push",
     "push_command",
+    "read_alarms",
     "read_answers",
     "read_eval_note",
     "read_generations",

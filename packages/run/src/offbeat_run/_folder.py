@@ -223,6 +223,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.plan = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
+        self.alarms = path / "alarms.jsonl"
         self.tensorboard = path / "tensorboard"
         self.generations = path / "generations"
         self.validation = path / "validation"

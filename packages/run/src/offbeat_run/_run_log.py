@@ -52,6 +52,23 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[str, ...] = ()
 
 
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is probably wrong with a run that goes on.
+
+    Args:
+        step: updates done when it was noticed.
+        text: one line.
+    """
+
+    step: int
+    text: str
+
+
+def read_alarms(run: RunFolder, damaged: list[str] | None = None) -> list[Alarm]:
+    """Read the alarms of a run, in order; a missing file has none. `damaged` is that of `read_generations`."""
+    return list(read_lines(run.alarms, lambda line: msgspec.convert(line, Alarm), "an alarm", damaged))
+
+
 _ROWS_OF_A_TABLE: Final = 64
 """Completions trained on go to trackers in tables of so many; those of a validation in one each."""
 
@@ -149,6 +166,8 @@ class RunLog:
             self._metrics = opened.enter_context(metrics)
             generations = GenerationsLog(run, resume_step=resume_step, trackers=trackers)
             self._generations = opened.enter_context(generations)
+            if resume_step is not None:
+                cut_lines(run.alarms, lambda line: int(line["step"]) <= resume_step)
             self._answers = opened.enter_context(AnswersLog(run.validation, resume_step=resume_step))
             if log.timeline:
                 self._timeline = opened.enter_context(Timeline(run.timeline))
@@ -198,6 +217,13 @@ class RunLog:
             yield
         finally:
             self.span(track, name, start_s, clock_s())
+
+    def alarm(self, step: int, text: str) -> None:
+        """Print a line above the progress, and keep it for the report."""
+        file = JsonlFile(self._run.alarms)
+        file.write(msgspec.structs.asdict(Alarm(step=step, text=text)))
+        file.close()
+        self.message(text)
 
     def message(self, text: str) -> None:
         """Print a line above the progress."""

@@ -1,13 +1,17 @@
-"""The rollout correction of a run that leaves it open: chosen by how its tokens are sampled, before anything starts."""
+"""The rollout correction, and the alarm about a mismatch, of a run that leaves them open: by how tokens are sampled."""
 
 from dataclasses import replace
+from typing import Final
 
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_objectives import resolve_correction
 
+_ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "fp8": 1.0}
+"""About ten times what rounding alone was measured to do: docs/decisions.md."""
+
 
 def choose_correction(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
-    """Replace `algorithm.correction = "auto"` and `algorithm.correction_form = "auto"`.
+    """Replace `auto` in `algorithm.correction` and `correction_form`, and settle `mismatch_alarm_nats`.
 
     Args:
         config: with `rollout.dtype` settled by `choose_for_platform`.
@@ -16,7 +20,20 @@ def choose_correction(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
         The configuration without open choices, and each choice with its reason.
     """
     algorithm, said = resolve_correction(config.algorithm, off_policy_reason(config))
+    if algorithm.mismatch_alarm_nats is None:
+        bound_nats, why = _alarm_bound(config)
+        algorithm = replace(algorithm, mismatch_alarm_nats=bound_nats)
+        said.append(f"algorithm.mismatch_alarm_nats = {bound_nats:g} ({why})")
     return replace(config, algorithm=algorithm), said
+
+
+def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
+    rollout, engine = config.rollout, config.engine
+    if rollout.weight_format == "fp8":
+        return _ALARMS_NATS["fp8"], "the engines sample with fp8 weights"
+    if {rollout.dtype, engine.dtype} == {"float32"}:
+        return _ALARMS_NATS["float32"], "trainer and engines compute in float32"
+    return _ALARMS_NATS["half"], f"engine.dtype = {engine.dtype}, rollout.dtype = {rollout.dtype}"
 
 
 def off_policy_reason(config: GrpoConfig) -> str:

@@ -10,10 +10,11 @@ import numpy as np
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.busy import BusyShares
 from grpo_async_app._roles.groups import SampledGroup
+from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.validation import Validation, accuracy_metric
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
-from offbeat_run import HELD_OUT, Generation, RunFolder, RunLog, clock_s, read_metrics
+from offbeat_run import HELD_OUT, Generation, MetricsLine, RunFolder, RunLog, clock_s, read_metrics
 from offbeat_types import Metric, Metrics, WeightPart
 
 WAIT_SHOWN_AFTER_S = 120.0
@@ -45,13 +46,13 @@ class RunLogger:
         """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
         self._last_wait_s, self._num_left_out_told = 0.0, 0
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
-            self._read_last_validation()
+            lines = read_metrics(self._run.metrics)
+            self._read_last_validation(lines)
+            self._mismatch_alarm = MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, lines)
             yield
 
-    def _read_last_validation(self) -> None:
-        validated = [
-            line for line in read_metrics(self._run.metrics) if any(name.startswith("eval/") for name in line.values)
-        ]
+    def _read_last_validation(self, lines: list[MetricsLine]) -> None:
+        validated = [line for line in lines if any(name.startswith("eval/") for name in line.values)]
         last = max(validated, key=lambda line: line.step, default=None)
         self.last_validated, self.last_accuracy = -1, None
         if last is not None:
@@ -107,6 +108,8 @@ class RunLogger:
         }
         values.update({metric: _count(number) for metric, number in left_out.items()})
         self._opened.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
+        if alarm := self._mismatch_alarm.look(version, trained):
+            self._opened.alarm(version, alarm)
         shown = groups[: self._config.log.train_generations]
         self._opened.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
 

@@ -97,6 +97,18 @@ _LINES = (
         {"title": {"text": "nats"}},
     ),
     _Lines(
+        "Mismatch of trainer and rollout engines",
+        "Nats that 99 of 100 log-probabilities differ by at most. A rise under the weights in training is an error.",
+        {"mismatch/abs_p99_nats_lag0": "weights in training", "mismatch/abs_p99_nats_lagged": "older weights"},
+        _from_zero("nats"),
+    ),
+    _Lines(
+        "Effective sample size",
+        "Share of the tokens that an update would be worth if each were weighed by trainer's / engine's probability.",
+        {"mismatch/ess_share": "all tokens", "mismatch/ess_share_lag0": "weights in training"},
+        _SHARE,
+    ),
+    _Lines(
         "Clip fraction",
         "Share of tokens whose update was cut by the clip range.",
         {"train/clip_fraction": "clipped"},

@@ -16,7 +16,7 @@ from offbeat_run._quantities import duration_text, number_text, size_text
 from offbeat_run._report.assets import asset, page_template
 from offbeat_run._report.figures import Series, metric_figures, number_series, timeline_figure
 from offbeat_run._report.items import item_tables
-from offbeat_run._run_log import Generation, GenerationKind, read_generations
+from offbeat_run._run_log import Generation, GenerationKind, read_alarms, read_generations
 from offbeat_run._timeline import read_timeline
 from offbeat_types import ConfigError
 
@@ -83,6 +83,7 @@ def _page(run: RunFolder) -> str:
     return page_template("page.html").render(
         name=run.path.name,
         written=time.strftime("%Y-%m-%d %H:%M"),
+        alarms=read_alarms(run, damaged),
         tiles=_tiles(lines, series),
         summary=[_summary_row(name, series[name]) for name in _SUMMARY if name in series],
         figures=figures,
