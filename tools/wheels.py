@@ -15,6 +15,8 @@ BUILT: Final = NOX / "wheels"
 OURS: Final = {package.name for package in PACKAGES}
 # uv's cache knows a wheel of a folder by its path and version, and would install the one that lay here before.
 ANEW: Final = [f"--reinstall-package={name}" for name in sorted(OURS)]
+# Of mypy, with the folder of the wheels as MYPYPATH: it goes before the editable packages of the environment.
+TYPES: Final = ("--config-file=pyproject.toml", "--follow-imports=silent")
 # A name may need a package of an extra, which is then missing whole; a module that is missing in one is an error.
 IMPORT: Final = """
 import {module} as it
@@ -79,8 +81,15 @@ def test_versions(session: nox.Session, package: Package) -> None:
     wheels = [wheel_of(package), *oldest_others(package)]
     shutil.rmtree(folder, ignore_errors=True)
     run(session, "uv", "pip", "install", "--quiet", "--no-deps", *ANEW, f"--target={folder}", *wheels)
-    options = (f"--cache-dir={NOX / 'mypy-versions'}", "--follow-imports=silent")
-    run(session, bin_folder / "mypy", *options, "-p", package.import_name, MYPYPATH=str(folder))
+    run(
+        session,
+        bin_folder / "mypy",
+        *TYPES,
+        f"--cache-dir={NOX / 'mypy-versions'}",
+        "-p",
+        package.import_name,
+        MYPYPATH=str(folder),
+    )
 
 
 def oldest_others(package: Package) -> Sequence[Path]:

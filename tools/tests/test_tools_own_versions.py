@@ -1,9 +1,14 @@
 """Every package installs beside the oldest and the newest versions that its ranges admit, as uv resolves them."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from own_versions import build_all, choose, offer
 from ranges import edges
 from released import Range, Version, kept_wheels, version_of
+from wheels import TYPES
 from workspace import ROOT, packages
 
 PACKAGES = packages()
@@ -85,6 +90,21 @@ def test_a_version_that_is_kept_and_in_the_workspace_is_taken_as_asked(tmp_path)
     for which, first in {"oldest": "kept", "newest": "here"}.items():
         offer(which, tmp_path / "built", tmp_path / which, tmp_path)
         assert [path.read_text() for path in sorted((tmp_path / which).glob("*.whl"))] == [first, "here"]
+
+
+def test_a_parameter_that_an_older_version_lacks_is_found_by_types(tmp_path):
+    for module, text in {
+        "offbeat_types": "def f(a: int) -> int:\n    return a\n",  # as in an older version
+        "offbeat_one": "from offbeat_types import f\n\nf(1, deadline_s=2)\n",
+    }.items():
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text(text)
+        (tmp_path / module / "py.typed").touch()
+    command = [sys.executable, "-m", "mypy", *TYPES, f"--cache-dir={tmp_path / 'cache'}", "-p", "offbeat_one"]
+    environment = {**os.environ, "MYPYPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert 'Unexpected keyword argument "deadline_s" for "f"' in done.stdout
 
 
 def test_the_first_release_that_not_all_follow():
