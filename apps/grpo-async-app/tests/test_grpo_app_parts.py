@@ -194,6 +194,12 @@ def test_lag_counts_from_the_oldest_turn() -> None:
     assert group(4, [3], [1.0], num_turns=3).oldest_version == 4
 
 
+def test_lag_of_a_group_counts_from_its_oldest_trajectory() -> None:
+    old, new = group(3, [2], [1.0]), group(5, [2], [0.0])
+    for trajectories in (old.trajectories + new.trajectories, new.trajectories + old.trajectories):
+        assert replace(old, trajectories=trajectories, rewards=[1.0, 0.0]).oldest_version == 3
+
+
 def test_parts_of_a_loss_are_means_over_the_steps_of_an_update_as_the_loss_is() -> None:
     """Within a step the parts of micro-batches add up; so do not the steps."""
     step = {"loss": Metric(value=3.0, how="sum"), "loss/policy": Metric(value=3.0, how="sum")}

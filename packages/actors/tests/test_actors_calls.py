@@ -1,6 +1,7 @@
 """Calls to a role in a real process: typed both ways, many at once, cancellable."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_every_wire_type_arrives_as_itself(start_role: Any) -> None:
             assert await role.call("kinds", 1, 2, 3.5, name="x", returns=list[str]) == ["int", "float", "float", "str"]
 
     asyncio.run(scenario())
+
+
+def test_an_answer_that_came_while_the_caller_stood_still_is_not_late(start_role: Any) -> None:
+    """A long step of the caller, such as a garbage collection, does not make a role that has answered late."""
+
+    async def scenario() -> list[str]:
+        async with start_role("Echo") as role:
+            call = asyncio.create_task(role.call("kinds", 1, returns=list[str], deadline_s=0.4))
+            await asyncio.sleep(0.02)  # the question is on its way
+            time.sleep(1.0)  # the event loop stands still past the deadline
+            return await call
+
+    assert asyncio.run(scenario()) == ["int"]
 
 
 def test_the_constructor_takes_dataclasses_and_arrays(start_role: Any) -> None:

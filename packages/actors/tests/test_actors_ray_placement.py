@@ -87,7 +87,7 @@ def test_every_role_sits_on_its_node_and_sees_its_own_devices(
             roles = await asyncio.gather(*(started.start(role(name, "Patient", role_env, tmp_path)) for name in names))
             for actor in roles:
                 first = next(r for r in wanted.ranks if actor.name in (f"{r.role}-{r.rank}", f"{r.role}-{r.replica}"))
-                assert actor.address == first.node or actor.name.startswith("rollout")
+                assert actor.address == first.node, f"{actor.name} sits beside its first device"
             devices = await call_all(roles, "visible_devices", returns=list[str], deadline_s=30)
             return [[actor.address, *held] for actor, held in zip(roles, devices, strict=True)]
 

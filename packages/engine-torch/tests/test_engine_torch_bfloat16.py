@@ -4,10 +4,33 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
 from offbeat_types import TrainEngineConfig
+
+
+def assert_near(exact, coarse, sequences):
+    """Rounding moves these models by 0.003 nats on average, 0.014 at most; a layer left out by 0.4 on average."""
+    errors = np.abs(np.concatenate(exact.logprobs(sequences)) - np.concatenate(coarse.logprobs(sequences)))
+    assert errors.max() < 0.04
+    assert errors.mean() < 0.006
+
+
+def test_a_layer_left_out_is_no_rounding(model_folder, tmp_path, make_groups):
+    short = AutoModelForCausalLM.from_pretrained(model_folder)
+    for name, parameter in short.model.layers[-1].named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # what it adds to the residual stream is 0 then
+            parameter.data.zero_()
+    short.save_pretrained(tmp_path)
+    settings = {"device": "cpu", "learning_rate": 1e-3}
+    whole, shortened = (
+        TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), **settings))
+        for folder in (model_folder, tmp_path)
+    )
+    with pytest.raises(AssertionError):
+        assert_near(whole, shortened, make_groups())
 
 
 @pytest.mark.parametrize("head", ["float32", "bfloat16"])
@@ -16,8 +39,7 @@ def test_bfloat16_stays_near_float32_and_learns(model_folder, make_groups, head)
     exact = TorchTrainEngine.create(TrainEngineConfig(**settings))
     coarse = TorchTrainEngine.create(TrainEngineConfig(**settings, dtype="bfloat16", options={"head_dtype": head}))
     sequences = make_groups()
-    for one, other in zip(exact.logprobs(sequences), coarse.logprobs(sequences), strict=True):
-        np.testing.assert_allclose(one, other, atol=0.2)
+    assert_near(exact, coarse, sequences)
     assert all(tensor.dtype.itemsize == 4 for _, tensor in coarse.weights())
 
     def nll(tokens):
@@ -95,8 +117,7 @@ def test_experts_compute_in_bfloat16(tmp_path, make_groups, monkeypatch):
     assert formats == {torch.float32}
     formats.clear()
     sequences = make_groups()
-    for one, other in zip(exact.logprobs(sequences), coarse.logprobs(sequences), strict=True):
-        np.testing.assert_allclose(one, other, atol=0.2)
+    assert_near(exact, coarse, sequences)
     formats.clear()
     before = {name: tensor.clone() for name, tensor in coarse.weights()}
     coarse.forward_backward(sequences, lambda tokens: (-tokens.logprobs_N.sum() / tokens.total_tokens, {}))

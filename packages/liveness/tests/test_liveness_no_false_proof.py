@@ -1,6 +1,7 @@
 """What looks like a proof and is none, and what is only suspected: told along the way, due at a timeout."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
@@ -10,7 +11,7 @@ from offbeat_liveness._diagnosis.graph import Absent, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideWait, Wait
+from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideKind, OutsideWait, Wait
 
 WORLD = (0, 1, 2)
 
@@ -160,7 +161,7 @@ def test_a_circle_in_which_somebody_was_not_heard_is_no_proof() -> None:
 
 
 def outside(text: str, age_s: float = 70.0, **more: object) -> Wait:
-    wait = OutsideWait(kind="http", text=text, **more)  # type: ignore[arg-type]
+    wait = OutsideWait(**{"kind": "http", "text": text, **more})  # type: ignore[arg-type]
     return Wait(kind="outside", what="http", age_s=age_s, outside=wait)
 
 
@@ -180,6 +181,28 @@ def test_a_run_that_stands_in_queues_only_is_told() -> None:
     heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
     assert found(*heads).kind == "standstill"
     assert decide(heads[0], dataclasses.replace(heads[1], still_s=1.0, waits=())) is None
+
+
+@pytest.mark.parametrize("kind", get_args(OutsideKind))
+def test_a_long_import_file_sleep_or_prompt_is_no_standstill_of_the_run(kind: str) -> None:
+    verdict = decide(*(head(rank, waits=(outside("what it waits for", kind=kind),)) for rank in (0, 1)))
+    if kind in ("import", "file", "sleep", "terminal", "debugger"):
+        assert verdict is None
+    else:
+        assert verdict is not None
+        assert verdict.kind == "standstill"
+
+
+def test_a_process_that_crashed_explains_one_that_was_killed_after_it() -> None:
+    waits = head(2, member("0", WORLD, entry(1)), waits=(in_collective("0", 1, age_s=0.1),))
+    gone = [
+        Absent(name=f"rank {rank}", rank=rank, world="w", fate=fate, head=head(rank, member("0", WORLD)))
+        for rank, fate in enumerate(("killed", "crashed"))
+    ]
+    for absent in (gone, gone[::-1]):
+        verdict = find_failure(WaitGraph(heads=(waits,), absent=tuple(absent), stall_after_s=STALL_S))
+        assert verdict is not None
+        assert (verdict.missing, verdict.fate) == (("rank 1",), "crashed")
 
 
 def test_a_suspicion_is_due_at_the_timeout_of_what_is_waited_in() -> None:

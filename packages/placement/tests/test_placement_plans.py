@@ -98,15 +98,11 @@ def test_six_and_two_free_hold_no_group_of_eight():
 
 
 def test_a_group_wider_than_a_node_takes_whole_nodes_and_only_when_asked_to():
-    nodes = [
-        *grid_nodes(3, 8),
-        *partly_free(7)[0:0],
-        Node(name="node-9", free={"GPU": tuple(range(7))}, total={"GPU": 8}),
-    ]
+    nodes = [*grid_nodes(3, 8), Node(name="node-9", free={"GPU": tuple(range(7))}, total={"GPU": 8})]
     with pytest.raises(PlacementError, match=r"rollout\.spans_nodes False -> True"):
         plan_placement(nodes, [rollout(1, 16)])
     plan = plan_placement(nodes, [trainer(7), rollout(1, 16, spans_nodes=True)])
-    assert nodes_of(plan, "rollout") == [{"node-1", "node-2"}] or nodes_of(plan, "rollout") == [{"node-0", "node-1"}]
+    assert nodes_of(plan, "rollout") == [{"node-1", "node-2"}]
     [wide] = [plan.replica("rollout", 0)]
     assert [(rank.node, rank.device) for rank in wide] == sorted((rank.node, rank.device) for rank in wide)
     with pytest.raises(PlacementError):  # node-9 is not free as a whole

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from offbeat_rollout_torch import TorchRolloutEngine, _worker
 from offbeat_rollout_torch._families import read_architecture
+from offbeat_rollout_torch._scheduler import StopStrings
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
 from offbeat_types import (
     ConfigError,
@@ -264,6 +266,16 @@ async def test_special_tokens_can_be_stop_strings(folder, open_engine):
         (one,) = await engine.generate(request(temperature=3.0, stop=("<|im_end|>",), max_tokens=480, seed=3))
         assert one.stop_reason == "stop"
         assert one.ids[-1] == 2
+
+
+@pytest.mark.parametrize("stops", [("!", "never this"), ("never this", "!")])
+async def test_a_stop_string_over_several_tokens_is_found_beside_a_shorter_one(folder, stops):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode("well, never this time", add_special_tokens=False).ids
+    assert len(tokenizer.encode("never this", add_special_tokens=False).ids) > 2
+    criteria = StopStrings(tokenizer, stops)
+    found = next(number for number, token in enumerate(ids) if criteria.push(token))
+    assert tokenizer.decode(ids[: found + 1]).endswith("never this")
 
 
 async def test_a_cancelled_caller_frees_its_place(folder, open_engine):

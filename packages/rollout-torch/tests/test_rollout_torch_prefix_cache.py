@@ -83,9 +83,11 @@ async def test_prompts_that_begin_alike_compute_what_differs(folder, open_engine
     assert logprob_errors(reference_model(folder), np.concatenate((system, ids_of(3, 30))), one).max() < 1e-4
 
 
-async def test_an_update_and_sleep_drop_what_is_kept(folder, open_engine):
+@pytest.mark.parametrize("static_rows", [False, True], ids=["growing", "static"])
+async def test_an_update_and_sleep_drop_what_is_kept(folder, open_engine, static_rows):
+    """Keys and values of old weights would be served under new ones: rows of one length are the default on CUDA."""
     model, prompt = reference_model(folder), ids_of(99, 100)
-    async with open_engine(folder) as engine:
+    async with open_engine(folder, options={"static_rows": static_rows}) as engine:
         generate = Counter(engine)
         await generate(ask("a", prompt))
         await engine.update_weights(FakeWeightStream(changed_weights(model, seed=1), 1), 1)

@@ -56,6 +56,16 @@ def test_cuts_are_those_of_the_definition(params, seed, spread):
             np.testing.assert_allclose(row, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("top_p", "num_kept"), [(0.5, 1), (0.25, 1), (0.75, 2), (0.875, 3), (0.5 + 2**-20, 2), (1.0, 4)]
+)
+def test_the_smallest_set_that_reaches_top_p_is_kept_where_a_sum_meets_it_exactly(top_p, num_kept):
+    """Powers of 2 add up without rounding."""
+    got = cut_distribution(torch.tensor([[0.5, 0.25, 0.125, 0.125]]), [SamplingParams(top_p=top_p)])
+    assert (got > 0).sum() == num_kept
+    assert got.sum() == pytest.approx(1.0)
+
+
 @settings(max_examples=100)
 @given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=5), st.integers(0, 10**6))
 def test_uniforms_are_in_range_and_depend_only_on_seed_and_count(seeds, count):

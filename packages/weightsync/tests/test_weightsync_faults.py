@@ -3,7 +3,10 @@
 import time
 
 import pytest
-from weightsync_peers import Sync
+from weightsync_peers import Sync, Weights, give, in_thread, plan_of, receive_all
+
+from offbeat_types import WeightSyncError
+from offbeat_weightsync import _receiver, new_address, open_sender
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,19 @@ def test_an_engine_that_dies_is_named_at_once_on_all_sides(sync: Sync, fault: st
     assert dead == ""
     assert trainer.startswith("WeightSyncError: rollout-0 hung up or died"), trainer
     assert other.startswith("WeightSyncError: trainer-0 gave up: rollout-0 hung up or died"), other
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["shared-memory", "tcp"])
+def test_a_trainer_refuses_an_engine_whose_plan_differs(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Such as one of another release, which lays tensors out otherwise and does not compare digests itself."""
+    ready = _receiver.Ready
+    monkeypatch.setattr(_receiver, "Ready", lambda digest: ready("00ff"))
+    plan = plan_of(weights)
+    sender = open_sender(new_address(host), plan, deadline_s=30)
+    with in_thread(lambda: receive_all(sender.address)) as said:
+        with pytest.raises(WeightSyncError, match=f"the plans differ: {plan.digest} here, 00ff at"):
+            sender.send(give(weights), 1, 1)
+        sender.close()
+    assert f"the plans differ: {plan.digest} here, 00ff at" in str(said[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat_types import TENSOR_DTYPES, WeightSyncError
 from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors
-from offbeat_weightsync._plan import ALIGNMENT
+from offbeat_weightsync._plan import ALIGNMENT, agreed_plan
 from offbeat_weightsync._tensors import RUN_BYTES, PlannedTensors
 
 SHAPES = st.lists(st.integers(1, 40), max_size=3).map(tuple)
@@ -22,6 +22,14 @@ BUCKET_BYTES = st.integers(1, 64).map(lambda number: number * ALIGNMENT)
 def tensor_specs(draw: st.DrawFn) -> list[TensorSpec]:
     names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=12, unique=True))
     return [TensorSpec(name, draw(st.sampled_from(TENSOR_DTYPES)), draw(SHAPES)) for name in names]
+
+
+def test_a_receiver_whose_plan_differs_from_the_announced_one_refuses_it() -> None:
+    specs = (TensorSpec("a", "float32", (3,)),)
+    plan = BucketPlan.build(specs, ALIGNMENT)
+    assert agreed_plan(specs, ALIGNMENT, plan.digest, "trainer-0") == plan
+    with pytest.raises(WeightSyncError, match=f"the plans differ: 00ff at trainer-0, {plan.digest} here"):
+        agreed_plan(specs, ALIGNMENT, "00ff", "trainer-0")
 
 
 @given(tensor_specs(), BUCKET_BYTES)

@@ -163,4 +163,5 @@ def _overfull(plan: Plan, nodes: dict[str, Node], groups: Sequence[RankGroup]) -
         if cpus[name] > node.num_cpus + _SLACK:
             yield f"{name}: its ranks need {cpus[name]:g} CPUs and {node.num_cpus:g} are free"
         if memory_bytes[name] > node.memory_bytes:
-            yield f"{name}: its ranks need {memory_bytes[name]:g} bytes of memory and {node.memory_bytes:g} are free"
+            needed, free = memory_bytes[name], node.memory_bytes
+            yield f"{name}: its ranks need {needed:.0f} bytes of memory and {free:.0f} are free"
