@@ -1,12 +1,13 @@
 """Starts the processes of a run, calls them, watches over them: typed calls, deadlines, restart budgets. No torch."""
 
 from offbeat_actors._actor import ActorHandle
+from offbeat_actors._failures import read_log_tail
 from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_all, start_ranks
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._local import LocalLauncher
 from offbeat_actors._machine import check_processes, split_threads
 from offbeat_actors._resources import check_kinds, cluster_request, find_view
-from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, RoleState
 from offbeat_actors._supervision import (
     RestartBudget,
     RestartedRole,
@@ -27,7 +28,9 @@ __all__ = [
     "LocalLauncher",
     "RestartBudget",
     "RestartedRole",
+    "RolePlace",
     "RoleSpec",
+    "RoleState",
     "Supervised",
     "Tell",
     "available_cpus",
@@ -39,6 +42,7 @@ __all__ = [
     "find_view",
     "gather_or_cancel",
     "least_loaded",
+    "read_log_tail",
     "split_threads",
     "start_again",
     "start_all",

@@ -12,7 +12,7 @@ import msgspec
 
 import offbeat_liveness as liveness
 from offbeat_actors._failures import read_log_tail, rebuild_failure
-from offbeat_actors._spec import ClusterConfig, RoleSpec, Wait
+from offbeat_actors._spec import ClusterConfig, RoleSpec, RoleState, Wait
 from offbeat_actors._wire import (
     STOP_ID,
     Bytes,
@@ -97,8 +97,9 @@ class ActorHandle:
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         self._calls: dict[int, tuple[str, float, float]] = {}
-        self._stopping = False
+        self._stopping = self._is_ready = False
         self._reason: str | None = None
+        self._since_s = time.time()
         self._end = asyncio.create_task(self._watch())
 
     @property
@@ -120,6 +121,17 @@ class ActorHandle:
     def alive(self) -> bool:
         """False once its process is gone."""
         return self._reason is None and self._process.alive
+
+    @property
+    def state(self) -> tuple[RoleState, float, str]:
+        """What its process does, the Unix time since when, and how it ended where it has."""
+        if self._reason is not None:
+            return "ended", self._since_s, self._reason
+        return "ready" if self._is_ready else "starting", self._since_s, ""
+
+    def mark_ready(self) -> None:
+        """Note that its constructor and its `start()` are done."""
+        self._is_ready, self._since_s = True, time.time()
 
     @property
     def log(self) -> str:
@@ -265,7 +277,7 @@ class ActorHandle:
         reading.cancel()
         # A role without its socket is of no use, and what it has started must not outlive it.
         self._process.send_signal(signal.SIGKILL)
-        self._reason = self._explain(await exiting, fault)
+        self._reason, self._since_s = self._explain(await exiting, fault), time.time()
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(self._death())

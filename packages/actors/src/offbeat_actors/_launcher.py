@@ -6,11 +6,12 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
 from offbeat_actors._actor import ActorHandle
-from offbeat_actors._spec import ClusterConfig, RoleSpec, Wait
+from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, Wait
 from offbeat_actors._wire import MAIN_THREAD, START_ID, Bytes, FrameWriter, Start
 from offbeat_liveness import current_monitor
 from offbeat_placement import Node, Plan, RankGroup
@@ -93,6 +94,7 @@ class Launcher(ABC):
             async with asyncio.timeout(deadline_s):
                 actor = self._actors[spec.name] = await self._spawn(spec)
                 await actor.request(START_ID, first_frame)
+                actor.mark_ready()
         except TimeoutError:
             if actor is not None:
                 await actor.destroy()
@@ -109,6 +111,27 @@ class Launcher(ABC):
         """Calls to all roles that have not been answered, the longest first."""
         waits = [wait for actor in self._actors.values() for wait in actor.waits()]
         return sorted(waits, key=lambda wait: -wait.lasted_s)
+
+    def places(self) -> list[RolePlace]:
+        """Where each role is that has been placed or started, and the state of its process, by name."""
+        seats = self._seated()
+        places = []
+        for role in sorted({*seats, *self._actors}, key=_by_number):
+            place = seats.get(role) or RolePlace(role=role, node=self._home_name)
+            if (actor := self._actors.get(role)) is not None:
+                state, since_s, reason = actor.state
+                place = replace(place, pid=actor.pid, state=state, since_s=since_s, reason=reason)
+            places.append(place)
+        return places
+
+    @abstractmethod
+    def _seated(self) -> dict[str, RolePlace]:
+        """The places that a plan has given to roles."""
+
+    @property
+    @abstractmethod
+    def _home_name(self) -> str:
+        """Name of the node of roles that no plan has placed: the driver's."""
 
     async def close(self, deadline_s: float | None = None) -> None:
         """Stop every role that is still there, all at once. What goes wrong is logged: the run has ended anyway.
@@ -139,6 +162,12 @@ class Launcher(ABC):
             raise ConfigError(f"{spec.name}: a target reads 'package.module:Class', got {spec.target!r}")
         if (actor := self._actors.get(spec.name)) and actor.alive:
             raise ConfigError(f"a role named {spec.name!r} is running already: stop it first or choose another name")
+
+
+def _by_number(role: str) -> tuple[str, int, str]:
+    """Order of names: rollout-2 stands before rollout-10."""
+    kind, _, number = role.rpartition("-")
+    return (kind, int(number), "") if number.isdecimal() else (role, -1, "")
 
 
 _THREAD_VARIABLES: Final = (

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Final
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher, child_command, open_log, own_environment
 from offbeat_actors._reaper import ReaperPipe
-from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel, SocketStream
 from offbeat_placement import Node, Plan, RankGroup, local_node, process_of
 from offbeat_types import PlacementError, load_backend
@@ -118,6 +119,7 @@ class LocalLauncher(Launcher):
     def __init__(self, run_name: str, config: ClusterConfig | None = None) -> None:
         super().__init__(run_name, config)
         self._shown: dict[str, dict[str, str]] = {}
+        self._places: dict[str, RolePlace] = {}
 
     @classmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:
@@ -143,11 +145,19 @@ class LocalLauncher(Launcher):
                 changes=('set cluster.launcher = "ray"',),
             )
         self._shown |= _shown_devices(plan, groups)
+        self._places |= _plan_places(plan, groups, self._home_name, time.time())
 
     async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> ActorHandle:
         """Start a role, which sees no other devices than those of its place."""
         placed = replace(spec, env={**self._shown.get(spec.name, {}), **spec.env})
         return await super().start(placed, deadline_s=deadline_s)
+
+    def _seated(self) -> dict[str, RolePlace]:
+        return self._places
+
+    @property
+    def _home_name(self) -> str:
+        return local_node().name
 
     async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         ours, theirs = socket.socketpair()
@@ -177,6 +187,20 @@ class LocalLauncher(Launcher):
             theirs.close()
             reaper.hand_over()
         return ActorHandle(spec, LocalProcess(process, reaper), Channel(SocketStream(ours)), self._config)
+
+
+def _plan_places(plan: Plan, groups: Sequence[RankGroup], node: str, now_s: float) -> dict[str, RolePlace]:
+    """For each role of a plan its place on this machine."""
+    by_role = {group.role: group for group in groups}
+    held: dict[str, list[str]] = defaultdict(list)
+    for rank in plan.ranks:
+        devices = held[process_of(rank, by_role[rank.role])]
+        if rank.device is not None:
+            devices.append(f"{by_role[rank.role].accelerator} {rank.device}")
+    return {
+        role: RolePlace(role=role, node=node, devices={node: tuple(devices)} if devices else {}, since_s=now_s)
+        for role, devices in held.items()
+    }
 
 
 def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[str, dict[str, str]]:

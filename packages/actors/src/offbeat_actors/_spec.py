@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offbeat_liveness import Policy
 from offbeat_types import setting
@@ -54,6 +54,34 @@ class Wait:
     on: str
     lasted_s: float
     deadline_s: float
+
+
+RoleState = Literal["placed", "starting", "ready", "ended"]
+"""Of a role: it has a place and no process yet; its constructor or `start()` runs; it answers calls; it is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlace:
+    """The place of a role, and the state of its process.
+
+    Args:
+        role: its name, such as "rollout-0".
+        node: where its process runs, by the name that plans use.
+        devices: held for it, by node, such as {"gpu-3": ("GPU 0", "GPU 1")}; empty where it computes on CPUs, or on
+            devices that its configuration names by number.
+        pid: its process id on that node; 0 before it has one.
+        state: of its process.
+        since_s: Unix time when that state began.
+        reason: how the process ended; "" unless it did.
+    """
+
+    role: str
+    node: str
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    pid: int = 0
+    state: RoleState = "placed"
+    since_s: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

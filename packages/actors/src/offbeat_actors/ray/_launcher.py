@@ -7,13 +7,14 @@ import secrets
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher, open_log, own_environment
-from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel
 from offbeat_actors.ray._agent import Order, Started, decode, describe_log, encode
 from offbeat_actors.ray._cluster import Connection, cluster_nodes
@@ -67,6 +68,7 @@ class RayLauncher(Launcher):
         self._home: asyncio.Future[AgentLink] | None = None
         self._held: list[Reservation] = []
         self._seats: dict[str, _Seat] = {}
+        self._placed_s = 0.0
         self._renewing = asyncio.Lock()
 
     @property
@@ -105,6 +107,7 @@ class RayLauncher(Launcher):
             await release(connection.ray, held)
             raise
         self._held += held
+        self._placed_s = time.time()
         for each in reversed(held):  # of an engine on several nodes the first block is where its driver goes
             self._seat(each)
 
@@ -127,6 +130,25 @@ class RayLauncher(Launcher):
         super().kill()
         if (connection := _result(self._connection)) is not None:
             release_now(connection.ray, self._held)
+
+    def _seated(self) -> dict[str, RolePlace]:
+        devices: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
+        nodes: dict[str, str] = {}
+        for each in self._held:
+            for role, ordinals in each.block.roles.items():
+                nodes.setdefault(role, each.block.node)  # of several the first is where the process goes
+                if ordinals:
+                    numbers = (each.devices[ordinal] for ordinal in ordinals)
+                    devices[role][each.block.node] = tuple(f"{each.block.device_kind} {number}" for number in numbers)
+        return {
+            role: RolePlace(role=role, node=node, devices=devices.get(role, {}), since_s=self._placed_s)
+            for role, node in nodes.items()
+        }
+
+    @property
+    def _home_name(self) -> str:
+        connection = _result(self._connection)
+        return connection.address if connection is not None else ""
 
     async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         link = await self._link_of(spec.name)
