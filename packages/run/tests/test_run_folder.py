@@ -8,8 +8,17 @@ import sys
 
 import pytest
 
-from offbeat_run import LogConfig, RunFolder, check_shared, parse_config
+from offbeat_run import LogConfig, RunFolder, check_shared, has_writer, parse_config
 from offbeat_types import RunFolderError
+
+LOOKING = """
+import sys
+from pathlib import Path
+from offbeat_run import has_writer
+print(flush=True)
+while True:
+    has_writer(Path(sys.argv[1]))
+"""
 
 
 def make(path):
@@ -28,6 +37,22 @@ def test_a_new_folder_has_a_name_for_everything(tmp_path):
             "config.toml", "plan.txt", "metrics.jsonl", "timeline.json", "report.html", "logs/rollout-0.log",
         }  # fmt: skip
         assert all(folder.is_dir() for folder in (run.tensorboard, run.generations, run.logs, run.checkpoints.path))
+
+
+def test_a_reader_sees_if_a_process_writes_to_a_folder_and_keeps_no_writer_out(tmp_path):
+    assert not has_writer(tmp_path / "none")
+    with make(tmp_path / "run") as run:
+        assert has_writer(run.path)
+        assert has_writer(run.path), "looking does not take the lock away"
+    assert not has_writer(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", LOOKING, tmp_path / "run"], stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        try:
+            for _ in range(300):
+                RunFolder.open(tmp_path / "run").close()
+        finally:
+            reader.kill()
 
 
 def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path):

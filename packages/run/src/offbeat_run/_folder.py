@@ -21,6 +21,7 @@ from offbeat_run._quantities import size_text
 from offbeat_types import RunFolderError, UserError
 
 LOCK_NAME: Final = ".lock"
+_LOOK_S: Final = 0.05
 _last_locked: list[Path] = []
 
 
@@ -39,17 +40,27 @@ class FolderLock:
             RunFolderError: another process holds it; the text names its process id.
         """
         self._descriptor: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._is_taken():
             pid = os.read(self._descriptor, 32).decode(errors="replace").strip() or "unknown"
             self.release()
             raise RunFolderError(
                 f"{folder}: process {pid} is working in this run folder; wait for it, end it, or choose another folder"
-            ) from None
+            )
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         _last_locked[:] = [folder]
+
+    def _is_taken(self) -> bool:
+        """Try to take it, for a moment longer than `has_writer` holds it."""
+        assert self._descriptor is not None
+        for pause_s in (_LOOK_S, 0.0):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(pause_s)
+            else:
+                return True
+        return False
 
     def forget(self) -> None:
         """Make `last_locked` forget this folder: there is nothing in it to resume."""
@@ -60,6 +71,21 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def has_writer(folder: Path) -> bool:
+    """Return whether a process is writing to a run folder, on whichever machine: it holds the lock."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 _MANIFEST = "checkpoint.json"
@@ -229,6 +255,7 @@ class RunFolder:
         self.validation = path / "validation"
         self.timeline = path / "timeline.json"
         self.logs = path / "logs"
+        self.places = path / "places.json"
         self.profile = path / "profile"
         self.report = path / "report.html"
         self.checkpoints = Checkpoints(path / "checkpoints")
