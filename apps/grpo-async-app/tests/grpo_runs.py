@@ -4,9 +4,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from offbeat_run import Checkpoint, RunFolder, read_metrics
-from offbeat_testing import RunningCommand
+from offbeat_testing import CommandLine, RunningCommand
 
 Main = Callable[[], object]
 
@@ -44,3 +45,35 @@ def statistics_of(run: Path) -> dict[str, int]:
     state = json.loads((latest_checkpoint(run).path / "loop" / "state.json").read_text())
     found: dict[str, int] = state["policy"]["statistics"]
     return found
+
+
+Places = dict[str, Any]
+"""What `where --json` says."""
+
+
+def where(command: CommandLine, run: Path) -> Places:
+    ended = command("where", run, "--json")
+    assert ended.code == 0, ended.err
+    found: Places = json.loads(ended.out)
+    return found
+
+
+def where_once(
+    process: RunningCommand, command: CommandLine, run: Path, seen: Callable[[Places], bool], what: str
+) -> Places:
+    """What `where` says as soon as it shows something of a run that goes on."""
+    last: list[Places] = []
+
+    def look() -> bool:
+        if (run / "places.json").exists():
+            last[:] = [where(command, run)]
+        return bool(last) and seen(last[0])
+
+    process.wait_until(look, what, deadline_s=180)
+    return last[0]
+
+
+def role_of(places: Places, name: str) -> dict[str, Any]:
+    """One line of the table; an empty one where the role is not in it."""
+    empty = {"state": "", "pid": 0, "version": None, "restarts": 0}
+    return next((role for role in places["roles"] if role["role"] == name), empty)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import abacus_standin
 import pytest
+from grpo_runs import role_of, where_once
 
-from offbeat_testing import ray_nodes
+from offbeat_testing import CommandLine, RunningCommand, ray_nodes
 
 WORDS = [
     "--cluster.launcher=ray",
@@ -34,6 +36,41 @@ def test_one_key_trains_on_ray_and_leaves_the_same_promises(config: Path, tmp_pa
 def test_a_run_joins_a_cluster_and_no_two_roles_share_a_machine(nodes: str, config: Path, tmp_path: Path) -> None:
     """With one CPU a node, weights go from the trainer to either engine over TCP."""
     check_run(config, tmp_path / "run", f"--cluster.address={nodes}")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_where_names_the_node_of_each_role_while_a_run_goes_on(
+    nodes: str, config: Path, tmp_path: Path, command: CommandLine
+) -> None:
+    run = tmp_path / "run"
+    words = [*WORDS, f"--cluster.address={nodes}", "--engine.max_updates=4000", "--data.epochs=1000"]
+    with RunningCommand("grpo_async_app", "train", config, "--out", run, *words) as process:
+        engines = ("rollout-0", "rollout-1")
+        places = where_once(
+            process,
+            command,
+            run,
+            lambda seen: all((role_of(seen, name)["version"] or 0) >= 1 for name in engines),
+            "weights of an update in both engines",
+        )
+        placed = {name: role_of(places, name) for name in ("trainer-0", *engines)}
+        assert len({role["node"] for role in placed.values()}) == 3
+        assert all(role["node"].startswith("127.0.0.") for role in placed.values())
+        assert Path(f"/proc/{placed['rollout-1']['pid']}").exists()
+
+        os.kill(placed["rollout-1"]["pid"], signal.SIGKILL)
+        again = where_once(
+            process,
+            command,
+            run,
+            lambda seen: (
+                role_of(seen, "rollout-1")["restarts"] == 1 and role_of(seen, "rollout-1")["version"] is not None
+            ),
+            "another engine with weights",
+        )
+        assert role_of(again, "rollout-1")["pid"] != placed["rollout-1"]["pid"]
+        assert role_of(again, "rollout-1")["node"] == placed["rollout-1"]["node"]
 
 
 @pytest.mark.nightly
@@ -91,6 +128,9 @@ def check_run(config: Path, run: Path, *words: str, env: dict[str, str] = {}) ->
     lines = (run / "generations" / "train.jsonl").read_text().splitlines()
     assert sorted(Counter(json.loads(line)["prompt"] for line in lines).values()) == [1] * 8
     assert {path.stem for path in (run / "logs").glob("*.log")} >= {"trainer-0", "rollout-0", "rollout-1"}
+    places = json.loads((run / "places.json").read_text())["roles"]
+    assert {"trainer-0", "rollout-0", "rollout-1"} <= {role["role"] for role in places}
+    assert all(role["node"] and role["pid"] for role in places)
 
 
 @pytest.fixture(scope="session")

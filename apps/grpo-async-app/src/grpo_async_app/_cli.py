@@ -20,6 +20,7 @@ Asynchronous GRPO: rollouts and training overlap, and no process waits without a
                                             prime-rl
   grpo-async-app resume RUN                 go on from the latest checkpoint of a run folder
   grpo-async-app scale RUN --engines N      let rollout engines join or leave while a run goes on
+  grpo-async-app where RUN [--json]         which node holds which role of a run: process, devices, state, version
   grpo-async-app eval RUN|MODEL             answer validation sets with a checkpoint or any model folder; goes on
                                             where it was ended, and writes a table
                  [--set NAME,...]           … some of [eval.sets.NAME] and held-out; --config FILE names others

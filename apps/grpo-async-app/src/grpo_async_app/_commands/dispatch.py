@@ -7,6 +7,7 @@ from grpo_async_app._commands.evaluate import compare_command, eval_command
 from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._commands.where import where_command
 from grpo_async_app._config.critic import check_critic_is_kept
 from grpo_async_app._config.preflight import Preflight, check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
@@ -109,6 +110,7 @@ _COMMANDS: dict[str, Command] = {
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set")),
     "resume": Command(_resume, "RUN", options=("push-to",), overrides=True),
     "scale": Command(_scale, "RUN", options=("engines",)),
+    "where": Command(where_command, "RUN", options=("format",)),
     "eval": Command(eval_command, "RUN|MODEL", options=("config", "out", "set", "step"), overrides=True),
     "compare": Command(compare_command, "EVAL EVAL", options=("out", "set")),
     "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),

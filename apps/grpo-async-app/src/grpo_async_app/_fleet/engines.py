@@ -39,6 +39,7 @@ class Engine(Supervised):
         leaving: it takes no more groups, and is stopped when it is empty.
         has_left: it will never serve again.
         num_tokens: sampled by its process, as it last said.
+        version: of the policy whose weights its process holds; None before its first sync.
     """
 
     def __init__(self, name: str, actor: ActorHandle) -> None:
@@ -46,6 +47,7 @@ class Engine(Supervised):
         self.empty = asyncio.Event()
         self.leaving = self.has_left = False
         self.num_tokens = 0
+        self.version: int | None = None
 
     async def ask_health(self, *, deadline_s: float) -> None:
         """It answers at once whatever it computes."""
@@ -187,6 +189,11 @@ class Engines:
         return sum(engine.num_tokens for engine in self._engines.values())
 
     @property
+    def versions(self) -> dict[str, int]:
+        """The policy version that each engine holds; an engine without weights is left out."""
+        return {engine.name: engine.version for engine in self._engines.values() if engine.version is not None}
+
+    @property
     def num_restarts(self) -> int:
         return sum(times for role, times in self._budget.spent.items() if role.startswith("rollout-"))
 
@@ -291,6 +298,8 @@ class Engines:
             for engine in engines:
                 held.enter_context(self.hold(engine.name))
             synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self._give_up)
+        for engine in synced:
+            engine.version = offer.version
         if turns is not None:
             await turns.to_generation(synced)
 
@@ -335,6 +344,7 @@ class Engines:
         while True:
             cause = await wait_gone(engine.actor, engine.ask_health, self._config.cluster.silent_after_s)
             engine.serves.clear()
+            engine.version = None
             self._speeds.forget(engine.name)
             if engine.leaving or not await self._is_started_again(engine, cause):
                 break

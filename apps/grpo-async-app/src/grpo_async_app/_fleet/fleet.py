@@ -27,6 +27,7 @@ from offbeat_actors import (
     ActorHandle,
     Launcher,
     RestartBudget,
+    RolePlace,
     RoleSpec,
     Tell,
     available_cpus,
@@ -286,6 +287,17 @@ class Fleet:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    # ── where it runs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def places(self) -> list[RolePlace]:
+        """The place of every role and the state of its process, scorers included."""
+        scorers = (place for pool in self._scorers.values() for place in pool.starter.places())
+        return [*self._launcher.places(), *scorers]
+
+    def num_restarts(self, role: str) -> int:
+        """How often a role was started again."""
+        return self._budget.spent.get("trainer" if role.startswith("trainer-") else role, 0)
 
     # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -30,6 +30,7 @@ class RunLogger:
         num_updates: updates of the whole run, for the progress.
 
     Attributes:
+        version: updates that were written down.
         last_validated: version of the last validation that was written down, by this process or an earlier one; -1
             for none.
         last_accuracy: of the set that `eval.score_set` names, in that validation; None for none.
@@ -38,13 +39,14 @@ class RunLogger:
     def __init__(self, run: RunFolder, config: GrpoConfig, num_updates: int) -> None:
         self._run, self._config, self._num_updates = run, config, num_updates
         self._log: RunLog | None = None
-        self.last_validated = -1
+        self.version, self.last_validated = 0, -1
         self.last_accuracy: float | None = None
 
     @contextmanager
     def opened(self, last_step: int) -> Iterator[None]:
         """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
         self._last_wait_s, self._num_left_out_told = 0.0, 0
+        self.version = max(last_step, 0)
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
             lines = read_metrics(self._run.metrics)
             self._read_last_validation(lines)
@@ -91,6 +93,7 @@ class RunLogger:
         left_out: Mapping[str, int],
     ) -> None:
         """Write down one update: `version` counts it too, `accidents` has happened to roles."""
+        self.version = version
         values = {
             **trained,
             **_group_metrics(groups, version - 1),

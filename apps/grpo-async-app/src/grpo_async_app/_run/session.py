@@ -16,6 +16,7 @@ from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup, load_groups
 from grpo_async_app._run.backend import LOOP_FOLDER, GrpoBackend, check_same_prompts, read_loop_state
 from grpo_async_app._run.ending import EarlyEnd
+from grpo_async_app._run.places import PlacesFile
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.scaling import scale_as_asked, take_asked_engines
@@ -95,22 +96,28 @@ def _run(session: _Session) -> LoopSummary:
 
 
 async def _train(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
+    """Train to the end, with the roles of the run around it."""
+    with PlacesFile(session.run, fleet, session.preflight.config, logger) as places:
+        async with fleet, places.following(), _scaling(session.run, fleet):
+            return await _train_on(session, fleet, logger)
+
+
+async def _train_on(session: _Session, fleet: Fleet, logger: RunLogger) -> LoopSummary:
     """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
     death: PeerFailedError | None = None
     early_end: EarlyEnd | None = None
-    async with fleet, _scaling(session.run, fleet):
-        while True:
-            preflight, run = session.preflight, session.run
-            with disk_errors(run.path), logger.opened(session.step):
-                await _start(session, fleet, logger, death)
-                early_end = early_end or EarlyEnd(preflight.config)  # the time limit counts once all roles are up
-                try:
-                    return await _go_on(session, fleet, logger, early_end)
-                except OffbeatError:
-                    death = await fleet.trainer_death()
-                    if death is None or not preflight.config.checkpoint.save_optimizer:
-                        raise
-            session = _Session.from_latest(preflight, run)
+    while True:
+        preflight, run = session.preflight, session.run
+        with disk_errors(run.path), logger.opened(session.step):
+            await _start(session, fleet, logger, death)
+            early_end = early_end or EarlyEnd(preflight.config)  # the time limit counts once all roles are up
+            try:
+                return await _go_on(session, fleet, logger, early_end)
+            except OffbeatError:
+                death = await fleet.trainer_death()
+                if death is None or not preflight.config.checkpoint.save_optimizer:
+                    raise
+        session = _Session.from_latest(preflight, run)
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from grpo_async_app._roles.scorer import AT_A_TIME_S, Judged, ScorerAnswer, ScorerAsk, ScorerTraits
 from grpo_async_app._scoring.gauge import ScoringGauge
-from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RestartedRole, RoleSpec, call_or_kill
+from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RestartedRole, RolePlace, RoleSpec, call_or_kill
 from offbeat_data import RewardConfig, RewardError, RewardScore
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
@@ -55,6 +55,10 @@ class ScorerStarter:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def places(self) -> list[RolePlace]:
+        """Where each scorer is: on the driver's machine."""
+        return self._launcher.places()
 
     def kill(self) -> None:
         """End every scorer now."""

@@ -1,0 +1,83 @@
+"""`where` says which node holds which role of a run: while it trains, after a role was killed, and afterwards."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from grpo_runs import Main, role_of, values_of, where, where_once
+
+from offbeat_testing import CommandLine, RunningCommand
+
+
+@pytest.mark.timeout(300)
+def test_where_follows_roles_through_a_kill_and_to_the_end(
+    config: Path, tmp_path: Path, command: CommandLine, forked_main: Main
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", config, "--out", run, "--engine.max_updates=4000", "--data.epochs=1000", "--eval.every_updates=0"]
+    with RunningCommand(forked_main, *words) as process:
+        started = where_once(
+            process,
+            command,
+            run,
+            lambda seen: (role_of(seen, "rollout-0")["version"] or 0) >= 1,
+            "weights of an update",
+        )
+        assert started["driver"] == process.pid
+        assert started["driver_lives"] is True
+        pids = {role["role"]: role["pid"] for role in started["roles"]}
+        assert {"trainer-0", "rollout-0", "scorer-0"} <= pids.keys()
+        assert set(pids.values()) <= set(process.descendants())
+        assert {role["state"] for role in started["roles"]} == {"ready"}
+        assert {role["node"] for role in started["roles"]} == {os.uname().nodename}
+        assert role_of(started, "trainer-0")["version"] >= 1
+
+        os.kill(pids["rollout-0"], signal.SIGKILL)
+        again = where_once(
+            process,
+            command,
+            run,
+            lambda seen: (
+                role_of(seen, "rollout-0")["restarts"] == 1 and role_of(seen, "rollout-0")["version"] is not None
+            ),
+            "another engine with weights",
+        )
+        assert role_of(again, "rollout-0")["pid"] != pids["rollout-0"]
+        engine = role_of(again, "rollout-0")
+        assert engine["pid"] in process.descendants()
+        assert engine["restarts"] == 1
+        assert engine["since_s"] > role_of(started, "rollout-0")["since_s"]
+        shown = command("where", run).out
+        assert f"driver: process {process.pid} on {os.uname().nodename} is running" in shown
+        assert re.search(rf"{re.escape(engine['node'])} +rollout-0 +{engine['pid']} +CPU +ready .* 1 +\d+\n", shown)
+
+        process.kill()
+        process.wait()
+        left = command("where", run).out
+        assert "has ended, and every role with it" in left
+        assert re.search(rf"rollout-0 +{engine['pid']} +CPU +gone with the driver", left)
+    assert values_of(run, "train/reward")
+
+
+@pytest.mark.timeout(300)
+def test_where_after_a_run_that_ended_well(config: Path, tmp_path: Path, command: CommandLine) -> None:
+    run = tmp_path / "run"
+    assert command("train", config, "--out", run, "--engine.max_updates=1", "--eval.every_updates=0").code == 0
+    places = where(command, run)
+    assert places["driver_lives"] is False
+    assert {role["state"] for role in places["roles"]} == {"ended"}
+    assert role_of(places, "trainer-0")["version"] == 1
+
+
+def test_where_without_places_says_why(config: Path, tmp_path: Path, command: CommandLine) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(config.read_text())
+    ended = command("where", tmp_path / "run")
+    assert ended.code == 2
+    assert "no role was placed yet" in ended.err
+    (tmp_path / "run" / "places.json").write_text('{"roles": 3}')
+    ended = command("where", tmp_path / "run")
+    assert ended.code == 2
+    assert "cannot be read" in ended.err
