@@ -103,8 +103,9 @@ def engine_environment(session: nox.Session, package: Package) -> Path:
     """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
     own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
-    beside = ["testing", *package.engine_tests_beside]
-    others = [f"--editable={other.folder}" for other in PACKAGES if other.key in beside]
+    folders = {other.key: other.folder for other in PACKAGES}
+    beside = {"testing": "", **package.engine_tests_beside}
+    others = [f"--editable={folders[key]}{extras}" for key, extras in beside.items()]
     make_once(venv, lambda: install(session, venv, own, *others, "--group=test"))
     return venv / "bin"
 

@@ -85,9 +85,14 @@ class Package:
         return self.folder / "tests" / "engine"
 
     @property
-    def engine_tests_beside(self) -> list[str]:
-        """Folder names of other packages that those tests use; `engine-tests-beside` of `[tool.offbeat]`."""
-        return list(self.metadata.get("tool", {}).get("offbeat", {}).get("engine-tests-beside", []))
+    def engine_tests_beside(self) -> dict[str, str]:
+        """Other packages that those tests use, by folder name, each with its extras, such as "[ray]", or "".
+
+        From `engine-tests-beside` of `[tool.offbeat]`, where an entry reads "grpo-async-app[ray]".
+        """
+        entries = self.metadata.get("tool", {}).get("offbeat", {}).get("engine-tests-beside", [])
+        split = [str(entry).partition("[") for entry in entries]
+        return {key: bracket + extras for key, bracket, extras in split}
 
     @property
     def requirements(self) -> list[str]:

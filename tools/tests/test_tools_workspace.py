@@ -34,6 +34,14 @@ def test_a_folder_is_a_package(tmp_path):
     assert (found.source / "__init__.py").is_file()
 
 
+def test_tests_on_an_engine_name_packages_beside_them_with_extras(tmp_path):
+    add_package(tmp_path, "one")
+    with (tmp_path / "packages" / "one" / "pyproject.toml").open("a") as file:
+        file.write('[tool.offbeat]\nengine-tests-beside = ["serve", "grpo-async-app[ray,images]"]\n')
+    (found,) = packages(tmp_path)
+    assert found.engine_tests_beside == {"serve": "", "grpo-async-app": "[ray,images]"}
+
+
 def test_ignored_files_are_not_committed(tmp_path):
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     for name, text in {".gitignore": "ignored\n", "ignored": "", "kept": ""}.items():
