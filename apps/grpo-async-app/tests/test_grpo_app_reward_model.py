@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
@@ -17,7 +18,7 @@ from grpo_async_app._config.preflight import check_reward
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, check_reward_model
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.reward_model import RewardModelRole
-from offbeat_data import RewardError
+from offbeat_data import RewardError, load_tokenizer
 from offbeat_placement import ClusterView, grid_nodes
 from offbeat_run import load_config, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
@@ -83,6 +84,38 @@ def test_scores_are_those_of_transformers_whatever_is_read_together(kind: str, c
         with torch.no_grad():
             assert found.value == pytest.approx(float(reference(input_ids=ids).logits[0, 0]), abs=1e-4)
     assert len({round(each.value, 3) for each in scores}) == len(scores)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_control_tokens_that_a_policy_has_written_are_text_to_a_reward_model(
+    kind: str, config: Path, scorer: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    settings = with_model(config, scorer, f"--reward.reward_model.input={kind}", "--reward.reward_model.max_tokens=64")
+    tokenizer = load_tokenizer(scorer)
+    end = tokenizer.special_tokens["eos_token"]
+    ask = RewardModelAsk(messages=[("user", f"one{end}")], text="one", completions=[f"two{end}"])
+
+    async def score() -> float:
+        role = RewardModelRole(config=settings, num_threads=1)
+        await role.start()
+        [answer] = await role.score(ask)
+        await role.close()
+        return answer.judged().value
+
+    chat = [{"role": "user", "content": tokenizer.escape(f"one{end}")}]
+    chat.append({"role": "assistant", "content": tokenizer.escape(f"two{end}")})
+    text = "one" + tokenizer.escape(f"two{end}")
+    if kind == "chat":
+        text = tokenizer.require_template().render(chat, add_generation_prompt=False, options={}).text
+    [ids] = tokenizer.encode([text], add_special_tokens=kind == "text")
+    assert np.count_nonzero(ids == tokenizer.eos_id) == (1 if kind == "chat" else 0)
+    reference = AutoModelForSequenceClassification.from_pretrained(scorer)
+    with torch.no_grad():
+        wanted = float(reference(input_ids=torch.from_numpy(ids).long()[None]).logits[0, 0])
+    assert asyncio.run(score()) == pytest.approx(wanted, abs=1e-4)
 
 
 TRL_FILE = """

@@ -180,6 +180,32 @@ def vision_folder(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture
+def word_tokenizer(tmp_path):
+    """Write and load a tokenizer with one token per word, and a chat template, control tokens and end tokens."""
+
+    def make(template, control, words, *, eos, end_ids=(), around=None):
+        vocabulary = {token: index for index, token in enumerate(["[UNK]", *control, *words])}
+        backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        backend.add_special_tokens(list(control))
+        if around:
+            added = [(token, vocabulary[token]) for token in control if token in around.split()]
+            backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=added)
+        folder = tmp_path / f"words-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        backend.save(str(folder / "tokenizer.json"))
+        settings = {"eos_token": eos} | ({"chat_template": template} if template else {})
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        if end_ids:
+            ids = [vocabulary[token] for token in end_ids]
+            (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        return load_tokenizer(folder)
+
+    return make
+
+
+@pytest.fixture
 def write_jsonl(tmp_path):
     """Write rows as JSON lines and return the path."""
 

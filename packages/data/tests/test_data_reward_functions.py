@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat_data import DataConfig, Prompt, RewardConfig, RewardError, Written, build_reward, load_prompts
-from offbeat_data._tokenizer import build_character_tokenizer
+from offbeat_data._character_tokenizer import build_character_tokenizer
 from offbeat_types import ConfigError
 
 ROW = {

@@ -94,8 +94,9 @@ def test_several_images_keep_their_order_and_are_brought_to_the_size_that_the_mo
 
 def test_words_that_look_like_an_image_are_none(tokenizer, template):
     _, data = drawn(1)
+    [[pad]] = tokenizer.encode([PAD], add_special_tokens=False)
     reply = template.reply(said(tokenizer), [{"role": "tool", "content": [words(f"a{PAD}b"), shown(data)]}])
-    assert tokenizer.decode(reply.ids, skip_special_tokens=False).count(PAD) == 12
+    assert reply.ids.tolist().count(pad) == 12
     assert template.reply(said(tokenizer), [{"role": "tool", "content": f"a{PAD}b"}]).images == ()
 
 

@@ -1,17 +1,20 @@
 """/v1/completions through OpenAI's own client, on the real embedded engine."""
 
 import asyncio
+import shutil
 
 import numpy as np
 import openai
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from offbeat_data import load_tokenizer
 from offbeat_serve import _endpoint
 from offbeat_serve._answers import Answerer, Sampled
-from offbeat_serve._requests import CompletionRequest
+from offbeat_serve._requests import CompletionRequest, completion_prompts
 from offbeat_testing import FakeRolloutEngine
 from offbeat_types import Completion, GenerateRequest, OffbeatError, SamplingParams, VersionSegment
 
@@ -46,6 +49,18 @@ async def test_texts_are_encoded_and_several_prompts_answered_in_order(served, m
     assert [choice.prompt_token_ids for choice in answer.choices] == [encoded[0]] * 2 + [encoded[1]] * 2
     assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in by_ids.choices]
     assert answer.usage.prompt_tokens == sum(map(len, encoded))
+
+
+async def test_a_text_that_is_continued_has_no_eos_from_a_tokenizer_that_ends_texts(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    eos = load_tokenizer(folder).special_tokens["eos_token"]
+    ending = [(eos, backend.token_to_id(eos))]
+    backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=ending)
+    backend.save(str(folder / "tokenizer.json"))
+    request = CompletionRequest(model="policy", prompt=["one and one"])
+    [ids] = completion_prompts(request, load_tokenizer(folder), max_prompts=1)
+    assert ids.tolist() == load_tokenizer(model).encode(["one and one"], add_special_tokens=False)[0].tolist()
 
 
 async def test_sampling_parameters_reach_the_engine(served):

@@ -1,5 +1,7 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
+from offbeat_data._character_tokenizer import ARITHMETIC_ALPHABET, build_character_tokenizer
+from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
 from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
 from offbeat_data._environments.built_in import EnvironmentConfig, build_environment, environment_tools
 from offbeat_data._environments.environment import Environment, EnvironmentFailedError, EpisodeHost
@@ -15,15 +17,7 @@ from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
 from offbeat_data._scoring.sandbox import ProgramLimits, ProgramRun, Sandbox
 from offbeat_data._scoring.votes import vote_of
 from offbeat_data._sources import ConversationConfig, DataConfig, EpochOrder
-from offbeat_data._tokenizer import (
-    ARITHMETIC_ALPHABET,
-    ChatTemplate,
-    Message,
-    RenderedChat,
-    Tokenizer,
-    build_character_tokenizer,
-    load_tokenizer,
-)
+from offbeat_data._tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "ARITHMETIC_ALPHABET",

@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from offbeat_data._chat_reader import ChatReader
+from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
+from offbeat_data._escaping import RowNotes
 from offbeat_data._images import RowImages, refuse_images, with_images
 from offbeat_data._prompts import RowCounts, uses_template
 from offbeat_data._rows import (
@@ -22,13 +24,12 @@ from offbeat_data._rows import (
     as_text,
     find_column,
     has_column,
-    naming_row,
     require_column,
-    with_system,
-    with_tools,
 )
 from offbeat_data._sources import ConversationConfig, read_sources
-from offbeat_data._tokenizer import ChatTemplate, Message, RenderedChat, Tokenizer
+from offbeat_data._thoughts import check_thoughts
+from offbeat_data._tokenizer import Tokenizer
+from offbeat_data._turn_ends import encode_turns, with_next_marker
 from offbeat_types import DataError, Ids, TrainSequence
 
 _USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -43,7 +44,8 @@ class ConversationSet:
         eval: sequences.
         train_counts: of their rows.
         eval_counts: of their rows.
-        notices: what the rows hold that is probably not meant: several forms, roles that few templates know.
+        notices: what the rows hold that is probably not meant: several forms, roles that few templates know, control
+            tokens in words, turns whose end is not learned.
     """
 
     train: tuple[TrainSequence, ...]
@@ -84,6 +86,11 @@ class SequenceBuilder:
     forms: Counter[str] = field(default_factory=Counter)
     roles: Counter[str] = field(default_factory=Counter)
 
+    @cached_property
+    def notes(self) -> RowNotes:
+        """What is counted row by row."""
+        return RowNotes(self.tokenizer)
+
     @property
     def notices(self) -> tuple[str, ...]:
         """What was read of all rows that is probably not meant."""
@@ -97,14 +104,14 @@ class SequenceBuilder:
                 f"messages of unusual roles: {roles}; most chat templates know {', '.join(_USUAL_ROLES)}, and leave "
                 "others out or write them down as they are"
             )
-        return tuple(found)
+        return (*found, *self.notes.notices)
 
     def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[TrainSequence, ...], RowCounts]:
         limit, cuts = self.config.max_sequence_tokens, self.config.too_long == "truncate"
         kept: list[TrainSequence] = []
         longest = too_long = truncated = 0
         for number, row in enumerate(rows, 1):
-            with naming_row(source, number):
+            with self.notes.reading(source, number):
                 sequences = list(self._sequences(row, source))
             length = max(len(sequence.ids) for sequence in sequences)
             fitting = [fits for sequence in sequences if (fits := fit_sequence(sequence, limit, cuts)) is not None]
@@ -160,28 +167,34 @@ class SequenceBuilder:
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(completion, list):
             completion = [{"role": "assistant", "content": as_text(completion)}]
-        asked = with_system(as_messages(prompt), self.config.system_prompt)
+        asked = as_messages(prompt)
         return self._from_chat([*asked, *as_messages(completion)], len(asked), row, source)
 
     def _from_chat(self, messages: list[dict[str, Any]], first: int, row: Row, source: str) -> Iterator[TrainSequence]:
-        messages = with_system(messages, self.config.system_prompt)
-        self.roles.update(str(message["role"]) for message in messages)
-        options = with_tools(row, self.config.template_options)
-        messages, pictures = self._images.read(row, messages, source)
+        chat, options, pictures = self._reader.read(row, messages, source)
+        self.roles.update(str(message["role"]) for message in chat)
+        first += len(chat) - len(messages)  # a system prompt was put before them
+        num_turns = sum(message["role"] == "assistant" for message in chat[first:])
         pixels = [picture.pixels() for picture in pictures]
-        for chat in mark_assistant_turns(self.tokenizer, messages, first=first, options=options):
-            seen = self._images.seen_by(chat, pictures)
-            ids, mask = encode_marked(self.tokenizer, self._images.expand(chat, seen))
-            self._images.check(ids, seen)
-            yield TrainSequence(ids=ids, loss_mask=mask, images=tuple(pixels[: len(seen)]))
+        for rendered in mark_assistant_turns(self.tokenizer, chat, first=first, options=options):
+            seen = self._images.seen_by(rendered, pictures)
+            turns = encode_turns(self.tokenizer, self._images.expand(rendered, seen), num_turns)
+            self._images.check(turns.ids, seen)
+            self.notes.turns(min(num_turns, len(rendered.spans)), turns.open_ends)
+            yield TrainSequence(ids=turns.ids, loss_mask=turns.loss_mask, images=tuple(pixels[: len(seen)]))
 
     @cached_property
     def _images(self) -> RowImages:
         return RowImages(self.tokenizer)
 
+    @cached_property
+    def _reader(self) -> ChatReader:
+        return ChatReader(self.config, self.tokenizer, self._images, self.notes)
+
     def _from_texts(self, prompt: str, completion: str) -> TrainSequence:
         """Encode prompt and completion apart: at inference the model sees the prompt's own tokens."""
-        prompt_ids = self.tokenizer.encode([prompt], add_special_tokens=True)[0]
+        self.notes.texts(prompt, completion)
+        [prompt_ids] = self.tokenizer.encode_prompts([prompt])
         if not len(prompt_ids):
             raise DataError("the prompt is empty; use data.text_column for plain text")
         completion_ids = self._with_eos(self.tokenizer.encode([completion], add_special_tokens=False)[0])
@@ -190,16 +203,17 @@ class SequenceBuilder:
 
     def _from_text(self, row: Row, source: str) -> Iterator[TrainSequence]:
         text = as_text(require_column(row, self.config.text_column, "text_column"))
-        ids = self._with_eos(self.tokenizer.encode([text], add_special_tokens=True)[0])
+        self.notes.texts(text)
+        ids = self._with_eos(self.tokenizer.encode_prompts([text])[0])
         if len(ids) < 2:
             raise DataError(f"a text needs at least two tokens to learn from, got {text!r}")
         yield TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) > 0)
 
     def _with_eos(self, ids: Ids) -> Ids:
-        eos = self.tokenizer.eos_id
-        if eos is None or (len(ids) and ids[-1] == eos):
+        end = self.tokenizer.closing_id
+        if end is None or (len(ids) and ids[-1] in self.tokenizer.end_ids):
             return ids
-        return np.append(ids, np.int32(eos))
+        return np.append(ids, np.int32(end))
 
 
 def _question(config: ConversationConfig, row: Row) -> Any:
@@ -237,7 +251,8 @@ def mark_assistant_turns(
 
     Returns:
         One text, with the spans to learn. Some templates rewrite earlier turns when later ones come (Qwen3 drops
-        their thoughts); then one text per assistant turn, each ending with that turn, as the model saw it.
+        their thoughts); then one text per assistant turn, as the model saw it, each ending with that turn, or with the
+        marker of the next role where engines stop at it.
 
     Raises:
         DataError: there is no assistant turn, or it cannot be told from the rest.
@@ -252,18 +267,8 @@ def mark_assistant_turns(
     found = [_find_turn(tokenizer, messages[: at + 1], options) for at in turns]
     if all(whole.text.startswith(turn.text[: turn.spans[0][1]]) for turn in found):
         return [RenderedChat(text=whole.text, spans=tuple(turn.spans[0] for turn in found))]
-    return found
-
-
-def encode_marked(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Token ids [T] int32 and the loss mask [T] bool: whether each token holds a character of one of the spans."""
-    ids, offsets_T2 = tokenizer.encode_with_offsets(chat.text)
-    start_T, end_T = offsets_T2[:, 0], np.maximum(offsets_T2[:, 1], offsets_T2[:, 0] + 1)
-    mask_T = np.zeros(len(ids), dtype=np.bool_)
-    for start, end in chat.spans:
-        mask_T |= (start_T < end) & (end_T > start)
-    mask_T[:1] = False  # nothing comes before the first token to predict it from
-    return ids, mask_T
+    longer = [template.render(messages[: at + 2], add_generation_prompt=False, options=options).text for at in turns]
+    return [with_next_marker(tokenizer, turn, text) for turn, text in zip(found, longer, strict=True)]
 
 
 def _drop_spans_before(
@@ -292,6 +297,7 @@ def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mappi
             f"prompt ({opening[-40:]!r}), so they cannot be found: put {{% generation %}} and {{% endgeneration %}} "
             f"around them in the template, or give prompt and completion columns and set data.chat_template to off"
         )
+    check_thoughts(opening, closed[len(opening) :], messages[-1], len(messages))
     # White space after the last control token is left out: sampling ends there, so nothing has to learn it.
     start, end = len(opening), len(closed.rstrip())
     if end <= start or not any(closed.endswith(text, start, end) for text in tokenizer.special_texts if text):

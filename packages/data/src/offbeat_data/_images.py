@@ -8,6 +8,7 @@ no torch and no transformers is needed for them.
 import base64
 import hashlib
 import io
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from offbeat_data._chat_template import RenderedChat
 from offbeat_data._rows import Row
-from offbeat_data._tokenizer import RenderedChat, Tokenizer, read_json
+from offbeat_data._tokenizer import Tokenizer, read_json
 from offbeat_types import BackendError, DataError, Ids, Image, ModelError
 
 _MAX_ASPECT: Final = 200
@@ -278,6 +280,11 @@ class RowImages:
                 pictures.append(read_picture(value, folder, self._rules))
             except DataError as error:
                 raise DataError(f"image {number}: {error}") from error
+        if pictures and any(self._placeholder in json.dumps(each, default=str) for each in messages):
+            raise DataError(
+                f"the texts hold placeholders of images ({self._placeholder!r}): leave placeholders out of the texts, "
+                f"and write {MARK} where an image is, or nothing"
+            )
         return _place(messages, len(pictures)) if IMAGES in row else messages, tuple(pictures)
 
     def expand(self, chat: RenderedChat, pictures: Sequence[Picture]) -> RenderedChat:

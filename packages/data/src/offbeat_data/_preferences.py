@@ -14,7 +14,7 @@ import numpy as np
 from offbeat_data._conversations import SequenceBuilder, fit_sequence
 from offbeat_data._images import with_images
 from offbeat_data._prompts import RowCounts
-from offbeat_data._rows import Row, as_messages, find_column, has_column, naming_row, require_column
+from offbeat_data._rows import Row, as_messages, find_column, has_column, require_column
 from offbeat_data._sources import ConversationConfig, read_sources
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import DataError, TrainSequence
@@ -79,7 +79,7 @@ def load_pairs(config: ConversationConfig, tokenizer: Tokenizer) -> PreferenceSe
 
     notices: list[str] = []
     builder = SequenceBuilder(config, tokenizer)
-    found = _load(config, partial(_read_pair, builder), lambda row: _question(config, row), build)
+    found = _load(builder, partial(_read_pair, builder), lambda row: _question(config, row), build)
     return replace(found, notices=(*builder.notices, *notices))
 
 
@@ -96,7 +96,7 @@ def load_ratings(config: ConversationConfig, tokenizer: Tokenizer) -> Preference
         return tuple(_with_mismatched(read, config.max_sequence_tokens, source))
 
     builder = SequenceBuilder(config, tokenizer)
-    found = _load(config, partial(_read_rating, builder), lambda row: _question(config, row), build)
+    found = _load(builder, partial(_read_rating, builder), lambda row: _question(config, row), build)
     return replace(found, notices=builder.notices)
 
 
@@ -105,15 +105,16 @@ _Answers = tuple[tuple[TrainSequence, ...], bool]
 
 
 def _load(
-    config: ConversationConfig,
+    builder: SequenceBuilder,
     read: Callable[[Row, str], _Answers],
     question: Callable[[Row], Any],
     build: Callable[[Sequence[_Answers], str], tuple[ExampleT, ...]],
 ) -> PreferenceSet[ExampleT]:
+    config = builder.config
     rows = read_sources(config, question)
     held_out_source = config.eval_path or config.path
-    train, train_counts = _read_rows(config, read, rows.train, config.path, rows.num_shared)
-    held_out, eval_counts = _read_rows(config, read, rows.held_out, held_out_source, 0)
+    train, train_counts = _read_rows(builder, read, rows.train, config.path, rows.num_shared)
+    held_out, eval_counts = _read_rows(builder, read, rows.held_out, held_out_source, 0)
     examples, held_examples = build(train, config.path), build(held_out, held_out_source)
     return PreferenceSet(
         train=examples,
@@ -124,13 +125,13 @@ def _load(
 
 
 def _read_rows(
-    config: ConversationConfig, read: Callable[[Row, str], _Answers], rows: list[Row], source: str, num_shared: int
+    builder: SequenceBuilder, read: Callable[[Row, str], _Answers], rows: list[Row], source: str, num_shared: int
 ) -> tuple[list[_Answers], RowCounts]:
-    limit, cuts = config.max_sequence_tokens, config.too_long == "truncate"
+    limit, cuts = builder.config.max_sequence_tokens, builder.config.too_long == "truncate"
     kept: list[_Answers] = []
     longest = truncated = 0
     for number, row in enumerate(rows, 1):
-        with naming_row(source, number):
+        with builder.notes.reading(source, number):
             answers, is_good = read(row, source)
         length = max(len(answer.ids) for answer in answers)
         fitting = [fits for answer in answers if (fits := fit_sequence(answer, limit, cuts)) is not None]

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from offbeat_data._chat_reader import ChatReader
+from offbeat_data._chat_template import RenderedChat
+from offbeat_data._escaping import RowNotes
 from offbeat_data._images import Picture, RowImages, refuse_images, with_images
 from offbeat_data._rows import (
     Row,
@@ -13,11 +16,9 @@ from offbeat_data._rows import (
     naming_row,
     require_column,
     to_plain,
-    with_system,
-    with_tools,
 )
 from offbeat_data._sources import DataConfig, SourceConfig, read_sources
-from offbeat_data._tokenizer import RenderedChat, Tokenizer
+from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import ConfigError, DataError, Ids, Image
 
 
@@ -83,12 +84,21 @@ class RowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """Prompts to train on and prompts held out, with their counts. `eval` may be empty, `train` never is."""
+    """Prompts to train on and prompts held out, with their counts. `eval` may be empty, `train` never is.
+
+    Args:
+        train: prompts.
+        eval: prompts.
+        train_counts: of their rows.
+        eval_counts: of their rows.
+        notices: what the rows hold that is probably not meant: control tokens in words.
+    """
 
     train: tuple[Prompt, ...]
     eval: tuple[Prompt, ...]
     train_counts: RowCounts
     eval_counts: RowCounts
+    notices: tuple[str, ...] = ()
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool = True) -> PromptSet:
@@ -109,7 +119,13 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
     builder = _PromptBuilder(config, tokenizer, needs_answer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
-    return PromptSet(train=train, eval=held_out, train_counts=train_counts, eval_counts=eval_counts)
+    return PromptSet(
+        train=train,
+        eval=held_out,
+        train_counts=train_counts,
+        eval_counts=eval_counts,
+        notices=builder.notes.notices,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,7 @@ class _PromptBuilder:
     def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[Prompt, ...], RowCounts]:
         rendered = []
         for number, row in enumerate(rows, 1):
-            with naming_row(source, number):
+            with self.notes.reading(source, number):
                 rendered.append(self._render(row, source))
         encoded = self._encode(rendered)
         lengths = [len(ids) for ids in encoded]
@@ -173,34 +189,41 @@ class _PromptBuilder:
         ]
 
     @cached_property
+    def notes(self) -> RowNotes:
+        """What is counted row by row."""
+        return RowNotes(self.tokenizer)
+
+    @cached_property
     def _images(self) -> RowImages:
         return RowImages(self.tokenizer)
+
+    @cached_property
+    def _reader(self) -> ChatReader:
+        return ChatReader(self.config, self.tokenizer, self._images, self.notes)
 
     def _render(self, row: Row, source: str) -> _Rendered:
         value = require_column(row, self.config.prompt_column, "prompt_column")
         if isinstance(value, str):
             if not uses_template(self.config, self.tokenizer):
                 refuse_images(row)
+                self.notes.texts(value)
                 return _Rendered(value, value, is_templated=False)
             value = [{"role": "user", "content": value}]
         elif self.config.chat_template == "off":
             raise DataError("the prompt is a list of chat messages: set data.chat_template to auto")
-        messages = with_system(as_messages(value), self.config.system_prompt)
         template = self.tokenizer.require_template()
-        options = with_tools(row, self.config.template_options)
-        messages, pictures = self._images.read(row, messages, source)
+        messages, options, pictures = self._reader.read(row, as_messages(value), source)
         chat = template.render(messages, add_generation_prompt=True, options=options)
         encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
-        return _Rendered(chat.text, encoded, is_templated=True, pictures=pictures)
+        return _Rendered(self.tokenizer.unescape(chat.text), encoded, is_templated=True, pictures=pictures)
 
     def _encode(self, rendered: list[_Rendered]) -> list[Ids]:
-        """A chat template writes bos itself; a plain text gets what the tokenizer puts around a text."""
-        encoded: dict[int, Ids] = {}
-        for is_templated in (True, False):
-            places = [at for at, made in enumerate(rendered) if made.is_templated is is_templated]
-            ids = self.tokenizer.encode([rendered[at].encoded for at in places], add_special_tokens=not is_templated)
-            encoded.update(zip(places, ids, strict=True))
-        return [encoded[at] for at in range(len(rendered))]
+        """A chat template writes bos itself; a plain text gets what the tokenizer puts before a text."""
+        templated = [made.encoded for made in rendered if made.is_templated]
+        plain = [made.encoded for made in rendered if not made.is_templated]
+        ids = iter(self.tokenizer.encode(templated, add_special_tokens=False))
+        plain_ids = iter(self.tokenizer.encode_prompts(plain))
+        return [next(ids if made.is_templated else plain_ids) for made in rendered]
 
     def _answer(self, row: Row) -> str | None:
         if self.needs_answer and "reasoning_gym" not in row:

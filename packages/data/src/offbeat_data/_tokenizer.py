@@ -1,158 +1,27 @@
-"""Tokenizers of Hugging Face model folders and their chat templates, read without torch.
+"""Tokenizers of Hugging Face model folders, read without torch.
 
 `transformers.AutoTokenizer` imports torch wherever torch is installed: 4 to 10 s and 300 MB in a process that only
 wants token ids. The `tokenizers` library underneath it reads the same `tokenizer.json` in 0.1 s.
-
-Source: https://huggingface.co/docs/transformers/chat_templating (template language, `{% generation %}`).
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-import jinja2.ext
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import decoders, models, pre_tokenizers
 
-from offbeat_types import BackendError, DataError, Ids, ModelError, read_model_json
-
-Message = Mapping[str, Any]
-Span = tuple[int, int]
-
-
-# Unicode noncharacters, which no text holds: they enclose generation blocks while rendering and are then removed.
-_START, _END = "\ufdd0", "\ufdd1"
-
-
-# A template is a program: what it computes from messages of another shape raises what Python raises.
-_RAISED_BY_TEMPLATES: Final = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Encloses the output of `{% generation %}...{% endgeneration %}` in markers."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
-
-    def _enclose(self, caller: Callable[[], str]) -> str:
-        return f"{_START}{caller()}{_END}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenderedChat:
-    """A conversation as text.
-
-    Args:
-        text: what the model reads.
-        spans: character ranges [start, end) inside `{% generation %}` blocks, in order; none without such blocks.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
-
-
-class ChatTemplate:
-    """One compiled template.
-
-    Args:
-        source: Jinja text.
-        special_tokens: such as {"eos_token": "<|im_end|>"}, visible to the template.
-
-    Raises:
-        ModelError: the template is not valid Jinja.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source, self._special_tokens = source, dict(special_tokens)
-        try:
-            self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ModelError(
-                f"the chat template is not valid Jinja: {error}; correct it in the model folder"
-            ) from error
-
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, options: Mapping[str, Any]
-    ) -> RenderedChat:
-        """Render messages.
-
-        Args:
-            messages: dicts with `role` and `content`.
-            add_generation_prompt: end with what opens the assistant's turn.
-            options: further variables of the template, such as `enable_thinking`.
-
-        Raises:
-            DataError: the template refuses the messages.
-        """
-        variables = {**self._special_tokens, "tools": None, "documents": None, **options}
-        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        try:
-            marked = self._template.render(variables)
-        except _RAISED_BY_TEMPLATES as error:
-            roles = [message.get("role") for message in messages]
-            raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
-        return _split_markers(marked)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What every chat template expects to find: the filters and functions transformers gives it."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which a model should not read.
-    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
-
-
-def _raise_exception(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-def _split_markers(marked: str) -> RenderedChat:
-    """Remove the markers and remember where they were."""
-    pieces, spans, length, start = [], [], 0, 0
-    for piece in re.split(f"([{_START}{_END}])", marked):
-        if piece == _START:
-            start = length
-        elif piece == _END:
-            spans.append((start, length))
-        else:
-            pieces.append(piece)
-            length += len(piece)
-    return RenderedChat(text="".join(pieces), spans=tuple(span for span in spans if span[0] < span[1]))
-
+from offbeat_data._chat_template import MARKS, ChatTemplate
+from offbeat_types import BackendError, Ids, ModelError, read_eos_ids, read_model_json
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
+_BREAK: Final = "\ufdd3"
+"""Breaks a control token that is written in words; a Unicode noncharacter, which no text holds."""
+_ANY_MARK: Final = re.compile(f"[{MARKS}]")
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -193,8 +62,24 @@ class Tokenizer:
     @cached_property
     def special_texts(self) -> frozenset[str]:
         """Texts of all control tokens, such as "<|im_end|>"."""
-        added = self._backend.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+        return frozenset(self._control_tokens.values())
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of all control tokens."""
+        return frozenset(self._control_tokens)
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Ids at which engines end a turn: those of the model's configuration, else eos; empty without either."""
+        folder = Path(self.source)
+        named = read_eos_ids(folder) if (folder / "config.json").is_file() else frozenset()
+        return named or frozenset(() if self.eos_id is None else (self.eos_id,))
+
+    @property
+    def closing_id(self) -> int | None:
+        """Id to end a text or a turn with: eos where engines stop at it, else the first id at which they do."""
+        return self.eos_id if self.eos_id in self.end_ids else min(self.end_ids, default=self.eos_id)
 
     def first_difference(self, other: "Tokenizer") -> str:
         """A text that the two know under different ids, in words; "" where every id means the same to both."""
@@ -212,18 +97,42 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
         """Token ids of each text, [T] int32; with or without the bos or eos that the tokenizer puts around a text."""
-        found: list[Ids] = []
-        for first in range(0, len(texts), _BLOCK):
-            block = list(texts[first : first + _BLOCK])
-            encodings = self._backend.encode_batch(block, add_special_tokens=add_special_tokens)
-            found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        return found
+        return [ids for ids, _ in self._encode(texts, add_special_tokens=add_special_tokens)]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the token ids of texts that are continued, each [T] int32.
+
+        What the tokenizer puts before a text (bos) comes once, also where the text begins with it. What it puts after
+        a text (eos) is left out: a model that reads it has nothing to continue.
+        """
+        return [self._without_ending(*encoded) for encoded in self._encode(texts, add_special_tokens=True)]
 
     def encode_with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Token ids [T] int32 and the character range [T, 2] int64 of each; nothing is put around the text."""
         encoding = self._untrimmed.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int32), offsets
+        offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        is_kept = ids != self._untrimmed.token_to_id(_BREAK)
+        return ids[is_kept], offsets_T2[is_kept]
+
+    def escape(self, text: str) -> str:
+        """Mark a text as words, so that `encode` makes no control token of what it holds.
+
+        Every control token written in it is broken by a mark behind its first character, which no token crosses.
+        The marks are in the text until it is encoded; `unescape` takes them out for people.
+        """
+        text = _ANY_MARK.sub("", text)
+        return self._control_start.sub(rf"\g<0>{_BREAK}", text) if self.find_control(text) else text
+
+    @staticmethod
+    def unescape(text: str) -> str:
+        """Return a text without the marks of `escape`."""
+        return text.replace(_BREAK, "")
+
+    def find_control(self, text: str) -> str:
+        """Return the first control token that is written in a text and not escaped; "" without any."""
+        found = self._control.search(text)
+        return found.group() if found else ""
 
     def decode(self, ids: Sequence[int] | Ids, *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -242,11 +151,48 @@ class Tokenizer:
             )
         return self.chat_template
 
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
+        """The ids of each text, and which of them the tokenizer has put around it."""
+        for first in range(0, len(texts), _BLOCK):
+            block = list(texts[first : first + _BLOCK])
+            escaped = any(_BREAK in text for text in block)
+            backend = self._breaking if escaped else self._backend
+            for encoding in backend.encode_batch(block, add_special_tokens=add_special_tokens):
+                ids, added = np.array(encoding.ids, np.int32), np.array(encoding.special_tokens_mask, np.bool_)
+                is_kept = ids != self._breaking.token_to_id(_BREAK) if escaped else slice(None)
+                yield ids[is_kept], added[is_kept]
+
+    def _without_ending(self, ids: Ids, added: npt.NDArray[np.bool_]) -> Ids:
+        own = np.flatnonzero(~added)
+        if not len(own):  # an empty text: nothing says where the text would be
+            return np.array([token for token in ids if token != self.eos_id], np.int32)
+        before, text = ids[: own[0]], ids[own[0] : own[-1] + 1]
+        return text if np.array_equal(text[: len(before)], before) else np.concatenate([before, text])
+
+    @cached_property
+    def _control_tokens(self) -> dict[int, str]:
+        return {at: token.content for at, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(text) for text in sorted(self.special_texts) if text) or "(?!)")
+
+    @cached_property
+    def _control_start(self) -> re.Pattern[str]:
+        return re.compile(rf"(?={self._control.pattern})[\s\S]")
+
+    @cached_property
+    def _breaking(self) -> tokenizers.Tokenizer:
+        """A copy that knows the mark of `escape` as a token."""
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.add_special_tokens([tokenizers.AddedToken(_BREAK, normalized=False)])
+        return copy
+
     @cached_property
     def _untrimmed(self) -> tokenizers.Tokenizer:
         # A ByteLevel post-processor with trim_offsets (Llama 3 has one) leaves a token of spaces without any
         # characters, so that a mask by characters would miss it. Without a post-processor offsets are whole.
-        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy = tokenizers.Tokenizer.from_str(self._breaking.to_str())
         copy.post_processor = None
         return copy
 
@@ -350,47 +296,3 @@ def _token_text(value: Any) -> str | None:
     """A special token is written as its text, or as an object that holds it."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
-
-
-ARITHMETIC_ALPHABET: Final = "0123456789+="
-
-
-# The prompt is the message as it stands: "47+85=", then what the model writes, then the end token; a tool that returns
-# 132 is read as "132=", so that it ends like a prompt.
-_CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% elif message['role'] == 'tool' %}{{ message['content'] + '=' }}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-)
-
-
-def build_character_tokenizer(folder: str | Path, alphabet: str = ARITHMETIC_ALPHABET) -> Tokenizer:
-    """Write a tokenizer with one token per character, in Hugging Face format, and read it back.
-
-    Ids: 0 `<pad>`, 1 `<eos>`, 2 `<unk>`, then the alphabet in its order. Its chat template puts contents one after
-    the other and ends the assistant's with `<eos>`. `transformers.AutoTokenizer` reads the folder too.
-
-    Args:
-        folder: made when missing; `tokenizer.json` and `tokenizer_config.json` in it are replaced.
-        alphabet: characters, each once.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens = ["<pad>", "<eos>", "<unk>", *dict.fromkeys(alphabet)]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(tokens[:3])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<pad>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": _CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    return load_tokenizer(folder)

@@ -115,7 +115,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     logprobs: (
         Annotated[int, Meta(ge=0, le=1, description="Of the sampled tokens alone; others are not known.")] | None
     ) = None
-    add_special_tokens: Annotated[bool, Meta(description="Put the tokenizer's bos or eos around a text.")] | None = None
+    add_special_tokens: Annotated[bool, Meta(description="Put the tokenizer's bos before a text.")] | None = None
 
     def prompts(self, max_prompts: int) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
@@ -341,7 +341,10 @@ def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, max_pro
     prompts = []
     for prompt in request.prompts(max_prompts):
         if isinstance(prompt, str):
-            prompts += tokenizer.encode([prompt], add_special_tokens=request.add_special_tokens is not False)
+            is_bare = request.add_special_tokens is False
+            prompts += (
+                tokenizer.encode([prompt], add_special_tokens=False) if is_bare else tokenizer.encode_prompts([prompt])
+            )
         else:
             prompts.append(np.array(prompt, np.int32))
     return prompts

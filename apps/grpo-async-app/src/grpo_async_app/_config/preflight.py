@@ -195,7 +195,7 @@ def check_run(config: GrpoConfig) -> Preflight:
             "eval.every_updates needs held-out prompts: set data.eval_size, data.eval_path or a table "
             "[eval.sets.NAME], or set it to 0"
         )
-    notices = (*notices, *shared_notices(own_sets, prompts.train))
+    notices = (*notices, *prompts.notices, *shared_notices(own_sets, prompts.train))
     return Preflight(
         config=config,
         model=model,

@@ -263,6 +263,7 @@ def _joined(found: Sequence[PromptSet]) -> PromptSet:
             longest=max(each.longest for each in counts),
         ),
         eval_counts=RowCounts(),
+        notices=tuple(notice for each in found for notice in each.notices),
     )
 
 

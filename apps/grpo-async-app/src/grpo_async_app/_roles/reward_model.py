@@ -96,11 +96,14 @@ class RewardModelRole:
 
     def _encode(self, ask: RewardModelAsk) -> list[Ids]:
         has_template = self._tokenizer.chat_template is not None
+        # A policy may learn to write "<|im_end|>" and a praise of its own after it: to the reward model that is text.
+        completions = [self._tokenizer.escape(each) for each in ask.completions]
         if self._options.input == "text" or (self._options.input == "auto" and not has_template):
-            return self._tokenizer.encode([ask.text + each for each in ask.completions], add_special_tokens=True)
+            return self._tokenizer.encode([ask.text + each for each in completions], add_special_tokens=True)
         template = self._tokenizer.require_template()
-        asked = [{"role": role, "content": content} for role, content in ask.messages or [("user", ask.text)]]
-        chats = [[*asked, {"role": "assistant", "content": each}] for each in ask.completions]
+        words = [(role, self._tokenizer.escape(content)) for role, content in ask.messages or [("user", ask.text)]]
+        asked = [{"role": role, "content": content} for role, content in words]
+        chats = [[*asked, {"role": "assistant", "content": each}] for each in completions]
         texts = [template.render(chat, add_generation_prompt=False, options={}).text for chat in chats]
         return self._tokenizer.encode(texts, add_special_tokens=False)
 

@@ -20,10 +20,10 @@ from contextvars import ContextVar
 from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+from offbeat_data._chat_template import Message
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import to_plain
 from offbeat_data._scoring.rewards import RewardScore
-from offbeat_data._tokenizer import Message
 from offbeat_types import OffbeatError
 
 

@@ -6,19 +6,19 @@ it, for a model samples token sequences that its tokenizer would not choose, and
 """
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
 from offbeat_data._environments.built_in import EnvironmentConfig
 from offbeat_data._images import Picture, RowImages, is_image
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
 from offbeat_data._sources import SourceConfig
-from offbeat_data._tokenizer import ChatTemplate, Message, RenderedChat, Tokenizer
+from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import Completion, DataError, Ids, Image, ModelError, Reply, Trajectory, TrajectoryEnd
 
 _SAID: Final = "\ufdd2"
@@ -42,17 +42,15 @@ class TurnTemplate:
         self._template = tokenizer.require_template() if uses_template(config, tokenizer) else None
         self._checked: set[tuple[str, ...]] = set()
         self._images = RowImages(tokenizer)
-        control = "|".join(re.escape(text) for text in sorted(tokenizer.special_texts) if text)
-        self._control = re.compile(control or "(?!)")
 
     def reply_ids(self, said_ids: Ids, messages: Sequence[Message]) -> Ids:
         """Tokens to put after the model's.
 
         Args:
             said_ids: [T] int32, tokens of the turn as sampled; the end token is not repeated when they hold it.
-            messages: what the environment says, with `role` and `content`. Control tokens in the content are taken
-                out: a tool that returns "<|im_end|>" must not end a turn. A content may be a list of parts, texts and
-                images: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.
+            messages: what the environment says, with `role` and `content`. Control tokens in the content are
+                encoded as words: a tool that returns "<|im_end|>" must not end a turn. A content may be a list of
+                parts, texts and images: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.
 
         Returns:
             [R] int32. Without a chat template, the contents as plain text.
@@ -90,20 +88,14 @@ class TurnTemplate:
         return ids[1:] if has_ended else ids
 
     def _plain(self, content: Any) -> Any:
-        """A content without control tokens: a text, or with images the parts that chat templates know."""
+        """A content whose control tokens are words: a text, or with images the parts that chat templates know."""
         parts = _parts(content)
         if not any(map(is_image, parts)):
-            return self._without_control("".join(map(_part_text, parts)))
+            return self._tokenizer.escape("".join(map(_part_text, parts)))
         return [
-            {"type": "image"} if is_image(part) else {"type": "text", "text": self._without_control(_part_text(part))}
+            {"type": "image"} if is_image(part) else {"type": "text", "text": self._tokenizer.escape(_part_text(part))}
             for part in parts
         ]
-
-    def _without_control(self, text: str) -> str:
-        before = ""
-        while text != before:  # what is left may be a control token again
-            text, before = self._control.sub("", text), text
-        return text
 
     def _render(self, template: ChatTemplate, said: str, replies: Sequence[Message]) -> str:
         """The text of a question, of what the model says to it, and of the replies, up to where it speaks again."""

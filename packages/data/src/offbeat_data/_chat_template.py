@@ -1,0 +1,144 @@
+"""Chat templates of model folders.
+
+Source: https://huggingface.co/docs/transformers/chat_templating (template language, `{% generation %}`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from offbeat_types import DataError, ModelError
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+# Unicode noncharacters, which no text holds: they enclose generation blocks while rendering and are then removed.
+_START, _END = "\ufdd0", "\ufdd1"
+MARKS: Final = "\ufdd0-\ufdd3"
+"""All noncharacters that this package gives a meaning, as a range of a regular expression."""
+
+
+# A template is a program: what it computes from messages of another shape raises what Python raises.
+_RAISED_BY_TEMPLATES: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Encloses the output of `{% generation %}...{% endgeneration %}` in markers."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+
+    def _enclose(self, caller: Callable[[], str]) -> str:
+        return f"{_START}{caller()}{_END}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedChat:
+    """A conversation as text.
+
+    Args:
+        text: what the model reads.
+        spans: character ranges [start, end) inside `{% generation %}` blocks, in order; none without such blocks.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: Jinja text.
+        special_tokens: such as {"eos_token": "<|im_end|>"}, visible to the template.
+
+    Raises:
+        ModelError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source, self._special_tokens = source, dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelError(
+                f"the chat template is not valid Jinja: {error}; correct it in the model folder"
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> RenderedChat:
+        """Render messages.
+
+        Args:
+            messages: dicts with `role` and `content`.
+            add_generation_prompt: end with what opens the assistant's turn.
+            options: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        variables = {**self._special_tokens, "tools": None, "documents": None, **options}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            marked = self._template.render(variables)
+        except _RAISED_BY_TEMPLATES as error:
+            roles = [message.get("role") for message in messages]
+            raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+        return _split_markers(marked)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What every chat template expects to find: the filters and functions transformers gives it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which a model should not read.
+    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _split_markers(marked: str) -> RenderedChat:
+    """Remove the markers and remember where they were."""
+    pieces, spans, length, start = [], [], 0, 0
+    for piece in re.split(f"([{_START}{_END}])", marked):
+        if piece == _START:
+            start = length
+        elif piece == _END:
+            spans.append((start, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return RenderedChat(text="".join(pieces), spans=tuple(span for span in spans if span[0] < span[1]))

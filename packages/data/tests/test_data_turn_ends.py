@@ -1,0 +1,146 @@
+"""The token that ends a turn is learned, or a notice says that it is not."""
+
+import pytest
+
+from offbeat_data import ConversationConfig, load_conversations, load_pairs, load_ratings
+
+CHAT = [("user", "hi"), ("assistant", "yes"), ("user", "you"), ("assistant", "no")]
+WORDS = ["hi", "you", "yes", "no", "call", "3"]
+MARKERS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|end|>", "<|endoftext|>"]
+# As GLM-4's: a turn ends where the marker of the next role begins.
+BY_NEXT_ROLE = (
+    "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TAGGED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}CLOSE{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CHATML = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As GLM-4.5's: thoughts of earlier turns are dropped, here all words but the last one.
+FORGETS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
+    "{{ m.content if m.role != 'assistant' or loop.index0 > ns.last else m.content.split()[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_tokenizer(word_tokenizer):
+    def make(template, eos="<|endoftext|>", **settings):
+        return word_tokenizer(template, MARKERS, WORDS, eos=eos, **settings)
+
+    return make
+
+
+def messages(turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def words(tokenizer, sequence):
+    """The tokens of a sequence, those to learn with a star."""
+    pairs = zip(sequence.ids, sequence.loss_mask, strict=True)
+    return " ".join(("*" if learned else "") + tokenizer.token_text(int(token)) for token, learned in pairs)
+
+
+def load(tokenizer, path):
+    loaded = load_conversations(ConversationConfig(path=path), tokenizer)
+    return [words(tokenizer, sequence) for sequence in loaded.train], loaded.notices
+
+
+def test_a_turn_that_the_next_role_ends_learns_that_marker_where_engines_stop_at_it(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(BY_NEXT_ROLE, end_ids=["<|endoftext|>", "<|user|>", "<|observation|>"])
+    turns = [("user", "hi"), ("assistant", "call"), ("tool", "3"), *CHAT[1:]]
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(turns)}]))
+    assert found == (
+        "<|user|> hi <|assistant|> *call *<|observation|> 3 <|assistant|> *yes *<|user|> you "
+        "<|assistant|> *no *<|endoftext|>"
+    )
+    assert notices == ()
+
+
+def test_a_marker_that_engines_do_not_stop_at_is_said_and_the_last_turn_ends_by_eos(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(BY_NEXT_ROLE)
+    path = write_jsonl([{"messages": messages(CHAT[:2])}, {"messages": messages(CHAT)}])
+    found, [notice] = load(tokenizer, path)
+    assert found == [
+        "<|user|> hi <|assistant|> *yes *<|endoftext|>",
+        "<|user|> hi <|assistant|> *yes <|user|> you <|assistant|> *no *<|endoftext|>",
+    ]
+    assert notice.startswith("1 of 3 assistant turns end without a token that the model stops at")
+    assert f"{path}, row 2" in notice
+    assert "'<|user|>'" in notice
+    assert "eos_token_id" in notice
+
+
+@pytest.mark.parametrize("close", ["<|end|>\n", "\n<|end|>\n", "<|end|>"])
+def test_an_end_token_behind_a_generation_block_is_learned(close, chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(TAGGED.replace("CLOSE", close), eos="<|end|>")
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT)}]))
+    assert found == ("<|user|> hi <|end|> <|assistant|> *yes *<|end|> <|user|> you <|end|> <|assistant|> *no *<|end|>")
+    assert notices == ()
+
+
+def test_a_template_with_end_tokens_is_left_as_it_is(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(CHATML.replace("CLOSE", "<|end|>\n"), eos="<|end|>")
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT)}]))
+    assert found == ("<|user|> hi <|end|> <|assistant|> *yes *<|end|> <|user|> you <|end|> <|assistant|> *no *<|end|>")
+    assert notices == ()
+
+
+def test_an_end_token_of_the_template_alone_is_said(chat_tokenizer, write_jsonl):
+    """A base model: its template closes turns by a token that is not among its end tokens."""
+    tokenizer = chat_tokenizer(CHATML.replace("CLOSE", "<|end|>\n"))
+    [found], [notice] = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))
+    assert found == "<|user|> hi <|end|> <|assistant|> *yes *<|end|>"
+    assert notice.startswith("1 of 1 assistant turns")
+    assert "'<|end|>'" in notice
+    assert "'<|endoftext|>'" in notice
+
+
+def test_each_turn_of_a_template_that_forgets_ends_as_engines_stop(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(FORGETS, end_ids=["<|endoftext|>", "<|user|>", "<|observation|>"])
+    turns = [("user", "hi"), ("assistant", "no call"), ("tool", "3"), ("assistant", "hi yes"), *CHAT[2:]]
+    found, notices = load(tokenizer, write_jsonl([{"messages": messages(turns)}]))
+    assert found == [
+        "<|user|> hi <|assistant|> *no *call *<|observation|>",
+        "<|user|> hi <|assistant|> no call <|observation|> 3 <|assistant|> *hi *yes *<|endoftext|>",
+        "<|user|> hi <|assistant|> call <|observation|> 3 <|assistant|> yes <|user|> you "
+        "<|assistant|> *no *<|endoftext|>",
+    ]
+    assert notices == ()
+
+
+def test_preferences_and_ratings_end_their_answers_too(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(BY_NEXT_ROLE)
+    pairs = [{"prompt": "hi", "chosen": "yes", "rejected": "no"}]
+    [pair] = load_pairs(ConversationConfig(path=write_jsonl(pairs)), tokenizer).train
+    assert words(tokenizer, pair.chosen) == "<|user|> hi <|assistant|> *yes *<|endoftext|>"
+    assert words(tokenizer, pair.rejected) == "<|user|> hi <|assistant|> *no *<|endoftext|>"
+    rows = [{"prompt": asked, "completion": "yes", "label": True} for asked in ("hi", "you")]
+    rating = load_ratings(ConversationConfig(path=write_jsonl(rows)), tokenizer).train[0]
+    assert words(tokenizer, rating.answer) == "<|user|> hi <|assistant|> *yes *<|endoftext|>"
+    assert words(tokenizer, rating.mismatched) == "<|user|> hi <|assistant|> *yes *<|endoftext|>"
+
+
+def test_a_model_without_any_end_token_is_said(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(BY_NEXT_ROLE, eos=None)
+    [found], [notice] = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))
+    assert found == "<|user|> hi <|assistant|> *yes"
+    assert "no end token" in notice
+
+
+@pytest.mark.parametrize(("before", "after"), [("no:", ""), (" ", "!"), ("no:", "!")])
+def test_a_token_across_the_edge_of_a_span_is_learned(before, after, word_tokenizer, write_jsonl):
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}BEFORE{% generation %}{{ m.content }}{% endgeneration %}"
+        "AFTER<|end|>{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    template = template.replace("BEFORE", before).replace("AFTER", after)
+    crossing = f"{before}yes{after}".strip()
+    tokenizer = word_tokenizer(template, ["<|end|>"], ["hi", crossing], eos="<|end|>")
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))
+    assert found == f"hi *{crossing} *<|end|>"
+    assert notices == ()
