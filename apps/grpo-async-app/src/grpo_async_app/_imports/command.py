@@ -11,7 +11,7 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_recipes import Framework, Source, import_recipe, read_command_line, read_options
+from offbeat_recipes import Draft, Framework, Source, import_recipe, read_command_line, read_options
 from offbeat_run import CommandWords, parse_config
 from offbeat_types import ConfigError
 
@@ -146,8 +146,14 @@ def _read_plain(path: Path, _: Mapping[str, str]) -> Source:
     return read_options(path, is_hydra=False)
 
 
+def _translate_verl(source: Source) -> Draft:
+    return import_verl(source.options, source.program, source.defaults)
+
+
 _FRAMEWORKS: Final = {
-    "verl": Framework(_read_verl, _check_verl, lambda source: import_verl(source.options, source.program)),
+    "verl": Framework(
+        _read_verl, _check_verl, lambda source: import_verl(source.options, source.program, source.defaults)
+    ),
     "trl": Framework(_read_plain, _check_trl, lambda source: import_trl(source.options)),
     "openrlhf": Framework(read_command_line, _check_openrlhf, lambda source: import_openrlhf(source.options)),
     "prime-rl": Framework(_read_plain, _check_prime_rl, lambda source: import_prime_rl(source.options)),

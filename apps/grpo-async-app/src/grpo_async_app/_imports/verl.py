@@ -6,10 +6,12 @@ algorithm/rollout_correction), and the config folders of verl/experimental/fully
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from grpo_async_app._imports.verl_objective import write_objective, write_teacher
+from grpo_async_app._imports.verl_paths import write_portable_paths
 from offbeat_recipes import Draft, Entry, Program, is_number, write_betas, write_trackers
 
 _ACTOR: Final = "actor_rollout_ref.actor."
@@ -30,6 +32,8 @@ _AXES: Final = {
 _REWARDS: Final = ("custom_reward_function", "reward.custom_reward_function")
 """The section until 2026, and the one after."""
 _NO_PROGRAM: Final = Program()
+_ASYNC: Final = re.compile(r"\Aasync\.")
+"""The section as texts about the trainer call it; in its configuration it is async_training."""
 
 ALWAYS: Final[Mapping[str, str]] = {
     "data.filter_overlong_prompts*": "prompts that are too long are always left out and counted",
@@ -57,15 +61,24 @@ MISSING: Final[Mapping[str, str]] = {
     f"{_ACTOR}ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
     f"{_ACTOR}ppo_epochs": "each sample is trained on once",
     f"{_ROLLOUT}multi_turn.*": "see section environment",
+    f"{_ROLLOUT}engine_kwargs.sglang.*": "SGLang's own: vllm takes its place, with rollout.options",
     f"{_ROLLOUT}load_format": "weights come from the trainer before anything is sampled",
     "*checkpoint_engine.*": "weights take shared memory on one machine and TCP between machines",
     "*profiler.*": "see section profile: chosen updates of chosen roles",
 }
 
 
-def import_verl(options: Mapping[str, Any], program: Program = _NO_PROGRAM) -> Draft:
-    """Translate verl's options, and what is known of the program that they are given to."""
-    draft = Draft(options)
+def import_verl(
+    options: Mapping[str, Any], program: Program = _NO_PROGRAM, defaults: Mapping[str, str] | None = None
+) -> Draft:
+    """Translate verl's options, and what is known of the program that they are given to.
+
+    Args:
+        options: by full name; `async.…` is read as `async_training.…`, which is what the trainer calls it.
+        program: that they are given to.
+        defaults: of variables that a script leaves to the environment.
+    """
+    draft = Draft({_ASYNC.sub("async_training.", name): value for name, value in options.items()})
     mode = _find_mode(draft, program)
     _write_data(draft)
     _write_reward(draft)
@@ -77,6 +90,7 @@ def import_verl(options: Mapping[str, Any], program: Program = _NO_PROGRAM) -> D
     _write_rhythm(draft)
     _write_optimizer(draft)
     write_teacher(draft)
+    write_portable_paths(draft, defaults or {})
     draft.finish(ALWAYS, MISSING)
     return draft
 
@@ -122,6 +136,7 @@ def _write_rollout(draft: Draft) -> None:
         draft.change(name, "there is no such rollout engine here: vllm takes its place")
     draft.copy("rollout.tensor_parallel", f"{_ROLLOUT}tensor_model_parallel_size", default=2)
     draft.copy("rollout.dtype", f"{_ROLLOUT}dtype", default="bfloat16")
+    _write_quantization(draft)
     draft.copy("rollout.samples_per_prompt", f"{_ROLLOUT}n", "rollout.n", default=1)
     draft.copy("rollout.temperature", f"{_ROLLOUT}temperature")
     draft.copy("rollout.top_p", f"{_ROLLOUT}top_p")
@@ -140,6 +155,16 @@ def _write_rollout(draft: Draft) -> None:
     )
     draft.copy("eval.temperature", f"{_ROLLOUT}val_kwargs.temperature")
     _write_engine_arguments(draft, wanted)
+
+
+def _write_quantization(draft: Draft) -> None:
+    """Source: verl, verl/trainer/config/rollout/rollout.yaml (quantization: null or fp8)."""
+    name = f"{_ROLLOUT}quantization"
+    wanted = draft.take(name)
+    if wanted == "fp8":
+        draft.put("rollout.weight_format", "fp8", name)
+    elif wanted is not None:
+        draft.miss(name, "engines sample from rollout.dtype, or from fp8 with rollout.weight_format")
 
 
 def _write_engine_arguments(draft: Draft, wanted: str) -> None:
@@ -308,6 +333,7 @@ def _write_rhythm(draft: Draft) -> None:
     draft.copy("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
     write_trackers(draft, "trainer.logger")
     draft.copy("log.project", "trainer.project_name")
+    draft.copy("log.generations", "trainer.log_val_generations")
 
 
 _OPTIM: Final = f"{_ACTOR}optim."

@@ -1,6 +1,7 @@
 """verl's algorithm, loss, KL penalty and rollout correction in our words."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -73,6 +74,10 @@ _LEVELS: Final = {
     "seq_mean_k1": "geometric",
 }
 """Names of the statistic that rejects, those up to 2025 and those after."""
+_PRESET: Final = re.compile(
+    r"(token|sequence)_tis(_(token|sequence|geometric)_rs)?|(token|sequence|geometric)_rs|icepop"
+)
+"""Names of corrections, here and in texts about verl."""
 
 
 def write_objective(draft: Draft, *, bypasses: bool) -> None:
@@ -254,6 +259,13 @@ def _write_overlong_factor(draft: Draft, factor: Any, name: str) -> None:
 
 
 def _write_correction(draft: Draft, *, bypasses: bool) -> None:
+    name = "async_training.rollout_correction"
+    if (preset := draft.take(name)) is not None:
+        if _PRESET.fullmatch(str(preset)):
+            draft.put("algorithm.correction", preset, name)
+            _write_form(draft, has_weight="tis" in preset, usual=bypasses)
+            return
+        draft.miss(name, "algorithm.correction names a weight and a rejection, such as sequence_tis_geometric_rs")
     weight_name, reject_name = f"{_CORRECTION}rollout_is", f"{_CORRECTION}rollout_rs"
     weight, rejection = draft.take(weight_name), draft.take(reject_name)
     cap_name, bound_name = f"{_CORRECTION}rollout_is_threshold", f"{_CORRECTION}rollout_rs_threshold"

@@ -56,7 +56,11 @@ def import_recipe(
     source = found.read(path, _variables(words.options.get("set", "")))
     told = found.check(source, path)
     draft = found.translate(source)
-    remarks = {"not decided": source.undecided, "not understood": (*told, *source.not_understood)}
+    remarks = {
+        "not decided": source.undecided,
+        "not understood": (*told, *source.not_understood),
+        "exported by the script": source.exports,
+    }
     head = f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source."
     text = draft.as_toml(head, remarks)
     write_new_file(target, text, "--out")

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import yaml
 
+from offbeat_recipes._imports.exports import describe_defaults, describe_exports
 from offbeat_recipes._imports.shell.reading import read_shell
 from offbeat_types import ConfigError
 
@@ -98,12 +99,16 @@ class Source:
         program: of a script, that they are given to.
         undecided: conditions of a script that only the machine decides, and what stands.
         not_understood: words and lines of a script that were not read.
+        defaults: of variables that a script leaves to the environment.
+        exports: variables that a script gives to what it starts, each with what to do about it.
     """
 
     options: dict[str, Any]
     program: Program = field(default_factory=Program)
     undecided: tuple[str, ...] = ()
     not_understood: tuple[str, ...] = ()
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    exports: tuple[str, ...] = ()
 
 
 def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None = None) -> Source:
@@ -146,7 +151,8 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
     Raises:
         ConfigError: no such file, or nothing in it.
     """
-    reading = read_shell(_read_text(path), given)
+    text = _read_text(path)
+    reading = read_shell(text, given)
     programs = [read_flags(words) for words in reading.commands if any(word.startswith("openrlhf.") for word in words)]
     if not programs:
         raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
@@ -154,7 +160,8 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
     told = [*reading.not_understood, *map(_told, chosen.others)]
     told += [f"{each.name}: another command, not read" for each in others]
     options = {name: read_value(value) for name, value in chosen.options.items()}
-    return Source(options, chosen, tuple(reading.undecided), tuple(told))
+    undecided = (*reading.undecided, *describe_defaults(reading, options))
+    return Source(options, chosen, undecided, tuple(told), reading.defaults, tuple(describe_exports(reading, text)))
 
 
 def _told(word: str) -> str:
@@ -177,7 +184,15 @@ def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
     told = [*reading.not_understood, *map(_told, chosen.others)]
     told += [f"{each.name or 'a command'}: another command, not read" for each in programs if each is not chosen]
     options = {name: read_value(value) for name, value in chosen.options.items()}
-    return Source(_resolved(options), chosen, tuple(reading.undecided), tuple(dict.fromkeys(told)))
+    options = _resolved(options)
+    return Source(
+        options,
+        chosen,
+        (*reading.undecided, *describe_defaults(reading, options)),
+        tuple(dict.fromkeys(told)),
+        reading.defaults,
+        tuple(describe_exports(reading, text)),
+    )
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:

@@ -59,11 +59,15 @@ class ShellReading:
         commands: the words of each program with overrides such as `data.max_prompt_length=1024`, in their order.
         undecided: conditions that only the machine decides, with what they leave open.
         not_understood: words and lines that say something and were not read.
+        defaults: of variables that the script leaves to the environment.
+        exports: variables that it gives to what it starts.
     """
 
     commands: list[list[str]] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     not_understood: list[str] = field(default_factory=list)
+    defaults: dict[str, str] = field(default_factory=dict)
+    exports: dict[str, str] = field(default_factory=dict)
 
 
 def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellReading:
@@ -76,6 +80,7 @@ def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellReadin
     reader = _Reader(text)
     reader.values.variables |= given or {}
     reader.read(ShellParser(text).script(reader.tell))
+    reader.reading.defaults = reader.values.defaults
     return reader.reading
 
 
@@ -288,8 +293,16 @@ class _Reader:
         if not words or words[0] in DECLARING:
             for one in command.assignments:
                 self._assign(one)
+                if words[:1] == ["export"]:
+                    self._export(one, self.values.variables.get(one.name, ""))
             return True
+        for one in command.assignments:
+            self._export(one, self.values.text(_word(one)))
         return self._call(words)
+
+    def _export(self, one: Assignment, value: str) -> None:
+        if not one.is_array:
+            self.reading.exports[one.name] = _shown(_bare(value))
 
     def _call(self, words: list[str]) -> bool | None:
         match words:

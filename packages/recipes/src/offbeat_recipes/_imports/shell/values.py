@@ -50,11 +50,13 @@ class Values:
         variables: by name.
         arrays: by name; a table by its keys, a list by "0", "1", ….
         arguments: of the script, or of the function that is called.
+        defaults: by the name of a variable that the script leaves to the environment, what `${NAME:-default}` gives it.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, dict[str, str]] = field(default_factory=dict)
     arguments: list[str] | None = None
+    defaults: dict[str, str] = field(default_factory=dict)
 
     def text(self, word: Word) -> str:
         """The value of a word that is not split, such as one that is assigned."""
@@ -220,6 +222,8 @@ class Values:
             if value is not None and (value or not sign.startswith(":")):
                 return value
             default = self._argument(argument, part)
+            if value is None and re.fullmatch(r"[A-Za-z_]\w*", part.name):
+                self.defaults.setdefault(part.name, default.replace(MARK, ""))
             if sign.endswith("="):
                 self.variables[part.name] = default
             return default

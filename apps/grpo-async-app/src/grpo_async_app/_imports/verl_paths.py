@@ -1,0 +1,73 @@
+"""Paths of a script of verl, written so that the file runs on other machines too."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from offbeat_recipes import Draft, Entry
+
+_KEYS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path")
+_FOLDERS: Final = {"data": ("OFFBEAT_DATA", "data"), "models": ("OFFBEAT_MODELS", "models")}
+"""Folders below the home folder, with the variable that names another in the recipes here, and what it holds."""
+_REFERENCE: Final = re.compile(r"\$\{(\w+)\}")
+_UNSET: Final = "~/verl"
+"""Place of a variable that nothing sets. Source: verl, scripts of DAPO (RAY_DATA_HOME is ${HOME}/verl)."""
+
+
+def write_portable_paths(draft: Draft, defaults: Mapping[str, str]) -> None:
+    """Write paths with variables of the environment: those of the script, with its defaults, and those of our recipes.
+
+    Args:
+        draft: with the paths as the script has them.
+        defaults: of variables that the script leaves to the environment.
+    """
+    for key in _KEYS:
+        entry = draft.entries.get(key)
+        if entry is not None and isinstance(entry.value, str):
+            draft.entries[key] = Entry(_portable(draft, entry, defaults), entry.source)
+
+
+def _portable(draft: Draft, entry: Entry, defaults: Mapping[str, str]) -> str:
+    path = str(entry.value)
+    known = [name for name, default in defaults.items() if "/" in default and f"{path}/".startswith(f"{default}/")]
+    if not known:
+        return _outer(draft, entry, path)
+    name = max(known, key=lambda each: len(defaults[each]))
+    default = _inner(draft, entry, defaults[name])
+    if "${" in default:  # a default in our files holds no other variable
+        return path
+    return f"${{{name}:-{default}}}{path[len(defaults[name]) :]}"
+
+
+def _outer(draft: Draft, entry: Entry, path: str) -> str:
+    """A path that no default of the script begins."""
+    found = _REFERENCE.match(path)
+    if found is None:
+        return path
+    rest = path[found.end() :]
+    if found[1] != "HOME":
+        if os.environ.get(found[1]) is None:
+            _tell(draft, entry, f"{found[1]} is set nowhere: {_UNSET} stands in its place, if it stays so")
+        return f"${{{found[1]}:-{_UNSET}}}{rest}"
+    folder = rest.strip("/").partition("/")[0]
+    if folder not in _FOLDERS:
+        return f"~{rest}"
+    variable, what = _FOLDERS[folder]
+    _tell(draft, entry, f"{variable} names the folder of {what}; without it ~/{folder}")
+    return f"${{{variable}:-~/{folder}}}{rest.removeprefix(f'/{folder}')}"
+
+
+def _inner(draft: Draft, entry: Entry, default: str) -> str:
+    """A default of the script without a variable at its beginning."""
+    found = _REFERENCE.match(default)
+    if found is None:
+        return default
+    value = "~" if found[1] == "HOME" else os.environ.get(found[1])
+    if value is None:
+        _tell(draft, entry, f"{found[1]} is set nowhere: {_UNSET} stands in its place")
+    return (value or _UNSET) + default[found.end() :]
+
+
+def _tell(draft: Draft, entry: Entry, text: str) -> None:
+    draft.change(entry.source.partition(" and ")[0], text)
