@@ -67,7 +67,7 @@ def test_keys_of_section_async_are_those_of_async_training(imported: Imported) -
     assert policy.partial_rollout
     assert config.algorithm.correction == "sequence_tis_geometric_rs"
     assert config.algorithm.correction_form == "decoupled"
-    assert "async" not in imported.told.partition("has no counterpart")[2]
+    assert "async_training." not in imported.told.partition("has no counterpart")[2]
 
 
 def test_a_variable_with_a_default_stays_a_variable(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:

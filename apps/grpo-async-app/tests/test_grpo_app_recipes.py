@@ -62,7 +62,7 @@ def test_there_are_recipes_of_both_kinds() -> None:
         "geo3k_qwen3vl_8b_cuda",
     }
     assert wanted <= stems
-    assert len(GEOMETRY) == 3
+    assert len(GEOMETRY) == 4
     assert any(load_config(path, GrpoConfig).algorithm.advantage == "rloo" for path in FOR_CLUSTERS)
 
 
@@ -194,6 +194,22 @@ def test_the_wide_recipes_are_both_parameter_sets_of_the_incident() -> None:
     assert (small.algorithm.rs_low, small.algorithm.rs_high) == (0.6, 1.6)
     assert (small.algorithm.kl_coefficient, small.algorithm.kl_estimator, small.algorithm.kl_in) == (0.01, "k3", "loss")
     assert (small.engine.learning_rate, small.data.max_prompt_tokens, small.rollout.max_tokens) == (1e-6, 1024, 2048)
+
+
+def test_one_geometry_recipe_for_npus_needs_no_plugin_and_trains_as_the_other(command: CommandLine) -> None:
+    [embedded] = [path for path in GEOMETRY if load_config(path, GrpoConfig).rollout.backend == "torch"]
+    [waiting] = [path for path in WIDE if load_config(path, GrpoConfig).async_.staleness_threshold < 1]
+    ended = command("plan", embedded, "--cluster", "4x8")
+    assert ended.code == 0, ended.err
+    assert "32 of 32 free NPU" in ended.out
+    assert "vllm" not in ended.out.lower(), "nothing to wait for"
+    held, other = load_config(embedded, GrpoConfig), load_config(waiting, GrpoConfig)
+    assert (held.engine, held.algorithm, held.data, held.async_) == (
+        other.engine,
+        other.algorithm,
+        other.data,
+        other.async_,
+    )
 
 
 @pytest.mark.parametrize("recipe", GEOMETRY, ids=lambda path: path.stem)
