@@ -111,7 +111,7 @@ def test_control_tokens_that_a_policy_has_written_are_text_to_a_reward_model(
     if kind == "chat":
         text = tokenizer.require_template().render(chat, add_generation_prompt=False, options={}).text
     [ids] = tokenizer.encode([text], add_special_tokens=kind == "text")
-    assert np.count_nonzero(ids == tokenizer.eos_id) == (1 if kind == "chat" else 0)
+    assert np.count_nonzero(ids == tokenizer.eos_id) == (2 if kind == "chat" else 0), "of the template alone"
     reference = AutoModelForSequenceClassification.from_pretrained(scorer)
     with torch.no_grad():
         wanted = float(reference(input_ids=torch.from_numpy(ids).long()[None]).logits[0, 0])

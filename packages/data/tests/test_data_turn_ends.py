@@ -125,6 +125,14 @@ def test_preferences_and_ratings_end_their_answers_too(chat_tokenizer, write_jso
     assert words(tokenizer, rating.mismatched) == "<|user|> hi <|assistant|> *yes *<|endoftext|>"
 
 
+def test_pairs_for_a_score_are_as_the_template_alone_renders_them(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(BY_NEXT_ROLE)
+    config = ConversationConfig(path=write_jsonl([{"prompt": "hi", "chosen": "yes", "rejected": "no"}]))
+    loaded = load_pairs(config, tokenizer, ends_turns=False)
+    assert words(tokenizer, loaded.train[0].chosen) == "<|user|> hi <|assistant|> *yes"
+    assert loaded.notices == ()
+
+
 def test_a_model_without_any_end_token_is_said(chat_tokenizer, write_jsonl):
     tokenizer = chat_tokenizer(BY_NEXT_ROLE, eos=None)
     [found], [notice] = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))

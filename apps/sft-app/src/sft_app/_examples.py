@@ -62,7 +62,7 @@ def load_examples(config: SftConfig, tokenizer: Tokenizer) -> ExampleSet:
         sets = [tuple(_example((each,)) for each in part) for part in (read.train, read.eval)]
         return ExampleSet(train=sets[0], eval=sets[1], train_counts=read.train_counts, notices=read.notices)
     if kind == "pairs":
-        pairs = load_pairs(config.data, tokenizer)
+        pairs = load_pairs(config.data, tokenizer, ends_turns=config.head != "score")
         maker = _PairMaker(config)
         sets = [tuple(maker.example(pair) for pair in part) for part in (pairs.train, pairs.eval)]
         return ExampleSet(train=sets[0], eval=sets[1], train_counts=pairs.train_counts, notices=pairs.notices)

@@ -7,6 +7,7 @@ from offbeat_data._environments.built_in import EnvironmentConfig, build_environ
 from offbeat_data._environments.environment import Environment, EnvironmentFailedError, EpisodeHost
 from offbeat_data._environments.episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._environments.tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
+from offbeat_data._escaping import escape_messages, escape_tools
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._mixture import CurriculumConfig, MixtureOrder, SuccessRates
 from offbeat_data._preferences import Pair, PreferenceSet, Rating, load_pairs, load_ratings
@@ -63,6 +64,8 @@ __all__ = [
     "calculate",
     "calculator",
     "environment_tools",
+    "escape_messages",
+    "escape_tools",
     "load_conversations",
     "load_image_rules",
     "load_pairs",

@@ -79,10 +79,19 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
 
 @dataclass(frozen=True)
 class SequenceBuilder:
-    """Makes sequences of rows, and notes what they hold."""
+    """Makes sequences of rows, and notes what they hold.
+
+    Args:
+        config: the `data` section.
+        tokenizer: of the model.
+        ends_turns: the end of each turn matters: a last turn gets an end token where the chat template writes none.
+        forms: rows by the column that they were read by.
+        roles: messages by their role.
+    """
 
     config: ConversationConfig
     tokenizer: Tokenizer
+    ends_turns: bool = True
     forms: Counter[str] = field(default_factory=Counter)
     roles: Counter[str] = field(default_factory=Counter)
 
@@ -178,9 +187,11 @@ class SequenceBuilder:
         pixels = [picture.pixels() for picture in pictures]
         for rendered in mark_assistant_turns(self.tokenizer, chat, first=first, options=options):
             seen = self._images.seen_by(rendered, pictures)
-            turns = encode_turns(self.tokenizer, self._images.expand(rendered, seen), num_turns)
+            expanded = self._images.expand(rendered, seen)
+            turns = encode_turns(self.tokenizer, expanded, num_turns, adds_end=self.ends_turns)
             self._images.check(turns.ids, seen)
-            self.notes.turns(min(num_turns, len(rendered.spans)), turns.open_ends)
+            if self.ends_turns:
+                self.notes.turns(min(num_turns, len(rendered.spans)), turns.open_ends)
             yield TrainSequence(ids=turns.ids, loss_mask=turns.loss_mask, images=tuple(pixels[: len(seen)]))
 
     @cached_property

@@ -57,8 +57,14 @@ class PreferenceSet(Generic[ExampleT]):
     notices: tuple[str, ...] = ()
 
 
-def load_pairs(config: ConversationConfig, tokenizer: Tokenizer) -> PreferenceSet[Pair]:
+def load_pairs(config: ConversationConfig, tokenizer: Tokenizer, *, ends_turns: bool = True) -> PreferenceSet[Pair]:
     """Read, render and encode pairs; equal configurations give equal sets.
+
+    Args:
+        config: the `data` section.
+        tokenizer: of the model.
+        ends_turns: an answer gets an end token where the chat template writes none. False for a model that scores
+            conversations: it reads them later as the template alone renders them.
 
     A row has `chosen_column` and `rejected_column` beside `prompt_column`, each a text or chat messages; or two whole
     conversations, whose prompt is what they have in common. A pair of which one answer is too long is left out; one of
@@ -78,7 +84,7 @@ def load_pairs(config: ConversationConfig, tokenizer: Tokenizer) -> PreferenceSe
         return kept
 
     notices: list[str] = []
-    builder = SequenceBuilder(config, tokenizer)
+    builder = SequenceBuilder(config, tokenizer, ends_turns=ends_turns)
     found = _load(builder, partial(_read_pair, builder), lambda row: _question(config, row), build)
     return replace(found, notices=(*builder.notices, *notices))
 

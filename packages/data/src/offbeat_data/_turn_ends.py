@@ -26,7 +26,7 @@ class EncodedTurns:
     open_ends: tuple[str, ...]
 
 
-def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int) -> EncodedTurns:
+def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int, *, adds_end: bool = True) -> EncodedTurns:
     """Encode a conversation; its loss mask holds the tokens of its spans and the end token of each turn.
 
     A token is learned where it holds a character of one of the spans. Engines stop at the tokens of
@@ -38,6 +38,7 @@ def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int) -> En
         tokenizer: of the model.
         chat: the conversation and the spans to learn.
         num_turns: assistant turns in the spans; a turn may have several spans.
+        adds_end: False leaves a last turn without an end token as it is.
     """
     ids, offsets_T2 = tokenizer.encode_with_offsets(chat.text)
     start_T, end_T = offsets_T2[:, 0], np.maximum(offsets_T2[:, 1], offsets_T2[:, 0] + 1)
@@ -63,7 +64,7 @@ def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int) -> En
             open_ends.append(tokenizer.token_text(int(ids[last])) or "")
         elif at < len(ids):
             open_ends.append(tokenizer.token_text(int(ids[at])) or "")
-        elif tokenizer.closing_id is None:
+        elif tokenizer.closing_id is None or not adds_end:
             open_ends.append("")
         else:
             ids = np.append(ids[: last + 1], np.int32(tokenizer.closing_id))

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 
-from offbeat_data import DataConfig, Message, Tokenizer, TurnTemplate
+from offbeat_data import DataConfig, Message, Tokenizer, TurnTemplate, escape_messages, escape_tools
 from offbeat_serve._settings import RefusedError, ServedModel, ServeSettings
 from offbeat_types import Ids, SamplingParams
 
@@ -354,11 +354,12 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Ids:
     """The conversation up to where the model speaks, [P] int32.
 
     Messages are rendered by the chat template up to the first turn that brings its `token_ids`. From there on the
-    prompt grows by tokens: those of the turn as they were sampled, then those of the messages that answer it.
+    prompt grows by tokens: those of the turn as they were sampled, then those of the messages that answer it. Control
+    tokens written in what others than the assistant say are text, as in the prompts of a data set.
     """
-    messages, options = request.messages, request.template_options
+    messages, options = request.messages, escape_tools(tokenizer, request.template_options)
     start = next((at for at, message in enumerate(messages) if message.was_sampled), len(messages))
-    opening = [template_message(message) for message in messages[:start]]
+    opening = escape_messages(tokenizer, [template_message(message) for message in messages[:start]])
     rendered = tokenizer.require_template().render(opening, add_generation_prompt=True, options=options)
     parts = tokenizer.encode([rendered.text], add_special_tokens=False)
     if start < len(messages):
