@@ -45,5 +45,6 @@ def test_coarser_weights_without_a_correction_are_told(config: Path) -> None:
     def notices(*words: str) -> str:
         return " ".join(check_run(load_config(config, GrpoConfig, words)).notices)
 
-    assert "token_tis is usual" in notices("--rollout.weight_format=fp8")
+    assert "token_tis is usual" in notices("--rollout.weight_format=fp8", "--algorithm.correction=none")
+    assert "fp8" not in notices("--rollout.weight_format=fp8")
     assert "fp8" not in notices("--rollout.weight_format=fp8", "--algorithm.correction=token_tis")
