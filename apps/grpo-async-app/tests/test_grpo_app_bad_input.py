@@ -15,7 +15,7 @@ class TestBadInput(CommandConformance):
         "out of range in the rollout": (["--rollout.temperature", "-1"], "rollout.temperature"),
         "one sample with group advantages": (["--rollout.samples_per_prompt", "1"], "samples"),
         "option of another command": (["--seed", "3"], "takes no --seed"),
-        "correction without effect": (["--algorithm.tis_cap", "3"], "tis_cap"),
+        "correction without effect": (["--algorithm.correction", "none", "--algorithm.tis_cap", "3"], "tis_cap"),
         "missing column": (["--data.answer_column", "solution"], "solution"),
         "every prompt too long": (["--data.max_prompt_tokens", "2"], "too long"),
         "no such device of the rollout": (["--rollout.device", "cuda:7"], "cuda:7"),
