@@ -267,6 +267,13 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session(tags=["nightly"], default=False)
+def mutants(session: nox.Session) -> None:
+    """Faults planted in every package, one at a time: at least 95 % are seen by the package's own tests."""
+    python = shared_environment(session) / "python"
+    run(session, python, "tools/mutants.py", "--json", NOX / "mutants.json", *session.posargs)
+
+
+@nox.session(tags=["nightly"], default=False)
 def simulation(session: nox.Session) -> None:
     """The simulator beside real runs."""
     pytest(session, "simulation", "tests/nightly/test_simulation_meets_runs.py")
