@@ -162,3 +162,14 @@ def test_a_pair_computes_its_prompt_once():
     ]
     [families] = plan_packs(pair, budget=10, share_prompts=True)  # a pair longer than the budget goes alone
     assert len(lay_out(pair, families).ids_T) == 20 + 5 + 3
+
+
+def test_prompts_with_the_same_ids_are_shared_where_their_images_are_the_same():
+    """Placeholder ids are alike for all images of a size, so it is the pixels that count, wherever their array lies."""
+    ids, mask = np.array([5, 6, 7, 8], np.int32), np.array([False, False, False, True])
+    dark, light = np.zeros((8, 8, 3), np.uint8), np.full((8, 8, 3), 255, np.uint8)
+    flat = dark.reshape(4, 16, 3)
+    images = [(dark,), (light,), (dark.copy(),), (dark, light), (), (flat,)]
+    sequences = [TrainSequence(ids=ids, loss_mask=mask, images=each) for each in images]
+    families = [family.members for pack in plan_packs(sequences, budget=100, share_prompts=True) for family in pack]
+    assert sorted(families) == [(0, 2), (1,), (3,), (4,), (5,)]
