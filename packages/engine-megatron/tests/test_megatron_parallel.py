@@ -158,10 +158,20 @@ def test_a_setting_is_refused(folders, settings, told):
         plan_engine(config_of(folders(), **settings))
 
 
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+LONGROPE = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 FEATURES = {
     "another family": ({"model_type": "gpt2"}, "trains llama, qwen2, qwen3, qwen3_moe"),
     "bias": ({"attention_bias": True}, "attention_bias"),
     "window": ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    "layers with a window": ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    "frequencies by length": ({"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
+    "frequencies of long texts": (
+        {"rope_parameters": {**ROPE, "rope_type": "longrope", "factor": 4.0, **LONGROPE}},
+        "type 'longrope'",
+    ),
+    "frequencies that scale attention": ({"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout"),
 }
 
 

@@ -109,12 +109,14 @@ def shape_of(config: Any) -> ModelShape:
         "attention_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "layer_types other than full_attention": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
         "attention_dropout": getattr(config, "attention_dropout", 0.0),
         "hidden_act other than silu": config.hidden_act != "silu",
     }
     found = [name for name, value in refused.items() if value]
     if found:
         raise ModelError(f"the megatron engine does not compute {family} models with {', '.join(found)}")
+    rotary_frequencies(config, torch.device("cpu"))  # raises for kinds that depend on the length of a pack
     return ModelShape(
         family=family,
         num_layers=config.num_hidden_layers,
