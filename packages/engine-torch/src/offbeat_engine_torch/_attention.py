@@ -232,12 +232,14 @@ def packed_attention(
         [1, T, H, D], and None for the weights.
 
     Raises:
-        ModelError: the model does not hand the plan on, or asks for a soft cap or sinks on the scores.
+        ModelError: the model does not hand the plan on, or asks for a soft cap or sinks on the scores, or for a mask.
     """
     if plan is None:
         raise ModelError(f"{type(module).__name__} does not pass arguments on to its attention: family not supported")
     if unused.get("softcap") is not None or unused.get("s_aux") is not None or unused.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} caps or biases attention scores: family not supported")
+    if attention_mask is not None:  # transformers makes none for this function: the layer has made it itself
+        raise ModelError(f"{type(module).__name__} makes its own attention mask: family not supported")
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

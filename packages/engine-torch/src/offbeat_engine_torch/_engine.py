@@ -50,7 +50,6 @@ from offbeat_types import (
     TrainSequence,
     WeightPart,
     check_schedule,
-    check_token_ids,
 )
 
 
@@ -134,11 +133,6 @@ class TorchTrainEngine(StepCounts):
         torch.manual_seed(config.seed)
         ranks = SingleRank() if mesh is None else ShardedRanks(mesh, device.torch_device)
         policy = make_policy(config, options, device, ranks, mesh)
-        if config.activation_checkpointing:
-            whole = policy.model.whole  # transformers renamed the method in 5.2x
-            enable = getattr(whole, "activation_checkpointing_enable", None) or whole.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-            whole.train()  # dropout is zero already: training mode only turns checkpointing on
         return cls(config, options, device, policy, ranks, mesh)
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
@@ -304,8 +298,7 @@ class TorchTrainEngine(StepCounts):
         """Micro-batches of every share, after making sure that all ranks were asked for the same."""
         self._offloader.require(what, MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         self._ranks.check_same(what, sequences)
-        check_token_ids(sequences, policy.vocabulary_size)  # of what all have: all raise, or none
-        policy.images.check(sequences)
+        policy.check(sequences)  # of what all have: all raise, or none
         return plan_shares(
             sequences,
             budget=self.config.max_tokens_per_microbatch,

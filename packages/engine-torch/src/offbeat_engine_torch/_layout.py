@@ -1,9 +1,10 @@
 """Options of this backend, and how the ranks share a model: checked before any of them starts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._sharding import check_tensor_parallel
 from offbeat_mesh import Mesh, open_device
@@ -47,6 +48,8 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     )
     if width > 1:
         check_tensor_parallel(hf_config, hf_config.model_type, width)
+    if limit := rotary_limit(hf_config):
+        layout = replace(layout, max_sequence_tokens=limit.num_tokens, max_sequence_reason=limit.reason)
     return layout
 
 

@@ -247,7 +247,7 @@ def load_model(
         raise ModelError(
             f"{folder}: the weights lack {len(missing)} tensors, first {missing[0]}; fetch the folder anew"
         )
-    whole.to(device).eval()
+    whole.to(device).eval()  # and so it stays: the policy that is trained must be the policy that was sampled
     whole.tie_weights()  # torch keeps ties on the way to some kinds of device only: not to one of a plugin's
     return _take_apart(whole, folder, scores=scores)
 
@@ -387,9 +387,6 @@ def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
         raise ModelError(
             f"{folder}: of models with images the engine trains those of Qwen-VL, not {type(whole).__name__}"
         )
-    for module in whole.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the policy that is trained must be the policy that was sampled
     model = CausalModel(whole, _logit_scale(whole.config), scores=scores)
     fuse_norms(whole, getattr(model.decoder, "norm", None))
     return model

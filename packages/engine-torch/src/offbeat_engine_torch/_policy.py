@@ -3,8 +3,8 @@
 Shapes: T tokens, N loss tokens, V vocabulary (of this rank, where it is cut).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from offbeat_engine_torch._attention import AttentionPlan
+from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._layout import TorchEngineOptions
+from offbeat_engine_torch._lengths import LengthLimit
 from offbeat_engine_torch._model import (
     SCORE_WEIGHT,
     CausalModel,
     HeadQuery,
     ImagePatches,
     load_model,
-    one_line,
     outline_model,
 )
 from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_engine_torch._ranks import Ranks
+from offbeat_engine_torch._recompute import recompute_layers
 from offbeat_engine_torch._sharding import free_gathered, shard_model
 from offbeat_mesh import Device, Mesh
 from offbeat_training import (
@@ -33,16 +35,14 @@ from offbeat_training import (
     ImageProcessor,
     MicroBatch,
     NoImages,
-    Segment,
     TensorFolder,
     adapter_shapes,
     add_lora,
     initial_adapters,
     lay_out,
-    logprobs_of_logits,
     slices,
 )
-from offbeat_types import ModelError, OffbeatError, TrainEngineConfig, TrainSequence
+from offbeat_types import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
 
 _INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
 
@@ -62,15 +62,16 @@ class Policy:
         device: Device,
         config: TrainEngineConfig,
         options: TorchEngineOptions,
+        limit: LengthLimit | None = None,
     ) -> None:
-        self.model, self.pieces = model, pieces
+        self.model, self.pieces, self._limit = model, pieces, limit
         backbone: Any = model.backbone
         self.images = (
             NoImages()
             if model.tower is None
             else ImageProcessor(backbone.config, config.model_path, backbone.get_rope_index, _INSTALL)
         )
-        self.kernel: str = getattr(device, "packed_attention", "rows")
+        self.kernel = attention_kernel(device)
         self._device, self._options = device.torch_device, options
         self._autocast = FORMATS[config.dtype]
 
@@ -78,6 +79,17 @@ class Policy:
     def vocabulary_size(self) -> int:
         """Token ids are below it."""
         return self.model.vocabulary_size
+
+    def check(self, sequences: Sequence[TrainSequence]) -> None:
+        """Refuse sequences that this model would get wrong: unknown tokens, too many of them, images amiss.
+
+        Raises:
+            ModelError: with what was found.
+        """
+        check_token_ids(sequences, self.vocabulary_size)
+        if self._limit:
+            self._limit.check(sequences)
+        self.images.check(sequences)
 
     def weights_converted_once(self) -> AbstractContextManager[Any]:
         """Within it autocast converts each weight once for all packs; weights must not be updated within it.
@@ -131,7 +143,19 @@ def make_policy(
         else:
             model, pieces = _load_parts(config, options, device.torch_device, mesh, ranks)
         device.adapt(model.whole)
-    return Policy(model, pieces, device, config, options)
+        if config.activation_checkpointing:
+            recompute_layers(model.whole)
+        gathered_in = FORMATS[config.dtype] if mesh is not None and mesh.axes["dp"] > 1 else None
+        folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
+        limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=gathered_in).run()
+        free_gathered(model)
+    return Policy(model, pieces, device, config, options, limit)
+
+
+def attention_kernel(device: Device) -> str:
+    """The kernel of packed attention that suits a device."""
+    kernel: str = getattr(device, "packed_attention", "rows")
+    return kernel
 
 
 def _load_whole(
@@ -140,7 +164,6 @@ def _load_whole(
     model = load_model(
         config.model_path, device=device, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
     )
-    check_family(model, Path(config.model_path).expanduser())
     _choose_trained(model, config, options)
     pieces = find_pieces(model)
     _copy(_new_weights(model, config), pieces)
@@ -153,17 +176,13 @@ def _load_parts(
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score")
     _choose_trained(model, config, options)
-    autocast = FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None
-    shard_model(model, mesh, device, autocast)
+    shard_model(model, mesh, device, FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None)
     dp, tp = mesh.group("dp"), mesh.group("tp")
     pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
     folder = Path(config.model_path).expanduser()
-    with torch.no_grad():
-        new = _new_weights(model, config)
-        _copy(new, pieces)
-        read_weights(folder, [piece for piece in pieces if piece.name not in new], config, ranks)
-        check_family(model, folder, autocast)
-    free_gathered(model)
+    new = _new_weights(model, config)
+    _copy(new, pieces)
+    read_weights(folder, [piece for piece in pieces if piece.name not in new], config, ranks)
     return model, pieces
 
 
@@ -240,84 +259,3 @@ def _copy(whole: Mapping[str, Tensor], pieces: list[Piece]) -> None:
     for piece in pieces:
         if piece.name in whole:
             piece.local.copy_(whole[piece.name][slices(piece.box)])
-
-
-NUM_TOKENS: Final = 12
-TOLERANCE_NATS: Final = {None: 0.01, torch.bfloat16: 0.5}
-"""By the format of the layers. Two kernels of attention that sum float32 in different orders are 1e-6 (tiny models) to
-1e-3 nats apart (deep ones); a forgotten scale, mask or layer is 0.1 to 20. Bfloat16 rounds logits of 16 to 32 to
-multiples of 0.125, so that there only what is far off can be told."""
-TOLERANCE_OF_STATES: Final = {None: 1e-2, torch.bfloat16: 5e-2}
-"""By the format of the layers, as a share of the largest hidden state: bfloat16 keeps 8 bits, and errors of layers add
-up. Sequences that see each other differ by 0.1 to 1."""
-TOKENS_WITHIN: Final = 0.75
-"""Share of the tokens that must agree: rounding may send a token to another expert, whose log-probability then jumps.
-"""
-
-
-@torch.no_grad()
-def check_family(model: CausalModel, folder: Path, autocast: torch.dtype | None = None) -> None:
-    """Ask a model in ways that its family answers alike if the engine can train it. All ranks of a mesh take part.
-
-    Args:
-        model: as it will be trained.
-        folder: named in errors.
-        autocast: format of the layers' products, where their weights are gathered in it; None for float32.
-    """
-    with _as_refusal(model, folder):
-        _check_isolation(model, folder, autocast)
-        _check_logprobs(model, folder, autocast)
-
-
-@contextmanager
-def _as_refusal(model: CausalModel, folder: Path) -> Iterator[None]:
-    """Name the family where its code raises."""
-    try:
-        yield
-    except (OffbeatError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{folder}: {_name(model)} does not run on packed sequences: family not supported "
-            f"({type(error).__name__}: {one_line(error)})"
-        ) from error
-
-
-def _check_isolation(model: CausalModel, folder: Path, autocast: torch.dtype | None) -> None:
-    """Run two sequences packed and alone."""
-    device = model.head.weight.device
-    ids = torch.tensor([1, 2, 3, 2, 1], device=device) % model.vocabulary_size
-    positions = torch.tensor([0, 1, 2, 2, 0], device=device)
-    segments = (Segment(start=0, length=2), Segment(start=2, length=1, parent=0), Segment(start=3, length=1, parent=0))
-    together = (*segments, Segment(start=4, length=1))
-    share = TOLERANCE_OF_STATES[autocast]
-    packed = model(ids, positions, AttentionPlan(together, device), autocast=autocast)
-    for real in ([0, 1, 2], [0, 1, 3], [4]):
-        index = torch.tensor(real, device=device)
-        plan = AttentionPlan((Segment(start=0, length=len(real)),), device)
-        alone = model(ids[index], positions[index], plan, autocast=autocast)
-        if not torch.allclose(packed[index], alone, rtol=share, atol=share * float(alone.abs().max())):
-            raise ModelError(f"{folder}: {_name(model)} gives other results for packed sequences: family not supported")
-
-
-def _check_logprobs(model: CausalModel, folder: Path, autocast: torch.dtype | None) -> None:
-    """Compare one sequence's log-probabilities with the model's own logits, under the model's own attention."""
-    device, index_T = model.head.weight.device, torch.arange(NUM_TOKENS)
-    ids_T = ((7 * index_T) % 61 + 3).to(device) % model.vocabulary_size
-    positions_T = index_T.to(device)
-    plan = AttentionPlan((Segment(start=0, length=NUM_TOKENS),), device)
-    query = HeadQuery(predictor_N=positions_T[:-1], target_N=ids_T[1:])
-    found_N: Tensor = model(ids_T, positions_T, plan, query=query, autocast=autocast)[0]
-    with model.own_attention():
-        logits_TV: Tensor = model(ids_T, autocast=autocast)
-    wanted_N = logits_TV[:-1, 0] if model.scores else logprobs_of_logits(logits_TV[:-1], ids_T[1:], model.part)
-    error = float((found_N - wanted_N).abs().quantile(TOKENS_WITHIN))
-    if not error <= TOLERANCE_NATS[autocast]:
-        raise ModelError(
-            f"{folder}: {_name(model)} computes other log-probabilities than this engine does: family not supported "
-            f"({error:.2g} nats apart, {TOLERANCE_NATS[autocast]} allowed)"
-        )
-
-
-def _name(model: CausalModel) -> str:
-    return type(model.whole).__name__

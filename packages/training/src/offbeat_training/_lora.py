@@ -45,6 +45,7 @@ class LoraLinear(nn.Module):
         empty: Any = skip_init  # `initial_adapters` gives the values
         self.lora_A: nn.Linear = empty(nn.Linear, base.in_features, rank, **like)
         self.lora_B: nn.Linear = empty(nn.Linear, rank, base.out_features, **like)
+        self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""

@@ -183,6 +183,9 @@ class TrainLayout:
         gradient_bytes: of one gradient that is kept until the step.
         optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
         kernels: what computes on the device, in words, where the backend has a choice.
+        max_sequence_tokens: longest sequence for which the backend computes what the model's family computes; 0 for
+            any. (A backend may find out about a shorter one when it loads the weights.)
+        max_sequence_reason: what changes beyond it, and the key of the model's config.json that says so.
     """
 
     dp: int = 1
@@ -195,6 +198,8 @@ class TrainLayout:
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
     kernels: str = field(default="", compare=False)
+    max_sequence_tokens: int = 0
+    max_sequence_reason: str = field(default="", compare=False)
 
     @property
     def num_ranks(self) -> int:
