@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from offbeat_testing import CommandConformance, CommandLine, RunningCommand
+from offbeat_testing import CommandConformance, CommandLine, RunningCommand, tiny_model
 
 
 class TestBadInput(CommandConformance):
@@ -76,3 +76,14 @@ def test_an_engine_that_refuses_its_settings_leaves_the_runs_name_free(
         assert "rollout-torch has no option 'pack'" in process.output
         assert "Traceback" not in process.output
     assert not (tmp_path / "run").exists()
+
+
+def test_sequences_longer_than_the_trainer_computes_faithfully_are_refused(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 96}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, **factors}
+    folder = tiny_model(tmp_path / "model", config={"rope_parameters": rope})
+    ended = command("plan", config, "--model.path", folder)
+    assert ended.code == 2
+    assert "rollout.max_model_len = 96 must be below 96: with rope_type 'longrope'" in " ".join(ended.err.split())

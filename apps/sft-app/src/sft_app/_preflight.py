@@ -170,6 +170,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     if reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
     layout = backend.plan(wanted, config.engine.num_ranks)
+    _check_lengths(layout, (*examples.train, *examples.eval))
     view = find_view(config.cluster, config.devices)
     placement = request_resources(config, view).place(view)
     return Preflight(
@@ -270,6 +271,16 @@ def _check_examples(model: ModelFolder, examples: tuple[Example, ...]) -> None:
         raise ModelError(
             f"{model.path}: its tokenizer gives the id {highest} and its embedding has {model.vocabulary} rows; take "
             "the tokenizer that belongs to the weights"
+        )
+
+
+def _check_lengths(layout: TrainLayout, examples: tuple[Example, ...]) -> None:
+    """Refuse sequences that the trainer would refuse in the middle of the run."""
+    longest, limit = max(example.longest for example in examples), layout.max_sequence_tokens
+    if limit and longest > limit:
+        raise ConfigError(
+            f"the longest sequence has {longest} tokens and may have {limit}: {layout.max_sequence_reason}; lower "
+            "data.max_sequence_tokens to that"
         )
 
 

@@ -420,8 +420,23 @@ def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, v
     if config.algorithm.needs_critic:
         critic = config.critic_engine(config.model.path, num_updates)
         of_critic = load_critic_backend(config.critic.backend)
-        of_critic.plan(replace(critic, device=wanted.device), config.engine.num_ranks)
-    return backend.plan(wanted, config.engine.num_ranks)
+        _check_lengths(config, of_critic.plan(replace(critic, device=wanted.device), config.engine.num_ranks))
+    layout = backend.plan(wanted, config.engine.num_ranks)
+    _check_lengths(config, layout)
+    return layout
+
+
+def _check_lengths(config: GrpoConfig, layout: TrainLayout) -> None:
+    """Refuse lengths that the trainer would refuse in the middle of the run.
+
+    The limit itself is refused too: engines are given one token more, by which vLLM chooses the rotary frequencies of
+    all requests.
+    """
+    longest, limit = config.rollout.max_model_len, layout.max_sequence_tokens
+    if limit and longest >= limit:
+        raise ConfigError(
+            f"rollout.max_model_len = {longest} must be below {limit}: {layout.max_sequence_reason}; lower it"
+        )
 
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
