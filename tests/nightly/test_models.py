@@ -204,13 +204,13 @@ def test_a_family_is_trained_faithfully_or_refused_in_one_line(family: str, tmp_
 def test_the_table_says_what_is() -> None:
     told = dict(re.findall(r"^\| `(\S+)` \| (.+) \|$", TABLE.read_text(), re.MULTILINE)) if TABLE.is_file() else {}
     if os.environ.get("OFFBEAT_RENEW"):
-        TABLE.write_text(table({**told, **OUTCOMES}))
+        TABLE.write_text(table({**told, **OUTCOMES}, TABLE.read_text()))
     else:
         assert {family: told.get(family) for family in OUTCOMES} == OUTCOMES
 
 
-def table(outcomes: dict[str, str]) -> str:
-    """The page of docs."""
+def table(outcomes: dict[str, str], page: str) -> str:
+    """The page of docs, with the sections of the old one between its head and its table."""
     rows = [f"| `{family}` | {outcomes[family]} |" for family in FAMILIES if family in outcomes]
     head = [
         "# Model families",
@@ -220,6 +220,9 @@ def table(outcomes: dict[str, str]) -> str:
         f"log-probabilities are those of transformers to {TOLERANCE_NATS:g} nats before and after. *Refused*: `create`",
         "says so in one line.",
         "`nox -s models` checks this table, and `OFFBEAT_RENEW=1 nox -s models` writes it.",
+        "",
+        *page[page.index("## Lengths") : page.index("## Families")].splitlines(),
+        "## Families",
         "",
         "| family | outcome |",
         "|---|---|",
