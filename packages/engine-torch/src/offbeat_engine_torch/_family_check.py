@@ -64,8 +64,9 @@ class FamilyCheck:
         """
         with self._as_refusal():
             self._check_isolation()
-            self._check_logprobs()
-            self._check_repeats()
+            found_N = self._packed_logprobs((NUM_TOKENS,))
+            self._check_logprobs(found_N)
+            self._check_repeats(found_N)
         return shorter(rotary_limit(self.model.whole.config), self._limit_of_thresholds())
 
     @contextmanager
@@ -98,19 +99,18 @@ class FamilyCheck:
                     f"{self.folder}: {self._name} gives other results for packed sequences: family not supported"
                 )
 
-    def _check_logprobs(self) -> None:
+    def _check_logprobs(self, found_N: Tensor) -> None:
         """Compare one sequence's log-probabilities with the model's own logits, under the model's own attention."""
-        error = self._error((NUM_TOKENS,))
+        error = self._error(found_N, (NUM_TOKENS,))
         if not error <= TOLERANCE_NATS[self.autocast]:
             raise ModelError(
                 f"{self.folder}: {self._name} computes other log-probabilities than this engine does: family not "
                 f"supported ({error:.2g} nats apart, {TOLERANCE_NATS[self.autocast]} allowed)"
             )
 
-    def _check_repeats(self) -> None:
-        """Ask the same twice: nothing that is random may be left in the model."""
-        first, second = (self._packed_logprobs((NUM_TOKENS,)) for _ in range(2))
-        error = float((first - second).abs().max())
+    def _check_repeats(self, found_N: Tensor) -> None:
+        """Ask the same again: nothing that is random may be left in the model."""
+        error = float((found_N - self._packed_logprobs((NUM_TOKENS,))).abs().max())
         if not error <= TOLERANCE_OF_REPEATS_NATS[self.autocast]:
             raise ModelError(
                 f"{self.folder}: {self._name} computes other log-probabilities at each call: family not supported "
@@ -144,15 +144,14 @@ class FamilyCheck:
         """
         with lowered_thresholds(self.model.decoder, self.model.whole.config, names):
             try:
-                return self._error(PAIR_TOKENS) <= TOLERANCE_NATS[self.autocast]
+                return self._error(self._packed_logprobs(PAIR_TOKENS), PAIR_TOKENS) <= TOLERANCE_NATS[self.autocast]
             except (torch.OutOfMemoryError, torch.distributed.DistError):
                 raise
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
                 return False
 
-    def _error(self, lengths: Sequence[int]) -> float:
+    def _error(self, found_N: Tensor, lengths: Sequence[int]) -> float:
         """Nats between the packed log-probabilities of sequences and those that the model itself gives each alone."""
-        found_N = self._packed_logprobs(lengths)
         wanted = []
         with self.model.own_attention():
             for length in lengths:

@@ -3,6 +3,7 @@
 Shapes: T tokens, N loss tokens, V vocabulary (of this rank, where it is cut).
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -43,6 +44,8 @@ from offbeat_training import (
     slices,
 )
 from offbeat_types import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
+
+log = logging.getLogger(__name__)
 
 _INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
 
@@ -149,6 +152,8 @@ def make_policy(
         folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
         limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=gathered_in).run()
         free_gathered(model)
+    if limit and ranks.leader:
+        log.warning("%s: sequences of more than %d tokens will be refused: %s", folder, limit.num_tokens, limit.reason)
     return Policy(model, pieces, device, config, options, limit)
 
 
