@@ -116,7 +116,7 @@ def shape_of(config: Any) -> ModelShape:
     found = [name for name, value in refused.items() if value]
     if found:
         raise ModelError(f"the megatron engine does not compute {family} models with {', '.join(found)}")
-    rotary_frequencies(config, torch.device("cpu"))  # raises for kinds that depend on the length of a pack
+    rotary_frequencies(config)  # raises for kinds that depend on the length of a pack
     return ModelShape(
         family=family,
         num_layers=config.num_hidden_layers,
@@ -161,7 +161,7 @@ def _experts(config: Any) -> dict[str, Any]:
     }
 
 
-def rotary_frequencies(hf_config: Any, device: torch.device) -> Tensor:
+def rotary_frequencies(hf_config: Any, device: torch.device | None = None) -> Tensor:
     """[F] float32 of a language model, as transformers computes them; ModelError for kinds that do more than turn."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -175,7 +175,7 @@ def rotary_frequencies(hf_config: Any, device: torch.device) -> Tensor:
         found, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device)
     if factor != 1.0 or kind in ("dynamic", "longrope") or len(found) != size // 2:
         raise ModelError(f"the megatron engine does not compute rotary embeddings of type {kind!r}")
-    frequencies: Tensor = found.to(device)
+    frequencies: Tensor = found if device is None else found.to(device)
     return frequencies
 
 
