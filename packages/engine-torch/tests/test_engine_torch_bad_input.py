@@ -90,7 +90,7 @@ SMALL = {"vocab_size": 300, **dict.fromkeys(("pad_token_id", "bos_token_id", "eo
 LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 OTHERS = {
     "ModernBertDecoder": (LAYERS, "computes other log-probabilities"),
-    "Doge": (LAYERS, "computes other log-probabilities"),
+    "Doge": (LAYERS, "makes its own attention mask"),
     "Mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, "does not run on packed sequences"),
     "Falcon": (LAYERS, "cannot be exchanged"),
 }
