@@ -32,6 +32,7 @@ from environments import (  # noqa: E402
     RUN,
     TEST_TOOLS,
     engine_environment,
+    guest_tests,
     install,
     install_workspace,
     make_once,
@@ -137,7 +138,8 @@ def test_package(session: nox.Session, package: Package, *, engine: bool, marks:
     """Run what `test` runs, or the tests of it that are marked nightly."""
     if engine:
         bin_folder = engine_environment(session, package)
-        pytest(session, f"{package.key}-engine", package.engine_tests, bin_folder=bin_folder, marks=marks)
+        folders = [package.engine_tests, *guest_tests(package)]
+        pytest(session, f"{package.key}-engine", *folders, bin_folder=bin_folder, marks=marks)
         return
     folder = package.folder / "tests"
     others = [f"--ignore={tests.folder}" for tests in HARDWARE if tests.package == package]

@@ -99,12 +99,19 @@ def install_workspace(session: nox.Session, venv: Path) -> None:
     install(session, venv, *editable, "--group=dev")
 
 
+def guest_tests(package: Package) -> list[Path]:
+    """Folders `tests/on-KEY` of other packages: their tests that need this package's engine."""
+    found = [other.folder / "tests" / f"on-{package.key}" for other in PACKAGES]
+    return [folder for folder in found if folder.is_dir()]
+
+
 def engine_environment(session: nox.Session, package: Package) -> Path:
     """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
     own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
     folders = {other.key: other.folder for other in PACKAGES}
-    beside = {"testing": "", **package.engine_tests_beside}
+    guests = dict.fromkeys((folder.parts[-3] for folder in guest_tests(package)), "")
+    beside = {"testing": "", **guests, **package.engine_tests_beside}
     others = [f"--editable={folders[key]}{extras}" for key, extras in beside.items()]
     make_once(venv, lambda: install(session, venv, own, *others, "--group=test"))
     return venv / "bin"

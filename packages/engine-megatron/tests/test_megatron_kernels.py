@@ -31,9 +31,9 @@ SHAPE = ModelShape(
 )
 DENSE = ModelShape(**(vars(SHAPE) | {"num_experts": 0, "sparse_layers": ()}))
 ODD = ModelShape(**(vars(SHAPE) | {"expert_size": 18}))
-CPU = SimpleNamespace(torch_device=torch.device("cpu"), packed_attention="split")
-GPU = SimpleNamespace(torch_device=torch.device("cuda", 0), packed_attention="varlen")
-OTHER = SimpleNamespace(torch_device=torch.device("meta"), packed_attention="rows")
+CPU = SimpleNamespace(torch_device=torch.device("cpu"), packed_attention="split", shapes_masks=False)
+GPU = SimpleNamespace(torch_device=torch.device("cuda", 0), packed_attention="varlen", shapes_masks=False)
+OTHER = SimpleNamespace(torch_device=torch.device("meta"), packed_attention="rows", shapes_masks=True)
 ABSENT = "TransformerEngine is not installed"
 
 
@@ -84,7 +84,13 @@ CHOSEN = {
     "another device": (
         {"device": OTHER, "layers": "local"},
         None,
-        "local layers (asked for), attention by runs, experts one by one (torch has no grouped products on meta)",
+        "local layers (asked for), attention by the device's kernel under its mask, experts one by one (torch has no "
+        "grouped products on meta)",
+    ),
+    "runs asked for on another device": (
+        {"device": OTHER, "layers": "local", "attention": "runs", "shape": DENSE},
+        None,
+        "local layers (asked for), attention by runs",
     ),
     "local asked for": ({"layers": "local", "shape": DENSE}, "2.10.0", "local layers (asked for), attention by varlen"),
     "runs asked for": ({"attention": "runs", "shape": DENSE}, "2.10.0", f"{TE_LAYERS}, attention by runs"),

@@ -49,8 +49,8 @@ def test_the_runtime_has_what_is_called_of_it_and_takes_it_so():
 
 
 def test_operators_take_what_models_give_them():
-    used = list(uses_of("operators"))
-    assert {name for name, _ in used} == {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul"}
+    used = list(uses_of("operators", "self._operators"))
+    assert {name for name, _ in used} == {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention"}
     for name, call in used:
         assert fits(call, recorded_operator(name)["parameters"]), ast.unparse(call)
 

@@ -83,7 +83,7 @@ class MegatronTrainEngine(StepCounts):
         from offbeat_engine_megatron._layers import image_processor
         from offbeat_engine_megatron._model import make_policy
         from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState, wrap_parts
-        from offbeat_engine_megatron._passes import Passes, Updates
+        from offbeat_engine_megatron._passes import Passes, Updates, device_attention
 
         mesh, target = self.mesh, device.torch_device
         everyone, speaks = mesh.group("dp", "cp", "tp", "pp"), bool(mesh.where(pp="last", tp=0, cp=0))
@@ -98,7 +98,10 @@ class MegatronTrainEngine(StepCounts):
         with self._ranks.together("load model"):  # when there are float32 copies, so that these lose nothing
             self._policy.load(plan, OptimizerState(self._optimizer).put_weights)
         layers, vision = plan.shape.mtp_layers, plan.options.train_vision
-        self._passes = Passes(wrapped, mesh, self._images, mtp_layers=layers, sees_always=vision)
+        self._attention = device_attention(plan, mesh)
+        self._passes = Passes(
+            *(wrapped, mesh, self._images), attention=self._attention, mtp_layers=layers, sees_always=vision
+        )
         self._updates = Updates(self._ranks, plan, self._images)
         self._checkpoints = Checkpoints(self._ranks, mesh, self._policy, self._optimizer, device, plan)
         trained = self._policy.trained
@@ -374,7 +377,7 @@ class MegatronTrainEngine(StepCounts):
 
             with self._ranks.together("load the first policy"):
                 parts = make_reference(self._plan, self.mesh)
-            self._reference = Passes(parts, self.mesh, self._images)
+            self._reference = Passes(parts, self.mesh, self._images, attention=self._attention)
         yield self._reference
 
     def _clear_gradients(self) -> None:

@@ -22,6 +22,9 @@ from offbeat_types import ConfigError
 LOCAL: Final = "local"
 TE: Final = "te"
 
+MASKED: Final = "masked"
+"""Attention by the device's own kernel, under the mask that the device makes with each micro-batch."""
+
 SEQUENTIAL: Final = "sequential"
 GROUPED: Final = "grouped"
 GROUPED_TE: Final = "grouped-te"
@@ -47,7 +50,7 @@ class Kernels:
 
     Args:
         layers: `LOCAL` or `TE`.
-        attention: "varlen" or "runs", see `attend`; or `TE`.
+        attention: "varlen" or "runs", see `attend`; or `TE`, or `MASKED`.
         experts: `SEQUENTIAL`, `GROUPED` or `GROUPED_TE`; empty for a model without experts.
         why: reasons by choice, where what is fastest cannot be.
     """
@@ -61,7 +64,9 @@ class Kernels:
         why = dict(self.why)
         said = {each: f" ({why[each]})" if each in why else "" for each in (self.layers, self.experts)}
         parts = [f"{_IN_WORDS[self.layers]}{said[self.layers]}"]
-        if self.attention != TE:
+        if self.attention == MASKED:
+            parts.append("attention by the device's kernel under its mask")
+        elif self.attention != TE:
             parts.append(f"attention by {self.attention}")
         if self.experts:
             parts.append(f"{_IN_WORDS[self.experts]}{said[self.experts]}")
@@ -89,8 +94,8 @@ def choose_kernels(options: Any, shape: ModelShape, dtype: torch.dtype, device: 
     if no_te:
         why[LOCAL] = no_te
     attention = "runs"
-    if options.attention == "auto" and (layers == TE or (fits_flash and device.packed_attention == "varlen")):
-        attention = TE if layers == TE else "varlen"
+    if options.attention == "auto":
+        attention = _choose_attention(layers, device, fits_flash=fits_flash)
     experts = ""
     if shape.num_experts:
         grouped = GROUPED_TE if layers == TE else GROUPED
@@ -103,6 +108,14 @@ def choose_kernels(options: Any, shape: ModelShape, dtype: torch.dtype, device: 
         if no_group:
             why[SEQUENTIAL] = no_group
     return Kernels(layers=layers, attention=attention, experts=experts, why=tuple(why.items()))
+
+
+def _choose_attention(layers: str, device: Device, *, fits_flash: bool) -> str:
+    if layers == TE:
+        return TE
+    if device.shapes_masks:
+        return MASKED
+    return "varlen" if fits_flash and device.packed_attention == "varlen" else "runs"
 
 
 def _why_not_te(device_type: str, *, fits_flash: bool) -> str:

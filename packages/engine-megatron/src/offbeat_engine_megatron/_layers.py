@@ -49,7 +49,7 @@ from torch.nn.functional import grouped_mm, silu
 from offbeat_engine_megatron._layout import MegatronEngineOptions
 from offbeat_engine_megatron._packing import CausalRuns, MtpInputs, PassInputs, attend, causal_runs
 from offbeat_engine_megatron._weights import Slot
-from offbeat_mesh import Group, Mesh
+from offbeat_mesh import Group, MaskedAttention, Mesh
 from offbeat_training import ImageProcessor
 from offbeat_types import Metric, Metrics, ShapeError, TrainSequence
 
@@ -62,9 +62,17 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
         gathered_T: for each packed token its place in the ranks' tokens laid end to end; None for one rank.
         device: where the boundaries lie.
         kernel: of attention, see `attend`; TransformerEngine's needs none of these.
+        masked: the device's own attention, in place of that kernel; its mask travels as the layers' attention mask.
     """
 
-    def __init__(self, lengths: tuple[int, ...], gathered_T: Tensor | None, device: torch.device, kernel: str) -> None:
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        gathered_T: Tensor | None,
+        device: torch.device,
+        kernel: str,
+        masked: MaskedAttention | None = None,
+    ) -> None:
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         super().__init__(
             qkv_format="thd",
@@ -73,14 +81,14 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
-        self.lengths, self.kernel = lengths, kernel
-        self._gathered_T, self._device = gathered_T, device
+        self.lengths, self.kernel, self.masked = lengths, kernel, masked
+        self.gathered_T, self._device = gathered_T, device
         self._runs: CausalRuns | None = None
 
     def runs(self, cp_group: Any) -> CausalRuns:
         """Of this rank of the group; made by the first layer that asks."""
         if self._runs is None:
-            self._runs = causal_runs(self.lengths, self._gathered_T, cp_group.rank(), cp_group.size(), self._device)
+            self._runs = causal_runs(self.lengths, self.gathered_T, cp_group.rank(), cp_group.size(), self._device)
         return self._runs
 
 
@@ -109,6 +117,12 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 f"each sequence of a pack needs a multiple of {2 * cp} tokens, of which this rank holds 1 in {cp}: "
                 f"got lengths {lengths} and {len(query_LHD)} tokens"
             )
+        if packed_seq_params.masked is not None:
+            order_T = packed_seq_params.gathered_T
+            if order_T is not None:
+                key_LKD, value_LKD = (self._gather(each, order_T) for each in (key_LKD, value_LKD))
+            attention: MaskedAttention = packed_seq_params.masked
+            return attention.attend(query_LHD, key_LKD, value_LKD, attention_mask, scale=self.scale).flatten(1)
         runs = packed_seq_params.runs(self.cp_group)
         if runs.key_K is not None:
             key_LKD, value_LKD = (self._gather(each, runs.key_K) for each in (key_LKD, value_LKD))

@@ -38,8 +38,8 @@ class MegatronEngineOptions:
     )
     attention: str = setting(
         "auto",
-        "Kernel: auto, that of layers = te, else varlen, one flash attention call for a pack, where device and format "
-        "have it; or runs, one call for each sequence.",
+        "Kernel: auto, that of layers = te, else the device's own under its masks, else varlen, one flash attention "
+        "call for a pack, where device and format have it; or runs, one call for each sequence.",
         choices=("auto", "runs"),
     )
     layers: str = setting(

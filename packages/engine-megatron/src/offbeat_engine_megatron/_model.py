@@ -136,7 +136,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
-        packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device, self.attention)
+        masked = asked.attention
+        packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device, self.attention, masked)
+        mask = None if masked is None else masked.mask
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
         deeper: Tensor | None = None
         if self.visual is not None and asked.pixels_PC is not None:
@@ -144,13 +146,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             first, deeper = embed_images(self.visual, asked, first, tp=tp, cuts_tokens=cuts_tokens)
         rotary = self._angles(asked)
         hidden: Tensor = self.decoder(
-            hidden_states=first, attention_mask=None, context=deeper, rotary_pos_emb=rotary, packed_seq_params=packed
+            hidden_states=first, attention_mask=mask, context=deeper, rotary_pos_emb=rotary, packed_seq_params=packed
         )
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.mtp_loss is not None and asked.mtp:
-            layer = {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": packed}
+            layer = {"attention_mask": mask, "rotary_pos_emb": rotary, "packed_seq_params": packed}
             hidden = self.mtp_loss.attach(self, hidden, weight, asked.mtp, **layer)
         answer: Tensor = self.output_layer(hidden, weight=weight, asked=asked)
         return answer

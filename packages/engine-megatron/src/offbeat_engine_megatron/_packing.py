@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import offbeat_training as training
 from offbeat_engine_megatron._layout import Parallel
-from offbeat_mesh import Group
+from offbeat_mesh import AttendedTokens, Group, MaskedAttention
 from offbeat_training import ImageInputs, Indices, MicroBatch, Share, VarlenBounds, varlen_attention
 from offbeat_types import TrainSequence
 
@@ -59,6 +59,7 @@ class PassInputs:
         pixels_PC: patches of all images, as the model's image processor cuts them, where the tower takes part.
         grid_I3: patches of each image in time, height and width.
         mtp: of each layer of multi-token prediction, where they train.
+        attention: by the device's own kernel under its mask; None where the engine attends itself.
     """
 
     ids_1L: Tensor
@@ -74,6 +75,7 @@ class PassInputs:
     pixels_PC: Tensor | None = None
     grid_I3: Tensor | None = None
     mtp: tuple[MtpInputs, ...] = ()
+    attention: MaskedAttention | None = None
 
 
 def lay_out_all(
@@ -151,6 +153,33 @@ def _tokens_later(pack: MicroBatch, depth: int) -> tuple[Indices, Indices]:
     return ids_T, np.where(predictor_N >= start_N, predictor_N, -1)
 
 
+def attended_tokens(
+    pack: MicroBatch, rank: int, num_ranks: int, image_ids: frozenset[int] = frozenset()
+) -> AttendedTokens:
+    """Return what a device needs to know of a pack to shape its mask.
+
+    Args:
+        pack: of all ranks.
+        rank: in [0, num_ranks).
+        num_ranks: that share the pack.
+        image_ids: ids that stand for patches of images; empty for a model without vision.
+    """
+    return AttendedTokens(
+        ids_T=torch.as_tensor(pack.ids_T),
+        lengths=pack.lengths,
+        queries=tuple(_held_ranges(length, rank, num_ranks) for length in pack.lengths),
+        image_ids=image_ids,
+    )
+
+
+def _held_ranges(length: int, rank: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return [start, end) of the chunks of a sequence whose queries a rank holds."""
+    if num_ranks == 1:
+        return ((0, length),)
+    chunk = length // (2 * num_ranks)
+    return tuple((number * chunk, (number + 1) * chunk) for number in (rank, 2 * num_ranks - 1 - rank))
+
+
 def zigzag(lengths: Sequence[int], rank: int, num_ranks: int) -> Indices:
     """Packed indices of the tokens that a rank holds, in its order: chunk r and chunk 2n - 1 - r of each sequence."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
@@ -158,9 +187,7 @@ def zigzag(lengths: Sequence[int], rank: int, num_ranks: int) -> Indices:
         return np.arange(sum(lengths), dtype=np.int64)
     parts: list[Indices] = []
     for start, length in zip(starts, lengths, strict=True):
-        chunk = length // (2 * num_ranks)
-        numbers = (rank, 2 * num_ranks - 1 - rank)
-        parts += [np.arange(start + number * chunk, start + (number + 1) * chunk) for number in numbers]
+        parts += [np.arange(start + first, start + last) for first, last in _held_ranges(int(length), rank, num_ranks)]
     return np.concatenate(parts)
 
 

@@ -12,9 +12,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from offbeat_engine_megatron._kernels import MASKED
 from offbeat_engine_megatron._layout import Plan
-from offbeat_engine_megatron._packing import PassInputs, cut, lay_out_all
-from offbeat_mesh import Mesh
+from offbeat_engine_megatron._packing import PassInputs, attended_tokens, cut, lay_out_all
+from offbeat_mesh import MaskedAttention, Mesh
 from offbeat_training import (
     ImageInputs,
     ImageProcessor,
@@ -30,12 +31,29 @@ from offbeat_types import Floats, TrainSequence, check_token_ids
 Found = Callable[[int, Tensor], Tensor]
 """Given a micro-batch's number and its answer [2, N], the loss to differentiate."""
 
+DeviceAttention = Callable[[MicroBatch], MaskedAttention | None]
+"""Attention of a micro-batch by the device's own kernel, with the mask that belongs to its ids."""
+
+
+def device_attention(plan: Plan, mesh: Mesh) -> DeviceAttention | None:
+    """Return what asks the device for its attention of a micro-batch; None where the engine attends itself."""
+    if plan.kernels(mesh.device).attention != MASKED:
+        return None
+    cp, image_ids = mesh.group("cp"), frozenset([plan.hf_config.image_token_id] if plan.shape.tower else [])
+
+    def ask(pack: MicroBatch) -> MaskedAttention | None:
+        return mesh.device.masked_attention(attended_tokens(pack, cp.rank, cp.size, image_ids))
+
+    return ask
+
 
 class Passes:
     """Runs the parts of a model that this rank holds, wrapped or not.
 
-    With `sees_always` the vision tower runs though a pack has no image: it learns, and whatever waits for its gradients
-    or its weights (megatron-core's overlapped reductions and gathers) finds the same on all ranks.
+    With `attention` the device shapes each micro-batch for its own kernel: it is asked on every rank of every stage,
+    since all of them attend. With `sees_always` the vision tower runs though a pack has no image: it learns, and what
+    waits for its gradients or its weights (megatron-core's overlapped reductions and gathers) finds the same on all
+    ranks.
     """
 
     def __init__(
@@ -44,10 +62,12 @@ class Passes:
         mesh: Mesh,
         images: ImageInputs,
         *,
+        attention: DeviceAttention | None = None,
         mtp_layers: int = 0,
         sees_always: bool = False,
     ) -> None:
         self._parts, self._device, self._mtp_layers = list(parts), mesh.device.torch_device, mtp_layers
+        self._attention = attention
         is_first = mesh.coordinates["pp"] == 0  # there the tower is
         self._images = images if isinstance(images, ImageProcessor) and is_first else None
         self._sees_always = sees_always
@@ -84,6 +104,8 @@ class Passes:
 
         def forward(numbered: Any, part: Any) -> tuple[Tensor, Callable[..., Any]]:
             number, this = next(numbered)
+            if self._attention is not None:  # here, so that masks of later micro-batches take no memory yet
+                this = replace(this, attention=self._attention(packs[number]))
             return part(this), partial(_report, found, number)
 
         self._run(

@@ -17,7 +17,7 @@ class Reached(Exception):
     pass
 
 class Device:
-    kind, preference, torch_device = "patched", -1, torch.device("meta")
+    kind, preference, torch_device, shapes_masks = "patched", -1, torch.device("meta"), False
 
     def __init__(self, index):
         pass

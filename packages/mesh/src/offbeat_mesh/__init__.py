@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat_mesh._calls import break_off
     from offbeat_mesh._device import (
+        AttendedTokens,
         Device,
         DeviceMemory,
+        MaskedAttention,
         Profiler,
         StepTracer,
         TraceFiles,
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AXES",
+    "AttendedTokens",
     "Device",
     "DeviceMemory",
     "Group",
     "Guard",
     "Layout",
+    "MaskedAttention",
     "MemoryOffloader",
     "Mesh",
     "Profiler",
@@ -55,7 +59,7 @@ __all__ = [
 
 _NAMES = {
     "_calls": "break_off",
-    "_device": "Device DeviceMemory Profiler StepTracer TraceFiles WorkGraphs"
+    "_device": "AttendedTokens Device DeviceMemory MaskedAttention Profiler StepTracer TraceFiles WorkGraphs"
     " available_devices open_device rank_device",
     "_group": "Group ReduceOp",
     "_guard": "Guard",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh._device import DeviceMemory, profile_threads
+from offbeat_mesh._device import AttendedTokens, DeviceMemory, profile_threads
 
 CLEAR_PEAK = "5"  # proc(5), /proc/pid/clear_refs: reset the peak resident set size
 
@@ -23,6 +23,7 @@ class CpuDevice:
     visible_variable: ClassVar[str] = ""
     collective_backend = "gloo"
     packed_attention = "split"
+    shapes_masks = False
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
     def __init__(self, index: int = 0) -> None:
@@ -77,6 +78,9 @@ class CpuDevice:
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         return ()
+
+    def masked_attention(self, tokens: AttendedTokens) -> None:
+        """Return None: engines lay tokens out for torch's own kernels, which know causal sequences without a mask."""
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Nothing to patch."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from offbeat_mesh._device import DeviceMemory, profile_threads
+from offbeat_mesh._device import AttendedTokens, DeviceMemory, profile_threads
 
 _RECORDING: Final = threading.Lock()
 """torch records one graph of a process at a time."""
@@ -20,6 +20,7 @@ class CudaDevice:
     # Source: Ray 2.60, ray/_private/accelerators/nvidia_gpu.py and amd_gpu.py.
     visible_variable: ClassVar[str] = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     collective_backend = "nccl"
+    shapes_masks = False
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device(self.kind, index)
@@ -75,6 +76,9 @@ class CudaDevice:
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         return ()
+
+    def masked_attention(self, tokens: AttendedTokens) -> None:
+        """Return None: engines lay tokens out for torch's own kernels, which know causal sequences without a mask."""
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Nothing to patch."""

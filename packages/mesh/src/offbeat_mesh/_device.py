@@ -60,6 +60,57 @@ class WorkGraphs(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttendedTokens:
+    """Sequences of a micro-batch, one after the other, and the queries of them that a rank holds.
+
+    Shapes: B sequences, T tokens of all of them.
+
+    Args:
+        ids_T: int64 token ids, in main memory.
+        lengths: of the B sequences, each at least 1; together T.
+        queries: for each sequence the ranges [start, end) of its tokens whose queries this rank holds, in its order.
+        image_ids: ids that stand for patches of images; empty for a model without vision.
+    """
+
+    ids_T: torch.Tensor
+    lengths: tuple[int, ...]
+    queries: tuple[tuple[tuple[int, int], ...], ...]
+    image_ids: frozenset[int] = frozenset()
+
+
+class MaskedAttention(Protocol):
+    """Causal attention within each sequence of a micro-batch, by a kernel of the platform under the mask it takes.
+
+    Attributes:
+        mask: bool, true where a query must not look, in the shape that the kernel takes; on the device.
+    """
+
+    mask: torch.Tensor
+
+    def attend(
+        self,
+        query_QHD: torch.Tensor,
+        key_TGD: torch.Tensor,
+        value_TGD: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return what each query found: [Q, H, D].
+
+        Args:
+            query_QHD: of the rank's ranges, in their order; H heads.
+            key_TGD: of all tokens, in the order of the sequences; G key heads, which H is a multiple of.
+            value_TGD: like the keys.
+            mask: `mask` of this micro-batch, as the layers of the model handed it on.
+            scale: factor on the scores.
+
+        Raises:
+            ShapeError: the mask is missing, or another one.
+        """
+
+
 class Device(Protocol):
     """One device of this process.
 
@@ -73,6 +124,7 @@ class Device(Protocol):
         autocast_dtypes: formats that torch.autocast computes in on it.
         packed_attention: the kernel family that suits packed sequences here: "split" (flash calls joined by their
             log-sum-exps), "varlen" (variable-length flash attention), or "rows" (padded rows with a mask).
+        shapes_masks: whether `masked_attention` answers, so that a plan can tell it before there are tokens.
     """
 
     kind: ClassVar[str]
@@ -82,6 +134,7 @@ class Device(Protocol):
     collective_backend: str
     autocast_dtypes: tuple[torch.dtype, ...]
     packed_attention: str
+    shapes_masks: bool
 
     @classmethod
     def count(cls) -> int:
@@ -120,6 +173,13 @@ class Device(Protocol):
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Put the platform's own kernels in place of layers of a transformers model; what was replaced."""
+
+    def masked_attention(self, tokens: AttendedTokens) -> MaskedAttention | None:
+        """Shape a micro-batch for the platform's own attention kernel; None where `shapes_masks` is false.
+
+        Args:
+            tokens: of the micro-batch, the same on ranks that share it but for the queries.
+        """
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Make a library fit for this kind of device, before it is imported.

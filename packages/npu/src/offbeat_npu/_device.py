@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh import DeviceMemory, Profiler
+from offbeat_mesh import AttendedTokens, DeviceMemory, MaskedAttention, Profiler
+from offbeat_npu._attention import shape_attention
 from offbeat_npu._environment import VISIBLE_DEVICES, examine_environment, needs_of_vllm
 from offbeat_npu._operators import Operators, substitute_operators
 from offbeat_npu._runtime import load_operators, load_runtime, patch_megatron
@@ -27,6 +28,7 @@ class NpuDevice:
 
     collective_backend = "hccl"
     packed_attention = "rows"
+    shapes_masks = True
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
     def __init__(self, index: int = 0) -> None:
@@ -91,6 +93,14 @@ class NpuDevice:
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Put fused operators in place of a transformers model's norms, gates and rotations; their names."""
         return substitute_operators(model, Operators.of(load_operators()))
+
+    def masked_attention(self, tokens: AttendedTokens) -> MaskedAttention:
+        """Return attention by the platform's fused operator, under the mask that it takes: a pack, or rows with images.
+
+        Args:
+            tokens: of the micro-batch.
+        """
+        return shape_attention(tokens, Operators.of(load_operators()), self.torch_device)
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Patch a library for this device; must come before the library is imported.

@@ -9,6 +9,7 @@ Shapes: B sequences, S padded length, T tokens of a pack.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Final
 
@@ -157,8 +158,13 @@ def packed_batch(sequences: Sequence[Sequence[int]], *, pad_id: int, multiple_of
     padding = _round_up(num_tokens, multiple_of) - num_tokens
     ends = accumulate((*lengths, padding) if padding else lengths)
     flat = [*chain.from_iterable(sequences), *[pad_id] * padding]
-    hidden = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
-    return PackedBatch(torch.tensor(flat, dtype=torch.int64), tuple(ends), hidden, len(lengths))
+    return PackedBatch(torch.tensor(flat, dtype=torch.int64), tuple(ends), compressed_mask(), len(lengths))
+
+
+@cache
+def compressed_mask(device: torch.device | None = None) -> Tensor:
+    """Return the mask of every pack: [2048, 2048] bool, true above the diagonal; not to be written to."""
+    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1).to(device)
 
 
 def _lengths(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from offbeat_npu._masks import DENSE, RIGHT_DOWN_CAUSAL
+from offbeat_npu._masks import COMPRESSED, DENSE, RIGHT_DOWN_CAUSAL
 from offbeat_types import ModelError
 
 ROTATION: Final = "apply_rotary_pos_emb"
@@ -160,6 +160,9 @@ def _fusion_attention(
 ) -> tuple[Tensor]:
     """Layouts TND with the compressed causal mask, and BNSD with a mask of its own."""
     if input_layout == "TND" and sparse_mode == RIGHT_DOWN_CAUSAL:
+        if atten_mask is None or atten_mask.shape != (COMPRESSED, COMPRESSED):
+            got = "none" if atten_mask is None else list(atten_mask.shape)
+            raise ModelError(f"sparse_mode {sparse_mode} needs the mask [{COMPRESSED}, {COMPRESSED}], got {got}")
         parts, query_start, key_start = [], 0, 0
         for query_end, key_end in zip(actual_seq_qlen, actual_seq_kvlen, strict=True):
             num_queries, num_keys = query_end - query_start, key_end - key_start

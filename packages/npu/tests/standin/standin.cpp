@@ -400,6 +400,14 @@ struct Collectives final : c10d::Backend {
     const bool is_mean = take_mean(plain.reduceOp);
     return divided(inner_->_reduce_scatter_base(views[0], views[1], plain), {views[0]}, is_mean);
   }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
+                                          const c10d::ReduceScatterOptions& options) override {
+    auto outs = as_cpu(out);
+    auto ins = as_cpu(in);
+    auto plain = options;
+    const bool is_mean = take_mean(plain.reduceOp);
+    return divided(inner_->reduce_scatter_tensor_coalesced(outs, ins, plain), outs, is_mean);
+  }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes,
                         std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& options) override {
     auto views = as_cpu(Tensors{out, in});
