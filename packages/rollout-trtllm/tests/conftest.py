@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the processes of trtllm_pe
 
 from trtllm_peers import EngineProcess
 
-from offbeat_testing import tiny_model
+from offbeat_testing import tiny_model, tiny_vision_model
 
 StartEngine = Callable[..., EngineProcess]
 
@@ -18,6 +18,12 @@ StartEngine = Callable[..., EngineProcess]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("trtllm") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vision-language model."""
+    return tiny_vision_model(tmp_path_factory.mktemp("trtllm") / "qwen3_vl", "qwen3_vl")
 
 
 @pytest.fixture

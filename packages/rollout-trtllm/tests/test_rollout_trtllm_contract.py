@@ -80,6 +80,11 @@ def test_memory_tags_are_the_engine_s():
         ("llmapi/llm.py", "BaseLLM.shutdown", trtllm_standin.AsyncLLM.shutdown),
         ("llmapi/rlhf_utils.py", "WorkerExtension.update_weights", trtllm_standin.WorkerExtension.update_weights),
         ("executor/result.py", "GenerationResult.abort", trtllm_standin.GenerationResult.abort),
+        (
+            "executor/result.py",
+            "GenerationResult.prompt_token_ids",
+            trtllm_standin.GenerationResult.prompt_token_ids.fget,
+        ),
         ("_torch/utils.py", "get_device_uuid", trtllm_standin.get_device_uuid),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -37,6 +37,18 @@ def test_a_replica_whose_leader_alone_was_asked_is_named(start_engine, tmp_path,
 
 
 @pytest.mark.timeout(120)
+def test_replicas_that_serve_images_hang_by_the_same_fault_and_are_named(start_engine, seeing):
+    """The engines of a vision-language model, which a leader may be answered by that it loads in parts."""
+    servers = [start_engine(seeing, 2) for _ in range(2)]
+    environment = (("ENGINES", ",".join(each.address for each in servers)), ("no_proxy", "127.0.0.1"))
+    run = FaultRun(script=SCRIPT, size=4, stall_after_s=STALL_AFTER_S, limit_s=40.0, environment=environment)
+    ((_, seen),) = run_faults([run])
+    assert [each.ask("GET", "/standin/record")["num_questions"] for each in servers] == [1, 1]
+    assert seen.verdict is not None, seen.outputs
+    assert f"{SCRIPT.name}:{line_of('missing')}" in seen.verdict["text"], seen.verdict["text"]
+
+
+@pytest.mark.timeout(120)
 def test_a_killed_leader_is_named_by_its_replica_and_the_others_go_on(start_engine, tmp_path):
     addresses = ",".join(start_engine(tmp_path / "no-model", 2).address for _ in range(2))
     environment = (("ENGINES", addresses), ("HANDLES", str(tmp_path)))

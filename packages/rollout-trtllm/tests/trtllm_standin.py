@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from trtllm_vision_standin import InputProcessor, read_prompt
 
 VERSION = "1.2.1"
 
@@ -154,11 +155,16 @@ class CompletionOutput:
 class GenerationResult:
     """A request. It runs whether or not somebody listens: iterate for its tokens."""
 
-    def __init__(self, llm: "AsyncLLM", prompt_ids: list[int], params: SamplingParams) -> None:
-        self._llm, self._prompt_ids, self._params = llm, prompt_ids, params
+    def __init__(self, llm: "AsyncLLM", inputs: Any, params: SamplingParams) -> None:
+        self._llm, self._params = llm, params
+        self._prompt_ids, self._images = read_prompt(llm, inputs)
         self.outputs = [CompletionOutput(0)]
         self._aborted, self._changed = False, asyncio.Event()
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._prompt_ids
 
     def abort(self) -> None:
         self._aborted = True
@@ -191,7 +197,7 @@ class GenerationResult:
     def _step(self, ids: Any, cache: Any, generator: torch.Generator) -> tuple[Any, Any]:
         output, params = self.outputs[0], self._params
         with torch.no_grad():
-            passed = self._llm.model(ids, past_key_values=cache, use_cache=True)
+            passed = self._pass(ids, cache)
         logprobs = torch.log_softmax(passed.logits[0, -1].float() / (params.temperature or 1.0), -1)
         top = int(logprobs.argmax())
         token = int(torch.multinomial(params.cut(logprobs.exp()), 1, generator=generator))
@@ -201,7 +207,16 @@ class GenerationResult:
             output.finish_reason, output.stop_reason = "stop", token
         elif len(output.token_ids) >= params.max_tokens:
             output.finish_reason = "length"
+        if self._llm.input_processor is not None:
+            return torch.cat([ids, torch.tensor([[token]])], 1), None
         return torch.tensor([[token]]), passed.past_key_values
+
+    def _pass(self, ids: Any, cache: Any) -> Any:
+        """With vision all tokens anew: the model of transformers keeps the places of one request's images alone."""
+        processor = self._llm.input_processor
+        if processor is None:
+            return self._llm.model(ids, past_key_values=cache, use_cache=True)
+        return self._llm.model(**processor.model_inputs(ids, self._images), use_cache=False)
 
 
 class WholeModel:
@@ -290,13 +305,24 @@ class AsyncLLM:
         self.seeds = random.Random(0)
         folder = Path(kwargs["model"])
         self.model: Any = None
+        self.tokenizer: Any = None
+        self.input_processor: InputProcessor | None = None
         if (folder / "config.json").is_file():
-            transformers: Any = import_module("transformers")
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self._load(folder, skip_tokenizer=kwargs["skip_tokenizer_init"])
         module, _, name = kwargs["ray_worker_extension_cls"].rpartition(".")
         extension = getattr(import_module(module), name)
         worker = type("Worker", (StandinWorker, extension), {})
         self.workers = [worker(self, index) for index in range(kwargs["tensor_parallel_size"])]
+
+    def _load(self, folder: Path, *, skip_tokenizer: bool) -> None:
+        transformers: Any = import_module("transformers")
+        if not skip_tokenizer:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        kind = transformers.AutoModelForCausalLM
+        if hasattr(transformers.AutoConfig.from_pretrained(folder), "vision_config"):
+            kind = transformers.AutoModelForImageTextToText
+            self.input_processor = InputProcessor(folder, self.tokenizer)
+        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     def __await__(self) -> Any:
         return self._ready().__await__()

@@ -4,11 +4,12 @@ import asyncio
 import time
 import uuid
 from contextlib import aclosing, suppress
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 import numpy as np
 
 from offbeat_rollout_trtllm._handles import open_cuda_handles
+from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, load_tokenizer
 from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
@@ -18,6 +19,7 @@ from offbeat_rollout_trtllm._weights import OpenHandles, WeightLoader
 from offbeat_types import (
     Completion,
     ConfigError,
+    DataError,
     DeadlineError,
     EngineHealth,
     GenerateRequest,
@@ -48,18 +50,24 @@ class TrtllmRolloutEngine:
         link: the engine.
         release: its version's entry in the table.
         open_handles: how this process names tensors to the engine's workers.
+
+    Attributes:
+        capabilities: what it can do; it takes images where the model does.
     """
 
     cache_budget = staticmethod(cache_budget)
-    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        pause_modes=("abort", "wait"), sleep_levels=(1, 2), shares_prompt_prefix=True
-    )
 
     def __init__(
         self, config: RolloutEngineConfig, link: EngineLink, release: Release, open_handles: OpenHandles
     ) -> None:
         self._config, self._options = config, TrtllmOptions.parse(config.options)
         self._link, self._release, self._folder = link, release, ModelFolder(config.model_path)
+        self.capabilities = RolloutCapabilities(
+            pause_modes=("abort", "wait"),
+            sleep_levels=(1, 2),
+            shares_prompt_prefix=True,
+            multimodal=self._folder.has_vision,
+        )
         self._tokenizer, self._eos_ids = load_tokenizer(self._folder.path), self._folder.eos_ids
         fp8 = self._options.weights == "fp8_blocks"
         if fp8 and self._folder.has_vision:
@@ -119,8 +127,8 @@ class TrtllmRolloutEngine:
         """See `RolloutEngine`. Samples of a group are requests of their own, each with its seed.
 
         Raises:
-            DataError: the prompt is empty, holds unknown ids, or leaves no room.
-            ConfigError: a sampling parameter that cannot be, an image, an adapter.
+            DataError: the prompt is empty, holds unknown ids, leaves no room, or does not fit its images.
+            ConfigError: a sampling parameter that cannot be, an adapter; an image, and the model takes none.
             OffbeatError: a request of this id is in flight.
             WeightSyncError: an update failed half way, and no whole one has come since.
             PeerFailedError: the engine's server died.
@@ -156,9 +164,11 @@ class TrtllmRolloutEngine:
             eos_ids=self._eos_ids,
             max_tokens=min(request.params.max_tokens, room),
         )
+        whose = f"request {request.request_id!r}"
+        images = PromptImages.of(request.images, self._folder, whose) if request.images else None
         ending = asyncio.create_task(self._end_when(aborted, sample_id))
         try:
-            stream = self._link.stream(sample_id, np.asarray(request.prompt_ids).tolist(), params)
+            stream = self._link.stream(sample_id, np.asarray(request.prompt_ids).tolist(), params, images)
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     self._in_flight.num_tokens += sample.add(delta)
@@ -183,6 +193,12 @@ class TrtllmRolloutEngine:
             raise OffbeatError("the engine is closed: make a new one")
         self.capabilities.check(request, "rollout-trtllm")
         request.check(self._folder.vocab_size, self._config.max_model_len)
+        places = np.count_nonzero(np.asarray(request.prompt_ids) == self._folder.image_token_id)
+        if self._folder.has_vision and places and not request.images:
+            raise DataError(
+                f"request {request.request_id!r}: the prompt holds {places} placeholder tokens of images (id "
+                f"{self._folder.image_token_id}) and the request no image; put the images into it, or leave them out"
+            )
         check_cut(request.params, allow_cut=self._options.allow_cut_sampling)
 
     def _check_awake(self) -> None:

@@ -4,9 +4,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
+from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._options import FP8_QUANTIZATION, TrtllmOptions
 from offbeat_rollout_trtllm._versions import Release, find_release, import_engine
-from offbeat_types import BackendError, ConfigError, DeadlineError, RolloutEngineConfig, WeightSyncError
+from offbeat_types import (
+    BackendError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    ModelError,
+    ModelFolder,
+    RolloutEngineConfig,
+    WeightSyncError,
+)
 
 
 class Delta(NamedTuple):
@@ -30,8 +40,10 @@ class Delta(NamedTuple):
 WORKER: Final = "offbeat_rollout_trtllm.worker.WorkerExtension"
 
 
-def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, release: Release) -> dict[str, Any]:
-    """Arguments of AsyncLLM, but the cache's.
+def engine_arguments(
+    config: RolloutEngineConfig, options: TrtllmOptions, release: Release, *, has_vision: bool = False
+) -> dict[str, Any]:
+    """Arguments of AsyncLLM, but the cache's. A model with vision needs the tokenizer: it reads prompts with images.
 
     The sampler is TRTLLMSampler: it honours a request's seed, and its log-probabilities are those at the temperature
     used; those of 1.2's default sampler are at temperature 1.
@@ -42,7 +54,7 @@ def engine_arguments(config: RolloutEngineConfig, options: TrtllmOptions, releas
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
         "trust_remote_code": config.trust_remote_code,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not has_vision,
         "max_batch_size": config.max_running,
         "max_seq_len": config.max_model_len,
         "sampler_type": "TRTLLMSampler",
@@ -64,10 +76,12 @@ class LocalLink:
         llm: AsyncLLM.
         sampling_params: TensorRT-LLM's class SamplingParams.
         version: TensorRT-LLM's version.
+        has_vision: the model takes images.
     """
 
-    def __init__(self, llm: Any, sampling_params: Any, version: str) -> None:
+    def __init__(self, llm: Any, sampling_params: Any, version: str, *, has_vision: bool = False) -> None:
         self.llm, self._sampling_params, self._engine_version = llm, sampling_params, version
+        self._has_vision = has_vision
         self._running: dict[str, Any] = {}
         self.version = 0
         self.loading = False
@@ -88,7 +102,8 @@ class LocalLink:
             "free_gpu_memory_fraction": options.kv_cache_fraction,
             **({"dtype": "fp8"} if options.fp8_kv_cache else {}),
         }
-        arguments = engine_arguments(config, options, release)
+        has_vision = _has_vision(config.model_path)
+        arguments = engine_arguments(config, options, release, has_vision=has_vision)
         llm = package.AsyncLLM(**arguments, kv_cache_config=llmapi.KvCacheConfig(**cache))
         try:
             async with asyncio.timeout(options.start_deadline_s):
@@ -98,7 +113,7 @@ class LocalLink:
             raise DeadlineError(
                 "AsyncLLM", "TensorRT-LLM's workers", options.start_deadline_s, "see Ray's log"
             ) from error
-        link = cls(llm, llmapi.SamplingParams, str(package.__version__))
+        link = cls(llm, llmapi.SamplingParams, str(package.__version__), has_vision=has_vision)
         link.loading = options.weights == "fp8_blocks"
         return link
 
@@ -113,18 +128,19 @@ class LocalLink:
         return [str(each) for each in await self._on_workers("weights_device")]
 
     async def stream(
-        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
+        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any], images: PromptImages | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Generate one sample; closing the stream ends it. `params` are arguments of TensorRT-LLM's SamplingParams.
 
         Raises:
+            DataError: images that the model does not take, or around which the engine reads other tokens.
             WeightSyncError: it holds no whole set of weights.
             BackendError: the engine left out a log-probability.
         """
         if self.loading:
             raise WeightSyncError("the engine holds no whole set of weights: send a whole update")
         version, taken, ended = self.version, 0, ""
-        result = self.llm.generate_async(list(prompt_ids), self._sampling_params(**params), streaming=True)
+        result = self._begin(list(prompt_ids), self._sampling_params(**params), images)
         self._running[sample_id] = result
         try:
             async for step in result:
@@ -139,6 +155,28 @@ class LocalLink:
             self._running.pop(sample_id, None)
             if not ended:  # nobody listens any more, and the engine would go on
                 result.abort()
+
+    def _begin(self, prompt_ids: list[int], params: Any, images: PromptImages | None) -> Any:
+        """Hand a prompt to the engine. With images, what the engine reads is held to the ids before it counts."""
+        if images is None:
+            return self.llm.generate_async(prompt_ids, params, streaming=True)
+        if not self._has_vision:
+            raise DataError(
+                f"the prompt has {len(images.images)} images, and this engine's model takes none (config.json has no "
+                "vision_config): serve a vision-language model, or leave the images out"
+            )
+        prompt = images.engine_prompt(prompt_ids)
+        try:
+            result = self.llm.generate_async(prompt, params, streaming=True)
+        except Exception as error:
+            sizes = ", ".join(f"{image.shape[1]} x {image.shape[0]}" for image in images.images)
+            raise DataError(f"TensorRT-LLM cannot prepare images of {sizes} pixels: {error}") from error
+        try:
+            images.check_read(result.prompt_token_ids, prompt_ids)
+        except DataError:
+            result.abort()
+            raise
+        return result
 
     async def abort(self, sample_id: str) -> None:
         """End a sample now; its stream ends with `cancelled`. Unknown ids are ignored."""
@@ -182,6 +220,14 @@ class LocalLink:
     async def _on_workers(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self.llm.collective_rpc(method, args=args)
         return answers
+
+
+def _has_vision(model_path: str) -> bool:
+    """Return whether a folder's model takes images; false for a name that is no folder here."""
+    try:
+        return ModelFolder(model_path).has_vision
+    except ModelError:
+        return False
 
 
 def _chosen_logprobs(ids: Sequence[int], entries: Sequence[Any], start: int) -> list[float]:

@@ -12,11 +12,15 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 from offbeat_liveness import waiting
+from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._local_link import Delta, LocalLink
-from offbeat_types import ConfigError, DeadlineError, PeerFailedError, WeightSyncError
+from offbeat_types import ConfigError, DataError, DeadlineError, PeerFailedError, WeightSyncError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
 """Environment variable that holds the secret of server and clients; unset where the server listens on loopback."""
+
+DATA_ERROR: Final = DataError.__name__
+"""Kind of an error in the answer: the prompt is wrong, and the engine is well."""
 
 MAX_LINE_BYTES: Final = 1 << 20
 MAX_ERROR_CHARS: Final = 400
@@ -120,13 +124,16 @@ class ServerLink:
         return list((await self._get("/offbeat/devices"))["device_ids"])
 
     async def stream(
-        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any]
+        self, sample_id: str, prompt_ids: Sequence[int], params: Mapping[str, Any], images: PromptImages | None = None
     ) -> AsyncGenerator[Delta, None]:
-        body = {"sample_id": sample_id, "prompt_ids": list(prompt_ids), "params": dict(params)}
+        body: dict[str, Any] = {"sample_id": sample_id, "prompt_ids": list(prompt_ids), "params": dict(params)}
+        if images is not None:
+            body["images"] = images.to_wire()
         async with aclosing(self._engine.lines("/offbeat/generate", body)) as lines:
             async for line in lines:
                 if "error" in line:
-                    raise WeightSyncError(f"{self.label}: {line['error']}")
+                    kind = DataError if line.get("kind") == DATA_ERROR else WeightSyncError
+                    raise kind(f"{self.label}: {line['error']}")
                 delta = Delta(*line["delta"])
                 yield delta
                 if delta.ended:

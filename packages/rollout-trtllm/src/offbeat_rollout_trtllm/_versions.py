@@ -132,6 +132,9 @@ USES: Final = (
     Use(_ASYNC_LLM, "AsyncLLM.resume", ("tags",), "wake"),
     Use(_ASYNC_LLM, "AsyncLLM.collective_rpc", ("method", "args"), "call the worker extension on every rank"),
     Use("tensorrt_llm/llmapi/llm.py", "BaseLLM.generate_async", ("inputs", "sampling_params", "streaming"), "generate"),
+    Use(
+        "tensorrt_llm/inputs/data.py", "TokensPrompt", ("prompt_token_ids", "multi_modal_data"), "a prompt with images"
+    ),
     Use("tensorrt_llm/llmapi/llm.py", "BaseLLM.shutdown", (), "close"),
     Use(
         _ARGS,
@@ -166,6 +169,7 @@ USES: Final = (
     Use(_RESULT, "CompletionOutput", ("token_ids", "logprobs", "finish_reason", "stop_reason"), "what was chosen"),
     Use(_RESULT, "Logprob", ("logprob",), "of the chosen token"),
     Use(_RESULT, "GenerationResult.abort", (), "end a request now"),
+    Use(_RESULT, "GenerationResult.prompt_token_ids", (), "the tokens that a prompt with images was read as"),
     Use(_RESULT, "GenerationResult.__aiter__", (), "tokens as they come"),
     Use("tensorrt_llm/llmapi/rlhf_utils.py", "WorkerExtension.update_weights", ("ipc_handles",), "load a flush"),
     Use("tensorrt_llm/_torch/utils.py", "get_device_uuid", ("device_idx",), "key of a rank's handles"),

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._server_link import TOKEN_VARIABLE
@@ -105,12 +106,13 @@ class RolloutApp:
     async def _generate(self, body: Any) -> AsyncGenerator[Any, None]:
         """A line for each delta, or one that says why there is none."""
         try:
-            stream = self._link.stream(body["sample_id"], body["prompt_ids"], body["params"])
+            images = PromptImages.from_wire(body["images"]) if "images" in body else None
+            stream = self._link.stream(body["sample_id"], body["prompt_ids"], body["params"], images)
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     yield {"delta": list(delta)}
         except OffbeatError as error:
-            yield {"error": str(error)}
+            yield {"error": str(error), "kind": type(error).__name__}
 
 
 async def _named(name: str, value: Awaitable[Any]) -> Any:
