@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import harness, placement, quickstart
+from bench import harness, lags, placement, quickstart
 from bench.liveness_scale import measure
 
+from offbeat_run import MetricsLine
 from offbeat_testing import tiny_model
 
 BENCH = Path(harness.__file__).parent
@@ -169,3 +170,31 @@ def test_a_quickstart_that_is_cut_short_or_fails_is_told():
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 1
     assert "--seed" in done.stderr.split("ended with 2")[1]
+
+
+def test_a_study_of_lags_makes_each_run_once_and_shows_all_seeds(tmp_path):
+    keys = list(lags.missing_runs([], ["addition"], [0, 4], 2))
+    assert keys == [
+        (lesson, lag, correction, seed)
+        for seed in range(2)
+        for lesson, lag, correction in [("addition", 0, "none"), ("addition", 4, "auto"), ("addition", 4, "none")]
+    ]
+    measured = {"before": 0.4, "train/lag_mean": 1.0, "mismatch/kl": 1e-3}
+    rows = [
+        {"lesson": lesson, "lag": lag, "correction": correction, "seed": seed, "after": 0.5 + 0.1 * seed, **measured}
+        for lesson, lag, correction, seed in keys
+    ]
+    assert list(lags.missing_runs(rows, ["addition"], [0, 4], 2)) == []
+    assert "| addition | 4 | default | 0.550 | ± 0.071 | 1.00 | 1.0e-03 | 2 |" in lags.page(rows)
+    assert "| addition | 0 | on policy |" in lags.page(rows)
+    lags.draw(rows, tmp_path / "lags.svg")
+    assert (tmp_path / "lags.svg").read_text().count("legend") == 1
+
+
+def test_a_run_of_the_study_is_measured_by_its_last_validation_and_the_means_of_its_updates():
+    update = {"train/lag_mean": 2.0, "train/lag_max": 3.0, "train/reward": 0.5, "mismatch/kl": 1e-3}
+    update |= {"mismatch/ess_share": 0.9, "perf/update_s": 1.0}
+    values = [{"eval/accuracy": 0.4}, update, update | {"train/lag_mean": 4.0}, {"eval/accuracy": 0.8}]
+    lines = [MetricsLine(step=at, time_s=0.0, values=each) for at, each in enumerate(values)]
+    found = lags.measure(lines)
+    assert (found["before"], found["after"], found["train/lag_mean"], found["lag_max"]) == (0.4, 0.8, 3.0, 3.0)
