@@ -47,13 +47,21 @@ class Adapters:
         limits: of vLLM.
         dtype: number format of the adapters.
         reserve: gives an arena of at least a number of bytes.
+        on_cpu: see `Readback`.
     """
 
     def __init__(
-        self, workers: Workers, folder: ModelFolder, limits: AdapterLimits, dtype: str, reserve: Callable[[int], Arena]
+        self,
+        workers: Workers,
+        folder: ModelFolder,
+        limits: AdapterLimits,
+        dtype: str,
+        reserve: Callable[[int], Arena],
+        *,
+        on_cpu: bool,
     ) -> None:
         self._workers, self._folder, self._limits, self._dtype = workers, folder, limits, dtype
-        self._reserve = reserve
+        self._reserve, self._on_cpu = reserve, on_cpu
         self._numbers: dict[str, int] = {}
         self._broken: dict[str, str] = {}
         self.touched = False
@@ -95,7 +103,7 @@ class Adapters:
         return proof
 
     def _readback(self, number: int) -> Readback:
-        return Readback(self._workers, self._dtype, self._reserve, adapter=number)
+        return Readback(self._workers, self._dtype, self._reserve, on_cpu=self._on_cpu, adapter=number)
 
     def _take(self, stream: WeightStream, source: str) -> "dict[str, Tensor]":
         """Copies of all tensors, checked."""

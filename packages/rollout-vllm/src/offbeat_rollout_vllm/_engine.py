@@ -264,9 +264,10 @@ class VllmRolloutEngine:
                 raise
             raise ConfigError(f"vLLM did not start with these settings: {type(error).__name__}: {error}") from error
         bucket_bytes, about = self._options.bucket_mb * MIB, self.workers[0]
-        self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"])
+        on_cpu = about["device"].split(":")[0] == "cpu"
+        self._loader = WeightLoader(self._workers, self._folder, bucket_bytes, about["dtype"], on_cpu=on_cpu)
         limits, dtype = self._setup.limits, about["adapter_dtype"]
-        self._adapters = Adapters(self._workers, self._folder, limits, dtype, self._loader.reserve)
+        self._adapters = Adapters(self._workers, self._folder, limits, dtype, self._loader.reserve, on_cpu=on_cpu)
         max_model_len = self._config.max_model_len
         self._requests = Requests(self._form, self._workers, self._table, self._adapters, max_model_len)
         self._control = EngineControl(self._form, self._workers, self._requests, self._loader, self._adapters)

@@ -85,11 +85,15 @@ class Readback:
         workers: of the engine.
         dtype: number format of the engine, as torch names it.
         reserve: gives an arena of at least a number of bytes.
+        on_cpu: the workers are CPUs, whose packed products show a negative zero or subnormal number as zero.
         adapter: vLLM's number of the adapter whose tensors they are; 0: the model's own.
     """
 
-    def __init__(self, workers: Workers, dtype: str, reserve: Callable[[int], Arena], adapter: int = 0) -> None:
+    def __init__(
+        self, workers: Workers, dtype: str, reserve: Callable[[int], Arena], *, on_cpu: bool, adapter: int = 0
+    ) -> None:
         self._workers, self._dtype, self._reserve, self._adapter = workers, dtype, reserve, adapter
+        self._on_cpu = on_cpu
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         self._tiny: dict[str, tuple[Tensor, Tensor]] = {}
@@ -97,12 +101,15 @@ class Readback:
         self._fetched: dict[str, Tensor] = {}
 
     def expect(self, name: str, tensor: "Tensor") -> None:
-        """Note that `tensor` was sent, and which of its elements no product shows."""
+        """Note that `tensor` was sent, and on CPUs which of its elements no product shows."""
         self._shapes[name] = tuple(tensor.shape)
         self._dtypes[name] = self._held_dtype(name, tensor)
+        if not self._on_cpu or str(tensor.dtype) != f"torch.{self._dtype}":
+            return
         where = tiny_elements(tensor)
-        if where is not None and str(tensor.dtype) == f"torch.{self._dtype}":
-            self._tiny[name] = where, tensor.flatten()[where].clone()
+        if where is not None:
+            # To the host: a stream's tensors may be on the trainer's device, and what is read back is in the arena.
+            self._tiny[name] = where.cpu(), tensor.flatten()[where].cpu()
 
     def __call__(self, name: str) -> "Tensor":
         """What the engine holds, whole, in the trainer's shape."""
@@ -203,7 +210,7 @@ class Readback:
 
 
 def tiny_elements(tensor: Any) -> "Tensor | None":
-    """Flat indices of elements that are a negative zero or below the smallest normal number; None: there are none."""
+    """Return flat indices of negative zeros and subnormal numbers, on the tensor's device; None: there are none."""
     import torch
 
     exponents = {
@@ -216,7 +223,7 @@ def tiny_elements(tensor: Any) -> "Tensor | None":
     bits_dtype, exponent = exponents[tensor.dtype]
     bits = tensor.contiguous().view(-1).view(bits_dtype)
     where = ((bits & exponent == 0) & (bits != 0)).nonzero().flatten()
-    return where.cpu() if where.numel() else None
+    return where if where.numel() else None
 
 
 class FolderStream:
@@ -251,10 +258,14 @@ class WeightLoader:
         folder: says which tensors an update must bring.
         bucket_bytes: half of the arena, which grows for a tensor that is larger.
         dtype: number format of the engine.
+        on_cpu: see `Readback`.
     """
 
-    def __init__(self, workers: Workers, folder: ModelFolder, bucket_bytes: int, dtype: str) -> None:
+    def __init__(
+        self, workers: Workers, folder: ModelFolder, bucket_bytes: int, dtype: str, *, on_cpu: bool
+    ) -> None:
         self._workers, self._folder, self._bucket_bytes, self._dtype = workers, folder, bucket_bytes, dtype
+        self._on_cpu = on_cpu
         self._arena: Arena | None = None
         self.touched = False
 
@@ -264,7 +275,7 @@ class WeightLoader:
         source = f"weight stream of version {version}"
         stream = UnstackedStream(stream, self._folder)
         try:
-            readback = Readback(self._workers, self._dtype, self.reserve)
+            readback = Readback(self._workers, self._dtype, self.reserve, on_cpu=self._on_cpu)
             self._load(stream, source, readback)
             self._workers.call("check_heads")
             return stream.prove(readback)
