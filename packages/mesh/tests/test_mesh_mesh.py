@@ -1,5 +1,6 @@
 """The mesh, its groups, and what it refuses."""
 
+import inspect
 import time
 from itertools import product
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from offbeat_mesh import AXES, Mesh, join_world, open_device
+from offbeat_mesh import AXES, Mesh, current_world, join_world, open_device
+from offbeat_mesh._calls import make_process_group
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -97,6 +99,54 @@ def test_nobody_has_a_group_before_all_members_have_connected(mesh, monkeypatch)
     group = mesh.group("dp", channel="late")
     has_it_s = time.monotonic()
     assert has_it_s >= max(group.all_gather_data(connected_s[0]))
+
+
+class RecordedNccl(torch.distributed.ProcessGroupGloo):
+    """gloo with the constructor of ProcessGroupNCCL, which keeps its options; with a recorded communicator to split."""
+
+    class Options:
+        split_from = None
+
+    supports_splitting = True
+
+    def __init__(self, store, rank, size, options):
+        super().__init__(store, rank, size, timeout=options._timeout)
+        self.recorded = options
+
+
+@pytest.mark.mesh(dp=2, tp=2)
+@pytest.mark.parametrize("bound", [True, False], ids=["bound to a device", "not bound"])
+def test_a_group_is_not_split_from_the_world(mesh, monkeypatch, bound):
+    """ncclCommSplit needs every rank of the world, and only members make a group: see make_process_group."""
+    made = []
+
+    class Nccl(RecordedNccl):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    default = distributed_c10d._get_default_group()
+    monkeypatch.setattr(distributed_c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(distributed_c10d, "_get_split_source", lambda group: group if group.bound_device_id else None)
+    default.bound_device_id = torch.device("cpu", 0) if bound else None
+    if mesh.coordinates["dp"] == 0:
+        ranks = mesh.group("tp").ranks
+        group = make_process_group(current_world(), "members", ranks, ("tp",), 20.0, backend="cpu:nccl")
+        (nccl,) = made
+        assert nccl.recorded.split_from is None
+        assert group.size() == 2
+        torch.distributed.all_reduce(total := torch.ones(1), group=group)
+        assert total.item() == 2
+    assert default.bound_device_id == (torch.device("cpu", 0) if bound else None)
+    default.bound_device_id = None
+
+
+def test_torch_still_splits_groups_from_a_bound_default_group():
+    """The reason for `_default_group_unbound`; it can go when this fails."""
+    source = inspect.getsource(distributed_c10d._new_process_group_helper)
+    assert "split_from = _get_split_source(_get_default_group())" in source
+    assert "backend_options.split_from = split_from" in source
 
 
 @pytest.mark.mesh(dp=2)

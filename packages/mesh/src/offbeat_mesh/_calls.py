@@ -300,16 +300,17 @@ def make_process_group(
     # different histories wait for each other under different names, for ever. Hence the layer below, with our name.
     # Can go when new_group takes a name.
     store = distributed_c10d._get_default_store()
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(world.rank),
-        list(ranks),
-        dist.Backend(backend or backends(world.device)),
-        store,
-        distributed_c10d.GroupName(name),
-        timeout=timedelta(seconds=deadline_s),
-        group_desc="×".join(axes) or "self",
-    )
+    with _default_group_unbound():
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(world.rank),
+            list(ranks),
+            dist.Backend(backend or backends(world.device)),
+            store,
+            distributed_c10d.GroupName(name),
+            timeout=timedelta(seconds=deadline_s),
+            group_desc="×".join(axes) or "self",
+        )
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     name_for_liveness(group, axes)
     # A member that fails in its first call closes its connections, and gloo takes that for an error of whoever is still
@@ -317,6 +318,27 @@ def make_process_group(
     _wait_for_members(world, f"{name}/made", name, ranks, deadline_s)
     made: dist.ProcessGroup = group
     return made
+
+
+_unbinding: Final = threading.Lock()
+
+
+@contextmanager
+def _default_group_unbound() -> Iterator[None]:
+    """Hide the device that the default group is bound to while a group is made.
+
+    Expected: nccl connects the members of a new group. Happens (torch 2.11 to 2.13, distributed_c10d.py,
+    `_new_process_group_helper`): where the default group is bound to a device, the new one gets the default group as
+    `split_from`, and its first collective calls ncclCommSplit, in which every rank of the world must take part. Ranks
+    outside the group never do, so its members wait for ever. Can go when the helper takes options without split_from.
+    """
+    default: Any = distributed_c10d._get_default_group()
+    with _unbinding:
+        bound, default.bound_device_id = default.bound_device_id, None
+        try:
+            yield
+        finally:
+            default.bound_device_id = bound
 
 
 def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int], deadline_s: float) -> None:
