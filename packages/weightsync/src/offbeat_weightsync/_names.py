@@ -155,7 +155,7 @@ class NameMap:
         target, written = self.target(fused.__getitem__), set[TensorSlice]()
         for name, tensor in tensors:
             view = target(name)
-            source = tensor.detach().to(view.dtype).reshape(view.shape)
+            source = tensor.detach().to(view).reshape(view.shape)  # a trainer's may be on its device
             if self.slices[name] in written and not torch.equal(view, source):
                 raise WeightSyncError(f"{name} is tied to {self.slices[name].name}, but their values differ")
             view.copy_(source)

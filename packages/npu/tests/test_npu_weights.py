@@ -1,4 +1,4 @@
-"""An update of vLLM's workers from tensors on the trainer's device, with numbers that no product shows."""
+"""Weights on the trainer's device on their way into engines: into vLLM's workers, and fused for others."""
 
 import json
 from concurrent.futures import Future
@@ -11,7 +11,7 @@ from offbeat_rollout_vllm._updates import WeightLoader
 from offbeat_rollout_vllm._workers import Arena, Workers
 from offbeat_testing import tiny_model
 from offbeat_types import ModelFolder, WeightSyncError
-from offbeat_weightsync import InProcessStream
+from offbeat_weightsync import InProcessStream, NameMap, describe_tensors
 
 ALONE = pytest.mark.ranks(1, join=False, deadline_s=90)
 
@@ -85,3 +85,15 @@ def test_a_worker_on_a_device_must_hold_subnormal_numbers_as_they_were_sent(stan
     folder = tiny_model(tmp_path / "model", hidden_size=32)
     with pytest.raises(WeightSyncError, match="the engine holds other bytes than were sent"):
         updated(folder, lambda held: held[1:2].fill_(0.0), on_cpu=False)
+
+
+@ALONE
+def test_tied_tensors_on_a_device_are_compared_where_they_are_fused(standin):
+    npu_standin.install(standin)
+    table = torch.arange(12.0).view(4, 3)
+    named = {"model.embed_tokens.weight": table.to("npu"), "lm_head.weight": table.to("npu")}
+    names = NameMap.build(describe_tensors(named.items()), tied={"lm_head.weight": "model.embed_tokens.weight"})
+    (fused,) = names.fuse(named.items()).values()
+    assert torch.equal(fused, table)
+    with pytest.raises(WeightSyncError, match="their values differ"):
+        names.fuse((named | {"lm_head.weight": named["lm_head.weight"] + 1}).items())
