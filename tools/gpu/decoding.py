@@ -83,6 +83,7 @@ def run(place: Place) -> Figures:
             "float32_growing_rows_nats": float(errors_of(folder, requests, growing).max()),
         }
         bfloat16 = float(errors_of(folder, requests, coarse).mean())
+    place.note({**errors, "bfloat16_mean_nats": bfloat16})
     for one, other, another in zip(found, again, unrecorded, strict=True):
         ids = [[completion.ids.tolist() for completion in each] for each in (one, other, another)]
         require(ids[0] == ids[1], "the same seeds gave other samples")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from gpu.piece import Figures, Place, main
-from gpu.trainer_against_cpu import compare, make_sequences, train
+from gpu.trainer_against_cpu import errors_between, make_sequences, require_bounds, train
 
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_torch import TorchTrainEngine
@@ -33,7 +33,9 @@ def run(place: Place) -> Figures:
             folder = tiny_model(Path(temporary) / "model", family, hidden_size=place.pick(64, FAMILIES[family]))
             there = train(TorchTrainEngine, folder, "cpu", sequences)
             here = train(MegatronTrainEngine, folder, place.name, sequences)
-        figures |= {f"{what} {family}": error for what, error in compare(here, there).items()}
+        figures |= {f"{what} {family}": error for what, error in errors_between(here, there).items()}
+        place.note(figures)
+    require_bounds(figures)
     return figures
 
 

@@ -9,6 +9,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, 
 STEP_BOUND = 1e-5
 """Of losses and gradient norms relative to themselves, on an accelerator."""
 LEFT_SHARE = 0.1
-"""Of the memory awake, what a sleeping trainer may hold: indices, workspaces of libraries."""
+"""Of the memory that is to be given back, what may be held asleep: indices, workspaces of libraries."""
+FLOAT32_BYTES = 4
 
 
 def step_after(engine: TorchTrainEngine, num_tokens: int) -> tuple[float, float]:
@@ -61,34 +63,52 @@ def park_trainer(place: Place, folder: Path) -> dict[str, float]:
     same = all(torch.equal(tensor.cpu(), before[name]) for name, tensor in engine.weights())
     found += [step_after(engine, num_tokens) for _ in range(2)]
     engine.close()
-    require(same, "the weights are others after waking")
     error = max(relative(list(one), list(other)) for one, other in zip(found, wanted, strict=True))
-    require_close("steps after waking", error, STEP_BOUND if place.is_accelerator else 0.0)
-    if place.is_accelerator:
-        require(asleep < LEFT_SHARE * awake, f"{asleep} of {awake} bytes are still held asleep")
-    gib = (awake - asleep) / 2**30
-    return {
+    figures = {
         "trainer_step_error": error,
-        "trainer_freed_gib": gib,
+        "trainer_freed_gib": (awake - asleep) / 2**30,
         "trainer_parked_s": parked_s,
         "trainer_woken_s": woken_s,
     }
+    place.note(figures)
+    require(same, "the weights are others after waking")
+    require_close("steps after waking", error, STEP_BOUND if place.is_accelerator else 0.0)
+    if place.is_accelerator:
+        require(asleep < LEFT_SHARE * awake, f"{asleep} of {awake} bytes are still held asleep")
+    return figures
 
 
-async def park_engine(place: Place, folder: Path) -> dict[str, float]:
+def check_freed(weights: int, awake: int, asleep: Sequence[int]) -> None:
+    """Check what an engine holds asleep: at level 1 its weights, at level 2 next to nothing.
+
+    Args:
+        weights: bytes of the model in the engine's format.
+        awake: bytes that the engine holds awake: weights, keys and values, recorded steps.
+        asleep: bytes that it holds asleep at levels 1 and 2.
+    """
+    beside = awake - weights
+    require(beside > 0, f"the engine holds {awake} bytes awake, its weights alone are {weights}")
+    left = asleep[0] - weights
+    require(left <= LEFT_SHARE * beside, f"at level 1 {left} of {beside} bytes are held beside the weights")
+    require(asleep[1] <= LEFT_SHARE * awake, f"at level 2 {asleep[1]} of {awake} bytes are still held")
+
+
+async def park_engine(place: Place, folder: Path) -> None:
     """Sleep at both levels between samples; after level 2 whole new weights come."""
+    before_engine = place.device.memory().allocated_bytes
     engine = await TorchRolloutEngine.create(
         RolloutEngineConfig(model_path=str(folder), device=place.name, max_model_len=256, max_running=32)
     )
     params = SamplingParams(max_tokens=place.pick(6, 64), ignore_eos=True, seed=3)
     request = GenerateRequest(request_id="r", prompt_ids=np.arange(5, 25, dtype=np.int32), num_samples=8, params=params)
     before = await engine.generate(request)
-    freed = []
+    awake, asleep = 0, list[int]()
     for level in (1, 2):
         await engine.pause("wait")
-        awake = place.device.memory().allocated_bytes
+        awake = place.device.memory().allocated_bytes - before_engine
         await engine.sleep(level)
-        freed.append((awake - place.device.memory().allocated_bytes) / 2**30)
+        asleep.append(place.device.memory().allocated_bytes - before_engine)
+        place.note({f"engine_level_{level}_freed_gib": (awake - asleep[-1]) / 2**30})
         await engine.wake()
         if level == 2:
             weights = list(reference_model(folder).named_parameters())
@@ -99,8 +119,8 @@ async def park_engine(place: Place, folder: Path) -> dict[str, float]:
         require(same, f"other samples after level {level}")
     await engine.close()
     if place.is_accelerator:
-        require(freed[1] > freed[0] >= 0, f"freed {freed} GiB at levels 1 and 2")
-    return {"engine_level_1_freed_gib": freed[0], "engine_level_2_freed_gib": freed[1]}
+        num_weights = sum(each.numel() for each in reference_model(folder).parameters())
+        check_freed(FLOAT32_BYTES * num_weights, awake, asleep)
 
 
 def run(place: Place) -> Figures:
@@ -110,7 +130,8 @@ def run(place: Place) -> Figures:
         folder = tiny_model(Path(temporary) / "model", "qwen3", **shape)
         trainer = park_trainer(place, folder)
         place.device.release_unused()
-        return {**trainer, **asyncio.run(park_engine(place, folder))}
+        asyncio.run(park_engine(place, folder))
+        return trainer
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the pieces share: where they run, how long something takes there, and the JSON that they leave.
 
 A piece is a script of this folder with a function `run`, which takes a `Place`, raises where something is wrong, and
-returns figures. `python tools/gpu/PIECE.py --device cuda --out FILE` runs it alone.
+returns figures. What it gives to `Place.note` on the way is in its JSON however it ends, and so is checked after it was
+noted. `python tools/gpu/PIECE.py --device cuda --out FILE` runs it alone.
 """
 
 import argparse
@@ -26,8 +27,16 @@ from offbeat_mesh import Device, open_device
 Figure = float | int | str | bool | None
 Figures = Mapping[str, Figure]
 FOLDER: Final = Path(__file__).parent
+RESULTS: Final = FOLDER / "results"
+"""JSONs of the last runs on accelerators, which docs/gpu.md is written from."""
 PEAKS_FILE: Final = FOLDER / "accelerators.toml"
 FAILED: Final = 1
+SPEED_SHARE: Final = 0.8
+"""Of a recorded speed, what the same device must reach again."""
+SPEEDS: Final = ("tokens_per_s", "mfu")
+"""Names of figures of speed begin so."""
+FOR_COMPARISON: Final = "_by_transformers"
+"""Names of figures that are not of this code end so."""
 
 
 class CheckError(Exception):
@@ -41,10 +50,12 @@ class Place:
     Args:
         device: opened.
         tiny: the sizes are those of a test on a CPU; figures of speed mean nothing then.
+        keep: writes down figures that have come.
     """
 
     device: Device
     tiny: bool
+    keep: Callable[[Figures], None] = lambda _: None
 
     @property
     def name(self) -> str:
@@ -59,6 +70,10 @@ class Place:
     def pick(self, tiny: int, full: int) -> int:
         """A size."""
         return tiny if self.tiny else full
+
+    def note(self, figures: Figures) -> None:
+        """Keep figures, whatever becomes of the piece after them."""
+        self.keep(figures)
 
     def seconds(self, work: Callable[[], Any], repeats: int = 5) -> float:
         """Median over some calls, each until the device is done; one call before them is not counted."""
@@ -121,6 +136,33 @@ def require_close(what: str, error: float, bound: float) -> float:
     return error
 
 
+def require_recorded_speed(piece: str, device: str, figures: Figures, results: Path = RESULTS) -> None:
+    """Compare figures of speed with those of the last run that passed on the same device, where there is one.
+
+    Args:
+        piece: that they are of.
+        device: name of the accelerator.
+        figures: noted already.
+        results: folder of the recorded JSONs.
+
+    Raises:
+        CheckError: one is less than `SPEED_SHARE` of what is recorded, or is not there any more.
+    """
+    path = results / f"{piece}.json"
+    told = json.loads(path.read_text()) if path.exists() else {}
+    if not told or not told["passed"] or told["device"] != device:
+        return
+    for name, recorded in told["figures"].items():
+        if not name.startswith(SPEEDS) or name.endswith(FOR_COMPARISON) or recorded is None:
+            continue
+        found = figures.get(name)
+        reached = isinstance(found, int | float) and found >= SPEED_SHARE * recorded
+        require(
+            reached,
+            f"{name} is {found}, and {recorded:.4g} was recorded on this device: {SPEED_SHARE:g} of it must be reached",
+        )
+
+
 def device_name(device: Device) -> str:
     """Of an accelerator as its driver says it; else the kind."""
     at = device.torch_device
@@ -167,16 +209,28 @@ def main(run: Callable[[Place], Figures]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for the JSON")
     args = parser.parse_args()
     device = open_device(args.device)
-    place = Place(device=device, tiny=device.torch_device.index is None)
     told = record(Path(str(script.__file__)).stem, title_of(script.__doc__), device_name(device))
-    told["tiny"] = place.tiny
     start_s = time.monotonic()
+
+    def keep(figures: Figures) -> None:
+        told["figures"] |= figures
+        told["seconds"] = round(time.monotonic() - start_s, 1)
+        write_json(args.out, told)
+
+    place = Place(device=device, tiny=device.torch_device.index is None, keep=keep)
+    told["tiny"] = place.tiny
     try:
-        told["figures"] = dict(run(place))
+        figures = run(place)
         told["passed"] = True
     except Exception as error:  # noqa: BLE001  the boundary of the piece
         traceback.print_exc()
-        told["error"] = f"{type(error).__name__}: {error}"
-    told["seconds"] = round(time.monotonic() - start_s, 1)
-    args.out.write_text(json.dumps(told, indent=1) + "\n")
+        figures, told["error"] = {}, f"{type(error).__name__}: {error}"
+    keep(figures)
     sys.exit(0 if told["passed"] else FAILED)
+
+
+def write_json(path: Path, told: Mapping[str, Any]) -> None:
+    """Write a piece's JSON whole: its process may be killed at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(told, indent=1) + "\n")
+    partial.replace(path)

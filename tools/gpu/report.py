@@ -15,10 +15,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu.piece import FOLDER
+from gpu.piece import FOLDER, RESULTS
 from gpu.run import PIECES
 
-RESULTS: Final = FOLDER / "results"
 PAGE: Final = FOLDER.parents[1] / "docs" / "gpu.md"
 NOT_RUN: Final = "not run yet"
 HEAD: Final = """# On a GPU

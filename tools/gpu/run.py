@@ -18,7 +18,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu.piece import FOLDER, device_name, record
+from gpu.piece import FOLDER, device_name, record, write_json
 
 from offbeat_mesh import open_device
 from offbeat_types import ConfigError
@@ -43,7 +43,7 @@ TAIL_LINES: Final = 20
 
 
 def run_piece(script: Path, device: str, out: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Run one script, and return what its JSON says; one is written for a script that has left none."""
+    """Run one script, and return what its JSON says; of one that came to no end, the figures so far, and why."""
     out.unlink(missing_ok=True)
     command = [sys.executable, str(script), "--device", device, "--out", str(out)]
     log = out.with_suffix(".log")
@@ -57,10 +57,12 @@ def run_piece(script: Path, device: str, out: Path, limit_s: float = LIMIT_S) ->
             _kill_session(process)
     if not out.exists():
         told = record(script.stem, PIECES.get(script.stem, script.stem), device_name(open_device(device)))
-        tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        told |= {"error": "\n".join([ended, *tail]), "tiny": device == "cpu"}
-        out.write_text(json.dumps(told, indent=1) + "\n")
+        write_json(out, told | {"tiny": device == "cpu"})
     found: dict[str, Any] = json.loads(out.read_text())
+    if not found["passed"] and not found["error"]:  # it came to no end of its own; the figures of before are there
+        tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        found["error"] = "\n".join([ended, *tail])
+        write_json(out, found)
     return found
 
 

@@ -74,20 +74,25 @@ def relative(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(one, other, strict=True))
 
 
-def compare(here: dict[str, Any], there: dict[str, Any]) -> dict[str, float]:
-    """The errors of what `train` returned, each within its bound."""
+def errors_between(here: dict[str, Any], there: dict[str, Any]) -> dict[str, float]:
+    """The errors of what `train` returned."""
     names = there["update"].keys() & here["update"].keys()
     alone = [name for name in there["update"].keys() ^ here["update"].keys() if ".experts." not in name]
     require(not alone, f"weights of one engine alone: {alone}")  # experts are stacked in one, single in the other
     largest = max(float(update.abs().max()) for update in there["update"].values())
     apart = max(float((here["update"][name] - there["update"][name]).abs().max()) for name in names)
-    errors = {
+    return {
         "loss": relative(here["losses"], there["losses"]),
         "gradient_norm": relative(here["norms"], there["norms"]),
         "logprobs_nats": float(np.abs(here["logprobs"] - there["logprobs"]).max()),
         "update": apart / largest,
     }
-    return {what: require_close(what, error, FLOAT32_BOUND) for what, error in errors.items()}
+
+
+def require_bounds(errors: dict[str, float]) -> None:
+    """Raise CheckError where an error of `errors_between` is out of its bound."""
+    for what, error in errors.items():
+        require_close(what, error, FLOAT32_BOUND)
 
 
 def run(place: Place) -> Figures:
@@ -99,8 +104,12 @@ def run(place: Place) -> Figures:
         here, there = (train(TorchTrainEngine, folder, name, sequences) for name in (place.name, "cpu"))
         fine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), device="cpu")).logprobs(sequences)
         coarse_error = float(np.abs(coarse_logprobs(folder, place.name, sequences) - np.concatenate(fine)).mean())
-    errors = compare(here, there)
-    return {**errors, "bfloat16_logprobs_mean_nats": require_close("bfloat16", coarse_error, BFLOAT16_BOUND)}
+    errors = errors_between(here, there)
+    figures = {**errors, "bfloat16_logprobs_mean_nats": coarse_error}
+    place.note(figures)
+    require_bounds(errors)
+    require_close("bfloat16", coarse_error, BFLOAT16_BOUND)
+    return figures
 
 
 if __name__ == "__main__":

@@ -67,6 +67,64 @@ def test_a_piece_that_fails_crashes_or_does_not_end_says_so(tmp_path):
         assert json.loads((tmp_path / f"{name}.json").read_text()) == told
 
 
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("raise ValueError('of this')", "ValueError: of this"),
+        ("__import__('os').abort()", "ended with -6"),
+        ("time.sleep(60)", "did not end within"),
+    ],
+    ids=["raises", "crashes", "hangs"],
+)
+def test_figures_that_came_before_the_end_are_kept_however_it_ends(tmp_path, ending, words):
+    body = f"def run(place):\n    place.note({{'a': 1.5}})\n    place.note({{'b': 2}})\n    {ending}"
+    script, out = write_piece(tmp_path, "piece", body), tmp_path / "piece.json"
+    told = run.run_piece(script, "cpu", out, 20.0)
+    assert told["figures"] == {"a": 1.5, "b": 2}
+    assert not told["passed"]
+    assert words in told["error"]
+    assert json.loads(out.read_text()) == told
+
+
+def test_a_speed_below_what_the_same_device_has_reached_is_an_error(tmp_path):
+    recorded = {"tokens_per_s": 1000.0, "tokens_per_s_by_transformers": 50.0, "mfu": None, "peak_gib": 4.0}
+    told = piece.record("speed", "what", "NVIDIA H200") | {"passed": True, "figures": recorded}
+    (tmp_path / "speed.json").write_text(json.dumps(told))
+    slow = {"tokens_per_s": 799.0}
+    piece.require_recorded_speed("speed", "NVIDIA H200", {"tokens_per_s": 800.0}, tmp_path)
+    piece.require_recorded_speed("speed", "NVIDIA H100", slow, tmp_path)
+    piece.require_recorded_speed("others", "NVIDIA H200", slow, tmp_path)
+    for figures in (slow, {}):
+        with pytest.raises(piece.CheckError, match=r"tokens_per_s is .*, and 1000 was recorded"):
+            piece.require_recorded_speed("speed", "NVIDIA H200", figures, tmp_path)
+    (tmp_path / "speed.json").write_text(json.dumps(told | {"passed": False}))
+    piece.require_recorded_speed("speed", "NVIDIA H200", slow, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["decoding_speed", "training_speed"])
+def test_the_recorded_figures_of_speed_are_a_bound(name):
+    told = report.read_results()[name]
+    halved = {what: figure / 2 for what, figure in told["figures"].items() if figure is not None}
+    piece.require_recorded_speed(name, told["device"], told["figures"])
+    with pytest.raises(piece.CheckError, match="was recorded on this device"):
+        piece.require_recorded_speed(name, told["device"], halved)
+
+
+def test_an_engine_that_keeps_its_cache_asleep_is_noticed():
+    from gpu.parked_memory import check_freed
+
+    check_freed(1000, 1500, [1000, 0])
+    check_freed(1000, 1500, [1050, 150])
+    wrong = {
+        "beside the weights": (1500, [1500, 0]),
+        "still held": (1500, [1000, 1000]),
+        "alone are": (1000, [1000, 0]),
+    }
+    for words, (awake, asleep) in wrong.items():
+        with pytest.raises(piece.CheckError, match=words):
+            check_freed(1000, awake, asleep)
+
+
 def test_one_that_fails_does_not_stop_the_next_one(tmp_path, monkeypatch, capsys):
     ran = []
 
