@@ -17,7 +17,7 @@ from offbeat_rollout_vllm._options import (
     sleep_levels,
 )
 from offbeat_rollout_vllm._setup import installed_engine, is_cpu_build, supported_version
-from offbeat_types import BackendError, ConfigError, RolloutEngineConfig, load_backend
+from offbeat_types import BackendError, CacheNeeds, ConfigError, RolloutEngineConfig, load_backend
 
 README = Path(__file__).parents[1] / "README.md"
 CONFIG = RolloutEngineConfig(model_path="m", tensor_parallel=2, max_running=7, max_model_len=99, dtype="bfloat16")
@@ -99,7 +99,43 @@ def test_the_configuration_reaches_the_engine():
     assert arguments["kv_cache_memory_bytes"] == 1 << 30
     assert arguments["enable_prefix_caching"] is False
     assert "enable_sleep_mode" not in arguments
-    assert engine_arguments(CONFIG, options, is_cpu=False)["enable_sleep_mode"] is True
+
+
+@pytest.mark.parametrize(
+    ("shares", "given", "sleeps", "share"),
+    [
+        (False, {}, None, 0.92),
+        (True, {}, True, 0.85),
+        (True, {"gpu_memory_utilization": 0.5}, True, 0.5),
+        (True, {"enable_sleep_mode": False}, False, 0.85),
+        (False, {"enable_sleep_mode": True}, True, 0.92),
+    ],
+)
+def test_an_engine_on_a_device_sleeps_and_leaves_memory_to_others_where_it_shares_the_device(
+    shares, given, sleeps, share
+):
+    config = replace(CONFIG, device="cuda:0", options=given, shares_device=shares)
+    options, _ = VllmRolloutOptions.parse(given)
+    arguments = engine_arguments(config, options, is_cpu=False)
+    assert arguments.get("enable_sleep_mode") is sleeps
+    assert arguments.get("gpu_memory_utilization", 0.92) == share
+    assert sleep_levels(config, options, is_cpu=False) == ((1, 2) if sleeps else ())
+    needs = CacheNeeds(device_bytes=100_000, weight_bytes=10_000, token_bytes=1.0, shares_device=shares)
+    assert VllmRolloutEngine.cache_budget(config, needs).limit_bytes == pytest.approx(share * 100_000, abs=1)
+    assert "gpu_memory_utilization" not in engine_arguments(config, VllmRolloutOptions.parse({})[0], is_cpu=True), (
+        "a CPU has kv_cache_gb"
+    )
+
+
+def test_pipeline_ranks_are_refused_before_anything_starts():
+    assert VllmRolloutOptions.parse({"pipeline_parallel_size": 1})[0].engine == {"pipeline_parallel_size": 1}
+    refused = (
+        lambda: VllmRolloutOptions.parse({"pipeline_parallel_size": 2}),
+        lambda: VllmRolloutEngine.refuses_adapters(replace(CONFIG, options={"pipeline_parallel_size": 2}), 8),
+    )
+    for ask in refused:
+        with pytest.raises(ConfigError, match=r"pipeline_parallel_size .* must be 1, got 2.*rollout\.tensor_parallel"):
+            ask()
 
 
 def test_on_a_cpu_the_last_slot_for_adapters_stays_empty():
@@ -114,14 +150,13 @@ def test_on_a_cpu_the_last_slot_for_adapters_stays_empty():
 
 def test_memory_is_given_back_where_the_device_and_the_options_do_so(monkeypatch):
     options, _ = VllmRolloutOptions.parse({})
-    assert sleep_levels(options, is_cpu=False) == (1, 2)
     monkeypatch.setattr("sys.platform", "linux")
-    assert sleep_levels(options, is_cpu=True) == (1, 2)
+    assert sleep_levels(CONFIG, options, is_cpu=True) == (1, 2)
     monkeypatch.setattr("sys.platform", "darwin")
-    assert sleep_levels(options, is_cpu=True) == ()
+    assert sleep_levels(CONFIG, options, is_cpu=True) == ()
     for chosen in (False, True):
         options, _ = VllmRolloutOptions.parse({"enable_sleep_mode": chosen})
-        assert sleep_levels(options, is_cpu=False) == ((1, 2) if chosen else ())
+        assert sleep_levels(CONFIG, options, is_cpu=False) == ((1, 2) if chosen else ())
         assert "enable_sleep_mode" not in engine_arguments(CONFIG, options, is_cpu=True), "vLLM would refuse it there"
 
 

@@ -391,7 +391,7 @@ class VllmRolloutEngine:
     async def sleep(self, level: int) -> None:
         """See `RolloutEngine`. After level 2, `wake` needs an `update_weights` before anything is sampled."""
         if level not in self.capabilities.sleep_levels:
-            levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none (see options.enable_sleep_mode)"
+            levels = ", ".join(map(str, self.capabilities.sleep_levels)) or "none: set options.enable_sleep_mode"
             raise ConfigError(f"sleep level must be one of: {levels}; got {level!r}")
         await self._control.run(self._control.sleep, level)
 

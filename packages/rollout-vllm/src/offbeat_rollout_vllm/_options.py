@@ -107,8 +107,22 @@ class VllmRolloutOptions:
         ours = read_options("rollout-vllm", cls, {name: value for name, value in options.items() if name in own})
         for name in options.keys() & GIVEN_BY.keys():
             raise ConfigError(f"option {name} of rollout-vllm cannot be set: it comes from {GIVEN_BY[name]}")
+        _refuse_pipelines(options)
         engine, notices = rename_options({name: value for name, value in options.items() if name not in own})
         return replace(ours, engine=engine), notices
+
+
+PIPELINE_RANKS: Final = "pipeline_parallel_size"
+
+
+def _refuse_pipelines(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for more than one pipeline rank: each has a part of the layers, and all are asked for each."""
+    if options.get(PIPELINE_RANKS, 1) != 1:
+        raise ConfigError(
+            f"option {PIPELINE_RANKS} of rollout-vllm must be 1, got {options[PIPELINE_RANKS]!r}: an update is proved "
+            "by ranks that each hold a part of every layer, and those of a pipeline hold whole layers; split the "
+            "engine by rollout.tensor_parallel instead"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +145,31 @@ class AdapterLimits:
         return cls(num_adapters=num_adapters if enabled else 0, max_rank=int(engine_options.get("max_lora_rank", 16)))
 
 
-def sleep_levels(options: VllmRolloutOptions, *, is_cpu: bool) -> tuple[int, ...]:
-    """Levels that give memory back: none without `enable_sleep_mode`, nor on a CPU under another system than Linux."""
-    is_possible = not is_cpu or sys.platform == "linux"
-    return (1, 2) if is_possible and options.engine.get("enable_sleep_mode", True) else ()
+def sleep_levels(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> tuple[int, ...]:
+    """Return the levels that give memory back.
+
+    A device has them where `enable_sleep_mode` is chosen or its memory is shared, a CPU under Linux unless the option
+    is false.
+    """
+    sleeps = options.engine.get("enable_sleep_mode", is_cpu or config.shares_device)
+    return (1, 2) if sleeps and (not is_cpu or sys.platform == "linux") else ()
+
+
+DEFAULT_SHARE: Final = 0.92
+"""`gpu_memory_utilization` of vllm 0.32.0."""
+SHARED_DEVICE: Final[Mapping[str, Any]] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.85}
+"""Defaults of engine options where others use the device in turn.
+
+vLLM's allocator that can sleep is slower to start and takes no expandable segments, so it is used only there. A trainer
+that sleeps keeps 1 to 2.5 GB (CUDA's context, buffers of NCCL and cuBLAS), and vLLM does not start with less free
+memory than its share.
+"""
+
+
+def memory_share(options: VllmRolloutOptions, *, shares_device: bool) -> float:
+    """Return the share of a device that vLLM takes for weights and cache together."""
+    default = SHARED_DEVICE["gpu_memory_utilization"] if shares_device else DEFAULT_SHARE
+    return float(options.engine.get("gpu_memory_utilization", default))
 
 
 def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions, list[str]]:
@@ -153,7 +188,7 @@ def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions
 
 
 def engine_arguments(config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool) -> dict[str, Any]:
-    by_device: dict[str, Any] = {"enable_sleep_mode": True}
+    by_device: dict[str, Any] = dict(SHARED_DEVICE) if config.shares_device else {}
     if is_cpu:
         # torch.compile costs minutes at the first start, and gains little on a CPU.
         by_device = {"enforce_eager": True, "kv_cache_memory_bytes": options.kv_cache_gb * GIB}

@@ -17,6 +17,7 @@ from offbeat_rollout_vllm._options import (
     VllmRolloutOptions,
     drop_expert_layouts,
     engine_arguments,
+    memory_share,
     sleep_levels,
     start_variables,
 )
@@ -135,17 +136,13 @@ def choose_form(
     is_cpu: bool,
 ) -> tuple[EngineForm, int]:
     arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
-    num_workers = config.tensor_parallel * int(arguments.get("pipeline_parallel_size", 1))
+    num_workers = config.tensor_parallel
     variables = start_variables(config, num_workers, is_cpu=is_cpu) | (
         READABLE_KERNELS if config.weight_format == FP8 else {}
     )
     if options.form == "async" or (options.form == "auto" and not is_cpu):
         return AsyncForm(arguments, variables, required), num_workers
     return InProcessForm(arguments, variables, required, config.num_threads), num_workers
-
-
-_DEFAULT_SHARE: Final = 0.92
-"""`gpu_memory_utilization` of vllm 0.32.0."""
 
 
 class Setup:
@@ -180,7 +177,7 @@ class Setup:
         self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
         self.capabilities = RolloutCapabilities(
             pause_modes=("abort", "wait", "keep"),
-            sleep_levels=sleep_levels(options, is_cpu=is_cpu),
+            sleep_levels=sleep_levels(self.config, options, is_cpu=is_cpu),
             shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
             multimodal=self.folder.has_vision and not options.engine.get("language_model_only", False),
             lora=self.limits.num_adapters > 0,
@@ -201,7 +198,7 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     )
     if settings.device == "cpu":
         return CacheBudget(cache_bytes=options.kv_cache_gb * GIB, advice="a smaller kv_cache_gb in {0}.options")
-    limit = int(float(options.engine.get("gpu_memory_utilization", _DEFAULT_SHARE)) * needs.device_bytes)
+    limit = int(memory_share(options, shares_device=needs.shares_device) * needs.device_bytes)
     fixed = options.engine.get("kv_cache_memory_bytes")
     left = int(fixed) if fixed else max(limit - needs.weight_bytes, 0)
     return CacheBudget(cache_bytes=left, limit_bytes=0 if fixed else limit, advice=advice)

@@ -36,7 +36,7 @@ class TestContract(RolloutConformance):
     deadline_s = DEADLINE_S
 
     async def make_engine(self, config):
-        return await VllmRolloutEngine.create(replace(config, device="auto", options=OPTIONS))
+        return await VllmRolloutEngine.create(replace(config, device="auto", options=OPTIONS, shares_device=True))
 
 
 def free_mib():
@@ -46,7 +46,12 @@ def free_mib():
 def run(folder, check):
     async def bounded():
         config = RolloutEngineConfig(
-            model_path=str(folder), device="cuda:0", max_model_len=512, max_running=8, options=OPTIONS
+            model_path=str(folder),
+            device="cuda:0",
+            max_model_len=512,
+            max_running=8,
+            options=OPTIONS,
+            shares_device=True,
         )
         async with asyncio.timeout(DEADLINE_S):
             engine = await VllmRolloutEngine.create(config)

@@ -244,11 +244,13 @@ class CacheBudget:
     """What an engine takes of one device: paged, so that samples for which there is no room wait.
 
     A backend may have a static `cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget`, which
+        shares_device: see `RolloutEngineConfig.shares_device`.
     a plan asks. Of a backend without it the plan says that all running samples may grow to their longest.
 
     Args:
         cache_bytes: set aside for keys and values; 0 where it depends on a device that nobody knows.
         limit_bytes: for weights and cache together; 0: all of the device.
+    shares_device: bool = False
         advice: what to change where weights and one sample of `max_model_len` do not fit.
     """
 
@@ -265,3 +267,4 @@ class RolloutEngineConfig(RolloutEngineSettings):
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
     trace_folder: str = setting("", "Where an engine that traces itself writes; empty: it will not be asked to.")
+    shares_device: bool = setting(False, "Others use its device in turn with it, while it sleeps.")

@@ -113,7 +113,10 @@ def estimate_memory(
         engines["teacher"] = (config.teacher.backend, teacher, read_shape(config.teacher.path), 0)
     for role, (backend, settings, of, sync_bytes) in engines.items():
         device_bytes = placement.accelerator_bytes(role) if placement else 0
-        roles[role], budget = _estimate_engine(backend, settings, of, sync_bytes, device_bytes)
+        takes_turns = role == "rollout" and config.cluster.colocate
+        roles[role], budget = _estimate_engine(
+            backend, settings, of, sync_bytes, device_bytes, shares_device=takes_turns
+        )
         advice[role] = ((budget and budget.advice) or _CACHE_ADVICE).format(role)
         limits[role] = budget.limit_bytes if budget else 0
     return RunMemory(shape, roles, advice, limits)
@@ -132,7 +135,13 @@ def _with_critic(policy: MemoryEstimate, config: GrpoConfig, *, on_cpu: bool) ->
 
 
 def _estimate_engine(
-    backend: str, settings: RolloutEngineSettings, shape: ModelShape, sync_bytes: int, device_bytes: int
+    backend: str,
+    settings: RolloutEngineSettings,
+    shape: ModelShape,
+    sync_bytes: int,
+    device_bytes: int,
+    *,
+    shares_device: bool,
 ) -> tuple[MemoryEstimate, CacheBudget | None]:
     """Of one rank of an engine, and what its backend says of its cache, where it can be asked."""
     number_bytes = NUMBER_BYTES[settings.dtype]
@@ -153,6 +162,7 @@ def _estimate_engine(
         device_bytes=device_bytes,
         weight_bytes=memory.held_weights(shape) + sync_bytes,
         token_bytes=memory.kv_bytes_per_token(shape),
+        shares_device=shares_device,
     )
     budget: CacheBudget = tell(settings, needs)
     return replace(memory, cache_bytes=budget.cache_bytes).estimate(shape), budget

@@ -366,6 +366,7 @@ class GrpoConfig:
             num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
+            shares_device=self.cluster.colocate,
         )
 
     def teacher_engine(self, num_threads: int) -> RolloutEngineConfig:
