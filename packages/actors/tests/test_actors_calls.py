@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat_actors import ActorHandle
+from offbeat_actors._launcher import drop_settings
 from offbeat_types import (
     Completion,
     EngineHealth,
@@ -224,6 +225,32 @@ def test_num_threads_holds_for_torch(start_role: Any) -> None:
             return await role.call("thread_settings", returns=tuple[str, int])  # type: ignore[no-any-return]
 
     assert asyncio.run(scenario()) == ("1", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("expandable_segments:True,max_split_size_mb:128", "max_split_size_mb:128"),
+        ("roundup_power2_divisions:[256:1,512:2], expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
+        ("expandable_segments:True", ""),
+        ("max_split_size_mb:128", "max_split_size_mb:128"),
+    ],
+)
+def test_settings_that_a_process_refuses_are_left_out_and_no_others(given: str, found: str) -> None:
+    kept = drop_settings({"CONF": given, "OTHER": given}, {"CONF": ["expandable_segments"], "NONE": ["x"]})
+    assert kept == {"OTHER": given} | ({"CONF": found} if found else {})
+
+
+def test_a_role_does_not_inherit_a_setting_that_it_refuses(start_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what a role here inherits
+
+    async def scenario() -> list[str]:
+        given = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
+        refused = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), ("expandable_segments",))
+        async with start_role("Patient", env=given, dropped_settings=refused) as role:
+            return [await role.call("environment", name, returns=str) for name in refused]
+
+    assert asyncio.run(scenario()) == ["max_split_size_mb:128", ""]
 
 
 def test_a_role_knows_its_run_and_inherits_no_files(start_role: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -211,6 +212,29 @@ def own_environment(spec: RoleSpec, run_name: str, driver_address: str) -> Mappi
     monitor = current_monitor()
     invitation = monitor.invite(driver_address, policy=spec.liveness_policy) if monitor else {}
     return {**run, **invitation, **threads, **waits, **spec.env}
+
+
+_BETWEEN_SETTINGS: Final = re.compile(r",(?![^\[]*\])")
+"""A comma outside of brackets, which hold the list of one setting's values."""
+
+
+def drop_settings(env: Mapping[str, str], dropped: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return environment variables without some settings; a variable that has no others is left out.
+
+    Args:
+        env: variables.
+        dropped: see `RoleSpec.dropped_settings`.
+    """
+    kept = dict(env)
+    for variable in dropped.keys() & env.keys():
+        settings = _BETWEEN_SETTINGS.split(env[variable])
+        left = [each for each in settings if each.partition(":")[0].strip() not in dropped[variable]]
+        if left == settings:
+            continue
+        del kept[variable]
+        if any(left):
+            kept[variable] = ",".join(left)
+    return kept
 
 
 def write_start(spec: RoleSpec) -> Bytes:

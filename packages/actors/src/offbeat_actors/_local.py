@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_actors._actor import ActorHandle
-from offbeat_actors._launcher import Launcher, child_command, open_log, own_environment
+from offbeat_actors._launcher import Launcher, child_command, drop_settings, open_log, own_environment
 from offbeat_actors._reaper import ReaperPipe
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel, SocketStream
@@ -170,7 +170,9 @@ class LocalLauncher(Launcher):
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **own_environment(spec, self._run_name, self.address)},
+                    env=drop_settings(
+                        {**os.environ, **own_environment(spec, self._run_name, self.address)}, spec.dropped_settings
+                    ),
                     pass_fds=(theirs.fileno(), reaper.theirs),
                     # A session of its own: Ctrl-C in the terminal reaches the driver only, and one signal to the
                     # group ends whatever processes the role has started.

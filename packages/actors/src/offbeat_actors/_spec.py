@@ -1,6 +1,6 @@
 """What to start, and the section of a configuration that says where."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,8 @@ class RoleSpec:
         target: class of the role, as "package.module:Class".
         kwargs: constructor arguments: plain data, dataclasses and numpy arrays, decoded by its annotations.
         env: environment variables added to those of the driver, or of the node where the role runs.
+        dropped_settings: variable -> names of settings that the role must not inherit in it, where the variable is a
+            list of `name:value` between commas, such as PYTORCH_ALLOC_CONF. Its other settings stay.
         num_threads: CPU threads of numpy, torch and OpenMP in the process; 0 leaves them as they are.
         shares_cpus: others compute on the same CPUs at the same time, so OpenMP's threads sleep where they wait; alone
             they spin, which is faster.
@@ -32,6 +34,7 @@ class RoleSpec:
     target: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    dropped_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     num_threads: int = 0
     shares_cpus: bool = False
     log_path: Path | None = None

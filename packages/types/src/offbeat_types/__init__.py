@@ -62,6 +62,7 @@ from offbeat_types._requests import (
 from offbeat_types._rollout import (
     CacheBudget,
     CacheNeeds,
+    DroppedSettings,
     EngineHealth,
     RolloutEngine,
     RolloutEngineConfig,
@@ -126,6 +127,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DroppedSettings",
     "EngineHealth",
     "EngineNeeds",
     "EngineThread",

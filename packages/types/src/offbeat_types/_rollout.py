@@ -1,6 +1,6 @@
 """The rollout contract: what every engine that samples completions does, and what some do besides."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -139,6 +139,14 @@ class RolloutEngine(Protocol):
 @runtime_checkable
 class ScoringEngine(RolloutEngine, Protocol):
     """A rollout engine that scores, too. Its capabilities declare it (`RolloutCapabilities.scores`)."""
+
+DroppedSettings = Mapping[str, tuple[str, ...]]
+"""Type of `dropped_settings`, which the class of a rollout backend may have.
+
+Settings that its process must not inherit from the user's environment: variable -> names, where the variable is a list
+of `name:value` between commas, such as PYTORCH_ALLOC_CONF.
+"""
+
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """Log-probabilities of the continuations' tokens under the weights that are served.

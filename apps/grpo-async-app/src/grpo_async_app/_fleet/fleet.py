@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,6 +42,7 @@ from offbeat_run import clock_s
 from offbeat_types import (
     ConfigError,
     DeadlineError,
+    DroppedSettings,
     Metric,
     Metrics,
     PeerFailedError,
@@ -350,12 +352,14 @@ class RoleSpecs:
         return self._spec("trainer-0", "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder)
 
     def rollout(self, name: str) -> RoleSpec:
-        return self._spec(name, "RolloutRole", name=name, model_path=self._model_path, trace_folder=self._trace_folder)
+        spec = self._spec(name, "RolloutRole", name=name, model_path=self._model_path, trace_folder=self._trace_folder)
+        return _with_environment_of(self._config.rollout.backend, spec)
 
     def replica(self, name: str) -> RoleSpec:
         """Of a teacher or a reward model."""
         if name.startswith("teacher"):
-            return self._spec(name, "TeacherRole", images=self._has_images)
+            spec = self._spec(name, "TeacherRole", images=self._has_images)
+            return _with_environment_of(self._config.teacher.backend, spec)
         return self._spec(name, "RewardModelRole")
 
     def environment(self, key: str) -> RoleSpec:
@@ -392,6 +396,12 @@ class RoleSpecs:
     @property
     def _trace_folder(self) -> str:
         return str(self._log_folder.with_name("profile"))
+
+
+def _with_environment_of(backend: str, spec: RoleSpec) -> RoleSpec:
+    """The spec of an engine's role, without settings of the environment that its backend refuses."""
+    dropped: DroppedSettings = getattr(load_backend("offbeat.rollout", backend), "dropped_settings", {})
+    return replace(spec, dropped_settings=dropped)
 
 
 def judges_of(config: GrpoConfig) -> dict[str, RewardConfig]:

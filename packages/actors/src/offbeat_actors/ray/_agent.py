@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from offbeat_actors._launcher import child_command, open_log
+from offbeat_actors._launcher import child_command, drop_settings, open_log
 from offbeat_actors._local import describe_process
 from offbeat_actors._reaper import ReaperPipe
 from offbeat_actors.ray._cluster import import_ray
@@ -51,6 +51,7 @@ class Order(msgspec.Struct, frozen=True):
         key: names this process among all that the node agent will ever start.
         role: its name.
         env: variables to add to those of the node.
+        dropped_settings: see `RoleSpec`.
         folder: to run in, where the node has it.
         log: takes its output; None: that of the node agent.
         devices: ordinals among the devices of the node agent's block; None: all of them.
@@ -60,6 +61,7 @@ class Order(msgspec.Struct, frozen=True):
     key: str
     role: str
     env: dict[str, str]
+    dropped_settings: dict[str, list[str]]
     folder: str
     log: LogFile | None
     devices: list[int] | None
@@ -318,7 +320,8 @@ class NodeAgent:
         wanted = decode(order, Order)
         try:
             devices = _visible_devices(_whereabouts(import_ray()).devices, wanted.devices)
-            process = AgentProcess(wanted, {**_own_environment(), **devices, **wanted.env})
+            env = drop_settings({**_own_environment(), **devices, **wanted.env}, wanted.dropped_settings)
+            process = AgentProcess(wanted, env)
         except (OSError, OffbeatError) as error:
             return encode(Started(0, str(error)))
         self._processes[wanted.key] = process

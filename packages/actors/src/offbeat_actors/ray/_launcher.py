@@ -176,6 +176,7 @@ class RayLauncher(Launcher):
             key=f"{spec.name} {secrets.token_hex(4)}",
             role=spec.name,
             env={**carried, **own_environment(spec, self._run_name, self.address)},
+            dropped_settings={variable: list(names) for variable, names in spec.dropped_settings.items()},
             folder=os.getcwd(),
             log=log,
             devices=devices,
