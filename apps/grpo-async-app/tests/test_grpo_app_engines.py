@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.colocation import ColocationSchedule
-from grpo_async_app._fleet.engines import Engine, Engines, EngineSpeeds
+from grpo_async_app._fleet.engines import Engine, Engines
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._fleet.weights import WeightOffer, bring_weights, transfer_weights
 from grpo_async_app._roles import rollout as rollout_role
@@ -500,21 +500,6 @@ def test_restarts_long_ago_are_forgotten_and_each_role_has_its_own() -> None:
         budget.spend("rollout-0", "killed", 149.0)
     budget.spend("rollout-0", "killed", 150.0)
     assert budget.spent == {"rollout-0": 4, "trainer": 1}
-
-
-def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
-    speeds, names = EngineSpeeds(), ["rollout-0", "rollout-1", "rollout-2"]
-    for number in range(4):
-        assert speeds.stragglers(names) == {}, f"after {number} answers"
-        for name, seconds in zip(names, (1.0, 1.1, 10.0), strict=True):
-            speeds.took(name, 100, seconds)
-    assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.55, abs=0.01)}
-    assert speeds.stragglers(["rollout-2"]) == {}  # nobody to compare with
-    for _ in range(12):
-        speeds.took("rollout-2", 100, 1.0)
-    assert speeds.stragglers(names) == {}
-    speeds.forget("rollout-0")
-    assert speeds.stragglers(names) == {}
 
 
 def test_a_note_that_is_left_while_another_is_taken_is_not_lost(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +95,35 @@ def test_an_engine_without_memory_is_started_again(forked_main: Main, config: Pa
         resource.prlimit(starved, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
         process.wait_until(lambda: role_pids(process).get("rollout-1", starved) != starved, "a new engine")
         assert_ends_well(process, run)
+
+
+def test_an_engine_that_answers_and_decodes_nothing_is_replaced(
+    forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose kernel never ends; engines are forks of this process."""
+    run, once, decode, silent_after_s = tmp_path / "run", tmp_path / "once", ModelRunner._decode, 3.0
+
+    def without_end(runner: ModelRunner) -> None:
+        if runner.version >= 2:
+            with contextlib.suppress(FileExistsError):
+                once.touch(exist_ok=False)
+                threading.Event().wait()
+        decode(runner)
+
+    monkeypatch.setattr(ModelRunner, "_decode", without_end)
+    words = (*COMMON, "--rollout.num_engines=2", f"--cluster.silent_after_s={silent_after_s}")
+    with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
+        process.wait_until(once.exists, "an engine that is stuck")
+        stuck_s = time.monotonic()
+        process.wait_until(lambda: "and no token came" in process.output, "that it is found")
+        found_s = time.monotonic() - stuck_s
+        assert_ends_well(process, run)
+        said = " ".join(process.output.split())
+    assert silent_after_s < found_s < 2 * silent_after_s + 5
+    assert said.count("no token came for 3 s (cluster.silent_after_s) and was killed") == 1
+    assert said.count("it is started again") == 1, "the other engine goes on"
+    assert last_value(run, "engines/restarts") == 1.0
+    assert statistics_of(run)["reissued"] >= 1
 
 
 @pytest.mark.nightly

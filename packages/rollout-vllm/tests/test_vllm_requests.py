@@ -146,6 +146,33 @@ def test_counters_follow_samples_and_requests_return_when_all_have_ended():
     assert table.num_tokens == 2
 
 
+def drawn(table, sample_id, **changes):
+    table.push(sample_id, Delta(ids=[7], logprobs=[-1.0], label=0, **changes))
+    return table.num_decoding
+
+
+def test_samples_are_being_decoded_only_while_their_next_token_must_come():
+    table = RequestTable(EOS)
+    table.add(RequestState(request(num_samples=2)))
+    assert table.num_decoding == 0
+    assert drawn(table, "r/0") == 0, "the step for a second token may be compiled"
+    assert drawn(table, "r/0") == 1
+    assert drawn(table, "r/1") == 2
+    table.forget_computed()
+    assert table.num_decoding == 0, "after an update every prompt is computed anew"
+    assert drawn(table, "r/1") == 1
+    assert drawn(table, "r/0", finish_reason="length") == 1
+    assert drawn(table, "r/1", finish_reason="length") == 0
+
+
+def test_without_chunked_prefill_a_prompt_stops_the_others():
+    table = RequestTable(EOS, decodes_beside_prefill=False)
+    table.add(RequestState(request(num_samples=2)))
+    drawn(table, "r/0")
+    assert drawn(table, "r/0") == 0
+    assert drawn(table, "r/1") == 2
+
+
 def test_a_failure_ends_one_request_or_all():
     table = RequestTable(EOS)
     first, second, third = (RequestState(request(name, num_samples=2)) for name in "abc")

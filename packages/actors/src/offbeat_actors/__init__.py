@@ -11,6 +11,7 @@ from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, RoleState
 from offbeat_actors._supervision import (
     RestartBudget,
     RestartedRole,
+    StuckError,
     Supervised,
     Tell,
     call_or_kill,
@@ -31,6 +32,7 @@ __all__ = [
     "RolePlace",
     "RoleSpec",
     "RoleState",
+    "StuckError",
     "Supervised",
     "Tell",
     "available_cpus",

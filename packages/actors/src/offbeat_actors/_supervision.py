@@ -1,8 +1,8 @@
 """Keeps actors alive: asks them whether they are, ends those that are silent, starts those that ended again.
 
 A process that is stopped, or stuck where not even its event loop turns, is as good as dead; but nothing says so. So
-each actor is asked something it can answer at once whatever it computes. One that stays silent, or answers with errors
-alone, is killed: silence turns into death, and death is dealt with in one place.
+each actor is asked something it can answer at once whatever it computes. One that stays silent, answers with errors
+alone, or answers that its work does not advance is killed: all of it becomes a death, which is handled in one place.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._spec import RoleSpec
-from offbeat_types import DeadlineError, PeerFailedError
+from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 S = TypeVar("S", bound="Supervised")
 T = TypeVar("T")
@@ -29,8 +29,12 @@ Tell = Callable[[str], None]
 """Takes one line about what has happened to an actor, for whoever looks at the run."""
 
 
+class StuckError(OffbeatError):
+    """An actor that answers, and whose work has not advanced for too long: only a new process mends that."""
+
+
 class Ask(Protocol):
-    """Asks an actor something, and waits so many seconds for its answer."""
+    """Asks an actor something, and waits so many seconds for its answer; raises StuckError for one to be replaced."""
 
     def __call__(self, *, deadline_s: float) -> Awaitable[object]: ...
 
@@ -41,7 +45,7 @@ async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
     Args:
         actor: started.
         ask: asks it.
-        silent_after_s: one that answers nothing for so long is killed.
+        silent_after_s: one that answers nothing for so long is killed, and one that `ask` finds stuck at once.
     """
     gone = asyncio.ensure_future(actor.wait_dead())
     failing_since_s: float | None = None
@@ -53,6 +57,8 @@ async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
                 failing_since_s = None
             except DeadlineError:
                 cause = "it answered nothing"
+            except StuckError as error:
+                cause = str(error)
             except PeerFailedError as error:  # its end, or it cannot do so much as answer: it may be without memory
                 failing_since_s = failing_since_s or time.monotonic()
                 if time.monotonic() - failing_since_s >= silent_after_s:

@@ -43,6 +43,9 @@ class ModelRunner:
         stop_criteria: of the engine.
         static: decodes where it can, one step ahead of what the samples know; over the scheduler's cache. None: every
             step is read before the next.
+
+    Attributes:
+        num_decoding: samples that the present step draws a token for; 0 in a prefill. Other threads read it.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class ModelRunner:
         self._in_flight: StepInFlight | None = None
         self.adapters = Adapters()
         self.num_tokens, self.num_prefilled, self.busy_s = 0, 0, 0.0
+        self.num_decoding = 0
         self._device = weights.final_norm.device
         self._rotations = rotations(weights.architecture, stop_criteria.max_model_len).to(self._device)
         self._axes = torch.tensor(weights.architecture.axes, dtype=torch.int64, device=self._device)
@@ -74,6 +78,7 @@ class ModelRunner:
         scheduler.admit()
         scheduler.copy_prompts()
         chunks = scheduler.prefill_chunks()
+        self.num_decoding = 0 if chunks else len(scheduler.running)
         is_plain = not any(one.request.adapter or one.request.images is not None for one in scheduler.running)
         if self._static is not None and is_plain and not chunks:
             self._decode_ahead(self._static)

@@ -65,6 +65,7 @@ class Worker:
             num_tokens=runner.num_tokens,
             busy_s=runner.busy_s,
             uptime_s=time.monotonic() - self._started_s,
+            num_decoding=runner.num_decoding,
         )
 
     def _build(self) -> None:
@@ -77,7 +78,10 @@ class Worker:
         return not stopped and bool(self._runner.scheduler.requests)
 
     def _step(self) -> None:
-        self._advance(self._runner.step)
+        try:
+            self._advance(self._runner.step)
+        finally:
+            self._runner.num_decoding = 0
 
     def _settle(self) -> None:
         """Have the samples know all that was drawn; those that have ended by it are finished."""

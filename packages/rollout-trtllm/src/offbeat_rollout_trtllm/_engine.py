@@ -171,12 +171,13 @@ class TrtllmRolloutEngine:
             stream = self._link.stream(sample_id, np.asarray(request.prompt_ids).tolist(), params, images)
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
-                    self._in_flight.num_tokens += sample.add(delta)
+                    self._in_flight.note_tokens(sample_id, sample.add(delta))
                     self._version = max(self._version, delta.version)
                     if sample.ended:
                         break
         finally:
             ending.cancel()
+            self._in_flight.forget_sample(sample_id)
 
     async def _end_when(self, aborted: asyncio.Event, sample_id: str) -> None:
         """Tell the engine, again and again: the sample may not have got there yet."""
@@ -285,6 +286,7 @@ class TrtllmRolloutEngine:
             num_tokens=counts.num_tokens,
             busy_s=counts.busy_s,
             uptime_s=time.monotonic() - counts.started_s,
+            num_decoding=counts.num_decoding,
         )
 
     async def close(self) -> None:

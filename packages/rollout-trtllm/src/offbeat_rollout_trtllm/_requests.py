@@ -128,11 +128,16 @@ class InFlight:
 
     A request waits here while the engine is paused, sleeps or takes weights. `busy_s` counts the time in which at least
     one sample was being decoded.
+
+    A sample is being decoded from its first token on. The first samples of all are from their second token on, as the
+    engine may get its kernels ready for it.
     """
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.num_running = self.num_waiting = self.num_tokens = 0
+        self._decoding: set[str] = set()
+        self._has_decoded = False
         self._shut: set[str] = set()
         self._changed = asyncio.Event()
         self._busy_s, self._busy_since_s = 0.0, 0.0
@@ -141,6 +146,22 @@ class InFlight:
     @property
     def busy_s(self) -> float:
         return self._busy_s + (time.monotonic() - self._busy_since_s if self.num_running else 0.0)
+
+    @property
+    def num_decoding(self) -> int:
+        """Samples that the engine must soon send a token of."""
+        return len(self._decoding) if self._has_decoded else 0
+
+    def note_tokens(self, sample_id: str, count: int) -> None:
+        """Count tokens that have come for a sample."""
+        self.num_tokens += count
+        if count:
+            self._has_decoded = self._has_decoded or sample_id in self._decoding
+            self._decoding.add(sample_id)
+
+    def forget_sample(self, sample_id: str) -> None:
+        """Note that no more tokens of a sample are to come."""
+        self._decoding.discard(sample_id)
 
     @property
     def request_ids(self) -> list[str]:

@@ -182,6 +182,7 @@ class EngineControl:
     def _freeze(self) -> None:
         if not self._frozen:
             self._wait(self._form.freeze(), "freeze")
+            self._owned(self._requests.table.forget_computed)
             self._frozen = True
 
     def _thaw(self) -> None:
@@ -207,8 +208,8 @@ class VllmRolloutEngine:
     notices_of = staticmethod(notices_of)
     refuses_adapters = staticmethod(refuses_adapters)
     cache_budget = staticmethod(cache_budget)
-
     dropped_settings = DROPPED_SETTINGS
+
     def __init__(self, config: RolloutEngineConfig) -> None:
         setup = self._setup = Setup(config)
         self.notices, self.capabilities = setup.notices, setup.capabilities
@@ -216,7 +217,8 @@ class VllmRolloutEngine:
             logger.warning(notice)
         self._config, self._options, self._folder, self._form = setup.config, setup.options, setup.folder, setup.form
         self._workers = Workers(self._form, setup.num_workers, self._options.worker_deadline_s)
-        self._table = RequestTable(self._folder.eos_ids)
+        chunked = bool(self._options.engine.get("enable_chunked_prefill", True))
+        self._table = RequestTable(self._folder.eos_ids, decodes_beside_prefill=chunked)
         self._closed, self._started_s = False, time.monotonic()
 
     @classmethod
@@ -418,6 +420,7 @@ class VllmRolloutEngine:
             num_tokens=table.num_tokens,
             busy_s=table.busy_s,
             uptime_s=time.monotonic() - self._started_s,
+            num_decoding=table.num_decoding,
         )
 
     async def close(self) -> None:

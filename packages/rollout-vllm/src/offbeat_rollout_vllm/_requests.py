@@ -99,12 +99,22 @@ class RequestState:
 class RequestTable:
     """Every request that vLLM has been given and that has not returned.
 
+    A sample is being decoded from its first token on, and after `forget_computed` from the next one on: until then its
+    prompt is computed. The first samples of all are from their second token on, as the step for it may be compiled.
+
+    Args:
+        eos_ids: of the model.
+        decodes_beside_prefill: a step that computes a part of a prompt draws tokens for the other samples too.
+
     Attributes:
         broken: why vLLM has failed as a whole; "" while it has not.
     """
 
-    def __init__(self, eos_ids: frozenset[int]) -> None:
+    def __init__(self, eos_ids: frozenset[int], *, decodes_beside_prefill: bool = True) -> None:
         self.eos_ids, self.broken = eos_ids, ""
+        self._decodes_beside_prefill = decodes_beside_prefill
+        self._decoding: set[str] = set()
+        self._has_decoded = False
         self._requests: dict[str, RequestState] = {}
         self._by_sample: dict[str, tuple[RequestState, Sample]] = {}
         self._when_empty: list[Future[None]] = []
@@ -117,6 +127,17 @@ class RequestTable:
         """Seconds in which something was in flight."""
         since = self._busy_since_s
         return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
+
+    @property
+    def num_decoding(self) -> int:
+        """Samples that the next step must draw a token for."""
+        if self.num_waiting and not self._decodes_beside_prefill:
+            return 0
+        return len(self._decoding) if self._has_decoded else 0
+
+    def forget_computed(self) -> None:
+        """Note that steps have stopped; keys and values of samples in flight may be computed anew when they go on."""
+        self._decoding.clear()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -144,6 +165,9 @@ class RequestTable:
             self.num_waiting -= 1
             self.num_running += 1
         self.num_tokens += len(delta.ids)
+        if delta.ids:
+            self._has_decoded = self._has_decoded or sample_id in self._decoding
+            self._decoding.add(sample_id)
         sample.push(delta, self.eos_ids)
         if sample.stop_reason is not None:
             self._leave(sample)
@@ -171,6 +195,7 @@ class RequestTable:
 
     def _leave(self, sample: Sample) -> None:
         del self._by_sample[sample.sample_id]
+        self._decoding.discard(sample.sample_id)
         if sample.ids:
             self.num_running -= 1
         else:

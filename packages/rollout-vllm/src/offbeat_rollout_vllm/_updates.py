@@ -261,9 +261,7 @@ class WeightLoader:
         on_cpu: see `Readback`.
     """
 
-    def __init__(
-        self, workers: Workers, folder: ModelFolder, bucket_bytes: int, dtype: str, *, on_cpu: bool
-    ) -> None:
+    def __init__(self, workers: Workers, folder: ModelFolder, bucket_bytes: int, dtype: str, *, on_cpu: bool) -> None:
         self._workers, self._folder, self._bucket_bytes, self._dtype = workers, folder, bucket_bytes, dtype
         self._on_cpu = on_cpu
         self._arena: Arena | None = None

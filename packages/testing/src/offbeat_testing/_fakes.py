@@ -188,6 +188,7 @@ class FakeRolloutEngine:
             num_tokens=self._num_tokens,
             busy_s=uptime_s,
             uptime_s=uptime_s,
+            num_decoding=self._num_running if self._may_sample.is_set() else 0,
         )
 
     async def close(self) -> None:

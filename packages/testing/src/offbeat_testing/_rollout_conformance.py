@@ -456,6 +456,21 @@ class RolloutConformance(WeightConformance, ScoreConformance):
         assert 0 < done.busy_s <= done.uptime_s
 
     @on_engine
+    async def test_health_says_whether_tokens_must_come(self, engine: RolloutEngine) -> None:
+        """Samples are being decoded while tokens come, and none are before, while the engine is paused, and after."""
+        assert (await engine.health()).num_decoding == 0
+        task = asyncio.create_task(engine.generate(suite_request(num_samples=2, max_tokens=LONG)))
+        while not (await engine.health()).num_decoding:
+            assert not task.done(), "the samples have ended, and health has never said that they were decoded"
+            await asyncio.sleep(0.001)
+        await engine.pause("keep" if "keep" in engine.capabilities.pause_modes else "abort")
+        assert (await engine.health()).num_decoding == 0
+        await engine.abort("r")
+        await engine.resume()
+        await task
+        assert (await engine.health()).num_decoding == 0
+
+    @on_engine
     async def test_close_aborts_what_is_in_flight(self, engine: RolloutEngine) -> None:
         task = asyncio.create_task(engine.generate(suite_request(max_tokens=LONG)))
         await self.tokens(engine, 3)

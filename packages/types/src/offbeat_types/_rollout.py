@@ -22,6 +22,9 @@ class EngineHealth:
         num_tokens: tokens sampled since start.
         busy_s: seconds since start in which it had something to decode.
         uptime_s: seconds since start.
+        num_decoding: samples whose next token is being computed, so that `num_tokens` must soon be larger; 0 while the
+            engine is paused, sleeps, takes weights, or computes nothing but prompts. An engine that always says 0 is
+            never found to be stuck.
     """
 
     version: int
@@ -30,6 +33,7 @@ class EngineHealth:
     num_tokens: int
     busy_s: float
     uptime_s: float
+    num_decoding: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +140,6 @@ class RolloutEngine(Protocol):
         """Free everything. Requests in flight return as aborted."""
 
 
-@runtime_checkable
-class ScoringEngine(RolloutEngine, Protocol):
-    """A rollout engine that scores, too. Its capabilities declare it (`RolloutCapabilities.scores`)."""
-
 DroppedSettings = Mapping[str, tuple[str, ...]]
 """Type of `dropped_settings`, which the class of a rollout backend may have.
 
@@ -147,6 +147,10 @@ Settings that its process must not inherit from the user's environment: variable
 of `name:value` between commas, such as PYTORCH_ALLOC_CONF.
 """
 
+
+@runtime_checkable
+class ScoringEngine(RolloutEngine, Protocol):
+    """A rollout engine that scores, too. Its capabilities declare it (`RolloutCapabilities.scores`)."""
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """Log-probabilities of the continuations' tokens under the weights that are served.
@@ -240,11 +244,13 @@ class CacheNeeds:
         device_bytes: memory of the device; 0 where nobody knows.
         weight_bytes: of the weights on it.
         token_bytes: keys and values of one token on it.
+        shares_device: see `RolloutEngineConfig.shares_device`.
     """
 
     device_bytes: int
     weight_bytes: int
     token_bytes: float
+    shares_device: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,13 +258,11 @@ class CacheBudget:
     """What an engine takes of one device: paged, so that samples for which there is no room wait.
 
     A backend may have a static `cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget`, which
-        shares_device: see `RolloutEngineConfig.shares_device`.
     a plan asks. Of a backend without it the plan says that all running samples may grow to their longest.
 
     Args:
         cache_bytes: set aside for keys and values; 0 where it depends on a device that nobody knows.
         limit_bytes: for weights and cache together; 0: all of the device.
-    shares_device: bool = False
         advice: what to change where weights and one sample of `max_model_len` do not fit.
     """
 
@@ -274,5 +278,5 @@ class RolloutEngineConfig(RolloutEngineSettings):
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
-    trace_folder: str = setting("", "Where an engine that traces itself writes; empty: it will not be asked to.")
     shares_device: bool = setting(False, "Others use its device in turn with it, while it sleeps.")
+    trace_folder: str = setting("", "Where an engine that traces itself writes; empty: it will not be asked to.")

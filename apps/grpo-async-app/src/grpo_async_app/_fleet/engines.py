@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import dataclass
-from statistics import median
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.colocation import ColocationSchedule
+from grpo_async_app._fleet.engine_watch import EngineSpeeds, TokenWatch
 from grpo_async_app._fleet.weights import WeightOffer, bring_weights
 from offbeat_actors import (
     ActorHandle,
@@ -49,63 +49,11 @@ class Engine(Supervised):
         self.num_tokens = 0
         self.version: int | None = None
 
-    async def ask_health(self, *, deadline_s: float) -> None:
-        """It answers at once whatever it computes."""
+    async def ask_health(self, watch: TokenWatch, *, deadline_s: float) -> None:
+        """Ask its process, which answers at once whatever it computes; raise StuckError where it decodes in vain."""
         health: EngineHealth = await self.actor.call("health", returns=EngineHealth, deadline_s=deadline_s)
         self.num_tokens = health.num_tokens
-
-
-STRAGGLER_FACTOR: Final = 3.0
-"""An engine this many times slower than the median of the others is a straggler."""
-
-ENOUGH_REQUESTS: Final = 4
-"""Answers seen of each engine before it is compared."""
-
-FORGET: Final = 0.8
-"""What was seen before counts so much after each answer: an engine that recovers is soon no straggler any more."""
-
-
-@dataclass
-class _Seen:
-    """What has been seen of one engine, the latest counting most."""
-
-    num_requests: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-
-class EngineSpeeds:
-    """Compares how fast a sample grows on each engine, waiting included, as whoever asked for it sees it."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
-
-    def took(self, name: str, num_tokens: int, seconds: float) -> None:
-        """Take in one answer: tokens of its longest sample, and seconds from question to answer."""
-        seen = self._seen.setdefault(name, _Seen())
-        seen.num_requests += 1
-        seen.tokens = FORGET * seen.tokens + num_tokens
-        seen.seconds = FORGET * seen.seconds + seconds
-
-    def forget(self, name: str) -> None:
-        """Begin anew with an engine: it is another process now."""
-        self._seen.pop(name, None)
-
-    def stragglers(self, among: Collection[str]) -> dict[str, float]:
-        """Engines much slower than the others, and how many times."""
-        known = {
-            name: seen for name in among if (seen := self._seen.get(name)) and seen.num_requests >= ENOUGH_REQUESTS
-        }
-        slow = {}
-        for name, seen in known.items():
-            others = [other.tokens_per_s for its_name, other in known.items() if its_name != name]
-            if others and median(others) > STRAGGLER_FACTOR * seen.tokens_per_s:
-                slow[name] = median(others) / max(seen.tokens_per_s, 1e-9)
-        return slow
+        watch.look(health, clock_s())
 
 
 class Engines:
@@ -342,7 +290,9 @@ class Engines:
     async def _keep_alive(self, engine: Engine) -> None:
         """Start an engine again whenever it ends, until it leaves."""
         while True:
-            cause = await wait_gone(engine.actor, engine.ask_health, self._config.cluster.silent_after_s)
+            silent_after_s = self._config.cluster.silent_after_s
+            ask = partial(engine.ask_health, TokenWatch(silent_after_s))
+            cause = await wait_gone(engine.actor, ask, silent_after_s)
             engine.serves.clear()
             engine.version = None
             self._speeds.forget(engine.name)
