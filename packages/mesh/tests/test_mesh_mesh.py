@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -142,8 +143,24 @@ def test_a_group_is_not_split_from_the_world(mesh, monkeypatch, bound):
     default.bound_device_id = None
 
 
+@pytest.mark.mesh(dp=2)
+def test_two_threads_make_groups_in_other_orders_on_other_ranks(mesh):
+    """What hides the default group's device is no lock that one of them waits for."""
+    default = distributed_c10d._get_default_group()
+    default.bound_device_id = torch.device("cpu", 0)
+    with ThreadPoolExecutor(2) as pool:
+        names = ["a", "b"] if mesh.rank == 0 else ["b", "a"]
+        make = lambda name: make_process_group(current_world(), name, (0, 1), ("dp",), 20.0, backend="gloo")  # noqa: E731
+        first = pool.submit(make, names[0])
+        time.sleep(0.2)
+        second = pool.submit(make, names[1])
+        assert {each.result(20).size() for each in (first, second)} == {2}
+    assert default.bound_device_id == torch.device("cpu", 0)
+    default.bound_device_id = None
+
+
 def test_torch_still_splits_groups_from_a_bound_default_group():
-    """The reason for `_default_group_unbound`; it can go when this fails."""
+    """The reason for `_UnboundDefault`; it can go when this fails."""
     source = inspect.getsource(distributed_c10d._new_process_group_helper)
     assert "split_from = _get_split_source(_get_default_group())" in source
     assert "backend_options.split_from = split_from" in source

@@ -300,7 +300,7 @@ def make_process_group(
     # different histories wait for each other under different names, for ever. Hence the layer below, with our name.
     # Can go when new_group takes a name.
     store = distributed_c10d._get_default_store()
-    with _default_group_unbound():
+    with _default_group.while_making():
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(world.rank),
@@ -320,25 +320,37 @@ def make_process_group(
     return made
 
 
-_unbinding: Final = threading.Lock()
-
-
-@contextmanager
-def _default_group_unbound() -> Iterator[None]:
-    """Hide the device that the default group is bound to while a group is made.
+class _UnboundDefault:
+    """Hides the device that the default group is bound to while groups are made, by any number of threads at once.
 
     Expected: nccl connects the members of a new group. Happens (torch 2.11 to 2.13, distributed_c10d.py,
     `_new_process_group_helper`): where the default group is bound to a device, the new one gets the default group as
     `split_from`, and its first collective calls ncclCommSplit, in which every rank of the world must take part. Ranks
     outside the group never do, so its members wait for ever. Can go when the helper takes options without split_from.
     """
-    default: Any = distributed_c10d._get_default_group()
-    with _unbinding:
-        bound, default.bound_device_id = default.bound_device_id, None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never held while members are waited for: they may make groups in another order
+        self._num_making = 0
+        self._device: torch.device | None = None
+
+    @contextmanager
+    def while_making(self) -> Iterator[None]:
+        default: Any = distributed_c10d._get_default_group()
+        with self._lock:
+            if not self._num_making:
+                self._device, default.bound_device_id = default.bound_device_id, None
+            self._num_making += 1
         try:
             yield
         finally:
-            default.bound_device_id = bound
+            with self._lock:
+                self._num_making -= 1
+                if not self._num_making:
+                    default.bound_device_id = self._device
+
+
+_default_group: Final = _UnboundDefault()
 
 
 def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int], deadline_s: float) -> None:
