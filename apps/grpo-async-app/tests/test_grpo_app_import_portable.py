@@ -14,7 +14,7 @@ from offbeat_run import CommandWords, load_config
 SCRIPT = """
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export VLLM_USE_V1=1
-export HCCL_BUFFSIZE=300
+export NCCL_BUFFSIZE=300
 export DATA_DIR=$HOME/data/geo3k
 HF_MODEL_PATH=${HF_MODEL_PATH:-"${RAY_DATA_HOME}/models/Qwen3-VL-8B-Instruct"}
 NNODES=${NNODES:-2}
@@ -105,7 +105,7 @@ def test_what_the_script_exports_is_said_with_what_to_do(imported: Imported) -> 
     for place in (imported.told, imported.text):
         assert "VLLM_USE_V1 = 1: not needed" in place
         assert "CUDA_DEVICE_MAX_CONNECTIONS = 1: set it yourself before the run" in place
-        assert "HCCL_BUFFSIZE = 300: set it yourself before the run" in place
+        assert "NCCL_BUFFSIZE = 300: set it yourself before the run" in place
         assert "TOKENIZERS_PARALLELISM = true: not needed" in place
     assert "DATA_DIR" not in imported.told, "the script uses it itself"
 

@@ -196,12 +196,13 @@ def test_the_wide_recipes_are_both_parameter_sets_of_the_incident() -> None:
     assert (small.engine.learning_rate, small.data.max_prompt_tokens, small.rollout.max_tokens) == (1e-6, 1024, 2048)
 
 
-def test_one_geometry_recipe_for_npus_needs_no_plugin_and_trains_as_the_other(command: CommandLine) -> None:
+def test_a_geometry_recipe_without_a_plugin_trains_as_the_one_with_it(command: CommandLine) -> None:
     [embedded] = [path for path in GEOMETRY if load_config(path, GrpoConfig).rollout.backend == "torch"]
     [waiting] = [path for path in WIDE if load_config(path, GrpoConfig).async_.staleness_threshold < 1]
     ended = command("plan", embedded, "--cluster", "4x8")
     assert ended.code == 0, ended.err
-    assert "32 of 32 free NPU" in ended.out
+    assert f"32 of 32 free {accelerator(embedded)}" in ended.out
+    assert accelerator(embedded) != "GPU"
     assert "vllm" not in ended.out.lower(), "nothing to wait for"
     held, other = load_config(embedded, GrpoConfig), load_config(waiting, GrpoConfig)
     assert (held.engine, held.algorithm, held.data, held.async_) == (
