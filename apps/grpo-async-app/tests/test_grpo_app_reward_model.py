@@ -118,6 +118,39 @@ def test_control_tokens_that_a_policy_has_written_are_text_to_a_reward_model(
     assert asyncio.run(score()) == pytest.approx(wanted, abs=1e-4)
 
 
+def test_a_reward_model_without_padding_token_scores_each_alone(config: Path, scorer: Path, tmp_path: Path) -> None:
+    """transformers refuses a batch of several texts from such a model, also where all have one length."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path / "unpadded"
+    shutil.copytree(scorer, folder)
+    held = json.loads((folder / "config.json").read_text())
+    held["pad_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(held))
+    settings = with_model(config, folder, "--reward.reward_model.input=text")
+    completions = ["two", "ten", "a longer answer", "six", "one"]
+
+    async def score() -> list[Any]:
+        role = RewardModelRole(config=settings, num_threads=1)
+        await role.start()
+        asks = [RewardModelAsk(messages=[], text="one and one?", completions=part) for part in (completions, ["two"])]
+        answers = await asyncio.gather(*map(role.score, asks))
+        lengths = [len(ids) for ids in role._encode(asks[0])]
+        assert len(set(lengths)) < len(lengths), "texts of one length are what it is about"
+        await role.close()
+        return [each.judged() for part in answers for each in part]
+
+    scores = asyncio.run(score())
+    reference = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    for completion, found in zip([*completions, "two"], scores, strict=True):
+        [ids] = tokenizer.encode(["one and one?" + completion], add_special_tokens=True)
+        with torch.no_grad():
+            alone = float(reference(input_ids=torch.tensor([ids.tolist()])).logits[0, 0])
+        assert found.value == pytest.approx(alone, abs=1e-5)
+
+
 TRL_FILE = """
 def brevity(completions, completion_ids, answer, **columns):
     assert len(answer) == len(completions)

@@ -124,14 +124,13 @@ class RewardModelRole:
                 each.score.set_result(score)
 
     def _take_batch(self) -> list[_Waiting]:
-        """The oldest that waits, with others that are nearest to it in length."""
+        """Return the oldest that waits, with others that are nearest to it in length."""
         if not self._waiting:
             return []
-        length, limit = len(self._waiting[0].ids), self._options.max_batch
-        if self._pad_id is None:  # nothing to fill up with: lengths must be the same
-            chosen = [each for each in self._waiting if len(each.ids) == length][:limit]
-        else:
-            chosen = sorted(self._waiting, key=lambda each: abs(len(each.ids) - length))[:limit]
+        # Classifiers of transformers find a text's last token by the padding token, and without one they read a text
+        # at a time: texts of one length too are refused as a batch.
+        length, limit = len(self._waiting[0].ids), 1 if self._pad_id is None else self._options.max_batch
+        chosen = sorted(self._waiting, key=lambda each: abs(len(each.ids) - length))[:limit]
         taken = set(map(id, chosen))
         self._waiting = [each for each in self._waiting if id(each) not in taken]
         return chosen
