@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_objectives import AlgorithmConfig, ValueLoss, compute_returns
+from offbeat_objectives import AlgorithmConfig, ValueLoss, compute_advantages, compute_returns
 from offbeat_types import LossTokens, ShapeError
 
 
@@ -111,6 +111,57 @@ def test_a_return_is_the_value_and_what_the_rewards_say_of_it(lengths, gamma, la
         expected += returns[::-1]
         start += length
     assert found_N.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    branches=st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=3), min_size=1, max_size=4),
+    gamma=st.sampled_from([1.0, 0.9]),
+    lam=st.sampled_from([0.0, 0.8, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_each_trajectory_of_a_sample_is_scanned_by_itself_and_ends_with_the_reward(branches, gamma, lam, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [length for sample in branches for length in sample]
+    values_N, kl_N, after_N = torch.rand(3, sum(lengths), generator=generator, dtype=torch.float64)
+    rewards_S = torch.rand(len(branches), generator=generator, dtype=torch.float64)
+    config = AlgorithmConfig(
+        advantage="gae", gamma=gamma, gae_lambda=lam, kl_coefficient=0.5, kl_in="reward", options={"normalise": False}
+    )
+    numbers = 10 * torch.arange(len(lengths))  # any numbers in order will do
+    named = {
+        "kl_N": kl_N,
+        "bootstrap_N": after_N,
+        "trajectory_N": torch.repeat_interleave(numbers, torch.tensor(lengths, dtype=torch.long)),
+    }
+    lengths_S = torch.tensor([sum(sample) for sample in branches])
+    prompts_S = torch.zeros(len(branches), dtype=torch.long)
+    advantages_N, _ = compute_advantages(config, rewards_S, prompts_S, lengths_S, values_N=values_N, **named)
+    returns_N = compute_returns(config, rewards_S, lengths_S, values_N, lam=lam, **named)
+    expected, start = [], 0
+    for reward, sample in zip(rewards_S.tolist(), branches, strict=True):
+        for length in sample:
+            found, running = [], 0.0
+            for t in reversed(range(start, start + length)):
+                is_last = t == start + length - 1
+                after = after_N[t].item() if is_last else values_N[t + 1].item()
+                delta = (reward if is_last else 0.0) - 0.5 * kl_N[t].item() + gamma * after - values_N[t].item()
+                running = delta + gamma * lam * running
+                found.append(running)
+            expected += found[::-1]
+            start += length
+    assert advantages_N.tolist() == pytest.approx(expected, abs=1e-5)
+    wanted = [advantage + value for advantage, value in zip(expected, values_N.tolist(), strict=True)]
+    assert returns_N.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_trajectory_within_two_samples_is_refused():
+    rewards_S, lengths_S = torch.tensor([1.0, 0.0]), torch.tensor([2, 1])
+    for wrong in ([0, 0, 0], [1, 0, 2]):
+        with pytest.raises(ShapeError, match="each trajectory within one sample"):
+            compute_advantages(
+                AlgorithmConfig(), rewards_S, torch.zeros(2).long(), lengths_S, trajectory_N=torch.tensor(wrong)
+            )
 
 
 def test_a_penalty_in_the_reward_is_part_of_the_returns():

@@ -34,6 +34,8 @@ def compute_advantages(
     weights: Mapping[str, float] | None = None,
     kl_N: Tensor | None = None,
     values_N: Tensor | None = None,
+    bootstrap_N: Tensor | None = None,
+    trajectory_N: Tensor | None = None,
     greedy_rewards_S: Tensor | None = None,
     group: "dist.ProcessGroup | None" = None,
 ) -> tuple[Tensor, Metrics]:
@@ -48,6 +50,8 @@ def compute_advantages(
         weights: of each part; needed by gdpo.
         kl_N: [N] nats, the penalty of each token before its coefficient; needed where `kl_in` is "reward".
         values_N: [N], the critic's value at each token; needed by gae.
+        bootstrap_N: [N], its value after each trajectory that was cut off, at the last token; 0 elsewhere. None: 0.
+        trajectory_N: [N] int64, sorted: the trajectory of each token, where samples have several; None: one each.
         greedy_rewards_S: [S], reward of the prompt's greedy completion; needed by remax.
         group: ranks over which reinforce_plus_plus and gdpo normalise; all must call. None: this process holds the
             batch.
@@ -65,7 +69,8 @@ def compute_advantages(
     parts_S = {name: values_S.double() for name, values_S in (parts_S or {}).items()}
     of_samples = {"prompts_S": prompts_S, "lengths_S": lengths_S, "greedy_rewards_S": greedy_rewards_S, **parts_S}
     _check_inputs(rewards_S, of_samples)
-    _check_inputs(sequence_N, {"kl_N": kl_N, "values_N": values_N})
+    trajectory_N = trajectories(sequence_N, trajectory_N)
+    _check_inputs(sequence_N, {"kl_N": kl_N, "values_N": values_N, "bootstrap_N": bootstrap_N})
     penalty_N = kl_penalty(config, kl_N, sequence_N)
     if not config.needs_reward:
         return torch.zeros(len(sequence_N), device=sequence_N.device), {}
@@ -78,8 +83,10 @@ def compute_advantages(
         num_prompts=len(prompts),
         lengths_S=lengths_S,
         sequence_N=sequence_N,
-        token_rewards_N=token_rewards(rewards_S, lengths_S, penalty_N),
+        token_rewards_N=token_rewards(rewards_S, sequence_N, trajectory_N, penalty_N),
+        trajectory_N=trajectory_N,
         values_N=None if values_N is None else values_N.double(),
+        bootstrap_N=None if bootstrap_N is None else bootstrap_N.double(),
         greedy_rewards_S=None if greedy_rewards_S is None else greedy_rewards_S.double(),
         ranks=group,
     )
@@ -95,13 +102,22 @@ def find_advantage(config: AlgorithmConfig) -> AdvantageFunction:
     return find_function("algorithm.advantage", name) if config.has_own_advantage else ADVANTAGE_FUNCTIONS[name]
 
 
-def token_rewards(rewards_S: Tensor, lengths_S: Tensor, penalty_N: Tensor) -> Tensor:
-    """[N]: minus the penalty at every token, plus the sample's reward at its last."""
-    token_rewards_N = -penalty_N
-    last_S = lengths_S.cumsum(0) - 1
-    has_tokens_S = lengths_S > 0
-    token_rewards_N[last_S[has_tokens_S]] += rewards_S[has_tokens_S]
-    return token_rewards_N
+def token_rewards(rewards_S: Tensor, sequence_N: Tensor, trajectory_N: Tensor, penalty_N: Tensor) -> Tensor:
+    """[N]: minus the penalty at every token, plus the sample's reward at the last of each of its trajectories."""
+    is_last_N = torch.ones_like(trajectory_N, dtype=torch.bool)
+    is_last_N[:-1] = trajectory_N[1:] != trajectory_N[:-1]
+    return torch.where(is_last_N, rewards_S[sequence_N], 0.0) - penalty_N
+
+
+def trajectories(sequence_N: Tensor, trajectory_N: Tensor | None) -> Tensor:
+    """[N]: the trajectory of each token, numbered from 0; one for each sample where none are given."""
+    if trajectory_N is None:
+        return sequence_N
+    _check_inputs(sequence_N, {"trajectory_N": trajectory_N})
+    begins_N = trajectory_N[1:] != trajectory_N[:-1]
+    if bool((trajectory_N[1:] < trajectory_N[:-1]).any() | (~begins_N & (sequence_N[1:] != sequence_N[:-1])).any()):
+        raise ShapeError("compute_advantages needs trajectory_N in ascending order, each trajectory within one sample")
+    return torch.cat([begins_N.new_zeros(min(len(trajectory_N), 1)), begins_N]).cumsum(0)
 
 
 def kl_penalty(config: AlgorithmConfig, kl_N: Tensor | None, sequence_N: Tensor) -> Tensor:

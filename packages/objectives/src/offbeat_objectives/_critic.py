@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_objectives._advantages import kl_penalty, token_rewards
+from offbeat_objectives._advantages import kl_penalty, token_rewards, trajectories
 from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._estimators import gae_advantages
+from offbeat_objectives._estimators import count_of, gae_advantages
 from offbeat_objectives._packing import Measure, read_metrics, require_tokens, sequence_of_tokens
 from offbeat_types import LossTokens, Metrics, ShapeError
 
@@ -28,6 +28,8 @@ def compute_returns(
     *,
     lam: float,
     kl_N: Tensor | None = None,
+    bootstrap_N: Tensor | None = None,
+    trajectory_N: Tensor | None = None,
 ) -> Tensor:
     """What a critic's value of every token should become: its advantage under `lam`, and the value itself.
 
@@ -38,6 +40,8 @@ def compute_returns(
         values_N: [N], the critic's value before each token.
         lam: λ of the critic, in [0, 1]; with 1 and gamma 1 the sum of the rewards still to come.
         kl_N: [N] nats, as for `compute_advantages`.
+        bootstrap_N: [N], the value after each trajectory that was cut off, as there.
+        trajectory_N: [N] int64, the trajectory of each token, as there.
 
     Returns:
         [N] float32.
@@ -46,8 +50,11 @@ def compute_returns(
     """
     lengths_S = lengths_S.long()
     sequence_N = sequence_of_tokens(lengths_S)
-    rewards_N = token_rewards(rewards_S.double(), lengths_S, kl_penalty(config, kl_N, sequence_N))
-    advantages_N = gae_advantages(rewards_N, values_N, sequence_N, len(lengths_S), config.gamma, lam)
+    trajectory_N = trajectories(sequence_N, trajectory_N)
+    rewards_N = token_rewards(rewards_S.double(), sequence_N, trajectory_N, kl_penalty(config, kl_N, sequence_N))
+    advantages_N = gae_advantages(
+        rewards_N, values_N, trajectory_N, count_of(trajectory_N), config.gamma, lam, bootstrap_N=bootstrap_N
+    )
     return (advantages_N + values_N.double()).float()
 
 

@@ -33,8 +33,11 @@ class RewardedSamples:
         num_prompts: G.
         lengths_S: [S] int64: loss tokens of each sample.
         sequence_N: [N] int64 in [0, S), sorted: the sample of each token.
-        token_rewards_N: [N] float64: the KL penalty of each token, negative, and at a sample's last its reward.
+        token_rewards_N: [N] float64: the KL penalty of each token, negative, and at a trajectory's last its reward.
+        trajectory_N: [N] int64, sorted: the trajectory of each token; None where each sample has one. A sample has
+            several where an agent has branched: each is a conversation of its own, and ends with the sample's reward.
         values_N: [N] float64, what a critic expects at each token; None without one.
+        bootstrap_N: [N] float64, what it expects after a trajectory that was cut off, at its last token; 0 elsewhere.
         greedy_rewards_S: [S] float64, reward of the prompt's greedy completion; None unless `advantage = "remax"`.
         ranks: over which a batch is shared out; None where this process holds all of it.
     """
@@ -47,7 +50,9 @@ class RewardedSamples:
     token_rewards_N: Tensor
     parts_S: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
+    trajectory_N: Tensor | None = None
     values_N: Tensor | None = None
+    bootstrap_N: Tensor | None = None
     greedy_rewards_S: Tensor | None = None
     ranks: "dist.ProcessGroup | None" = None
 
@@ -199,11 +204,12 @@ def _best_of(rewards_n: Tensor, k: int) -> Tensor:
 
 
 def reinforce_plus_plus(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
-    """The discounted return of each token, normalised over the tokens of the batch.
+    """Return the discounted return of each token in its trajectory, normalised over the tokens of the batch.
 
     Source: REINFORCE++, 2501.03262, section 3 (global advantage normalisation).
     """
-    returns_N = reverse_scan(samples.token_rewards_N, config.gamma, samples.sequence_N, len(samples.rewards_S))
+    scanned_N = _trajectories_of(samples)
+    returns_N = reverse_scan(samples.token_rewards_N, config.gamma, scanned_N, count_of(scanned_N))
     return Advantages(advantages_N=_normalise(returns_N, samples.ranks))
 
 
@@ -229,17 +235,31 @@ def gae(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
 
     Source: GAE, 1506.02438, equation 16; normalised as by OpenAI's baselines, verl and TRL.
     """
-    values_N = required(samples.values_N, "gae", "values_N")
-    num_samples, lam = len(samples.rewards_S), config.resolved_gae_lambda
-    advantages_N = gae_advantages(samples.token_rewards_N, values_N, samples.sequence_N, num_samples, config.gamma, lam)
+    values_N, scanned_N = required(samples.values_N, "gae", "values_N"), _trajectories_of(samples)
+    advantages_N = gae_advantages(
+        samples.token_rewards_N,
+        values_N,
+        scanned_N,
+        count_of(scanned_N),
+        config.gamma,
+        config.resolved_gae_lambda,
+        bootstrap_N=samples.bootstrap_N,
+    )
     normalises = config.read_options(GaeOptions).normalise
     return Advantages(advantages_N=_normalise(advantages_N, samples.ranks) if normalises else advantages_N)
 
 
 def gae_advantages(
-    rewards_N: Tensor, values_N: Tensor, sequence_N: Tensor, num_sequences: int, gamma: float, lam: float
+    rewards_N: Tensor,
+    values_N: Tensor,
+    sequence_N: Tensor,
+    num_sequences: int,
+    gamma: float,
+    lam: float,
+    *,
+    bootstrap_N: Tensor | None = None,
 ) -> Tensor:
-    """A_t = δ_t + γλ A_{t+1} with δ_t = reward_t + γ V_{t+1} - V_t; V and A are 0 after a sequence's last token.
+    """A_t = δ_t + γλ A_{t+1} with δ_t = reward_t + γ V_{t+1} - V_t; A is 0 after a sequence's last token, and so is V.
 
     Args:
         rewards_N: [N], reward for each token.
@@ -248,16 +268,28 @@ def gae_advantages(
         num_sequences: S.
         gamma: discount per token, in [0, 1].
         lam: λ, in [0, 1].
+        bootstrap_N: [N], read at each sequence's last token: V after it, where the sequence was cut off and has not
+            ended; None: 0 everywhere.
 
     Returns:
         [N] float64, not normalised.
 
-    Source: GAE, 1506.02438, equation 16.
+    Source: GAE, 1506.02438, equation 16; V after a time limit: 1712.00378, section 3.2.
     """
     values_N = values_N.double()
-    next_N = torch.zeros_like(values_N)
-    next_N[:-1] = torch.where(sequence_N[1:] == sequence_N[:-1], values_N[1:], 0.0)
+    next_N = torch.zeros_like(values_N) if bootstrap_N is None else bootstrap_N.to(values_N.dtype).clone()
+    next_N[:-1] = torch.where(sequence_N[1:] == sequence_N[:-1], values_N[1:], next_N[:-1])
     return reverse_scan(rewards_N.double() + gamma * next_N - values_N, gamma * lam, sequence_N, num_sequences)
+
+
+def _trajectories_of(samples: RewardedSamples) -> Tensor:
+    """[N] int64, sorted: tokens of one number follow each other in time."""
+    return samples.sequence_N if samples.trajectory_N is None else samples.trajectory_N
+
+
+def count_of(sequence_N: Tensor) -> int:
+    """Return how many sequences these numbers name, from 0 to the largest."""
+    return int(sequence_N[-1]) + 1 if len(sequence_N) else 0
 
 
 def _centred(samples: RewardedSamples) -> Tensor:
