@@ -233,7 +233,7 @@ def test_a_loss_is_that_of_trl(kind, threshold, seed, spread):
     options |= {} if threshold is None else {"off_policy_mask": threshold}
     clips = {} if loss == "sapo" else {"clip_low": 1.0 if loss == "cispo" else 0.1, "clip_high": 0.3}
     dual = {"dual_clip": 1.6} if loss == "ppo_clip" else {}
-    config = config_of(loss, aggregation, kl_coefficient=0.2, options=options, **clips, **dual)
+    config = config_of(loss, aggregation, kl_coefficient=0.2, kl_ratio_weight=False, options=options, **clips, **dual)
     ours = batch.ours(config)
     theirs = trl_loss(kind, batch, threshold=threshold, beta=0.2, delta=dual.get("dual_clip"))
     name = f"trl {kind}" + (" with the off-policy mask" if threshold else "")

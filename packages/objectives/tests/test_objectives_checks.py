@@ -47,6 +47,9 @@ TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
         ({"fixed_length": 100}, "fixed_length has no effect"),
         ({"kl_estimator": "k2"}, "kl_coefficient is 0"),
         ({"kl_in": "reward"}, "kl_coefficient is 0"),
+        ({"kl_ratio_weight": True}, "kl_coefficient is 0"),
+        ({"kl_coefficient": 0.1, "kl_in": "reward", "kl_ratio_weight": False}, "with kl_in = reward"),
+        ({"num_passes": 0}, "num_passes"),
         ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "0 on average"),
         ({"kl_coefficient": float("nan")}, "finite"),
         ({"kl_coefficient": -1.0}, ">= 0"),
@@ -175,7 +178,7 @@ def test_all_complaints_come_at_once():
 
 def test_settings_are_few_and_documented():
     settings = [field.metadata[METADATA_KEY] for field in fields(AlgorithmConfig)]
-    assert len(settings) <= 26
+    assert len(settings) <= 29
     assert all(len(setting.doc) > 20 for setting in settings)
     for field in fields(AlgorithmConfig):
         assert field.metadata[METADATA_KEY].complaint(getattr(AlgorithmConfig(), field.name)) is None

@@ -26,6 +26,7 @@ from offbeat_objectives import (
     correct_rollouts,
     kl_per_token,
     sft_loss,
+    weighted_kl,
 )
 from offbeat_objectives._config import CORRECTIONS
 from offbeat_types import LossTokens, ShapeError, merge_metrics
@@ -141,7 +142,7 @@ def test_on_the_old_policy_every_ratio_loss_has_the_policy_gradient():
 @given(tokens=batches(), aggregation=st.sampled_from(AGGREGATIONS))
 def test_kl_and_entropy_enter_the_loss_with_their_coefficients(estimator, tokens, aggregation):
     plain = config_of("ppo_clip", aggregation)
-    config = replace(plain, kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.2)
+    config = replace(plain, kl_coefficient=0.3, kl_estimator=estimator, kl_ratio_weight=False, entropy_coefficient=0.2)
     value, metrics = build_loss(config)(tokens)
     expected, _ = build_loss(plain)(tokens)
     gradient_N, entropy_gradient_N = gradients(value, tokens)
@@ -159,6 +160,56 @@ def test_kl_and_entropy_enter_the_loss_with_their_coefficients(estimator, tokens
     assert value.item() == pytest.approx(expected.item() + 0.3 * kl - 0.2 * entropy, rel=1e-9, abs=1e-12)
     assert metrics["loss/kl"].value == pytest.approx(0.3 * kl, abs=1e-12)
     assert metrics["loss/total"].value == pytest.approx(value.item())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_capped"])
+@settings(max_examples=20)
+@given(tokens=batches(), aggregation=st.sampled_from(AGGREGATIONS), cap=st.sampled_from([None, 1.5]))
+def test_the_penalty_is_weighted_by_the_ratio_to_the_policy_that_sampled(estimator, tokens, aggregation, cap):
+    """Value w · k and gradient w · log(p/q), by a loop over tokens."""
+    plain = config_of("ppo_clip", aggregation, correction="token_tis" if cap else "none", tis_cap=cap)
+    config = replace(plain, kl_coefficient=0.3, kl_estimator=estimator)
+    assert {"ref_logprobs", "rollout_logprobs"} <= set(build_loss(config).required_extras)
+    value, metrics = build_loss(config)(tokens)
+    expected, _ = build_loss(plain)(tokens)
+    gradient_N, plain_N = gradients(value, tokens)[0], gradients(expected, tokens)[0]
+    keep, kl = tokens.extras["keep"].tolist(), 0.0
+    for n, divisor in reference_divisors(tokens, config).items():
+        own = tokens.logprobs_N[n].item()
+        x = tokens.extras["ref_logprobs"][n].item() - own
+        weight = min(math.exp(own - tokens.extras["rollout_logprobs"][n].item()), cap or 2.0)
+        k3 = math.exp(x) - 1 - x
+        kl += keep[n] * weight * {"k2": x * x / 2, "k3": k3, "k3_capped": min(k3, 10.0)}[estimator] / divisor
+        slope = 0.0 if estimator == "k3_capped" and k3 >= 10 else -x
+        wanted = plain_N[n].item() + 0.3 * keep[n] * weight * slope / divisor
+        assert gradient_N[n].item() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    assert metrics["loss/kl"].value == pytest.approx(0.3 * kl, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_a_weighted_penalty_has_the_gradient_of_the_divergence_on_samples_of_another_policy(estimator, drift):
+    """Over all tokens of a small vocabulary instead of samples: the gradient in the logits is exact."""
+    generator = torch.Generator().manual_seed(0)
+    theta_V, drift_V, other_V = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    sampled_V = (theta_V + drift * drift_V).log_softmax(0)
+    reference_V = (theta_V + 0.7 * other_V).log_softmax(0)
+
+    def gradient(divergence):
+        logits_V = theta_V.clone().requires_grad_()
+        return torch.autograd.grad(divergence(logits_V.log_softmax(0)), logits_V)[0]
+
+    true_V = gradient(lambda own_V: (own_V.exp() * (own_V - reference_V)).sum())
+    weighted_V = gradient(
+        lambda own_V: (sampled_V.exp() * weighted_kl(own_V, reference_V, sampled_V, estimator, cap=1e6)).sum()
+    )
+    torch.testing.assert_close(weighted_V, true_V)
+    plain_V = gradient(lambda own_V: (sampled_V.exp() * kl_per_token(own_V, reference_V, estimator)).sum())
+    cosine = torch.cosine_similarity(plain_V, true_V, dim=0).item()
+    assert (cosine > 0.9999) == (estimator == "k2" and drift == 0), "only k2 on policy needs no weight"
+    value = (sampled_V.exp() * weighted_kl(theta_V.log_softmax(0), reference_V, sampled_V, "k3", cap=1e6)).sum()
+    own_V = theta_V.log_softmax(0)
+    assert value.item() == pytest.approx((own_V.exp() * (own_V - reference_V)).sum().item())
 
 
 def test_a_capped_k3_is_that_of_verl():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages
     from offbeat_objectives._correction import Correction, correct_rollouts
     from offbeat_objectives._critic import ValueLoss, compute_returns
-    from offbeat_objectives._divergence import Distillation, distill, kl_per_token
+    from offbeat_objectives._divergence import Distillation, distill, kl_per_token, weighted_kl
     from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
     from offbeat_objectives._mismatch import measure_mismatch, summarise_mismatch
@@ -76,6 +76,7 @@ __all__ = [
     "summarise_mismatch",
     "try_functions",
     "unpack",
+    "weighted_kl",
 ]
 
 _NEED_TORCH = (

@@ -170,6 +170,10 @@ def _penalties(config: AlgorithmConfig, max_tokens: int | None) -> Complaints:
             yield "kl_estimator has no effect while kl_coefficient is 0"
         if config.kl_in != "loss":
             yield "kl_in has no effect while kl_coefficient is 0"
+        if config.kl_ratio_weight is not None:
+            yield "kl_ratio_weight has no effect while kl_coefficient is 0"
+    elif config.kl_in == "reward" and config.kl_ratio_weight is not None:
+        yield "kl_ratio_weight has no effect with kl_in = reward: it weighs the penalty in the loss"
     elif config.kl_in == "loss" and config.resolved_kl_estimator == "k1":
         yield (
             "kl_estimator = k1 in the loss has no effect: its gradient, that of log p, is 0 on average; "

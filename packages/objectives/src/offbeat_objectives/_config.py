@@ -110,6 +110,12 @@ class AlgorithmConfig:
         choices=("k1", "k2", "k3", "k3_capped"),
     )
     kl_in: str = setting("loss", "Where the KL penalty enters: the loss or the reward.", choices=("loss", "reward"))
+    kl_ratio_weight: bool | None = setting(
+        None,
+        "Weigh the KL penalty in the loss by the policy's probability / that of the policy that sampled, cut at "
+        "tis_cap (2 if not given), so that its gradient is that of KL(policy, reference) on samples of other weights "
+        "too. On if not given.",
+    )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", ge=0)
     correction: str = setting(
         AUTO,
@@ -141,6 +147,18 @@ class AlgorithmConfig:
     )
     normalise_weights: bool = setting(
         False, "Divide correction weights by their mean over the kept tokens or sequences of the global batch."
+    )
+    num_passes: int = setting(
+        1,
+        "How often an update goes over its samples: one optimizer step for each mini batch in each pass, in the same "
+        "order. The old policy, corrections and advantages stay those of before the first step.",
+        "passes",
+        ge=1,
+    )
+    mask_truncated: bool = setting(
+        False,
+        "Leave tokens of samples that a limit has cut off out of the loss and of what it divides by; they still count "
+        "in the mean of their prompt.",
     )
     filter_groups: bool = setting(
         False,
@@ -180,6 +198,11 @@ class AlgorithmConfig:
     def needs_reward(self) -> bool:
         """Whether anything is learned from rewards."""
         return self.advantage != "none"
+
+    @property
+    def weighs_kl(self) -> bool:
+        """Whether the KL penalty in the loss is weighted by the ratio to the policy that sampled."""
+        return self.needs_reference and self.kl_in == "loss" and self.kl_ratio_weight is not False
 
     @property
     def needs_reference(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig
+from offbeat_objectives._config import DEFAULT_CAP, LOG_RATIO_BOUND, AlgorithmConfig
 from offbeat_objectives._packing import read_metrics, require_tokens, reverse_scan, sequence_of_tokens
 from offbeat_types import Metrics
 
@@ -22,7 +22,7 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def kl_per_token(logprobs_N: Tensor, other_N: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(p ‖ q) at each token, for tokens drawn from p.
+    """Estimate KL(p ‖ q) at each token, for tokens drawn from p; `weighted_kl` is for tokens drawn from another policy.
 
     With ρ = q/p: k1 = -log ρ (unbiased, any sign), k2 = (log ρ)²/2 (biased, low variance, never negative),
     k3 = ρ - 1 - log ρ (unbiased, never negative). As a loss on samples of p itself, k2 has the gradient of KL(p ‖ q),
@@ -47,6 +47,35 @@ def kl_per_token(logprobs_N: Tensor, other_N: Tensor, estimator: str) -> Tensor:
     # expm1 keeps the digits that exp(x) - 1 loses near 0, where this estimator usually is.
     k3_N = torch.expm1(log_rho_N) - log_rho_N
     return k3_N.clamp(max=K3_CAP) if estimator == "k3_capped" else k3_N
+
+
+def weighted_kl(
+    logprobs_N: Tensor, other_N: Tensor, sampled_N: Tensor, estimator: str, *, cap: float = DEFAULT_CAP
+) -> Tensor:
+    """Estimate KL(p ‖ q) at each token, for tokens drawn from a policy m, with the gradient of KL(p ‖ q).
+
+    The value is w · k with w = min(p/m, cap) and k the estimator. Its gradient is w · log(p/q) ∇log p, whichever the
+    estimator: without the cap its mean over tokens of m is ∇KL(p ‖ q), as that of (p/m) · k3 is when p/m carries
+    gradient, or that of w · k2 when it does not. The cap bounds the weight of a token that m hardly ever draws.
+
+    Args:
+        logprobs_N: [N] log p, nats; may carry gradient.
+        other_N: [N] log q, nats.
+        sampled_N: [N] log m, nats.
+        estimator: as for `kl_per_token`; k3_capped has no gradient beyond its cap.
+        cap: largest weight.
+
+    Returns:
+        [N], nats.
+
+    Source: DeepSeek-V3.2, 2512.02556, section 3.1 (unbiased KL estimate), there (p/m) · k3 without a cap.
+    """
+    weight_N = bounded_ratio((logprobs_N - sampled_N).detach()).clamp(max=cap)
+    value_N = kl_per_token(logprobs_N, other_N, estimator).detach()
+    carrier_N = kl_per_token(logprobs_N, other_N, "k2")
+    if estimator == "k3_capped":
+        carrier_N = torch.where(value_N < K3_CAP, carrier_N, carrier_N.detach())
+    return weight_N * (value_N + carrier_N - carrier_N.detach())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Loss functions over `LossTokens`: the policy loss of an `AlgorithmConfig`, and supervised fine-tuning.
 
-loss = -aggregate(keep · mask · weight · objective) + kl_coefficient · aggregate(keep · KL to the reference)
+loss = -aggregate(keep · mask · weight · objective) + kl_coefficient · aggregate(keep · w · KL to the reference)
        - entropy_coefficient · aggregate(keep · entropy)
 """
 
@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import AlgorithmConfig, read_preset
+from offbeat_objectives._config import DEFAULT_CAP, AlgorithmConfig, read_preset
 from offbeat_objectives._correction import correct_rollouts, off_policy_mask
-from offbeat_objectives._divergence import kl_per_token
+from offbeat_objectives._divergence import kl_per_token, weighted_kl
 from offbeat_objectives._mismatch import measure_mismatch
 from offbeat_objectives._options import LossOptions
 from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
@@ -36,8 +36,8 @@ class PolicyLoss:
         advantages: as made by `compute_advantages`.
         old_logprobs: nats, recomputed by the trainer before the update (decoupled form); the
             loss takes its own, without gradient, where `AlgorithmConfig.needs_train_logprobs` says no.
-        rollout_logprobs: nats, of the rollout engine; needed by the bypass form, where they are the old policy, and by
-            the option `off_policy_mask`.
+        rollout_logprobs: nats, of the rollout engine; needed by the bypass form, where they are the old policy, by the
+            option `off_policy_mask`, and by a KL penalty in the loss that is weighted (`kl_ratio_weight`).
         ref_logprobs: nats, of the reference policy; needed with a KL penalty in the loss, otherwise only measured.
         correction_weights, keep: as made by `correct_rollouts`; needed when `correction` has a weight or a rejection
             and `old_logprobs` is recomputed. Otherwise the loss makes them itself, from its own log-probabilities
@@ -48,9 +48,9 @@ class PolicyLoss:
     With `rollout_logprobs` the mismatch to the trainer's log-probabilities is measured, whatever is corrected: those of
     `old_logprobs` where they are recomputed, otherwise its own; see `summarise_mismatch`.
 
-    Rejected tokens add nothing to any term, and count in the totals it divides by. Correction weights act on the policy
-    objective only, as does the off-policy mask: the KL penalty and the entropy are about the policy of now, whoever
-    sampled the tokens.
+    Rejected tokens add nothing to any term, and count in the totals it divides by. Correction weights and the
+    off-policy mask act on the policy objective only. The KL penalty is about the policy of now and has a weight of its
+    own, w: the ratio of that policy to the one that sampled (`weighted_kl`).
     """
 
     config: AlgorithmConfig
@@ -64,7 +64,7 @@ class PolicyLoss:
         wanted = {
             ADVANTAGES: True,
             OLD: self._recomputes,
-            ROLLOUT: bypass or self._corrects or self._mask_bound is not None,
+            ROLLOUT: bypass or self._corrects or self.config.weighs_kl or self._mask_bound is not None,
             REFERENCE: self.config.needs_reference and self.config.kl_in == "loss",
             WEIGHTS: corrected_before and preset.weight is not None,
             KEEP: corrected_before and preset.rejection is not None,
@@ -173,11 +173,18 @@ class PolicyLoss:
         keep_N = policy.keep_N
         terms = {"policy": self._aggregate(-surrogate.objective_N, tokens, keep_N)}
         if self.config.needs_reference and self.config.kl_in == "loss":
-            kl_N = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], self.config.resolved_kl_estimator)
+            kl_N = self._kl(policy.logprobs_N, tokens)
             terms["kl"] = self.config.kl_coefficient * self._aggregate(kl_N, tokens, keep_N)
         if self.config.entropy_coefficient:
             terms["entropy"] = -self.config.entropy_coefficient * self._aggregate(tokens.entropy_N, tokens, keep_N)
         return terms
+
+    def _kl(self, logprobs_N: Tensor, tokens: LossTokens[Any]) -> Tensor:
+        reference_N, estimator = tokens.extras[REFERENCE], self.config.resolved_kl_estimator
+        if not self.config.weighs_kl:
+            return kl_per_token(logprobs_N, reference_N, estimator)
+        cap = self.config.tis_cap or DEFAULT_CAP
+        return weighted_kl(logprobs_N, reference_N, tokens.extras[ROLLOUT], estimator, cap=cap)
 
     def _aggregate(self, losses_N: Tensor, tokens: LossTokens[Any], keep_N: Tensor) -> Tensor:
         return aggregate(
