@@ -20,6 +20,12 @@ class TestBadInput(CommandConformance):
         "every prompt too long": (["--data.max_prompt_tokens", "2"], "too long"),
         "no such device of the rollout": (["--rollout.device", "cuda:7"], "cuda:7"),
         "no such option of the trainer": (["--engine.options", "{tensor_paralel = 2}"], "tensor_parallel"),
+        "temperature of the trainer alone": (["--engine.options", "{temperature = 0.5}"], "rollout.temperature"),
+        "gradient of the entropy": (["--engine.options", "{entropy_gradient = true}"], "algorithm.entropy_coefficient"),
+        "temperature of a critic": (
+            ["--algorithm.advantage", "gae", "--critic.options", "{temperature = 0.5}"],
+            "critic.options.temperature has no effect",
+        ),
         "heads that the ranks cannot share": (
             ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 3}"],
             "num_attention_heads",

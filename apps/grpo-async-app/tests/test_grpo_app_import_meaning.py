@@ -53,6 +53,24 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
         ),
         pytest.param(
             MAIN,
+            {"data.train_batch_size": 512, f"{PREFIX}actor.ppo_mini_batch_size": 128, f"{PREFIX}actor.ppo_epochs": 2}
+            | {f"{PREFIX}actor.optim.lr_warmup_steps": 10, f"{PREFIX}actor.shuffle": True},
+            {"async.require_batches": 4, "algorithm.num_passes": 2, "engine.warmup_steps": 80},
+            {
+                f"{PREFIX}actor.shuffle": "the same order in each pass",
+                f"{PREFIX}actor.optim.lr_warmup_steps": "8 in each",
+            },
+            id="several passes over a batch",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.use_kl_loss": True, f"{PREFIX}actor.kl_loss_coef": 0.01},
+            {"algorithm.kl_coefficient": 0.01, "algorithm.kl_ratio_weight": False},
+            {},
+            id="a penalty in the loss has no ratio",
+        ),
+        pytest.param(
+            MAIN,
             {"data.train_batch_size": 512, f"{PREFIX}actor.ppo_mini_batch_size": 32}
             | {f"{PREFIX}actor.optim.lr_warmup_steps": 10, "trainer.save_freq": 20},
             {"async.require_batches": 16, "engine.warmup_steps": 160, "checkpoint.every": 20},
@@ -347,6 +365,19 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_import
         ),
         ({"warmup_steps": 0.1}, {"engine.warmup_steps": None}, {"warmup_steps": "a share of all steps"}),
         ({"warmup_steps": 10}, {"engine.warmup_steps": 10}, {}),
+        ({"beta": 0.04}, {"algorithm.kl_ratio_weight": False, "algorithm.num_passes": 1}, {}),
+        (
+            {"beta": 0.04, "use_bias_correction_kl": True},
+            {"algorithm.kl_ratio_weight": True},
+            {"use_bias_correction_kl": "the policy that sampled here"},
+        ),
+        ({"mask_truncated_completions": True}, {"algorithm.mask_truncated": True}, {}),
+        (
+            {"mask_truncated_completions": True, "loss_type": "grpo"},
+            {"algorithm.mask_truncated": True},
+            {"mask_truncated_completions": "there, and not here"},
+        ),
+        ({"num_iterations": 2, "max_steps": 100}, {"algorithm.num_passes": 2, "engine.max_updates": 50}, {}),
     ],
 )
 def test_options_and_defaults_of_trl_keep_their_meaning(
@@ -369,3 +400,22 @@ def test_options_and_defaults_of_trl_keep_their_meaning(
 def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft, correction: str, form: str) -> None:
     """The default may choose weights that the other framework does not have."""
     holds(draft, {"algorithm.correction": correction, "algorithm.correction_form": form}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "told"),
+    [
+        ({"train.max_epochs": 2}, {"algorithm.num_passes": 2}, {"train.max_epochs": "keep their order"}),
+        ({"algo.kl.use_loss": True}, {"algorithm.kl_in": "loss", "algorithm.kl_ratio_weight": False}, {}),
+        (
+            {"algo.kl.use_loss": True, "algo.kl.estimator": "k2", "algo.kl.unbiased_gradient": True},
+            {"algorithm.kl_estimator": "k2", "algorithm.kl_ratio_weight": True},
+            {},
+        ),
+        ({}, {"algorithm.kl_in": "reward", "algorithm.kl_ratio_weight": None, "algorithm.num_passes": 1}, {}),
+    ],
+)
+def test_passes_and_the_weight_of_the_penalty_come_from_openrlhf(
+    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+) -> None:
+    holds(import_openrlhf(options), expected, told)

@@ -228,6 +228,7 @@ TRL = {
     "loss_type": "dr_grpo",
     "scale_rewards": False,
     "num_iterations": 2,
+    "mask_truncated_completions": True,
     "max_steps": 100,
     "save_steps": 20,
     "report_to": ["wandb", "tensorboard"],
@@ -248,11 +249,13 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
     assert (config.algorithm.advantage, config.algorithm.aggregation) == ("dr_grpo", "fixed_length")
     assert (config.algorithm.fixed_length, config.algorithm.clip_low, config.algorithm.clip_high) == (512, 0.2, 0.28)
     assert (config.algorithm.kl_coefficient, config.algorithm.correction) == (0.04, "token_tis")
-    assert (config.engine.schedule, config.engine.max_updates, config.engine.adam_beta2) == ("linear", 100, 0.999)
+    assert (config.engine.schedule, config.engine.max_updates, config.engine.adam_beta2) == ("linear", 50, 0.999)
+    assert (config.algorithm.num_passes, config.checkpoint.every) == (2, 10), "100 steps, 2 of an update"
+    assert (config.algorithm.mask_truncated, config.algorithm.kl_ratio_weight) == (True, False)
     assert config.data.template_options == {"enable_thinking": False}
     assert config.log.trackers == ("wandb",)
     told = " ".join(ended.out.split())
-    assert "num_iterations = 2" in told
+    assert "mask_truncated_completions = true: sequences that were cut off count among those" in told
     assert "64 of a step are 8 prompts" in told
     assert "with something to put right" not in told
 

@@ -15,9 +15,11 @@ from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.seed=7")
 
 
-def test_two_ranks_train_as_one_process_does(forked_main: Main, config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_two_ranks_train_as_one_process_does(forked_main: Main, config: Path, tmp_path: Path, num_passes: int) -> None:
     for num_ranks in (1, 2):
         words = [*SYNCHRONOUS, f"--engine.num_ranks={num_ranks}", "--algorithm.kl_coefficient=0.1"]
+        words += [f"--algorithm.num_passes={num_passes}"]
         with RunningCommand(forked_main, "train", config, "--out", tmp_path / str(num_ranks), *words) as process:
             assert process.wait() == 0, process.output
     one, two = (load_file(latest_checkpoint(tmp_path / n).path / "model.safetensors") for n in ("1", "2"))

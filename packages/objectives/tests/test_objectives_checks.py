@@ -1,6 +1,6 @@
 """What is refused before a run, and what is let through with a word."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -160,6 +160,13 @@ def test_a_loss_has_the_aggregation_of_its_paper(loss):
     config = AlgorithmConfig(loss=loss, fixed_length=9 if loss.startswith("dppo") else None)
     assert config.resolved_aggregation == of_papers.get(loss, "token_mean")
     assert check_algorithm(config, samples_per_prompt=4) == ()
+
+
+def test_the_cap_is_that_of_the_weight_of_the_penalty_too():
+    capped = AlgorithmConfig(kl_coefficient=0.1, tis_cap=3.0)
+    assert check_algorithm(capped, samples_per_prompt=4) == ()
+    with pytest.raises(ConfigError, match="tis_cap has no effect"):
+        check_algorithm(replace(capped, kl_ratio_weight=False), samples_per_prompt=4)
 
 
 def test_k3_is_capped_only_where_it_is_asked_for():

@@ -289,11 +289,16 @@ def test_a_batch_without_a_kept_token_gives_zero_and_finite_zero_gradients(loss,
         total_tokens=num_tokens,
         total_sequences=min(num_tokens, 1),
     )
-    value, metrics = build_loss(config_of(loss, aggregation, kl_coefficient=0.1, entropy_coefficient=0.1))(tokens)
+    plain = config_of(loss, aggregation, kl_coefficient=0.1, kl_ratio_weight=False, entropy_coefficient=0.1)
+    value, metrics = build_loss(plain)(tokens)
     value.backward()
     assert value.item() == 0
     assert logprobs_N.grad.tolist() == [0.0] * num_tokens
     assert all(math.isfinite(metric.value) for metric in metrics.values())
+    weighted, sampled = replace(plain, kl_ratio_weight=True), {"rollout_logprobs": -ones_N * math.inf}
+    value, _ = build_loss(weighted)(replace(tokens, extras=extras | sampled))
+    value.backward()
+    assert (value.item(), logprobs_N.grad.tolist()) == (0, [0.0] * num_tokens)
 
 
 def test_one_broken_token_that_is_rejected_leaves_the_others_finite():

@@ -215,7 +215,8 @@ def _correction(config: AlgorithmConfig) -> Complaints:
             + (f"or correction = {preset.rejection}_rs" if preset.rejection else "or correction = none")
         )
     may_weigh = preset.weight or name == AUTO  # which of the two choices of auto it is, is known once it is resolved
-    if config.tis_cap is not None and (not may_weigh or preset.weight == "icepop"):
+    cuts = (may_weigh and preset.weight != "icepop") or config.weighs_kl
+    if config.tis_cap is not None and not cuts:
         yield f"tis_cap has no effect with correction = {name}: only token_tis and sequence_tis cut their weight"
     if config.normalise_weights and not may_weigh:
         yield f"normalise_weights has no effect with correction = {name}, which has no weights"

@@ -185,6 +185,7 @@ def _random_samples(weights: dict[str, float], draw: Callable[[int, torch.Genera
         prompts_S=prompts_S,
         num_prompts=len(GROUP_SIZES),
         sequence_N=sequence_of_tokens(lengths_S),
+        trajectory_N=sequence_of_tokens(lengths_S[lengths_S > 0]),
         lengths_S=lengths_S,
         token_rewards_N=token_rewards_N,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_data import Tokenizer, load_tokenizer
-from offbeat_run import inspect_model
+from offbeat_run import ModelFolder, inspect_model
 from offbeat_types import ConfigError, TrainBackend, load_backend, setting
 
 CRITIC_FOLDER: Final = "critic"
@@ -38,13 +38,36 @@ class CriticConfig:
         ge=0,
         le=1,
     )
+    bootstrap_truncated: bool = setting(
+        False,
+        "The value after a trajectory that was cut off by a limit is the critic's own there, as if it went on; false: "
+        "0, as after one that has ended, for a reward that judges what was cut off as it stands.",
+    )
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
 
-def check_critic(critic: CriticConfig, *, is_asked: bool) -> None:
-    """Refuse a critic that nobody asks."""
+def check_critic(critic: CriticConfig, *, is_asked: bool, masks_truncated: bool) -> None:
+    """Refuse a critic without an advantage that asks it, and values of samples that are not learned from."""
+    if critic.bootstrap_truncated and masks_truncated:
+        raise ConfigError(
+            "critic.bootstrap_truncated has no effect with algorithm.mask_truncated, which leaves samples that were "
+            "cut off out of the loss: set one of them to false"
+        )
     if critic != CriticConfig() and not is_asked:
         raise ConfigError('the section critic has no effect without algorithm.advantage = "gae": leave it out')
+
+
+def check_bootstrap(critic: CriticConfig, policy: ModelFolder, max_model_len: int) -> None:
+    """Refuse a value after the longest trajectory where the critic has no position for one token more."""
+    if not critic.bootstrap_truncated:
+        return
+    folder = inspect_model(critic.path) if critic.path else policy
+    if folder.max_positions and max_model_len >= folder.max_positions:
+        raise ConfigError(
+            f"critic.bootstrap_truncated asks for a value after rollout.max_model_len = {max_model_len} tokens, and "
+            f"{folder.path} has {folder.max_positions} positions: set rollout.max_model_len to "
+            f"{folder.max_positions - 1} at most"
+        )
 
 
 def check_critic_folder(critic: CriticConfig, tokenizer: Tokenizer, *, trust: bool) -> None:

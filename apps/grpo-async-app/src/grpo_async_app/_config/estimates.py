@@ -30,7 +30,8 @@ class BatchArithmetic:
     def __init__(self, config: GrpoConfig, layout: TrainLayout | None = None) -> None:
         policy, rollout = config.async_, config.rollout
         self.groups_per_step = policy.mini_batch_size
-        self.steps_per_update = policy.require_batches
+        self.batches_per_update, self.num_passes = policy.require_batches, config.algorithm.num_passes
+        self.steps_per_update = config.steps_per_update
         self.updates_per_sync = policy.trigger_parameter_sync_step
         self.samples_per_group = rollout.samples_per_prompt
         self.max_admitted = policy.max_admitted
@@ -38,7 +39,7 @@ class BatchArithmetic:
         self.tokens_per_sample = config.data.max_prompt_tokens + config.max_response_tokens
         self.tokens_per_microbatch = config.engine.max_tokens_per_microbatch
         self.samples_at_once = rollout.num_engines * rollout.max_running
-        self.groups_per_update = self.groups_per_step * self.steps_per_update
+        self.groups_per_update = self.groups_per_step * self.batches_per_update
         self.samples_per_step = self.groups_per_step * self.samples_per_group
         self.samples_per_update = self.groups_per_update * self.samples_per_group
         # Passes of one rank in one step, when every sample is as long as it may be.
@@ -51,6 +52,7 @@ class BatchArithmetic:
     def rows(self) -> list[tuple[str, str]]:
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
         samples = self.max_admitted * self.samples_per_group
+        passes = f" in each of {self.num_passes} passes: {self.steps_per_update} steps" * (self.num_passes > 1)
         return [
             (
                 "optimizer step",
@@ -60,8 +62,8 @@ class BatchArithmetic:
             ),
             (
                 "update",
-                f"R = {self.steps_per_update} steps x {self.groups_per_step} = {self.groups_per_update} prompts, "
-                f"{self.samples_per_update} samples; sync after K = {self.updates_per_sync}",
+                f"R = {self.batches_per_update} steps x {self.groups_per_step} = {self.groups_per_update} prompts, "
+                f"{self.samples_per_update} samples{passes}; sync after K = {self.updates_per_sync}",
             ),
             (
                 "in the air",

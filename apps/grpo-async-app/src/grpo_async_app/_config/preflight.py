@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from grpo_async_app._config.correction import choose_correction
-from grpo_async_app._config.critic import check_critic, check_critic_folder, load_critic_backend
+from grpo_async_app._config.critic import check_bootstrap, check_critic, check_critic_folder, load_critic_backend
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._config.reward_model import check_one_reward_model, check_reward_model, reward_model_of
-from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.sections import GrpoConfig, check_engine_options
 from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.sources import (
     SourceSettings,
@@ -160,6 +160,7 @@ def check_run(config: GrpoConfig) -> Preflight:
             check_shown(source.environment, model.path, has_teacher=config.teacher.is_set)
     tokenizer = load_tokenizer(model.path, trust)
     check_critic_folder(config.critic, tokenizer, trust=trust)
+    check_bootstrap(config.critic, model, config.rollout.max_model_len)
     tools = tools_of(config)
     templates = turn_templates(config, tokenizer, tools)
     prompts, sources = load_sources(config, tokenizer, tools)
@@ -225,7 +226,9 @@ def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
     """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
     source_notices = check_sources(config)
     _check_agent(config)
-    check_critic(config.critic, is_asked=config.algorithm.needs_critic)
+    check_engine_options(config)
+    algorithm = config.algorithm
+    check_critic(config.critic, is_asked=algorithm.needs_critic, masks_truncated=algorithm.mask_truncated)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
     if config.eval.every_updates and not (_is_judged(config) or config.eval.sets):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")

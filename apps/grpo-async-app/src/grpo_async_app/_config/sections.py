@@ -299,6 +299,11 @@ class GrpoConfig:
     profile: RolesProfileConfig = field(default_factory=RolesProfileConfig)
 
     @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps of one update: its mini batches, in each pass over them."""
+        return self.async_.require_batches * self.algorithm.num_passes
+
+    @property
     def traced_roles(self) -> list[str]:
         trainers = [f"trainer-{rank}" for rank in range(self.engine.num_ranks)]
         return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
@@ -380,11 +385,11 @@ class GrpoConfig:
     def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
         """What the training backend is given: scores at the sampler's temperature.
 
-        `num_updates` of the whole run are for the learning rate's schedule; each takes `async.require_batches` steps,
-        but for those in which the critic learns alone.
+        `num_updates` of the whole run are for the learning rate's schedule; each takes `steps_per_update` steps, but
+        for those in which the critic learns alone.
         """
         shared = _shared(self.engine, TrainEngineSettings)
-        options = {"temperature": self.rollout.temperature, **self.engine.options}
+        options = {**self.engine.options, "temperature": self.rollout.temperature}
         if self.algorithm.needs_entropy_gradient:
             options["entropy_gradient"] = True
         return TrainEngineConfig(
@@ -392,7 +397,7 @@ class GrpoConfig:
             num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
-            total_steps=max(num_updates - self.critic.warmup_updates, 0) * self.async_.require_batches,
+            total_steps=max(num_updates - self.critic.warmup_updates, 0) * self.steps_per_update,
         )
 
     def critic_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
@@ -404,13 +409,34 @@ class GrpoConfig:
             num_threads=num_threads,
             model_path=self.critic.path or model_path,
             trust_remote_code=self.model.trust_remote_code,
-            total_steps=num_updates * self.async_.require_batches,
+            total_steps=num_updates * self.steps_per_update,
         )
 
 
 def set_environment_key(name: str) -> str:
     """Of a validation set with an environment of its own, in `GrpoConfig.environments`: no source has such a name."""
     return f"eval/{name}"
+
+
+_DECIDED: Final = {
+    "temperature": "rollout.temperature: the trainer scores at the sampler's",
+    "entropy_gradient": "algorithm.entropy_coefficient: the entropy has a gradient where it is above 0",
+}
+"""Options of training engines that a key of another section decides."""
+
+
+def check_engine_options(config: GrpoConfig) -> None:
+    """Refuse options of the trainer and the critic that say again what another key decides.
+
+    Raises:
+        ConfigError: all of them, a line each.
+    """
+    found = [f"engine.options.{name} is decided by {by}; leave it out" for name, by in _DECIDED.items()]
+    of_critic = [f"critic.options.{name} has no effect: a critic gives values; leave it out" for name in _DECIDED]
+    given = [line for name, line in zip(_DECIDED, found, strict=True) if name in config.engine.options]
+    given += [line for name, line in zip(_DECIDED, of_critic, strict=True) if name in config.critic.options]
+    if given:
+        raise ConfigError("\n".join(given))
 
 
 def _shared(section: object, settings: type) -> dict[str, Any]:

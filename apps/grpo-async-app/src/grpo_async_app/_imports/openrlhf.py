@@ -36,7 +36,6 @@ ALWAYS: Final[Mapping[str, str]] = {
 MISSING: Final[Mapping[str, str]] = {
     "critic.*": "a critic is trained with gae alone, and but for section critic as engine says",
     "ref.*": "the reference policy is kept by the trainer",
-    "train.max_epochs": "each sample is trained on once",
     "ds.*offload": "weights, gradients and moments stay on the device",
     "ds.ring_attn_*": 'engine.backend = "megatron" cuts sequences: context_parallel',
     "ds.tensor_parallel_size": 'engine.backend = "megatron" cuts layers: tensor_parallel',
@@ -143,6 +142,10 @@ def _write_batches(draft: Draft) -> None:
     draft.put("async.mini_batch_size", step, "train.batch_size", "rollout.n_samples_per_prompt")
     draft.change("train.batch_size", f"counts completions there: {step} prompts")
     draft.put("async.require_batches", max(prompts // step, 1), "rollout.batch_size")
+    passes = draft.number("train.max_epochs", default=1)
+    draft.put("algorithm.num_passes", passes, "train.max_epochs")
+    if passes > 1:
+        draft.change("train.max_epochs", "shuffled anew in each pass there; here mini batches keep their order")
     is_async, size = draft.take("train.async_enable"), draft.number("train.async_queue_size", default=1)
     draft.put("async.staleness_threshold", size if is_async else 0, "train.async_queue_size", "train.async_enable")
     if draft.take("train.partial_rollout_enable"):
@@ -178,6 +181,8 @@ def _write_objective(draft: Draft) -> None:
         draft.put("algorithm.kl_coefficient", weight, "algo.kl.init_coef")
         draft.put("algorithm.kl_in", "loss" if in_loss else "reward", "algo.kl.use_loss")
         draft.put("algorithm.kl_estimator", "k3" if in_loss and estimator == "k1" else estimator, "algo.kl.estimator")
+        if in_loss:
+            draft.copy("algorithm.kl_ratio_weight", "algo.kl.unbiased_gradient", default=False)
         if in_loss and estimator == "k1":
             draft.change("algo.kl.estimator", "the gradient of k1 in the loss is 0 on average: k3 takes its place")
     draft.copy("algorithm.filter_groups", "algo.dynamic_filtering_enable")

@@ -43,8 +43,6 @@ ALWAYS: Final[Mapping[str, str]] = {
 }
 MISSING: Final[Mapping[str, str]] = {
     "repetition_penalty generation_kwargs": "log-probabilities would not be those of the policy",
-    "num_iterations": "each sample is trained on once",
-    "mask_truncated_completions": "completions that were cut off are scored as they stand",
     "sync_ref_model ref_model_*": "the reference stays the first policy",
     "per_device_eval_batch_size": "validation prompts go to the engines like all others",
 }
@@ -59,7 +57,8 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     _write_objective(draft)
     _write_correction(draft)
     _write_batches(draft)
-    write_rhythm(draft, steps_per_update=draft.entries["async.require_batches"].value)
+    passes = draft.entries["algorithm.num_passes"].value
+    write_rhythm(draft, steps_per_update=draft.entries["async.require_batches"].value * passes)
     finish_training_arguments(draft, ALWAYS, MISSING)
     return draft
 
@@ -154,6 +153,16 @@ def _write_objective(draft: Draft) -> None:
     draft.copy("algorithm.kl_coefficient", "beta", default=0.0)
     if draft.entries["algorithm.kl_coefficient"].value:
         draft.put("algorithm.kl_estimator", "k3", "beta")
+        name = "use_bias_correction_kl"
+        draft.copy("algorithm.kl_ratio_weight", name, default=False)
+        if draft.take(name):
+            draft.change(name, "the ratio is to the policy that sampled here, to that before the update there")
+    draft.put("algorithm.num_passes", draft.number("num_iterations", default=1), "num_iterations")
+    if draft.take("mask_truncated_completions"):
+        draft.put("algorithm.mask_truncated", True, "mask_truncated_completions")
+        if draft.entries["algorithm.aggregation"].value != "token_mean":
+            text = "sequences that were cut off count among those that the loss divides by there, and not here"
+            draft.change("mask_truncated_completions", text)
 
 
 def _write_clip(draft: Draft, loss: str) -> None:

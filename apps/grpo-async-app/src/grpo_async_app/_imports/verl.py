@@ -59,7 +59,6 @@ MISSING: Final[Mapping[str, str]] = {
     f"{_ACTOR}fsdp_config.*": "weights, gradients and moments are always sharded, and stay on the device",
     "actor_rollout_ref.ref.*": "the reference policy is kept by the trainer, and shared out as it is",
     f"{_ACTOR}ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
-    f"{_ACTOR}ppo_epochs": "each sample is trained on once",
     f"{_ROLLOUT}multi_turn.*": "see section environment",
     f"{_ROLLOUT}engine_kwargs.sglang.*": "SGLang's own: vllm takes its place, with rollout.options",
     f"{_ROLLOUT}load_format": "weights come from the trainer before anything is sampled",
@@ -241,7 +240,19 @@ def _find_mode(draft: Draft, program: Program) -> str:
     return "one_step_off" if "rollout.n_gpus_per_node" in draft.left else "sync"
 
 
+def _write_passes(draft: Draft) -> None:
+    """Source: verl/workers/actor/dp_actor.py: the same mini batches in the same order, unless actor.shuffle is set."""
+    name = f"{_ACTOR}ppo_epochs"
+    draft.put("algorithm.num_passes", draft.number(name, default=1), name)
+    of_critic, passes = "critic.ppo_epochs", draft.entries["algorithm.num_passes"].value
+    if draft.take(of_critic, default=passes) != passes:
+        draft.miss(of_critic, "a critic makes as many passes as the policy, and but for section critic as engine says")
+    if draft.take(f"{_ACTOR}shuffle"):
+        draft.change(f"{_ACTOR}shuffle", "mini batches come in the same order in each pass")
+
+
 def _write_batches(draft: Draft, mode: str) -> None:
+    _write_passes(draft)
     step = draft.number(f"{_ACTOR}ppo_mini_batch_size", default=256)
     draft.put("async.mini_batch_size", step, f"{_ACTOR}ppo_mini_batch_size")
     all_prompts = draft.number("data.train_batch_size", default=1024)
@@ -369,7 +380,7 @@ def _write_warmup(draft: Draft) -> None:
     """
     name, share_name = f"{_OPTIM}lr_warmup_steps", f"{_OPTIM}lr_warmup_steps_ratio"
     steps, share = draft.number(name, default=-1), draft.number(share_name, default=0.0)
-    each: Any = draft.entries["async.require_batches"].value
+    each: Any = draft.entries["async.require_batches"].value * draft.entries["algorithm.num_passes"].value
     if steps <= 0:
         if share and (total := draft.entries.get("engine.max_updates")):
             draft.put("engine.warmup_steps", int(share * total.value * each), share_name)

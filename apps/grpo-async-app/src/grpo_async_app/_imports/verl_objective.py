@@ -229,6 +229,8 @@ def _put_penalty(draft: Draft, place: str, setting: tuple[Any, str], names: tupl
         draft.change(names[1], "its gradient is 0 on average, or it is not there: k3 takes its place")
         estimator = "k3"
     draft.put("algorithm.kl_estimator", estimator, names[1])
+    if place == "loss":
+        draft.put("algorithm.kl_ratio_weight", False, names[1])
 
 
 def _write_rewards(draft: Draft) -> None:

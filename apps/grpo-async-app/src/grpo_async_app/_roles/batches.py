@@ -1,11 +1,13 @@
 """From sampled groups to what the training engine takes: advantages, old and reference log-probabilities, corrections.
 
 Shapes: S samples of all groups; T their trajectories, one each unless an agent has branched; N loss tokens of all
-trajectories, packed end to end. An advantage is that of a sample, and of each token of all its trajectories.
+trajectories, packed end to end. A sample's advantage is that of each token of all its trajectories; where an advantage
+looks at the order of tokens, each trajectory is a sequence of its own that ends with the sample's reward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ def build_batches(
     reward_weights: Mapping[str, float] | None = None,
     critic: TrainEngine | None = None,
     critic_lambda: float | None = None,
+    bootstrap_truncated: bool = False,
 ) -> tuple[list[list[TrainSequence]], Metrics]:
     """Turn groups into sequences with every extra the losses read; the engine is asked for log-probabilities.
 
@@ -46,17 +49,14 @@ def build_batches(
         reward_weights: of the rewards by name, for advantages that look at each; None where there are none.
         critic: asked for the value before each token; None without one.
         critic_lambda: λ of what its values should become; None: that of the advantages.
+        bootstrap_truncated: the value after a trajectory that was cut off is what the critic says there, not 0.
 
     Returns:
         Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     plain = [sequence for group in groups for sequence in _sequences(group)]
-    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group.rewards) for group in groups]))
-    sizes_S = torch.tensor([size for group in groups for size in group.sample_sizes])
-    lengths_T = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
-    sample_T = torch.repeat_interleave(torch.arange(len(sizes_S)), sizes_S)
-    lengths_S = torch.zeros(len(sizes_S), dtype=lengths_T.dtype).index_add(0, sample_T, lengths_T)
+    layout = _Layout.of(groups)
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     needs_logprobs = config.needs_train_logprobs(single_step=single_step)
     if needs_logprobs:
@@ -65,22 +65,25 @@ def build_batches(
         packed["old_logprobs"] = packed["rollout_logprobs"]
     if config.needs_reference:
         packed["ref_logprobs"] = _loss_values(plain, engine.logprobs(plain, reference=True))
+    after_N: Floats | None = None
     if critic is not None:
-        packed["values"] = _loss_values(plain, critic.logprobs(plain))
-    packed["advantages"], metrics = _advantages(groups, group_S, lengths_S, packed, config, reward_weights or {})
+        is_cut_T = [bootstrap_truncated and trajectory.ended != "done" for trajectory in trajectories]
+        packed["values"], after_N = _critic_values(plain, critic, is_cut_T)
+    packed["advantages"], metrics = _advantages(groups, layout, packed, after_N, config, reward_weights or {})
     if critic is not None:
-        packed["returns"] = _returns(groups, lengths_S, packed, config, critic_lambda)
+        packed["returns"] = _returns(groups, layout, packed, after_N, config, critic_lambda)
         metrics["critic/explained_variance"] = _explained_variance(packed["values"], packed["returns"])
     if config.needs_teacher:
         teacher_N = np.concatenate([logprobs for group in groups for logprobs in group.teacher_logprobs])
-        distilled = distill(config, torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(teacher_N), lengths_T)
+        old_N = torch.from_numpy(packed["old_logprobs"])
+        distilled = distill(config, old_N, torch.from_numpy(teacher_N), layout.lengths_T)
         packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
         metrics.update(distilled.metrics)
     if config.corrects and needs_logprobs:
         correction = correct_rollouts(
             torch.from_numpy(packed["old_logprobs"]),
             torch.from_numpy(packed["rollout_logprobs"]),
-            torch.repeat_interleave(torch.arange(len(trajectories)), lengths_T),
+            layout.trajectory_N,
             len(trajectories),
             config,
         )
@@ -90,7 +93,10 @@ def build_batches(
     parts = np.array_split(np.arange(len(groups)), min(num_batches, len(groups)))
     num_first = sum(groups[number].num_tokens for number in parts[0])
     packed["lagged"] = _lagged(trajectories, version, len(packed["rollout_logprobs"]) if needs_logprobs else num_first)
-    sequences = list(_with_extras(plain, packed, lengths_T.tolist()))
+    is_masked_T = _masked(groups) if config.mask_truncated else [False] * len(trajectories)
+    if config.mask_truncated:
+        metrics["train/masked_share"] = Metric(value=float(np.mean(is_masked_T)), weight=float(len(is_masked_T)))
+    sequences = list(_with_extras(plain, packed, layout.lengths_T.tolist(), is_masked_T))
     ends = np.cumsum([0, *(len(group.trajectories) for group in groups)])
     return [sequences[ends[part[0]] : ends[part[-1] + 1]] for part in parts], metrics
 
@@ -110,6 +116,65 @@ def _lagged(trajectories: Sequence[Trajectory], version: int, num_scored: int) -
     return lagged_N
 
 
+def after_a_step(batches: list[list[TrainSequence]]) -> list[list[TrainSequence]]:
+    """Return the same mini batches, marked as of a trainer that has made a step since their old policy."""
+    return [
+        [replace(each, extras={**each.extras, "lagged": each.loss_mask.astype(np.float32)}) for each in batch]
+        for batch in batches
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """How tokens, trajectories, samples and groups belong together.
+
+    Args:
+        group_S: [S] int64, the group of each sample.
+        lengths_S: [S] int64, loss tokens of each sample, all its trajectories together.
+        lengths_T: [T] int64, loss tokens of each trajectory.
+        trajectory_N: [N] int64, sorted: the trajectory of each token.
+    """
+
+    group_S: torch.Tensor
+    lengths_S: torch.Tensor
+    lengths_T: torch.Tensor
+    trajectory_N: torch.Tensor
+
+    @classmethod
+    def of(cls, groups: list[SampledGroup]) -> Self:
+        num_samples = torch.tensor([len(group.rewards) for group in groups])
+        sizes_S = torch.tensor([size for group in groups for size in group.sample_sizes])
+        lengths_T = torch.tensor([each.num_tokens for group in groups for each in group.trajectories])
+        sample_T = torch.repeat_interleave(torch.arange(len(sizes_S)), sizes_S)
+        return cls(
+            group_S=torch.repeat_interleave(torch.arange(len(groups)), num_samples),
+            lengths_S=torch.zeros(len(sizes_S), dtype=lengths_T.dtype).index_add(0, sample_T, lengths_T),
+            lengths_T=lengths_T,
+            trajectory_N=torch.repeat_interleave(torch.arange(len(lengths_T)), lengths_T),
+        )
+
+
+def _critic_values(plain: list[TrainSequence], critic: TrainEngine, is_cut_T: list[bool]) -> tuple[Floats, Floats]:
+    """Return the critic's value before each token, and after the last one of what was cut off (0 elsewhere); [N] each.
+
+    The head answers for a token at the one before it. One more token behind a sequence that was cut off has it answer
+    at the sequence's last one in the same pass; a causal model sees nothing of it before.
+    """
+    asked = [_with_one_more(sequence) if is_cut else sequence for sequence, is_cut in zip(plain, is_cut_T, strict=True)]
+    found = critic.logprobs(asked)
+    values = [array[: len(sequence.ids)] for sequence, array in zip(plain, found, strict=True)]
+    after = [np.zeros(len(sequence.ids), np.float32) for sequence in plain]
+    for array, after_last, is_cut in zip(found, after, is_cut_T, strict=True):
+        if is_cut:
+            after_last[-1] = array[-1]
+    return _loss_values(plain, values), _loss_values(plain, after)
+
+
+def _with_one_more(sequence: TrainSequence) -> TrainSequence:
+    ids, mask = np.append(sequence.ids, sequence.ids[-1:]), np.append(sequence.loss_mask, True)
+    return replace(sequence, ids=ids, loss_mask=mask)
+
+
 def _sequences(group: SampledGroup) -> list[TrainSequence]:
     """Of its trajectories; they share the pixels of one set of images."""
     images = tuple(picture.pixels() for picture in group.pictures)
@@ -118,25 +183,27 @@ def _sequences(group: SampledGroup) -> list[TrainSequence]:
 
 def _advantages(
     groups: list[SampledGroup],
-    group_S: torch.Tensor,
-    lengths_S: torch.Tensor,
+    layout: _Layout,
     packed: Mapping[str, Floats],
+    after_N: Floats | None,
     config: AlgorithmConfig,
     weights: Mapping[str, float],
 ) -> tuple[Floats, Metrics]:
     greedy_S = None
     if config.needs_greedy_reward:
-        greedy_S = torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)[group_S]
+        greedy_S = torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)[layout.group_S]
     parts = [each for group in groups for each in group.parts]
     advantages_N, metrics = compute_advantages(
         config,
         _rewards(groups),
-        group_S,
-        lengths_S,
+        layout.group_S,
+        layout.lengths_S,
         parts_S={name: torch.tensor([each.get(name, 0.0) for each in parts], dtype=torch.float64) for name in weights},
         weights=weights,
         kl_N=_kl_in_reward(packed, config),
         values_N=torch.from_numpy(packed["values"]) if "values" in packed else None,
+        bootstrap_N=None if after_N is None else torch.from_numpy(after_N),
+        trajectory_N=layout.trajectory_N,
         greedy_rewards_S=greedy_S,
     )
     return advantages_N.numpy(), metrics
@@ -144,18 +211,21 @@ def _advantages(
 
 def _returns(
     groups: list[SampledGroup],
-    lengths_S: torch.Tensor,
+    layout: _Layout,
     packed: Mapping[str, Floats],
+    after_N: Floats | None,
     config: AlgorithmConfig,
     lam: float | None,
 ) -> Floats:
     returns_N = compute_returns(
         config,
         _rewards(groups),
-        lengths_S,
+        layout.lengths_S,
         torch.from_numpy(packed["values"]),
         lam=config.resolved_gae_lambda if lam is None else lam,
         kl_N=_kl_in_reward(packed, config),
+        bootstrap_N=None if after_N is None else torch.from_numpy(after_N),
+        trajectory_N=layout.trajectory_N,
     )
     return np.asarray(returns_N.numpy(), np.float32)
 
@@ -180,14 +250,26 @@ def _explained_variance(values_N: Floats, returns_N: Floats) -> Metric:
     return Metric(value=1 - left / variance if variance > 0 else 0.0)
 
 
+def _masked(groups: list[SampledGroup]) -> list[bool]:
+    """Return for each trajectory whether a limit has cut off its sample: any trajectory of it."""
+    found: list[bool] = []
+    for group in groups:
+        trajectories = iter(group.trajectories)
+        for size in group.sample_sizes:
+            ends = [next(trajectories).ended for _ in range(size)]
+            found += [any(ended != "done" for ended in ends)] * size
+    return found
+
+
 def _loss_values(sequences: list[TrainSequence], values: list[Floats]) -> Floats:
     """[N] float32: the values at the loss tokens of every sequence."""
     return np.concatenate([array[sequence.loss_mask] for sequence, array in zip(sequences, values, strict=True)])
 
 
 def _with_extras(
-    sequences: list[TrainSequence], packed: Mapping[str, Floats], lengths: list[int]
+    sequences: list[TrainSequence], packed: Mapping[str, Floats], lengths: list[int], is_masked: list[bool]
 ) -> Iterator[TrainSequence]:
+    """Yield the sequences with their extras; masked ones without a token in the loss, nor in what it divides by."""
     bounds = np.cumsum([0, *lengths])
     for number, sequence in enumerate(sequences):
         here = slice(int(bounds[number]), int(bounds[number + 1]))
@@ -195,4 +277,5 @@ def _with_extras(
         for name, values_N in packed.items():
             extras[name] = np.zeros(len(sequence.ids), np.float32)
             extras[name][sequence.loss_mask] = values_N[here]
-        yield replace(sequence, extras=extras)
+        mask = np.zeros_like(sequence.loss_mask) if is_masked[number] else sequence.loss_mask
+        yield replace(sequence, extras=extras, loss_mask=mask)

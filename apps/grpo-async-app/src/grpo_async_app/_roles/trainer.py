@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._roles.batches import build_batches
+from grpo_async_app._roles.batches import after_a_step, build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
 from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
@@ -89,7 +89,7 @@ class TrainerRole:
             if self._critic is not None:
                 self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
         self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
-        self._single_step = config.async_.require_batches == 1
+        self._single_step = config.steps_per_update == 1
         self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
         self._critic_config, self._value_loss = config.critic, ValueLoss(config.critic.clip)
         self._reward_weights = config.reward.all_weights if config.reward.is_set else {}
@@ -122,7 +122,7 @@ class TrainerRole:
         return iter(self._engine.weights(None if self._as_fp8(part) else self._rollout.dtype, part=part))
 
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
-        """Train on groups: one optimizer step for each of `num_batches` mini batches. Metrics are merged over them."""
+        """Train on groups: one optimizer step for each of `num_batches` mini batches in each pass; merge metrics."""
         with self._trace(number):
             return self._update(groups, num_batches, number)
 
@@ -137,12 +137,17 @@ class TrainerRole:
             reward_weights=self._reward_weights,
             critic=self._critic,
             critic_lambda=self._critic_config.gae_lambda,
+            bootstrap_truncated=self._critic_config.bootstrap_truncated,
         )
-        steps = []
+        steps, passes = [], range(self._algorithm.num_passes)
         if self._critic is not None:
-            steps += [self._step_critic(self._critic, batch) for batch in batches]
+            steps += [self._step_critic(self._critic, batch) for _ in passes for batch in batches]
         if self._critic is None or number >= self._critic_config.warmup_updates:
             steps += [self._step(batch) for batch in batches]
+            # Log-probabilities that are not recomputed are the trainer's own: after a pass those of other weights.
+            recomputes = self._algorithm.needs_train_logprobs(single_step=self._single_step)
+            later = batches if recomputes else after_a_step(batches)
+            steps += [self._step(batch) for _ in passes[1:] for batch in later]
         return summarise_mismatch(merge_metrics([metrics, *steps]))
 
     def _step(self, sequences: list[TrainSequence]) -> Metrics:

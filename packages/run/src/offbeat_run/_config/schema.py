@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat_types import METADATA_KEY, ConfigError, Setting
 
-MAX_KEYS_PER_SECTION = 25
+MAX_KEYS_PER_SECTION = 29
 MAX_KEYS = 120
 _PLAIN_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
 _NEAR = 0.6
