@@ -163,7 +163,7 @@ def test_a_loss_has_the_aggregation_of_its_paper(loss):
 
 
 def test_the_cap_is_that_of_the_weight_of_the_penalty_too():
-    capped = AlgorithmConfig(kl_coefficient=0.1, tis_cap=3.0)
+    capped = AlgorithmConfig(kl_coefficient=0.1, tis_cap=3.0, correction="none")
     assert check_algorithm(capped, samples_per_prompt=4) == ()
     with pytest.raises(ConfigError, match="tis_cap has no effect"):
         check_algorithm(replace(capped, kl_ratio_weight=False), samples_per_prompt=4)
