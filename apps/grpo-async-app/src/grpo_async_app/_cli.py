@@ -29,6 +29,8 @@ Asynchronous GRPO: rollouts and training overlap, and no process waits without a
   grpo-async-app push RUN --push-to WHERE   give its best checkpoint, with a model card, to a folder or hub:OWNER/NAME
   grpo-async-app report RUN [--serve PORT]  write report.html again, or serve it while the run goes on
   grpo-async-app doctor                     versions, devices, and why a backend is not there
+                 [--probe-engines FILE]     … start engines with tensor parallel 1, 2, 4, ... on every node, and
+                                            say at which width and on which node that stops
 
   --out FOLDER           run folder of quickstart and train (runs/NAME-DATE)
   --push-to WHERE        of quickstart, train and resume: push when it has ended

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+from grpo_async_app._commands.doctor import examine_command
 from grpo_async_app._commands.evaluate import compare_command, eval_command
 from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
@@ -22,7 +23,6 @@ from offbeat_run import (
     CommandWords,
     RunFolder,
     check_destination,
-    doctor_command,
     duration_text,
     load_config,
     new_run_folder,
@@ -115,7 +115,7 @@ _COMMANDS: dict[str, Command] = {
     "compare": Command(compare_command, "EVAL EVAL", options=("out", "set")),
     "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),
     "report": Command(report_command, "RUN", options=("serve",)),
-    "doctor": Command(doctor_command),
+    "doctor": Command(examine_command, options=("probe-engines",), overrides=True),
 }
 
 
