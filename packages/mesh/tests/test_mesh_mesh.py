@@ -64,7 +64,7 @@ def test_groups_are_those_of_the_layout_and_torch_sees_them(mesh):
         assert group.all_gather_data(mesh.rank) == list(group.ranks)
         assert torch.distributed.get_process_group_ranks(group.process_group) == list(group.ranks)
         assert group.process_group.group_desc == ("×".join(group.axes) or "self")
-    assert mesh.group_except("dp").axes == ("tp", "pp")
+    assert mesh.group_except("dp").axes == ("cp", "tp", "pp")
     torch_mesh = mesh.device_mesh
     assert torch_mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
     for axis in ("pp", "dp", "tp"):
