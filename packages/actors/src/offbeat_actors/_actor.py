@@ -124,7 +124,7 @@ class ActorHandle:
 
     @property
     def state(self) -> tuple[RoleState, float, str]:
-        """What its process does, the Unix time since when, and how it ended where it has."""
+        """Return what its process does, the Unix time since when, and how it ended where it has."""
         if self._reason is not None:
             return "ended", self._since_s, self._reason
         return "ready" if self._is_ready else "starting", self._since_s, ""

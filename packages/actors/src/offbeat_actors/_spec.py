@@ -60,7 +60,7 @@ class Wait:
 
 
 RoleState = Literal["placed", "starting", "ready", "ended"]
-"""Of a role: it has a place and no process yet; its constructor or `start()` runs; it answers calls; it is gone."""
+"""A role has a place and no process yet; its constructor or `start()` runs; it answers calls; it is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

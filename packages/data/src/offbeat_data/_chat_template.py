@@ -111,7 +111,7 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What every chat template expects to find: the filters and functions transformers gives it."""
+    """Return the filters and functions of transformers that every chat template expects."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )

@@ -97,7 +97,7 @@ class SequenceBuilder:
 
     @cached_property
     def notes(self) -> RowNotes:
-        """What is counted row by row."""
+        """Return the counts that are made row by row."""
         return RowNotes(self.tokenizer)
 
     @property

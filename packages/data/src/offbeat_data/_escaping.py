@@ -51,7 +51,7 @@ class _Finding:
 
 
 class RowNotes:
-    """What the rows of a data set hold that may not be meant: counts, each with the first row and an example."""
+    """Counts of what rows hold by accident, each with the first row and an example."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._found = tokenizer, dict[str, _Finding]()

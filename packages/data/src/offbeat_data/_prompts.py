@@ -190,7 +190,7 @@ class _PromptBuilder:
 
     @cached_property
     def notes(self) -> RowNotes:
-        """What is counted row by row."""
+        """Return the counts that are made row by row."""
         return RowNotes(self.tokenizer)
 
     @cached_property

@@ -20,7 +20,7 @@ from offbeat_types import ModelError, OffbeatError
 
 NUM_TOKENS: Final = 12
 PAIR_TOKENS: Final = (20, 6)
-"""Of two sequences in one pack. With thresholds lowered to 8, one is 12 tokens longer and the other ends before."""
+"""Two sequences in one pack. With thresholds lowered to 8, one is 12 tokens longer, the other ends before."""
 TOLERANCE_NATS: Final = {None: 0.01, torch.bfloat16: 0.5}
 """By the format of the layers. Two kernels of attention that sum float32 in different orders are 1e-6 (tiny models) to
 1e-3 nats apart (deep ones); a forgotten scale, mask or layer is 0.1 to 20. Bfloat16 rounds logits of 16 to 32 to

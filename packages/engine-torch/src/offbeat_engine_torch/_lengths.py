@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from offbeat_types import ModelError, TrainSequence
 
 LOWERED_TOKENS: Final = 8
-"""What thresholds are lowered to for a check."""
+"""Tokens that thresholds are lowered to for a check."""
 _THRESHOLD: Final = re.compile(r"window|chunk|original_max_position|floor_scale|local_attention|block_size")
 _NO_THRESHOLD: Final = re.compile(r"layers|pattern|feed_forward")
 """Names that `_THRESHOLD` finds too, of counts of layers, and of a way to save memory that changes no result."""

@@ -201,7 +201,7 @@ class AlgorithmConfig:
 
     @property
     def weighs_kl(self) -> bool:
-        """Whether the KL penalty in the loss is weighted by the ratio to the policy that sampled."""
+        """Return whether the KL penalty in the loss is weighted by the ratio to the policy that sampled."""
         return self.needs_reference and self.kl_in == "loss" and self.kl_ratio_weight is not False
 
     @property
@@ -224,12 +224,12 @@ class AlgorithmConfig:
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighed or rejected by a rollout correction."""
+        """Return whether a rollout correction weighs or rejects tokens."""
         return self.correction not in (AUTO, "none")
 
     @property
     def has_weights(self) -> bool:
-        """Whether the rollout correction weighs tokens."""
+        """Return whether the rollout correction weighs tokens."""
         return self.correction.startswith(WEIGHTS) or self.correction == "icepop"
 
     @property

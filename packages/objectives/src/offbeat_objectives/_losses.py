@@ -73,17 +73,17 @@ class PolicyLoss:
 
     @property
     def _starts_at_old(self) -> bool:
-        """Whether the old policy is the one in training, so that ratio, clips and their divergence tell nothing."""
+        """Return whether the old policy is the one in training: ratio, clips and divergence then tell nothing."""
         return self.single_step and self.config.correction_form != "bypass"
 
     @property
     def _recomputes(self) -> bool:
-        """Whether `old_logprobs` holds the trainer's log-probabilities, recomputed before the update."""
+        """Return whether `old_logprobs` holds the trainer's log-probabilities, recomputed before the update."""
         return self.config.needs_train_logprobs(single_step=self.single_step)
 
     @property
     def _corrects(self) -> bool:
-        """Whether the loss itself computes the correction: each sequence is whole in one micro-batch."""
+        """Return whether the loss itself computes the correction: each sequence is whole in one micro-batch."""
         return self.config.corrects and not self._recomputes
 
     @property

@@ -17,7 +17,7 @@ from offbeat_run import CommandWords, doctor_command, inspect_model, load_config
 from offbeat_types import ConfigError, PeerFailedError, load_backend
 
 _SHOWN_LINES = 12
-"""Of the log of an engine that failed; the whole log is kept, and named."""
+"""Last lines shown of a failed engine's log; the whole log is kept, and its path is printed."""
 
 
 def examine_command(words: CommandWords) -> int:

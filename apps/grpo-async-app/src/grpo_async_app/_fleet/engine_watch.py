@@ -15,12 +15,12 @@ ENOUGH_REQUESTS: Final = 4
 """Answers seen of each engine before it is compared."""
 
 FORGET: Final = 0.8
-"""What was seen before counts so much after each answer: an engine that recovers is soon no straggler any more."""
+"""Weight of earlier measurements after each answer: an engine that recovers soon stops being a straggler."""
 
 
 @dataclass
 class _Seen:
-    """What has been seen of one engine, the latest counting most."""
+    """Measurements of one engine; recent ones weigh most."""
 
     num_requests: int = 0
     tokens: float = 0.0

@@ -63,8 +63,8 @@ _FILTERED_BY: Final = {
     "seq_reward": f"counts the overlong penalty there; {_FILTERED_HERE}",
     "seq_final_reward": f"counts the overlong penalty and the KL penalty there; {_FILTERED_HERE}",
 }
-"""Of the metric there. Source: recipe/dapo/dapo_ray_trainer.py and verl/workers/reward_manager/dapo.py, in which `acc`
-and `score` are of the reward function and the penalty is added to the reward tensor."""
+"""By the name of verl's metric. Source: recipe/dapo/dapo_ray_trainer.py and verl/workers/reward_manager/dapo.py, in
+which `acc` and `score` are of the reward function and the penalty is added to the reward tensor."""
 _LEVELS: Final = {
     "token": "token",
     "token_k1": "token",

@@ -27,7 +27,7 @@ _NUM_TOKENS: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOutcome:
-    """What came of one engine.
+    """The outcome of starting one engine.
 
     Args:
         width: of tensor parallel.

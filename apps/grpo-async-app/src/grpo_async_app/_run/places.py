@@ -39,7 +39,7 @@ class RoleStatus(RolePlace):
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlaces:
-    """What the driver knew of its roles when it last wrote.
+    """The driver's last written record of where its roles are.
 
     Args:
         driver: process id of the driver.
@@ -148,7 +148,7 @@ class PlacesFile:
 
 
 def state_of(role: RoleStatus, driver_lives: bool) -> tuple[RoleState | str, float]:
-    """What to show of a role: its state and the Unix time since when; processes end with their driver."""
+    """Return what is shown of a role: its state and the Unix time since when; processes end with their driver."""
     if role.state == "ended" or driver_lives:
         return role.state, role.since_s
     return "gone with the driver", 0.0
