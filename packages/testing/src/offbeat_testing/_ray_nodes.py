@@ -12,7 +12,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 READY_S: Final = 180.0
-"""For all nodes to join, and for each to be known to the head (30 s in Ray itself): the machine may be busy."""
+"""For all nodes to join: the machine may be busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def ray_nodes(
     head: dict[str, Any] = {"num_cpus": head_cpus, "num_gpus": head_gpus, "include_dashboard": False}
     switches = {"prestart_worker_first_driver": False}
     cluster = Cluster()
-    with patch.dict(os.environ, RAY_TMPDIR=folder, RAY_raylet_start_wait_time_s=f"{READY_S:g}"):
+    with patch.dict(os.environ, RAY_TMPDIR=folder):
         try:
             _patiently(lambda: cluster.add_node(**head, _system_config=switches), folder)
             nodes = RayNodes(cluster=cluster, num_cpus=num_cpus, num_gpus=num_gpus)
