@@ -254,7 +254,7 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
             MAIN,
             {f"{PREFIX}rollout.name": "sglang", f"{ENGINE}.sglang.attention_backend": "fa3"},
             {"rollout.options": None},
-            {f"{ENGINE}.sglang.attention_backend": "no counterpart"},
+            {f"{ENGINE}.sglang.attention_backend": "SGLang's own: vllm takes its place, with rollout.options"},
             id="arguments of another engine stay with it",
         ),
         pytest.param(

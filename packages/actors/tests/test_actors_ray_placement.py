@@ -86,7 +86,7 @@ def test_every_role_sits_on_its_node_and_sees_its_own_devices(
             names = [*(f"trainer-{rank}" for rank in range(4)), *(f"rollout-{number}" for number in range(3))]
             roles = await asyncio.gather(*(started.start(role(name, "Patient", role_env, tmp_path)) for name in names))
             for actor in roles:
-                first = next(r for r in wanted.ranks if actor.name in (f"{r.role}-{r.rank}", f"{r.role}-{r.replica}"))
+                first = next(rank for rank in wanted.ranks if actor.name == f"{rank.role}-{rank.replica}")
                 assert actor.address == first.node, f"{actor.name} sits beside its first device"
             devices = await call_all(roles, "visible_devices", returns=list[str], deadline_s=30)
             return [[actor.address, *held] for actor, held in zip(roles, devices, strict=True)]
