@@ -10,6 +10,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -112,11 +113,12 @@ def run(place: Place) -> Figures:
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(Path(temporary) / "model", tiny=place.tiny)
         figures: dict[str, float | None] = {}
-        for measured in (
+        measures: list[Callable[[], dict[str, float | None]]] = [
             lambda: asyncio.run(measure(place, folder, graphs=True)),
             lambda: asyncio.run(measure(place, folder, graphs=False)),
             lambda: measure_generate(place, folder),
-        ):
+        ]
+        for measured in measures:
             figures |= measured()
             place.note(figures)
     if not place.tiny:
