@@ -160,6 +160,7 @@ class HealthAnswer(msgspec.Struct, kw_only=True):
     num_tokens: int
     busy_s: float
     uptime_s: float
+    num_decoding: int = 0
     status: Literal["ok"] = "ok"
 
 
