@@ -68,6 +68,7 @@ def updated(folder, change=lambda held: None, *, on_cpu):
     return proof
 
 
+@pytest.mark.nightly
 @ALONE
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["workers on CPUs", "workers on devices"])
 def test_subnormal_weights_of_a_trainer_on_a_device_are_proved(standin, tmp_path, on_cpu):
@@ -78,6 +79,7 @@ def test_subnormal_weights_of_a_trainer_on_a_device_are_proved(standin, tmp_path
         updated(folder, lambda held: held[5:6].fill_(0.5), on_cpu=on_cpu)
 
 
+@pytest.mark.nightly
 @ALONE
 def test_a_worker_on_a_device_must_hold_subnormal_numbers_as_they_were_sent(standin, tmp_path):
     """Only a product on a CPU hides them: a device's memory is read back as it is."""
