@@ -28,7 +28,7 @@ from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, 
 STEP_BOUND = 1e-5
 """Of losses and gradient norms relative to themselves, on an accelerator."""
 LEFT_SHARE = 0.1
-"""Of the memory that is to be given back, what may be held asleep: indices, workspaces of libraries."""
+"""Share of the memory that may be held while asleep: indices, workspaces of libraries."""
 FLOAT32_BYTES = 4
 
 

@@ -32,7 +32,7 @@ RESULTS: Final = FOLDER / "results"
 PEAKS_FILE: Final = FOLDER / "accelerators.toml"
 FAILED: Final = 1
 SPEED_SHARE: Final = 0.8
-"""Of a recorded speed, what the same device must reach again."""
+"""Share of a recorded speed that the same device must reach again."""
 SPEEDS: Final = ("tokens_per_s", "mfu")
 """Names of figures of speed begin so."""
 FOR_COMPARISON: Final = "_by_transformers"

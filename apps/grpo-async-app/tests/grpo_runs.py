@@ -48,7 +48,7 @@ def statistics_of(run: Path) -> dict[str, int]:
 
 
 Places = dict[str, Any]
-"""What `where --json` says."""
+"""The parsed output of `where --json`."""
 
 
 def where(command: CommandLine, run: Path) -> Places:
@@ -61,7 +61,7 @@ def where(command: CommandLine, run: Path) -> Places:
 def where_once(
     process: RunningCommand, command: CommandLine, run: Path, seen: Callable[[Places], bool], what: str
 ) -> Places:
-    """What `where` says as soon as it shows something of a run that goes on."""
+    """Return the output of `where` once it shows roles of a run that goes on."""
     last: list[Places] = []
 
     def look() -> bool:

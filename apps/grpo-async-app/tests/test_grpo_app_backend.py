@@ -143,7 +143,7 @@ def completion(num_tokens: int) -> Completion:
 def is_filtered(
     config: GrpoConfig, model: Path, folder: Path, samples: list[Scored], greedy: Scored | None = None
 ) -> bool:
-    """Whether the group of these samples is left out of training."""
+    """Return whether the group of these samples is left out of training."""
     found: list[bool] = []
 
     async def scenario() -> None:

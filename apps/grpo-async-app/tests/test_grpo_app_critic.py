@@ -152,7 +152,7 @@ def test_what_was_cut_off_goes_on_with_the_critics_value(bootstraps: bool) -> No
 
 
 def test_the_value_after_the_last_token_is_the_heads_answer_at_that_token(model: Path) -> None:
-    """Of a real critic, in the same pass: the values before each token stay what they are."""
+    """A real critic gives it in the same pass: the values before each token stay what they are."""
     settings = TrainEngineConfig(model_path=str(model), head="score", device="cpu", dtype="float32", total_steps=1)
     critic, engine = TorchTrainEngine.create(settings), FixedLogprobs()
     config = AlgorithmConfig(advantage="gae", gae_lambda=1.0, options={"normalise": False})

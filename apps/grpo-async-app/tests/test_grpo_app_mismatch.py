@@ -120,7 +120,7 @@ def test_a_token_is_lagged_unless_the_weights_that_sampled_it_scored_it() -> Non
 
 
 def looks(alarm: MismatchAlarm, values: list[float | None], first: int = 1) -> list[str]:
-    """What the alarm says at each update; None is an update without a token of lag 0."""
+    """Return the alarm's message at each update; None stands for an update without a token of lag 0."""
     measured = [{} if value is None else {ALARM_METRIC: Metric(value=value)} for value in values]
     return [alarm.look(update, metrics) for update, metrics in enumerate(measured, first)]
 

@@ -204,6 +204,26 @@ def test_a_reward_model_has_a_place_and_must_be_one(config: Path, scorer: Path, 
         check_reward(with_model(config, scorer, "--reward.reward_model.max_batches=2"))
 
 
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 64),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4}, 32),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_texts_beyond_a_length_at_which_scores_depend_on_each_other_are_refused(
+    scorer: Path, tmp_path: Path, rope: dict[str, Any], limit: int
+) -> None:
+    folder = shutil.copytree(scorer, tmp_path / "scorer")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"rope_parameters": rope, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(settings))
+    check_reward_model(RewardModelOptions(path=str(folder), max_tokens=limit))
+    with pytest.raises(ConfigError, match=f"set it to at most {limit}"):
+        check_reward_model(RewardModelOptions(path=str(folder), max_tokens=limit + 1))
+
+
 def test_a_plan_names_it(command: CommandLine, config: Path, scorer: Path) -> None:
     table = f"{{path = {json.dumps(str(scorer))}}}"
     ended = command("plan", config, "--reward.name=reward_model", f"--reward.reward_model={table}")

@@ -1,4 +1,4 @@
-"""What begins at a length of the configuration: windows, chunks, rotary frequencies that depend on the whole call."""
+"""Thresholds of a configuration in tokens: windows, chunks, rotary frequencies that depend on the whole call."""
 
 import json
 
@@ -154,7 +154,7 @@ def test_ranks_limit_a_family_together(mesh, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 16}, {"keep_window_size": 16}], ids=str)
 def test_doge_masks_by_what_it_computes_and_is_refused(tmp_path, changes):
-    """Of a fresh model, whose masks let everything pass, too: its mask would be trained by nothing."""
+    """A fresh model, whose masks let everything pass, is refused too: nothing would train its mask."""
     folder = write(transformers.DogeConfig(**SMALL, **changes), tmp_path)
     with pytest.raises(ModelError, match="DogeAttention makes its own attention mask"):
         create(folder)

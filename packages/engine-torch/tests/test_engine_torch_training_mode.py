@@ -43,7 +43,7 @@ def create(folder, **changes):
 
 
 def loss_logprobs(engine, sequences):
-    """What `forward_backward` gives its loss, in the order of the micro-batch."""
+    """Return what `forward_backward` gives its loss, in the order of the micro-batch."""
     seen = []
 
     def loss(tokens):

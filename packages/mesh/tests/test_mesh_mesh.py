@@ -145,7 +145,7 @@ def test_a_group_is_not_split_from_the_world(mesh, monkeypatch, bound):
 
 @pytest.mark.mesh(dp=2)
 def test_two_threads_make_groups_in_other_orders_on_other_ranks(mesh):
-    """What hides the default group's device is no lock that one of them waits for."""
+    """Hiding the default group's device takes no lock that one of them waits for."""
     default = distributed_c10d._get_default_group()
     default.bound_device_id = torch.device("cpu", 0)
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""What `auto` stands for: by the loss, by what is written out, and by how tokens are sampled."""
+"""Resolve `auto`: by the loss, by what is written out, and by how tokens are sampled."""
 
 import pytest
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 SETTINGS: list[dict[str, Any]] = []
-"""What `repatch` got."""
+"""The arguments that `repatch` got."""
 
 
 class OnNpu(TorchFunctionMode):

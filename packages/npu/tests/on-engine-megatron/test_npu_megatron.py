@@ -59,7 +59,7 @@ def trained(engine, sequences):
 
 @pytest.fixture(scope="module")
 def wanted(folders):
-    """What one rank on the CPU finds, in a process of its own: this one must not compute gradients before it forks."""
+    """Return what one rank on the CPU finds, in a process of its own: this one forks, so it computes no gradients."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
         return {kind: process.submit(on_the_cpu, kind, folder).result(timeout=100) for kind, folder in folders.items()}
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from offbeat_data import RewardConfig
 from offbeat_run import inspect_model
@@ -74,10 +75,11 @@ def check_one_reward_model(section: RewardConfig, own: RewardConfig, where: str 
 
 
 def check_reward_model(options: RewardModelOptions) -> None:
-    """Refuse a folder that holds no model with one score.
+    """Refuse a folder that holds no model with one score, and texts so long that their scores depend on each other.
 
     Raises:
         ModelError: no folder of a model, or one of another kind.
+        ConfigError: max_tokens is above what the model's rotary embeddings read one text at a time.
     """
     folder = inspect_model(options.path)
     config = json.loads((folder.path / "config.json").read_text())
@@ -87,4 +89,23 @@ def check_reward_model(options: RewardModelOptions) -> None:
         raise ModelError(
             f"reward.reward_model.path = {options.path}: needed is a sequence classification model with one label, got "
             f"{', '.join(map(str, names))} with {num_labels}"
+        )
+    _check_rotary_limit(options, config.get("text_config", config))
+
+
+def _check_rotary_limit(options: RewardModelOptions, config: dict[str, Any]) -> None:
+    """Refuse lengths beyond which transformers takes rotary frequencies by the longest text of a call.
+
+    Source: `dynamic_rope_update` in transformers, modeling_rope_utils.py.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = str(rope.get("rope_type") or rope.get("type") or "")
+    if kind != "longrope" and "dynamic" not in kind:
+        return
+    key = "original_max_position_embeddings" if kind == "longrope" else "max_position_embeddings"
+    limit = rope.get(key) or config.get(key) or config["max_position_embeddings"]
+    if options.max_tokens > limit:
+        raise ConfigError(
+            f"reward.reward_model.max_tokens = {options.max_tokens}: with rope_type {kind!r} a text's score depends on "
+            f"the texts read beside it once one is longer than {key} = {limit}; set it to at most {limit}"
         )
