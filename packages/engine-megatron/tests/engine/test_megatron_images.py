@@ -216,7 +216,9 @@ def test_bfloat16_is_near(wanted_of):
     wanted = wanted_of["qwen3_vl"]
     engine = MegatronTrainEngine.create(config(wanted.folder, dtype="bfloat16"))
     found = masked(wanted.sequences, engine.logprobs(wanted.sequences))
-    np.testing.assert_allclose(found, wanted.logprobs, atol=0.3, rtol=0)
+    errors = np.abs(found - wanted.logprobs)  # seen: 0.03 at most, 0.008 on average, where they spread by 1 nat
+    assert errors.max() < 0.1
+    assert errors.mean() < 0.02
     train(engine, wanted.sequences, 1)
     assert {tensor.dtype for tensor in engine._passes.tensors()} == {torch.bfloat16}
     engine.close()
