@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -53,6 +54,24 @@ def test_a_reader_sees_if_a_process_writes_to_a_folder_and_keeps_no_writer_out(t
                 RunFolder.open(tmp_path / "run").close()
         finally:
             reader.kill()
+
+
+def test_a_forked_child_does_not_keep_a_dead_writers_folder_locked(tmp_path):
+    run = make(tmp_path / "run")
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        assert has_writer(run.path), "the child lets go of its copy alone"
+        run.close()
+        deadline_s = time.monotonic() + 10
+        while has_writer(run.path) and time.monotonic() < deadline_s:  # until the child has begun
+            time.sleep(0.01)
+        assert not has_writer(run.path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_folder_that_holds_files_is_refused_with_the_three_ways_out(tmp_path):

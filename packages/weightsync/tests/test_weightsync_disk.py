@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,6 +225,29 @@ def test_a_trainer_that_went_back_writes_its_own_versions(tmp_path: Path, weight
         sender.send(others.items(), 7, 1)
     assert are_equal(held[0], others)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "version-00000007"]
+
+
+def test_a_forked_child_does_not_keep_the_folder_of_a_dead_trainer_locked(tmp_path: Path, weights: Weights) -> None:
+    sender = open_sender(tmp_path, weights)
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        wait_for_no_copy(child, tmp_path / ".writer")
+        sender.close()
+        open_sender(tmp_path, weights).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def wait_for_no_copy(pid: int, path: Path) -> None:
+    """Return when a process has no descriptor of a file."""
+    deadline_s = time.monotonic() + 10
+    while path in {each.resolve() for each in Path(f"/proc/{pid}/fd").iterdir()}:
+        assert time.monotonic() < deadline_s, f"process {pid} still holds {path}"
+        time.sleep(0.01)
 
 
 def test_two_trainers_do_not_write_to_one_folder(tmp_path: Path, weights: Weights) -> None:

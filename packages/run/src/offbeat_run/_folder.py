@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
+from weakref import WeakSet
 
 from offbeat_run._config.secrets import hide_secrets
 from offbeat_run._config.text import dump_config
@@ -21,7 +22,8 @@ from offbeat_run._quantities import size_text
 from offbeat_types import RunFolderError, UserError
 
 LOCK_NAME: Final = ".lock"
-_LOOK_S: Final = 0.05
+_LOOK_S: Final = 0.5
+_LOOK_AGAIN_S: Final = 0.01
 _last_locked: list[Path] = []
 
 
@@ -31,7 +33,10 @@ def last_locked() -> Path | None:
 
 
 class FolderLock:
-    """An exclusive lock on a folder, held until `release` or the end of the process, however it ends."""
+    """An exclusive lock on a folder, held until `release` or the end of the process, however it ends.
+
+    A forked child does not hold it: it would otherwise keep a killed run's folder locked for as long as it lives.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Take the lock.
@@ -48,19 +53,22 @@ class FolderLock:
             )
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        _locks.add(self)
         _last_locked[:] = [folder]
 
     def _is_taken(self) -> bool:
-        """Try to take it, for a moment longer than `has_writer` holds it."""
+        """Try to take it, for longer than `has_writer` holds it even where the processor is taken from it."""
         assert self._descriptor is not None
-        for pause_s in (_LOOK_S, 0.0):
+        end_s = time.monotonic() + _LOOK_S
+        while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                time.sleep(pause_s)
+                if time.monotonic() > end_s:
+                    return False
+                time.sleep(_LOOK_AGAIN_S)
             else:
                 return True
-        return False
 
     def forget(self) -> None:
         """Make `last_locked` forget this folder: there is nothing in it to resume."""
@@ -71,6 +79,17 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_locks: WeakSet[FolderLock] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_locks):
+        lock.release()  # closing a copy of the descriptor leaves the parent's lock in place
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def has_writer(folder: Path) -> bool:

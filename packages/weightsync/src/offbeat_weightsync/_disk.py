@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -139,6 +140,8 @@ def _write_version(
 class VersionFolder:
     """A folder of versions that one sender writes; what a former one has left is removed.
 
+    A forked child does not hold its lock: it would otherwise keep the folder of a killed sender locked.
+
     Raises:
         WeightSyncError: it cannot be written, or another sender writes to it.
     """
@@ -155,6 +158,7 @@ class VersionFolder:
         except OSError as error:
             os.close(self._lock)
             raise WeightSyncError(f"another trainer writes to {path}: give each a folder of its own") from error
+        _folders.add(self)
         for left in path.iterdir():
             if _OURS.fullmatch(left.name):
                 shutil.rmtree(left)
@@ -175,6 +179,17 @@ class VersionFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+_folders: WeakSet[VersionFolder] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for folder in list(_folders):
+        folder.close()  # closing a copy of the descriptor leaves the parent's lock in place
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
