@@ -1,6 +1,7 @@
-"""Learn the quickstart's lessons at several lags, with the default correction and with none.
+"""Learn the quickstart's lessons at several lags, with the default correction and with others.
 
-    python tools/bench/lags.py FOLDER [--lessons addition calculator] [--lags 0 1 4 8] [--seeds 5] [--only-page]
+    python tools/bench/lags.py FOLDER [--lessons addition calculator] [--lags 0 1 4 8] [--seeds 5]
+        [--corrections auto none] [--at-once 1] [--only-page]
 
 Each run trains a fixed number of updates, so that all have seen equally many samples, from one warmed-up model a seed.
 Lag 0 is synchronous training; lag M lets the engine run ahead as far as async.max_version_lag = M allows. What a run
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +30,10 @@ from bench.harness import Row
 from grpo_async_app._commands.quickstart import MODEL_VARIABLE, find_lesson
 from offbeat_run import MetricsLine, read_metrics
 
-UPDATES: Final = {"addition": 60, "calculator": 16}
-"""Where the curves are steepest: at their ends every form of training has learned everything."""
-CORRECTIONS: Final = ("auto", "none")
+UPDATES: Final = {"addition": 100, "calculator": 12}
+"""Where training on policy has learned nearly everything, and the learning rate has gone down on the way."""
+CORRECTIONS: Final = {"auto": "default", "token_tis": "token weights", "none": "none"}
+"""Those that can be compared, and how the page calls them. All but the default in the decoupled form."""
 RUN_TIMEOUT_S: Final = 3600
 
 
@@ -39,7 +42,6 @@ def words_of(lag: int, correction: str, num_updates: int) -> list[str]:
     return [
         f"--engine.max_updates={num_updates}",
         "--engine.max_time_s=0",
-        "--engine.schedule=constant",
         "--eval.stop_at_accuracy=0",
         f"--eval.every_updates={max(num_updates // 4, 1)}",
         "--checkpoint.every=0",
@@ -98,22 +100,30 @@ def measure(lines: Sequence[MetricsLine]) -> dict[str, float]:
     return {"before": first, "after": last, **means, "lag_max": max(_number(each, "train/lag_max") for each in updates)}
 
 
+def _order(row: Row) -> int:
+    return list(CORRECTIONS).index(row["correction"])
+
+
 def _number(values: Mapping[str, Any], name: str) -> float:
     return float(values[name])
 
 
 def missing_runs(
-    known: Sequence[Row], lessons: Sequence[str], lags: Sequence[int], num_seeds: int
+    known: Sequence[Row],
+    lessons: Sequence[str],
+    lags: Sequence[int],
+    num_seeds: int,
+    corrections: Sequence[str] = ("auto", "none"),
 ) -> Iterator[tuple[str, int, str, int]]:
     """Yield (lesson, lag, correction, seed) of the runs that are still to be made, seed by seed."""
     done = {(row["lesson"], row["lag"], row["correction"], row["seed"]) for row in known}
     for seed in range(num_seeds):
         for lesson in lessons:
             for lag in lags:
-                for correction in CORRECTIONS:
+                # On policy the default is none, and weights are 1: one run tells of all.
+                for correction in corrections if lag else ("none",):
                     key = (lesson, lag, correction, seed)
-                    # On policy the default is none: one run tells of both.
-                    if key not in done and not (lag == 0 and correction == "auto"):
+                    if key not in done:
                         yield key
 
 
@@ -129,7 +139,7 @@ def page(rows: Sequence[Row]) -> str:
     for (lesson, lag, correction), found in sorted(groups.items()):
         after = [row["after"] for row in found]
         spread = statistics.stdev(after) if len(after) > 1 else 0.0
-        name = "on policy" if lag == 0 else {"auto": "default", "none": "none"}[correction]
+        name = "on policy" if lag == 0 else CORRECTIONS[correction]
         means = [statistics.fmean(row[key] for row in found) for key in ("train/lag_mean", "mismatch/kl")]
         lines.append(
             f"| {lesson} | {lag} | {name} | {statistics.fmean(after):.3f} | ± {spread:.3f} | {means[0]:.2f} | "
@@ -148,13 +158,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     lessons = sorted({row["lesson"] for row in rows})
     figure, panels = plt.subplots(1, len(lessons), figsize=(4.5 * len(lessons), 3.2), squeeze=False)
     for panel, lesson in zip(panels[0], lessons, strict=True):
-        for correction in CORRECTIONS:
-            found = [row for row in rows if row["lesson"] == lesson and row["correction"] in (correction, "none")]
-            found = [row for row in found if row["correction"] == correction or row["lag"] == 0]
+        of_lesson = [row for row in rows if row["lesson"] == lesson]
+        for correction in dict.fromkeys(row["correction"] for row in sorted(of_lesson, key=_order) if row["lag"]):
+            found = [row for row in of_lesson if row["correction"] == correction or row["lag"] == 0]
             lags = sorted({row["lag"] for row in found})
             after = [[row["after"] for row in found if row["lag"] == lag] for lag in lags]
             spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in after]
-            label = {"auto": "default", "none": "no correction"}[correction]
+            label = "no correction" if correction == "none" else CORRECTIONS[correction]
             panel.errorbar(lags, [statistics.fmean(each) for each in after], spread, marker="o", capsize=3, label=label)
         panel.set(title=lesson, xlabel="lag at most (updates)", ylabel="held-out accuracy", ylim=(0, 1.02))
         panel.legend()
@@ -170,18 +180,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lessons", nargs="+", default=list(UPDATES), choices=list(UPDATES))
     parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 4, 8])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--corrections", nargs="+", default=["auto", "none"], choices=list(CORRECTIONS))
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other; each has about one busy CPU")
     parser.add_argument("--updates", type=int, default=0, help="of each run; 0: as the lesson needs")
     parser.add_argument("--only-page", action="store_true", help="make no runs")
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / "lags.jsonl"
     rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for key in [] if args.only_page else list(missing_runs(rows, args.lessons, args.lags, args.seeds)):
-        lesson, lag, correction, seed = key
-        rows.append(run_lesson(lesson, lag, correction, seed, args.folder, args.updates or UPDATES[lesson]))
-        with path.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(f"{lesson}, lag {lag}, {correction}, seed {seed}: {rows[-1]['after']:.3f}", flush=True)
+    missing = list(missing_runs(rows, args.lessons, args.lags, args.seeds, args.corrections))
+    for lesson, seed in [] if args.only_page else {(key[0], key[3]): None for key in missing}:
+        warm_model(lesson, seed, args.folder)
+    with ThreadPoolExecutor(args.at_once) as pool:
+        made = [
+            pool.submit(run_lesson, *key, args.folder, args.updates or UPDATES[key[0]])
+            for key in ([] if args.only_page else missing)
+        ]
+        for each in as_completed(made):
+            row = each.result()
+            rows.append(row)
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print("{lesson}, lag {lag}, {correction}, seed {seed}: {after:.3f}".format_map(row), flush=True)
     (args.folder / "lags.md").write_text(page(rows))
     draw(rows, args.folder / "lags.svg")
     print(page(rows))

@@ -15,16 +15,31 @@ from offbeat_run import RunFolder, load_config
 from offbeat_testing import CommandLine
 
 ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false")
+TWO_STEPS = "--algorithm.num_passes=2"
+STALE = "async.staleness_threshold = 0.5: some samples are of older weights"
+BETWEEN_SYNCS = "async.trigger_parameter_sync_step = 2: the engines sample with older weights between two syncs"
+CLIPS = ", and with one optimizer step an update only a clip around the policy that sampled acts"
+
+
+@pytest.mark.parametrize(
+    ("words", "lag"), [((), STALE), ((*ON_POLICY, "--async.trigger_parameter_sync_step=2"), BETWEEN_SYNCS)]
+)
+def test_one_step_on_tokens_of_older_weights_is_clipped_around_them(
+    config: Path, words: tuple[str, ...], lag: str
+) -> None:
+    chosen, said = choose_correction(load_config(config, GrpoConfig, words))
+    assert (chosen.algorithm.correction, chosen.algorithm.correction_form) == ("none", "bypass")
+    assert f"algorithm.correction_form = bypass ({lag}{CLIPS})" in said
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ((), "async.staleness_threshold = 0.5: some samples are of older weights"),
-        (
-            (*ON_POLICY, "--async.trigger_parameter_sync_step=2"),
-            "async.trigger_parameter_sync_step = 2: the engines sample with older weights between two syncs",
-        ),
+        ((TWO_STEPS,), STALE),
+        (("--async.require_batches=2",), STALE),
+        (("--algorithm.loss=gspo",), STALE),
+        (("--rollout.weight_format=fp8",), STALE),
+        ((TWO_STEPS, *ON_POLICY, "--async.trigger_parameter_sync_step=2"), BETWEEN_SYNCS),
         (
             (*ON_POLICY, "--rollout.weight_format=fp8"),
             "rollout.weight_format = fp8: the engines sample with rounded weights",
@@ -59,7 +74,7 @@ def test_plan_prints_the_choice_and_its_reason(command: CommandLine, config: Pat
     for planned in (here, elsewhere):
         assert planned.code == 0, planned.err
         text = " ".join(planned.out.split())
-        assert "algorithm.correction = token_tis (async.staleness_threshold = 0.5" in text
+        assert "algorithm.correction_form = bypass (async.staleness_threshold = 0.5" in text
     written = command("plan", config, "--algorithm.correction=none", "--algorithm.correction_form=decoupled")
     assert "algorithm.correction" not in written.out
 
@@ -88,12 +103,25 @@ def test_a_correction_of_the_only_step_asks_the_engine_for_nothing(correction: s
     assert "correction/weight_mean" in metrics
 
 
-def test_a_run_corrects_by_default_and_its_folder_says_how(forked_main: Main, config: Path, tmp_path: Path) -> None:
+def test_a_run_clips_around_its_sampler_by_default_and_its_folder_says_so(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     output = run_to_its_end(forked_main, "train", config, "--out", run, "--eval.every_updates=0")
-    assert "algorithm.correction = token_tis" in " ".join(output.split())
+    assert "algorithm.correction_form = bypass" in " ".join(output.split())
     written = load_config(RunFolder.open(run, write=False).config, GrpoConfig, ())
-    assert (written.algorithm.correction, written.algorithm.correction_form) == ("token_tis", "decoupled")
+    assert (written.algorithm.correction, written.algorithm.correction_form) == ("none", "bypass")
+    updates = set(values_of(run, "train/reward"))
+    for measured in ("mismatch/kl", "train/ratio_mean", "train/ratio_max", "train/clip_fraction"):
+        assert set(values_of(run, measured)) == updates, measured
+
+
+def test_a_run_with_weights_shows_them_and_no_ratio_that_is_always_one(
+    forked_main: Main, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ("--eval.every_updates=0", "--algorithm.correction=token_tis")
+    run_to_its_end(forked_main, "train", config, "--out", run, *words)
     updates = set(values_of(run, "train/reward"))
     assert set(values_of(run, "correction/weight_mean")) == updates
     assert set(values_of(run, "mismatch/kl")) == updates

@@ -7,11 +7,12 @@ from offbeat_objectives._config import CORRECTIONS, DPPO_LOSSES, LOSSES
 from offbeat_types import ConfigError
 
 LAG = "async.staleness_threshold = 0.5: some samples are of older weights"
+ONE_STEP = f"{LAG}, and one step an update"
 
 
-def resolved(off_policy, **settings):
+def resolved(off_policy, unclipped="", **settings):
     length = {"fixed_length": 8} if settings.get("loss") in DPPO_LOSSES else {}
-    config, said = resolve_correction(AlgorithmConfig(**settings, **length), off_policy)
+    config, said = resolve_correction(AlgorithmConfig(**settings, **length), off_policy, unclipped)
     check_algorithm(config, samples_per_prompt=4)
     return config.correction, config.correction_form, said
 
@@ -23,6 +24,27 @@ def test_every_loss_has_a_correction_off_policy_and_none_on_policy(loss):
     else:
         assert resolved(LAG, loss=loss)[:2] == ("token_tis", "decoupled")
         assert resolved("", loss=loss)[:2] == ("none", "decoupled")
+
+
+def test_where_no_other_clip_acts_ppo_clips_around_the_sampler():
+    correction, form, said = resolved(LAG, ONE_STEP)
+    assert (correction, form) == ("none", "bypass")
+    assert said[1] == f"algorithm.correction_form = bypass ({ONE_STEP})"
+    assert "the ratio of ppo_clip corrects by itself" in said[0]
+    assert resolved("", "")[:2] == ("none", "decoupled")
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in ("ppo_clip", *DPPO_LOSSES)])
+def test_other_losses_are_weighed_also_with_one_step(loss):
+    assert resolved(LAG, ONE_STEP, loss=loss)[:2] == ("token_tis", "decoupled")
+
+
+@pytest.mark.parametrize(
+    "written", [{"tis_cap": 3.0}, {"normalise_weights": True}, {"correction": "token_tis"}, {"correction": "none"}]
+)
+def test_one_step_leaves_weights_that_are_asked_for_and_none_that_is_written_out(written):
+    found, form, _ = resolved(LAG, ONE_STEP, **written)
+    assert (found, form) == (written.get("correction", "token_tis"), "decoupled")
 
 
 def test_a_choice_says_its_reason():

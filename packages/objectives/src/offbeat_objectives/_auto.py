@@ -4,6 +4,10 @@ Where the policy that samples differs from the one in training, by age or by ari
 min(r, 2), r = π_train / π_rollout, in the decoupled form: the weight makes up for the sampler, and the loss's own ratio
 and clip are around the policy before the update.
 
+With one optimizer step an update that clip never acts: nothing then bounds how far the policy goes from the one that
+sampled. So where samples are of older weights, ppo_clip takes the bypass form instead: its ratio, and its clip, are
+against the sampler. Measured: docs/losses.md, "What is corrected by default".
+
 The weight is of a token for every loss, also for those whose ratio is of a sequence (gspo, sapo, gmpo). Their gradient
 is a sum over tokens, each of which gets the weight of its own probability. The product over a sequence is the exact
 weight, with a variance that grows with the length: where log r of a token has the deviation s, the effective sample
@@ -11,7 +15,8 @@ size of T tokens is exp(-T s²) of them, 1 in 7 for T = 8192 and s = 0.0155.
 
 Sources: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
 https://fengyao.notion.site/off-policy-rl (token weights, C = 2); AReaL, 2505.24298, section 5.2 (decoupled objective);
-verl, docs/algo/rollout_corr.md (both joined); DPPO, 2602.04879 (bounds the distance to the sampler).
+verl, docs/algo/rollout_corr.md (both joined; the bypass form, the default of its fully asynchronous trainer); DPPO,
+2602.04879 (bounds the distance to the sampler).
 """
 
 from dataclasses import replace
@@ -22,20 +27,24 @@ _FORM = "algorithm.correction_form"
 _CORRECTION = "algorithm.correction"
 
 
-def resolve_correction(config: AlgorithmConfig, off_policy: str) -> tuple[AlgorithmConfig, list[str]]:
+def resolve_correction(
+    config: AlgorithmConfig, off_policy: str, unclipped: str = ""
+) -> tuple[AlgorithmConfig, list[str]]:
     """Replace `auto` in `correction` and `correction_form`; what is written out stays.
 
     Args:
         config: as it was written.
         off_policy: why tokens may be sampled by another policy than the one in training, in words; empty where weights,
             number format and engine are the same.
+        unclipped: why a clip around the policy before the update would not bound how far the policy goes from older
+            weights that sampled, in words; empty where it would, or where none are older.
 
     Returns:
         The configuration without `auto`, and each choice with its reason, in words.
     """
     form, said = config.correction_form, list[str]()
     if form == AUTO:
-        form, why = _choose_form(config)
+        form, why = _choose_form(config, unclipped)
         said.append(f"{_FORM} = {form} ({why})")
     correction = config.correction
     if correction == AUTO:
@@ -44,7 +53,10 @@ def resolve_correction(config: AlgorithmConfig, off_policy: str) -> tuple[Algori
     return replace(config, correction=correction, correction_form=form), said
 
 
-def _choose_form(config: AlgorithmConfig) -> tuple[str, str]:
+def _choose_form(config: AlgorithmConfig, unclipped: str) -> tuple[str, str]:
+    asks_for_weights = config.tis_cap is not None or config.normalise_weights
+    if unclipped and config.loss == "ppo_clip" and config.correction == AUTO and not asks_for_weights:
+        return "bypass", unclipped
     if config.loss not in DPPO_LOSSES:
         return "decoupled", "the ratio is against the trainer's policy before the update"
     if config.correction == AUTO or not config.has_weights:

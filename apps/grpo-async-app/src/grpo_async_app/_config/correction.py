@@ -19,7 +19,7 @@ def choose_correction(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
     Returns:
         The configuration without open choices, and each choice with its reason.
     """
-    algorithm, said = resolve_correction(config.algorithm, off_policy_reason(config))
+    algorithm, said = resolve_correction(config.algorithm, off_policy_reason(config), _unclipped_reason(config))
     if algorithm.mismatch_alarm_nats is None:
         bound_nats, why = _alarm_bound(config)
         algorithm = replace(algorithm, mismatch_alarm_nats=bound_nats)
@@ -38,14 +38,9 @@ def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
 
 def off_policy_reason(config: GrpoConfig) -> str:
     """Return why tokens may be sampled by another policy than the one in training; empty where they are not."""
-    async_, rollout, engine = config.async_, config.rollout, config.engine
-    if async_.staleness_threshold > 0:
-        return f"async.staleness_threshold = {async_.staleness_threshold:g}: some samples are of older weights"
-    if async_.trigger_parameter_sync_step > 1:
-        return (
-            f"async.trigger_parameter_sync_step = {async_.trigger_parameter_sync_step}: the engines sample with older "
-            "weights between two syncs"
-        )
+    rollout, engine = config.rollout, config.engine
+    if lag := _lag_reason(config):
+        return lag
     if rollout.weight_format != "dtype":
         return f"rollout.weight_format = {rollout.weight_format}: the engines sample with rounded weights"
     if rollout.dtype != engine.dtype:
@@ -53,3 +48,26 @@ def off_policy_reason(config: GrpoConfig) -> str:
     if rollout.backend != engine.backend:
         return f"rollout.backend = {rollout.backend}, engine.backend = {engine.backend}: two implementations"
     return ""
+
+
+def _lag_reason(config: GrpoConfig) -> str:
+    async_ = config.async_
+    if async_.staleness_threshold > 0:
+        return f"async.staleness_threshold = {async_.staleness_threshold:g}: some samples are of older weights"
+    if async_.trigger_parameter_sync_step > 1:
+        return (
+            f"async.trigger_parameter_sync_step = {async_.trigger_parameter_sync_step}: the engines sample with older "
+            "weights between two syncs"
+        )
+    return ""
+
+
+def _unclipped_reason(config: GrpoConfig) -> str:
+    """Return why a clip around the policy before the update bounds nothing; see `resolve_correction`.
+
+    The rounding of fp8 weights moves ratios further than a clip is wide: there weights correct, not the clip.
+    """
+    lag = _lag_reason(config)
+    if not lag or config.steps_per_update > 1 or config.rollout.weight_format != "dtype":
+        return ""
+    return f"{lag}, and with one optimizer step an update only a clip around the policy that sampled acts"
