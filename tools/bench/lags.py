@@ -188,14 +188,13 @@ def main(arguments: list[str] | None = None) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / "lags.jsonl"
     rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    missing = list(missing_runs(rows, args.lessons, args.lags, args.seeds, args.corrections))
-    for lesson, seed in [] if args.only_page else {(key[0], key[3]): None for key in missing}:
-        warm_model(lesson, seed, args.folder)
+    wanted = list(missing_runs(rows, args.lessons, args.lags, args.seeds, args.corrections))
+    missing = [] if args.only_page else wanted
     with ThreadPoolExecutor(args.at_once) as pool:
-        made = [
-            pool.submit(run_lesson, *key, args.folder, args.updates or UPDATES[key[0]])
-            for key in ([] if args.only_page else missing)
-        ]
+        lessons = {(key[0], key[3]): None for key in missing}
+        for _ in pool.map(lambda each: warm_model(each[0], each[1], args.folder), lessons):
+            pass  # an error is raised here
+        made = [pool.submit(run_lesson, *key, args.folder, args.updates or UPDATES[key[0]]) for key in missing]
         for each in as_completed(made):
             row = each.result()
             rows.append(row)
