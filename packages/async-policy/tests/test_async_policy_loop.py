@@ -294,6 +294,66 @@ def test_every_kind_of_work_has_a_deadline_with_its_name(deadline, where, text):
     assert "rollouter" in str(late.value), "and says who waits for whom"
 
 
+def test_a_drop_has_a_deadline_too():
+    """Of a group that is too old at once, because the run goes on from a checkpoint under a tighter bound."""
+    loose, tight = (
+        {"staleness_threshold": 4.0},
+        {"staleness_threshold": 4.0, "max_version_lag": 1, "on_exceed": "drop", "group_deadline_s": 0.3},
+    )
+    first = Backend(checkpoint_every=1)
+    run(AsyncPolicy(AsyncConfig(**QUICK, **loose), 80), first)
+    lags = [[state["version"] - oldest for _, oldest in state["finished"]] for state, _, _ in first.saved]
+    state, samples, _ = first.saved[next(at for at, found in enumerate(lags) if max(found, default=0) > 1)]
+
+    async def hang(_):
+        await asyncio.Event().wait()
+
+    second = Backend()
+    second.samples, second.drop = dict(samples), hang
+    with pytest.raises(DeadlineError, match=r"^drop of group \d+: waited 0.3 s for an engine"):
+        run(AsyncPolicy.restore(AsyncConfig(**QUICK, **tight), state, 80), second)
+
+
+def test_a_time_out_of_the_backends_own_is_not_told_as_a_deadline_of_the_loop():
+    async def time_out(*_):
+        raise TimeoutError("the file system has given up")
+
+    backend = Backend()
+    backend.update = time_out
+    with pytest.raises(TimeoutError, match="the file system has given up"):
+        run(AsyncPolicy(AsyncConfig(**QUICK), 40), backend)
+
+
+def test_work_that_does_not_let_itself_be_cancelled_does_not_keep_the_loop(monkeypatch):
+    """The loop ends with the error that ended it, and leaves such work behind."""
+    monkeypatch.setattr("offbeat_async_policy._loop.CANCEL_GRACE_S", 0.05)
+
+    class Stubborn(Backend):
+        async def submit(self, group_id):
+            while not self.may_end.is_set():
+                try:
+                    await self.may_end.wait()
+                except asyncio.CancelledError:
+                    self.asked.append(group_id)
+            return GroupResult(oldest_version=0)
+
+        def wants_end(self):
+            raise PeerFailedError("trainer-0", "killed by signal 9")
+
+    async def main():
+        backend = Stubborn()
+        backend.may_end, backend.asked = asyncio.Event(), []
+        try:
+            async with asyncio.timeout(10):
+                with pytest.raises(PeerFailedError, match="killed by signal 9"):
+                    await run_loop(AsyncPolicy(AsyncConfig(**QUICK), 40), backend, idle_every_s=0.01)
+        finally:
+            backend.may_end.set()
+        assert sorted(backend.asked) == list(range(6))
+
+    asyncio.run(main())
+
+
 def test_a_backend_that_cancels_its_own_work_is_an_error_and_not_a_quiet_end():
     async def cancel_self(*_):
         raise asyncio.CancelledError
@@ -315,6 +375,45 @@ def test_a_group_that_is_dropped_in_flight_is_cancelled_at_once():
     assert 1 in backend.dropped
     assert 1 in backend.cancelled
     assert sorted([*backend.trained, *backend.filtered, *backend.dropped]) == list(range(60))
+
+
+def test_a_summary_says_where_the_time_went_however_many_groups_were_in_flight():
+    """Groups 0 and 1 begin together; group 1 is in flight until the first update has ended."""
+
+    class Timed(Backend):
+        async def generate(self, group_id):
+            if group_id:
+                await self.has_updated.wait()
+            else:
+                await asyncio.sleep(0.01)  # until both have begun
+                self.now_s += 1
+
+        async def update(self, group_ids, version):
+            self.now_s += 3
+            await super().update(group_ids, version)
+            self.has_updated.set()
+
+        async def sync(self, version, interrupt):
+            self.now_s += 2
+            await super().sync(version, interrupt)
+
+    async def main():
+        backend = Timed()
+        backend.now_s, backend.has_updated = 0.0, asyncio.Event()
+        config = AsyncConfig(staleness_threshold=1.0, mini_batch_size=1)
+        return await run_loop(AsyncPolicy(config, 2), backend, clock=lambda: backend.now_s)
+
+    summary = asyncio.run(main())
+    assert (summary.elapsed_s, summary.updating_s, summary.syncing_s) == (11.0, 6.0, 4.0)
+    assert (summary.generating_s, summary.overlap_s) == (4.0, 3.0)
+    assert summary.trainer_idle_share == pytest.approx(5 / 11)
+    assert summary.rollouter_idle_share == pytest.approx(7 / 11)
+
+
+def test_checkpoints_are_of_the_versions_that_the_backend_wants():
+    backend = Backend(checkpoint_every=3)
+    run(AsyncPolicy(AsyncConfig(**QUICK, staleness_threshold=1.0), 40), backend)
+    assert [state["version"] for state, _, _ in backend.saved] == [3, 6, 9]
 
 
 @pytest.mark.parametrize("which", [0, 3, -1])

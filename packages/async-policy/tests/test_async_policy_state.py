@@ -183,6 +183,16 @@ def test_an_engine_that_came_up_between_two_syncs_may_sample_under_the_trainers_
     assert dict(policy.state()["finished"]) == {2: 1}
 
 
+def test_a_finished_group_that_is_discarded_counts_as_filtered_and_the_next_checkpoint_adds_up():
+    policy = policy_in_the_middle()
+    before = policy.statistics.filtered
+    policy.discard([2])
+    assert policy.statistics.filtered == before + 1
+    restored = AsyncPolicy.restore(CONFIG, json.loads(json.dumps(policy.state())), 20)
+    assert restored.state() == policy.state()
+    assert restored.state()["finished"] == []
+
+
 def test_news_that_cannot_be_is_refused():
     policy = AsyncPolicy(CONFIG, 20)
     policy.actions()
