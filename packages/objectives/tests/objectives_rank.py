@@ -63,7 +63,21 @@ def main(rank, world_size, store, answer):
         lengths_S,
         group=group,
     )
+    prompts_S = torch.tensor([0, 0, 1])[: len(rewards_S)] if rank == 0 else torch.ones_like(lengths_S)
+    over_prompts = {
+        name: compute_advantages(
+            AlgorithmConfig(advantage=name),
+            rewards_S,
+            prompts_S,
+            lengths_S,
+            parts_S={"right": rewards_S},
+            weights={"right": 1.0},
+            group=group,
+        )[0].tolist()
+        for name in ("gpg", "gdpo")
+    }
     written = {
+        "over_prompts": over_prompts,
         "weights": [correction.weights_N.tolist() for correction in corrections],
         "metrics": [{k: asdict(v) for k, v in correction.metrics.items()} for correction in corrections],
         "advantages": advantages_N.tolist(),

@@ -38,6 +38,7 @@ TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
         ({"loss": "sapo", "options": {"tau_positive": "1"}}, "tau_positive must be float, got '1'"),
         ({"loss": "sapo", "options": {"tau_negative": 0.0}}, "option tau_negative must be "),
         ({"loss": "clip_cov", "options": {"cov_low": 6.0}}, "cov_low must be below cov_high"),
+        ({"loss": "clip_cov", "options": {"cov_low": 2.0, "cov_high": 2.0}}, "cov_low must be below cov_high"),
         ({"loss": "kl_cov", "options": {"cov_share": 0.0}}, "option cov_share must be "),
         ({"advantage": "pass_at_k", "options": {"k": 9}}, "k = 9 of pass_at_k is more than the 8 samples"),
         ({"advantage": "pass_at_k", "options": {"k": 8}}, "every advantage is then 0"),
@@ -87,6 +88,23 @@ def test_what_cannot_work_or_does_nothing_is_refused_with_its_reason(changes, wo
     assert words in str(error.value)
     assert str(error.value).startswith("algorithm.")
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clip_low": 1.0},
+        {"overlong_buffer_tokens": 512},
+        {"advantage": "pass_at_k", "options": {"k": 7}},
+        {"loss": "dppo_tv", "fixed_length": 512, "clip_high": 0.999},
+        {"correction": "token_rs", "rs_low": 1.0},
+        {"correction": "token_rs", "rs_high": 1.0},
+        {"correction": "token_tis_token_rs", "tis_cap": 1.999},
+    ],
+    ids=str,
+)
+def test_a_value_on_its_bound_is_taken(changes):
+    assert check_algorithm(AlgorithmConfig(**changes), samples_per_prompt=8, max_tokens=512) == ()
 
 
 @pytest.mark.parametrize("name", COMPARING_ADVANTAGES)

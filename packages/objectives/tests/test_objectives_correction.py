@@ -183,6 +183,10 @@ def test_ranks_that_share_a_batch_normalise_as_one_process_would(tmp_path):
         return [value for rank in ranks for value in read(rank)]
 
     assert joined(lambda rank: rank["advantages"]) == pytest.approx(alone["advantages"])
+    for name, values in alone["over_prompts"].items():
+        assert joined(lambda rank, name=name: rank["over_prompts"][name]) == pytest.approx(values), name
+    # Two of three samples are of a prompt whose rewards, 0 and 1, differ.
+    assert alone["over_prompts"]["gpg"] == pytest.approx([-0.75] * 2 + [0.75] * 3 + [0.0] * 4)
     for i in (0, 1):
         assert joined(lambda rank, i=i: rank["weights"][i]) == pytest.approx(alone["weights"][i])
         merged = merge_metrics([metrics_of(rank["metrics"][i]) for rank in ranks])
