@@ -68,6 +68,50 @@ def test_what_ranks_have_written_in_parts_is_read_by_other_boxes(tmp_path):
         pass
 
 
+def test_each_rank_goes_on_with_its_own_random_state_and_other_numbers_of_ranks_with_the_firsts(tmp_path):
+    device, drawn = open_device("cpu"), []
+    (tmp_path / "trainer").mkdir()
+    for number in range(2):
+        torch.manual_seed(number)
+        save_file(random_state(device), tmp_path / "trainer" / f"optimizer-{number}.safetensors")
+        drawn.append(torch.rand(3))
+    write_state(tmp_path, 7, 1, {f"optimizer-{number}.safetensors": {} for number in range(2)})
+    with TrainerState(tmp_path) as state:
+        for rank, num_ranks, wanted in ((0, 2, 0), (1, 2, 1), (0, 1, 0), (3, 4, 0)):
+            state.restore_random_state(device, rank, num_ranks)
+            assert torch.equal(torch.rand(3), drawn[wanted]), (rank, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 3}, "formats 1 to 2 are read, got 3"),
+        ({"format": None}, "formats 1 to 2 are read, got None"),
+        ({"steps_refused": ...}, "is not what `save` writes"),
+        ({"parts": ...}, "is not what `save` writes"),
+    ],
+)
+def test_a_state_that_was_not_written_so_is_refused(tmp_path, change, words):
+    (tmp_path / "trainer").mkdir()
+    write_state(tmp_path, 7, 1, {})
+    file = tmp_path / "trainer" / "engine.json"
+    state = {**json.loads(file.read_text()), **change}
+    file.write_text(json.dumps({name: value for name, value in state.items() if value is not ...}))
+    with pytest.raises(ModelError, match=words):
+        TrainerState(tmp_path)
+    file.write_text('{"format": 2, "steps')
+    with pytest.raises(ModelError, match="is not a checkpoint that `save` finished"):
+        TrainerState(tmp_path)
+
+
+def test_a_file_takes_the_tensors_that_were_planned_in_their_order(tmp_path):
+    tensors = {"a": torch.zeros(2), "b": torch.ones(3)}
+    files = plan_files("model", [[TensorSpec(name, "float32", tuple(each.shape)) for name, each in tensors.items()]], 1)
+    for wrong in ({"b": tensors["b"], "a": tensors["a"]}, {"a": torch.zeros(3), "b": tensors["b"]}):
+        with pytest.raises(AssertionError):
+            write_files(tmp_path, files, wrong.items())
+
+
 def test_files_are_what_transformers_calls_a_model_in_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr("offbeat_training._tensor_files.MAX_FILE_BYTES", 64)
     tensors = {str(number): torch.full((3, 4), float(number)) for number in range(3)}
@@ -96,6 +140,23 @@ def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
     index.write_text("{}")
     with pytest.raises(ModelError, match="names no files in weight_map"):
         TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_folder_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, monkeypatch, replaces):
+    place, synced = tmp_path / "step-1", []
+    staged = stage(place)
+    (staged / "new").touch()
+
+    def sync_tree(folder):
+        assert not (place / "new").exists()
+        synced.append(folder)
+
+    monkeypatch.setattr("offbeat_training._saving.sync_tree", sync_tree)
+    place.mkdir()
+    publish(staged, place, replaces=replaces)
+    assert synced == [staged]
+    assert (place / "new").exists()
 
 
 def test_folders_are_put_back_and_replaced(tmp_path):

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from offbeat_training import VocabularyPart, token_logprobs
+from offbeat_training import VocabularyPart, logprobs_of_logits, token_logprobs
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
@@ -87,6 +87,13 @@ def test_no_more_is_kept_for_the_backward_pass_than_agreed(monkeypatch):
         kept.clear()
         token_logprobs(hidden, weight, None, target, entropy_gradient=True)
     assert max(size.numel() for size in kept) == weight.numel()
+
+
+def test_log_probabilities_of_logits_at_hand_are_those_of_a_plain_softmax():
+    torch.manual_seed(0)
+    logits, target = 9 * torch.randn(7, 12, dtype=torch.float64), torch.randint(12, (7,))
+    wanted = torch.log_softmax(logits, -1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(logprobs_of_logits(logits, target), wanted)
 
 
 def test_ranks_that_share_the_vocabulary_find_what_one_finds():

@@ -1,11 +1,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_training import lay_out, plan_packs, plan_shares
-from offbeat_types import TrainSequence
+from offbeat_training import Family, NoImages, lay_out, plan_packs, plan_shares, rounds_with_images
+from offbeat_types import DataError, TrainSequence
 
 PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
 
@@ -61,6 +62,31 @@ def test_every_loss_token_is_predicted_from_exactly_its_own_past(sequences, budg
             seen.append((member, token))
     wanted = [(i, int(t)) for i, s in enumerate(sequences) for t in np.flatnonzero(s.loss_mask)]
     assert sorted(seen) == wanted
+
+
+@settings(max_examples=50)
+@given(
+    sequences=sequence_lists(),
+    segment_multiple=st.sampled_from([1, 3, 4]),
+    pack_multiple=st.sampled_from([1, 5, 8]),
+    num_tokens=st.sampled_from([1, 50]),
+)
+def test_padding_makes_up_what_kernels_ask_for_and_changes_no_token(
+    sequences, segment_multiple, pack_multiple, num_tokens
+):
+    for families in plan_packs(sequences, budget=40, share_prompts=False):
+        plain = lay_out(sequences, families)
+        how = {"segment_multiple": segment_multiple, "pack_multiple": pack_multiple, "num_tokens": num_tokens}
+        padded = lay_out(sequences, families, **how)
+        assert len(padded.ids_T) % pack_multiple == 0
+        assert len(padded.ids_T) >= num_tokens
+        assert [each.length % segment_multiple for each in padded.segments[: len(plain.segments)]] == [0] * len(
+            plain.segments
+        )
+        assert sum(padded.lengths) == len(padded.ids_T) == len(padded.positions_T)
+        assert padded.target_N.tolist() == plain.target_N.tolist()
+        for one, other in zip(plain.predictor_N, padded.predictor_N, strict=True):
+            assert plain.ids_T[history(plain, one)].tolist() == padded.ids_T[history(padded, other)].tolist()
 
 
 @settings(max_examples=50)
@@ -150,13 +176,14 @@ def test_a_group_is_never_split_between_micro_batches(sequences, groups, budget,
     assert members == [i for i, s in enumerate(grouped) if s.loss_mask.any()]
 
 
-def test_a_pair_computes_its_prompt_once():
+@pytest.mark.parametrize("group", [0, 7])
+def test_a_pair_computes_its_prompt_once(group):
     prompt, answers = np.arange(100, 120), [np.arange(3, 9), np.arange(30, 34)]
     pair = [
         TrainSequence(
             ids=np.concatenate([prompt, answer]).astype(np.int32),
             loss_mask=np.arange(len(prompt) + len(answer)) >= len(prompt),
-            group=7,
+            group=group,
         )
         for answer in answers
     ]
@@ -173,3 +200,24 @@ def test_prompts_with_the_same_ids_are_shared_where_their_images_are_the_same():
     sequences = [TrainSequence(ids=ids, loss_mask=mask, images=each) for each in images]
     families = [family.members for pack in plan_packs(sequences, budget=100, share_prompts=True) for family in pack]
     assert sorted(families) == [(0, 2), (1,), (3,), (4,), (5,)]
+
+
+def test_all_shares_meet_in_the_vision_tower_where_one_of_them_has_an_image():
+    ids, mask = np.array([5, 6, 7, 8], np.int32), np.array([False, False, False, True])
+    plain = TrainSequence(ids=ids, loss_mask=mask)
+    pictured = replace(plain, images=(np.zeros((8, 8, 3), np.uint8),))
+
+    def batch(*members):
+        return [Family(members=(member,), prefix=0, num_tokens=3) for member in members]
+
+    shares = [[batch(0), batch(1, 2), []], [batch(3), batch(4), []]]
+    assert rounds_with_images([plain, plain, plain, pictured, plain], shares) == [True, False, False]
+    assert rounds_with_images([plain, plain, pictured, plain, plain], shares) == [False, True, False]
+
+
+def test_a_model_that_takes_no_images_is_given_none():
+    ids, mask = np.array([5, 6], np.int32), np.array([False, True])
+    plain = TrainSequence(ids=ids, loss_mask=mask)
+    NoImages().check([plain])
+    with pytest.raises(DataError, match="sequence 1 holds 1 images, and the model takes none"):
+        NoImages().check([plain, replace(plain, images=(np.zeros((8, 8, 3), np.uint8),))])
