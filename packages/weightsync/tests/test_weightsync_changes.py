@@ -1,6 +1,7 @@
 """Changed elements alone: told without loss, applied to the same weights only, and proved as all weights are."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,18 @@ def test_who_holds_something_else_makes_all_weights_travel(rounded: WeightSender
     change(weights, 4)
     assert again.send(weights, first, late) == [True, True]
     assert are_equal(late.held, expected(weights, rounded))
+
+
+def test_weights_of_another_plan_travel_whole(rounded: WeightSender, weights: Weights) -> None:
+    """Such as those of an adapter between two versions of all weights: changes to other tensors mean nothing."""
+    engine, copy = Engine(rounded), WeightCopy(max_changes=9)
+    part = {name: weights[name] for name in ("embed", "norm")}
+    for version, (sent, plan) in enumerate(((weights, rounded.plan), (part, plan_of(part, "bfloat16")), (part, None))):
+        with in_thread(partial(engine.take, version)) as told:
+            rounded.send(sent.items(), version, 1, plan=plan or plan_of(part, "bfloat16"), copy=copy)
+        assert told == [plan is None], "changes alone where the same plan came last"
+        assert list(engine.held) == list(sent)
+    assert torch.equal(engine.held["norm"], part["norm"])
 
 
 def test_after_a_failure_all_weights_travel(rounded: WeightSender, weights: Weights) -> None:

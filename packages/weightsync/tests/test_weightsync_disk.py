@@ -8,7 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +169,35 @@ def test_a_version_under_another_name_or_without_its_list_is_refused(tmp_path: P
         read(tmp_path, 9)
 
 
+def test_an_engine_that_does_not_say_what_it_holds_of_a_version_is_an_error(tmp_path: Path, weights: Weights) -> None:
+    write(tmp_path, weights)
+    with (
+        pytest.raises(WeightSyncError, match="the engine read the weights of version 1 but did not confirm them"),
+        read_weights(tmp_path, 1, deadline_s=10) as stream,
+    ):
+        load(stream)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "the engine proved version 2; version 1 was sent"),
+        ({"num_tensors": 7}, "the engine proved 7 tensors; 8 were sent"),
+        ({"checksums": ("0" * 16,) * 4}, "the engine proved 4 buckets; 5 were sent"),
+        ({"checksums": ("0" * 16,) * 5}, "the engine holds other bytes than were sent, in bucket 0 of 5"),
+    ],
+)
+def test_a_proof_of_something_else_than_a_version_on_disk_is_refused(
+    tmp_path: Path, weights: Weights, change: dict[str, Any], words: str
+) -> None:
+    write(tmp_path, weights)
+    with read_weights(tmp_path, 1, deadline_s=10) as stream:
+        proof = stream.prove(load(stream).__getitem__)
+        with pytest.raises(WeightSyncError, match=words):
+            stream.confirm(replace(proof, **change))
+        stream.confirm(proof)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, weights: Weights) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightSyncError, match=r"cannot write version 1 to .*/file: Not a directory"):
@@ -265,6 +296,20 @@ def test_a_folder_that_an_engine_does_not_see_is_named_by_both_sides(
         with pytest.raises(WeightSyncError, match=r"rollout-0 gave up: .*/here of trainer-0 is not on"):
             sender.send(weights.items(), 1, 1)
     assert "give it under a path that both see" in str(held[0])
+
+
+def test_a_folder_with_other_tensors_than_were_announced_is_refused(
+    tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_otherwise(root: Path, plan: BucketPlan, source: object, version: int, look_up: object) -> None:
+        write_weights(root, plan_of(weights, None, 128), weights.items(), version)
+
+    with open_sender(tmp_path, weights) as sender:
+        monkeypatch.setattr(sender._folder, "write", write_otherwise)
+        words = "holds other tensors than trainer-0 has announced"
+        with receiving(sender.address) as held, pytest.raises(WeightSyncError, match=words):
+            sender.send(weights.items(), 1, 1)
+    assert words in str(held[0])
 
 
 def test_a_full_disk_is_told_to_all(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from offbeat_weightsync import (
     BucketPlan,
     DequantizedStream,
     InProcessStream,
+    TensorSpec,
     dequantize_blocks,
     describe_tensors,
     fp8_specs,
+    is_fp8_weight,
     quantize_blocks,
     quantize_tensors,
 )
@@ -89,6 +91,28 @@ def test_zeros_stay_zeros_and_a_block_knows_nothing_of_its_neighbour() -> None:
 def test_what_cannot_be_quantised_is_refused(weight: torch.Tensor, words: str) -> None:
     with pytest.raises(WeightSyncError, match=words):
         quantize_blocks(weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_quantised"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (128, 128), True),
+        ("model.layers.0.mlp.up_proj.weight", (127, 512), False),
+        ("model.layers.0.mlp.up_proj.weight", (512, 127), False),
+        ("model.layers.0.mlp.up_proj.bias", (512, 512), False),
+        ("model.layers.0.input_layernorm.weight", (512,), False),
+        ("model.visual.patch_embed.weight", (512, 3, 512), False),
+        ("model.embed_tokens.weight", (512, 512), False),
+        ("model.visual.pos_embed.weight", (512, 512), False),
+        ("lm_head.weight", (512, 512), False),
+    ],
+)
+def test_matrices_of_a_block_at_least_are_quantised_and_no_tables(
+    name: str, shape: tuple[int, ...], is_quantised: bool
+) -> None:
+    assert is_fp8_weight(TensorSpec(name, "float32", shape)) is is_quantised
+    names = [spec.name for spec in fp8_specs([TensorSpec(name, "float32", shape)])]
+    assert names == [name, f"{name}_scale_inv"][: 1 + is_quantised]
 
 
 def test_a_model_is_quantised_on_its_way_and_proved() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch._C
@@ -98,6 +99,20 @@ def test_a_failure_ends_the_group_and_the_next_sync_makes_another(sender: GroupS
     assert [member.group.seat.group for member in members] == ["", ""]
     assert sync(sender, weights, 2, members) == ["has 2", "has 8", "has 8"]
     assert group_of(*members) != first
+
+
+def test_two_members_on_one_device_are_refused_before_the_group_is_made(
+    sender: GroupSender, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nccl has it, which would wait or fail with words of its own. The processors here say that they are one GPU."""
+    seat_of = WeightGroup.seat.fget
+    assert seat_of is not None
+    on_gpu = property(lambda group: msgspec.structs.replace(seat_of(group), device="gpu-0"))
+    monkeypatch.setattr(WeightGroup, "seat", on_gpu)
+    trainer, engine = sync(sender, weights, 1, [Member(sender, "rollout-0")])
+    words = "two members of the group compute on one device, which nccl refuses: use cuda-ipc"
+    assert trainer == f"WeightSyncError: {words}"
+    assert engine == f"WeightSyncError: trainer-0 gave up: {words}"
 
 
 def test_an_engine_that_dies_before_the_group_is_made_is_named(

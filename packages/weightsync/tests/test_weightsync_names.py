@@ -136,6 +136,13 @@ def test_tied_tensors_lie_in_one_place_and_must_be_equal() -> None:
     assert names.slices["lm_head.weight"] == names.slices["model.embed_tokens.weight"]
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is tied to model.embed_tokens.weight, but their values"):
         names.fuse(tensors.items())
+    for other, what in (
+        (torch.ones(12, 16), r"float32 \(12, 16\)"),
+        (torch.ones(11, 16).half(), r"float16 \(11, 16\)"),
+    ):
+        tied = tensors | {"lm_head.weight": other}
+        with pytest.raises(WeightSyncError, match=rf"is tied to .*, but {what} is not float32 \(11, 16\)"):
+            NameMap.build(describe_tensors(tied.items()), tied=TIED)
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is tied to nothing, which the trainer does not have"):
         NameMap.build(describe_tensors(tensors.items()), tied={"lm_head.weight": "nothing"})
 

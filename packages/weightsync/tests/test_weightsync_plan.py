@@ -65,6 +65,13 @@ def test_only_a_tensor_longer_than_a_bucket_is_split(specs: list[TensorSpec], bu
         assert pieces.count(index) == -(-spec.num_bytes // bucket_bytes)
 
 
+def _as_long_as(dtype: str) -> str:
+    """Another dtype, whose numbers take as many bytes where there is such a one."""
+    num_bytes = TensorSpec("", dtype, ()).num_bytes
+    others = [each for each in TENSOR_DTYPES if each != dtype]
+    return min(others, key=lambda each: abs(TensorSpec("", each, ()).num_bytes - num_bytes))
+
+
 @given(tensor_specs(), BUCKET_BYTES)
 def test_equal_plans_and_only_they_have_equal_digests(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
@@ -74,6 +81,8 @@ def test_equal_plans_and_only_they_have_equal_digests(specs: list[TensorSpec], b
         BucketPlan.build(specs, bucket_bytes + ALIGNMENT),
         BucketPlan.build([TensorSpec(first.name, first.dtype, (*first.shape, 1)), *rest], bucket_bytes),
         BucketPlan.build([TensorSpec(first.name + "*" * 9, first.dtype, first.shape), *rest], bucket_bytes),
+        BucketPlan.build([TensorSpec(first.name, _as_long_as(first.dtype), first.shape), *rest], bucket_bytes),
+        *([BucketPlan.build([*rest, first], bucket_bytes)] if rest else []),
     ]
     assert plan.digest not in {other.digest for other in others}
 

@@ -222,7 +222,8 @@ def _tied_slice(name: str, other: str, specs: tuple[TensorSpec, ...], slices: Ma
     if other not in slices:
         raise WeightSyncError(f"{name} is tied to {other}, which the trainer does not have")
     if name in of and (of[name].shape, of[name].dtype) != (of[other].shape, of[other].dtype):
-        raise WeightSyncError(f"{name} is tied to {other}, but {of[name].shape} is not {of[other].shape}")
+        one, another = (f"{of[each].dtype} {of[each].shape}" for each in (name, other))
+        raise WeightSyncError(f"{name} is tied to {other}, but {one} is not {another}")
     return slices[other]
 
 
