@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -258,3 +259,72 @@ async def test_samples_held_by_keep_end_in_a_pause_that_waits(engine, form):
     assert not later.done()
     await engine.resume()
     assert (await later)[0].stop_reason == "length"
+
+
+async def test_what_is_held_has_an_id_of_its_own_and_ends_when_it_is_aborted(engine, form):
+    await engine.pause("wait")
+    held = [asyncio.create_task(engine.generate(request(name))) for name in "ab"]
+    while (await engine.health()).num_waiting < 2:
+        await asyncio.sleep(0.001)
+    with pytest.raises(OffbeatError, match="request_id 'a' is in flight already"):
+        await engine.generate(request("a"))
+    await engine.abort("a")
+    (aborted,) = await held[0]
+    assert (len(aborted.ids), aborted.stop_reason) == (0, "aborted")
+    assert (await engine.health()).num_waiting == 1
+    await engine.resume()
+    (ended,) = await held[1]
+    assert (len(ended.ids), ended.stop_reason) == (3, "length")
+    (again,) = await engine.generate(request("a"))
+    assert len(again.ids) == 3
+
+
+async def test_what_comes_while_the_engine_sleeps_waits_for_its_wake(engine, form):
+    await engine.sleep(1)
+    sampling = asyncio.create_task(engine.generate(request()))
+    while not (await engine.health()).num_waiting:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    assert form._left == {}, "vLLM has no cache to sample with"
+    await engine.wake()
+    (one,) = await sampling
+    assert len(one.ids) == 3
+
+
+async def test_closing_ends_what_is_held_too(engine, form):
+    await engine.pause("wait")
+    held = asyncio.create_task(engine.generate(request()))
+    while not (await engine.health()).num_waiting:
+        await asyncio.sleep(0.001)
+    await engine.close()
+    (one,) = await asyncio.wait_for(held, 10)
+    assert (len(one.ids), one.stop_reason) == (0, "aborted")
+
+
+async def test_a_group_that_vllm_takes_in_part_is_ended_whole(engine, form, monkeypatch):
+    add = form.add
+
+    def refuse_the_third(sample_id, *rest):
+        if sample_id.endswith("/2"):
+            raise ValueError("a parameter that vLLM does not know")
+        add(sample_id, *rest)
+
+    monkeypatch.setattr(form, "add", refuse_the_third)
+    form.frozen = True
+    with pytest.raises(PeerFailedError, match="ValueError: a parameter that vLLM does not know"):
+        await engine.generate(replace(request(), num_samples=4))
+    assert form._left == {}, "nothing goes on in vLLM"
+    health = await engine.health()
+    assert (health.num_running, health.num_waiting) == (0, 0)
+
+
+async def test_an_engine_is_busy_while_something_is_in_flight(engine, form):
+    idle = (await engine.health()).busy_s
+    assert idle == 0.0
+    for number in (1, 2):
+        await engine.generate(request(max_tokens=20))
+        busy = (await engine.health()).busy_s
+        assert busy > idle, "what was is kept"
+        await asyncio.sleep(0.02)
+        assert (await engine.health()).busy_s == busy, f"idle after {number}"
+        idle = busy

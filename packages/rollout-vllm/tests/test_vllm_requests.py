@@ -1,13 +1,15 @@
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from offbeat_rollout_vllm._requests import (
+    Requests,
     RequestState,
     RequestTable,
     Sample,
+    ServedVersions,
     check_scores,
     read_scores,
     score_requests,
@@ -22,6 +24,7 @@ from offbeat_types import (
     SamplingParams,
     ScoreRequest,
     VersionSegment,
+    WeightSyncError,
 )
 
 EOS = frozenset([2])
@@ -187,6 +190,55 @@ def test_a_failure_ends_one_request_or_all():
     assert str(first.done.exception()) == str(third.done.exception()) == table.broken
     assert "ValueError: all" in table.broken
     assert (table.num_waiting, table.num_running) == (0, 0)
+
+
+class Noted:
+    """As much of vLLM and of the adapters as requests are given to: notes what it is told."""
+
+    lost = ""
+
+    def __init__(self):
+        self.added, self.aborted, self.unusable = [], [], []
+
+    def add(self, sample_id, prompt, params, use):
+        self.added.append((sample_id, use))
+
+    def abort(self, sample_ids):
+        self.aborted += sample_ids
+
+    def number(self, adapter):
+        return 7
+
+    def mark_unusable(self, adapter, reason):
+        self.unusable.append(adapter)
+
+
+def test_an_adapter_of_two_versions_ends_what_uses_it_and_weights_of_two_end_all():
+    noted = Noted()
+    requests = Requests(noted, noted, RequestTable(EOS), noted, max_model_len=100)
+    for name in ("poet", "clerk", ""):
+        requests.submit(RequestState(replace(request(name or "plain"), adapter=name), [5, 6]))
+    assert noted.added == [("poet/0", ("poet", 7)), ("clerk/0", ("clerk", 7)), ("plain/0", None)]
+    requests.mark_unusable("poet", "the update failed half way")
+    assert (noted.aborted, noted.unusable, requests.unusable) == (["poet/0"], ["poet"], "")
+    requests.mark_unusable("", "the update failed half way")
+    assert noted.aborted[1:] == ["poet/0", "clerk/0", "plain/0"]
+    with pytest.raises(WeightSyncError, match="no usable weights: the update failed half way"):
+        requests.submit(RequestState(request("next"), [5, 6]))
+
+
+def test_a_label_says_the_version_of_the_model_or_of_an_adapter_that_was_served():
+    """An adapter's tokens have the version of its own last update, or of the model's where that came later."""
+    served = ServedVersions()
+    labels = [served.next_label]
+    for version, adapter in ((3, ""), (4, "poet"), (5, "clerk"), (6, "")):
+        served.update(version, adapter)
+        labels.append(served.next_label)
+    assert labels == [1, 2, 3, 4, 5]
+    spans = [(label, 10 + label) for label in range(5)]
+    assert served.segments(spans) == [(0, 10), (3, 11), (3, 12), (3, 13), (6, 14)]
+    assert served.segments(spans, "poet") == [(0, 10), (3, 11), (4, 12), (4, 13), (6, 14)]
+    assert served.segments(spans, "clerk") == [(0, 10), (3, 11), (3, 12), (5, 13), (6, 14)]
 
 
 def score(ids=(7, 8), temperature=1.0):
