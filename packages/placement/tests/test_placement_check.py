@@ -42,3 +42,47 @@ def test_ranks_need_no_more_memory_than_their_node_has_free():
         PlacementError, match="node-0: its ranks need 4294967296 bytes of memory and 4294967295 are free"
     ):
         check_plan(plan, nodes_of(1, memory_bytes=4 * 2**30 - 1), [group])
+
+
+SCORERS = RankGroup(role="scorer", num_replicas=2, accelerator="", cpus_per_rank=1)
+
+
+def changed(plan, role, number, **changes):
+    """The plan with one rank otherwise."""
+    ranks = [
+        dataclasses.replace(each, **changes) if (each.role, each.rank) == (role, number) else each
+        for each in plan.ranks
+    ]
+    return dataclasses.replace(plan, ranks=tuple(ranks))
+
+
+def swapped(plan):
+    """The plan with the devices of the first two ranks, and of the two after them, the other way round."""
+    places = [2, 3, 0, 1]
+    for rank, device in enumerate(places):
+        plan = changed(plan, "rollout", rank, device=device)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda plan: changed(plan, "rollout", 2, replica=0), "rollout rank 2 belongs to replica 1"),
+        (swapped, "rollout: its tensor-parallel groups are not in the order of node and device"),
+        (lambda plan: changed(plan, "scorer", 1, device=0), "scorer rank 1 needs no device and has 0 on node-0"),
+        (lambda plan: changed(plan, "rollout", 0, device=None), "rollout rank 0: GPU None of node-0 is not free"),
+        (lambda plan: changed(plan, "scorer", 1, rank=0), "scorer: needs ranks 0 to 1, each once, and has 2"),
+        (
+            lambda plan: dataclasses.replace(
+                plan, ranks=(*plan.ranks, dataclasses.replace(plan.ranks[0], role="teacher"))
+            ),
+            "no such group: teacher",
+        ),
+    ],
+)
+def test_each_rank_is_who_it_should_be_where_it_should_be(change, words):
+    nodes, groups = nodes_of(1, num_cpus=8), [engines(num_replicas=2, tensor_parallel=2), SCORERS]
+    plan = plan_placement(nodes, groups)
+    check_plan(plan, nodes, groups)
+    with pytest.raises(PlacementError, match=words):
+        check_plan(change(plan), nodes, groups)

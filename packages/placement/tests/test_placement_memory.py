@@ -220,6 +220,35 @@ def test_sharding_divides_what_its_stage_says(tmp_path):
         assert states / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
+def test_adapters_are_what_is_trained_and_are_shared_out_as_weights_are(tmp_path):
+    """A of [rank, in] and B of [out, rank] on each of the seven matrices of a block, and their moments."""
+    shape = shape_of("qwen3", tmp_path)
+    ends = [(shape.hidden, shape.query_width)] * 2 + [(shape.hidden, shape.kv_width)] * 2
+    ends += [(shape.hidden, shape.mlp_width)] * 3
+    weights = 4 * shape.num_layers * sum(map(sum, ends))
+    alone = TrainMemory(lora_rank=4).estimate(shape).parts
+    assert (alone["gradients"], alone["optimizer"]) == (4 * weights, 8 * weights)
+    assert alone["weights"] == 4 * shape.num_parameters
+    shared = TrainMemory(lora_rank=4, data_parallel=4).estimate(shape).parts
+    assert (shared["gradients"], shared["optimizer"]) == (weights, 2 * weights)
+    moments = TrainMemory(lora_rank=4, data_parallel=4, zero_stage=1).estimate(shape).parts
+    assert (moments["gradients"], moments["optimizer"]) == (4 * weights, 2 * weights)
+
+
+def test_a_pipelines_first_rank_holds_a_micro_batch_for_each_stage(tmp_path):
+    shape = shape_of("qwen3", tmp_path)
+    one, two = (TrainMemory(pipeline_parallel=stages).estimate(shape).parts for stages in (1, 2))
+    assert two["activations"] == one["activations"]
+    assert two["weights"] == pytest.approx(one["weights"] / 2, abs=4)
+
+
+def test_a_first_policy_that_is_kept_takes_the_weights_again(tmp_path):
+    shape = shape_of("qwen3", tmp_path)
+    parts = TrainMemory(keeps_reference=True, data_parallel=2).estimate(shape).parts
+    assert parts["reference"] == parts["weights"] > 0
+    assert "reference" not in TrainMemory(data_parallel=2).estimate(shape).parts
+
+
 def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(tmp_path):
     shape = shape_of("qwen3", tmp_path)
     whole = TrainMemory(tokens=100).estimate(shape).parts["activations"]
