@@ -1,27 +1,31 @@
-"""What the driver does between two steps, in process: validations, and the greedy sample of a group."""
+"""What the driver does between two steps, in process: groups taken in, validations, and what a run goes on with."""
 
 import asyncio
+import json
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import TrainingSource, source_settings
-from grpo_async_app._config.validation_sets import held_out_set
+from grpo_async_app._config.validation_sets import held_out_set, mark_of
 from grpo_async_app._fleet.fleet import Fleet
-from grpo_async_app._run.backend import GrpoBackend
+from grpo_async_app._roles.groups import SampledGroup, save_groups
+from grpo_async_app._run.backend import GrpoBackend, check_same_prompts
 from grpo_async_app._run.ending import EarlyEnd
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.sampling import Scored
+from grpo_async_app._run.session import _Session, resume
 from grpo_async_app._run.validation import Validation
-from offbeat_async_policy import AsyncPolicy
+from offbeat_async_policy import AsyncPolicy, GroupResult, Sync
 from offbeat_data import Prompt, RewardScore, RowCounts
 from offbeat_run import load_config, summarize
-from offbeat_types import Completion, GenerateRequest, RunFolderError, Trajectory, VersionSegment
+from offbeat_types import Completion, ConfigError, GenerateRequest, RunFolderError, Trajectory, VersionSegment
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -187,4 +191,199 @@ def test_a_reward_that_is_no_number_is_counted_as_untrainable_before_it_is_filte
 ) -> None:
     assert is_filtered(
         settings(config, "--algorithm.filter_groups=true"), model, tmp_path, [scored(math.nan), scored(0.0)]
+    )
+
+
+def test_no_two_samples_of_a_run_draw_with_the_same_seed(config: Path, model: Path, tmp_path: Path) -> None:
+    """Sample i of a request draws with its seed plus i."""
+    chosen, requests = settings(config, "--rollout.samples_per_prompt=4"), list[GenerateRequest]()
+
+    async def scenario() -> None:
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
+            requests.append(request)
+            return []
+
+        backend._rollouts.sample = sample  # type: ignore[method-assign]
+        for group_id in range(5):
+            await backend._sample(group_id, backend._stream.draw(group_id), "rollout-0")
+
+    run(scenario)
+    seeds = [request.params.first_seed() + number for request in requests for number in range(request.num_samples)]
+    assert len(set(seeds)) == len(seeds) == 20
+
+
+def of_versions(*versions: int) -> Scored:
+    """A sample whose tokens are of these versions, one each."""
+    turn = Completion.join([5] * len(versions), [-1.0] * len(versions), [(each, 1) for each in versions], "eos", "x")
+    return Scored(trajectories=(Trajectory.of(turn),), score=RewardScore(value=1.0, parts={}))
+
+
+def test_a_group_is_as_old_as_its_oldest_token(config: Path, model: Path, tmp_path: Path) -> None:
+    """By this the policy bounds the lag: not by what is in training when the group comes back."""
+    chosen, found = settings(config), list[GroupResult]()
+
+    async def scenario() -> None:
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend._policy.statistics.updates = 7
+        samples = [of_versions(5, 6), of_versions(4, 7)]
+        found.append(await backend._take_in(0, backend._stream.draw(0), samples, None))
+        assert list(backend._groups) == [0]
+
+    run(scenario)
+    assert found == [GroupResult(oldest_version=4)]
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "left", "is_trained"), [(4, 2, True), (4, 1, False), (1, 1, True), (1, 0, False)]
+)
+def test_a_group_is_trained_while_enough_of_it_is_left_to_compare(
+    config: Path, model: Path, tmp_path: Path, asked_for: int, left: int, is_trained: bool
+) -> None:
+    chosen = settings(config, f"--rollout.samples_per_prompt={asked_for}", "--algorithm.advantage=remax")
+    assert is_filtered(chosen, model, tmp_path, [scored(1.0)] * left, scored(0.0)) is not is_trained
+
+
+def test_a_group_that_is_dropped_is_aborted_where_it_is_in_flight_alone(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    aborted: list[str] = []
+
+    async def scenario() -> None:
+        fleet = Fleet(settings(config), str(model), tmp_path)
+        backend = open_backend(settings(config), fleet)
+
+        async def abort(request_id: str) -> None:
+            aborted.append(request_id)
+
+        fleet.engines.abort = abort  # type: ignore[method-assign]
+        await backend._take_in(3, backend._stream.draw(3), [scored(1.0), scored(0.0)], None)
+        await backend.drop(3)
+        assert aborted == []
+        assert backend._groups == {}
+        await backend.drop(4)
+
+    run(scenario)
+    assert aborted == ["group-4"]
+
+
+def test_an_engine_that_comes_up_between_two_syncs_gets_the_version_that_the_trainer_holds(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    offered: list[int] = []
+
+    async def scenario() -> None:
+        fleet = Fleet(settings(config), str(model), tmp_path)
+        backend = open_backend(settings(config), fleet)
+        logger, trainer = cast("Any", backend._logger), SimpleNamespace()
+
+        async def call(*_: Any, **__: Any) -> dict[str, Any]:
+            return {}
+
+        async def sync_one(name: str, offer: int) -> None:
+            offered.append(offer)
+            fleet.engines._without_weights.task_done()
+
+        logger.updated = lambda *_: None
+        trainer.call = call
+        fleet._trainer = cast("Any", trainer)
+        fleet.offer_weights = lambda version: version  # type: ignore[method-assign, assignment, return-value]
+        fleet.engines.sync_one = sync_one  # type: ignore[method-assign, assignment]
+        await backend._take_in(3, backend._stream.draw(3), [scored(1.0), scored(0.0)], None)
+        await backend.update((3,), 0)
+        fleet.engines._without_weights.put_nowait("rollout-1")
+        await fleet.engines._without_weights.join()
+        await backend.close()
+
+    run(scenario)
+    assert offered == [1]
+
+
+def test_a_run_goes_on_with_the_very_prompts_of_its_checkpoint() -> None:
+    begun = [Prompt(index=at, text=str(at), ids=np.array([at + 1], np.int32), answer="1") for at in range(3)]
+    state = {"prompts": mark_of(begun)}
+    check_same_prompts(state, begun, Path("run"))
+    check_same_prompts({}, begun, Path("run"))  # an older checkpoint has none
+    other = [*begun[:2], Prompt(index=2, text="other", ids=np.array([9], np.int32), answer="1")]
+    for prompts in (begun[:2], other):
+        with pytest.raises(ConfigError, match="some would be trained twice and others never"):
+            check_same_prompts(state, prompts, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("last", "version", "is_due"),
+    [
+        (-1, 0, True),
+        (0, 1, False),
+        (0, 2, True),
+        (1, 2, True),
+        (2, 3, False),
+        (2, 5, True),
+        (3, 5, True),
+        (4, 5, False),
+    ],
+)
+def test_a_validation_is_due_once_in_so_many_updates_also_where_syncs_pass_over_them(
+    config: Path, model: Path, tmp_path: Path, last: int, version: int, is_due: bool
+) -> None:
+    async def scenario() -> None:
+        chosen = settings(config, "--eval.every_updates=2")
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        cast("Any", backend._logger).last_validated = last
+        assert backend._validation_is_due(version) is is_due
+
+    run(scenario)
+
+
+def opened_session(config: Path, folder: Path, checkpoint: Path | None) -> _Session:
+    """What a run begins or goes on with."""
+    found = None if checkpoint is None else SimpleNamespace(path=checkpoint, step=3)
+    preflight: Any = SimpleNamespace(
+        config=settings(config), num_groups=8, max_updates=None, prompts=SimpleNamespace(train=[])
+    )
+    run: Any = SimpleNamespace(path=folder, checkpoints=SimpleNamespace(latest=lambda: found))
+    return _Session.from_latest(preflight, run)
+
+
+def test_before_anything_is_sampled_the_engines_prove_that_they_hold_the_trainers_weights(
+    config: Path, tmp_path: Path
+) -> None:
+    session = opened_session(config, tmp_path, None)
+    assert session.policy.actions() == [Sync(version=0, interrupt=False)]
+    assert (session.step, session.folder) == (-1, None)
+
+
+def test_a_run_whose_checkpoints_have_no_optimizer_is_not_resumed(config: Path, tmp_path: Path) -> None:
+    preflight: Any = SimpleNamespace(config=settings(config, "--checkpoint.save_optimizer=false"))
+    run: Any = SimpleNamespace(path=tmp_path)
+    with pytest.raises(RunFolderError, match=r"checkpoint\.save_optimizer = false: it cannot be resumed"):
+        resume(preflight, run)
+
+
+def test_groups_of_a_checkpoint_that_cannot_be_trained_on_are_replaced(config: Path, tmp_path: Path) -> None:
+    """As a run of before rewards were looked at has them."""
+    policy, loop = AsyncPolicy(settings(config).async_, 8), tmp_path / "loop"
+    policy.actions()
+    for group_id in (0, 1):
+        policy.group_finished(group_id, 0)
+    loop.mkdir()
+    (loop / "state.json").write_text(json.dumps({"policy": policy.state()}))
+    save_groups(loop, [sampled(0, 1.0), sampled(1, math.inf)])
+    session = opened_session(config, tmp_path, tmp_path)
+    assert list(session.groups) == [0]
+    state = session.policy.state()
+    assert [group_id for group_id, _ in state["finished"]] == [0]
+    assert state["statistics"]["filtered"] == 1
+    assert (session.step, session.folder) == (3, tmp_path)
+
+
+def sampled(group_id: int, reward: float) -> SampledGroup:
+    return SampledGroup(
+        group_id=group_id,
+        item=0,
+        prompt_ids=np.array([1], np.int32),
+        trajectories=[Trajectory.of(completion(2))] * 2,
+        rewards=[reward, 0.0],
+        parts=[{}, {}],
     )

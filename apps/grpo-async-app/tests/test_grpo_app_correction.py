@@ -68,6 +68,25 @@ def test_tokens_of_the_same_policy_are_not_corrected(config: Path) -> None:
     assert "the engines sample with the trainer's weights, number format and kind of engine" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "bound_nats"),
+    [
+        (("--rollout.dtype=float32",), 0.05),
+        (("--rollout.dtype=bfloat16",), 0.5),
+        (("--rollout.dtype=float32", "--engine.dtype=bfloat16"), 0.5),
+        (("--rollout.dtype=bfloat16", "--engine.dtype=bfloat16"), 0.5),
+        (("--rollout.dtype=float32", "--rollout.weight_format=fp8"), 2.0),
+        (("--rollout.dtype=float32", "--algorithm.mismatch_alarm_nats=0.3"), 0.3),
+    ],
+)
+def test_the_alarm_allows_what_rounding_does_in_the_coarser_of_two_formats(
+    config: Path, words: tuple[str, ...], bound_nats: float
+) -> None:
+    chosen, said = choose_correction(load_config(config, GrpoConfig, words))
+    assert chosen.algorithm.mismatch_alarm_nats == bound_nats
+    assert any("mismatch_alarm_nats" in line for line in said) == (bound_nats != 0.3), "what is written is not chosen"
+
+
 def test_plan_prints_the_choice_and_its_reason(command: CommandLine, config: Path) -> None:
     here = command("plan", config)
     elsewhere = command("plan", config, "--cluster", "2x8")

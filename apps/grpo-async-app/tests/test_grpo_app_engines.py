@@ -409,6 +409,32 @@ def test_an_engine_that_leaves_around_a_sync_does_not_end_the_run(config: Path, 
     run(scenario)
 
 
+def test_a_new_process_of_an_engine_holds_no_weights_until_it_alone_has_got_them(config: Path) -> None:
+    async def scenario() -> None:
+        async def start(name: str) -> Any:
+            return Handle(name)
+
+        engines = open_engines(settings(config), start, [])
+        for name in ("rollout-0", "rollout-1"):
+            engines._add(name, Handle(name))  # type: ignore[arg-type]
+        await engines.sync(Offer(), interrupt=True)
+        assert engines.versions == {"rollout-0": 1, "rollout-1": 1}
+        again = engines._engines["rollout-1"]
+        again.actor.kill()
+        assert await engines.next_without_weights() == "rollout-1"
+        assert engines.versions == {"rollout-0": 1}
+        assert not again.serves.is_set()
+        late, serving = Offer(), Offer()
+        await engines.sync_one("rollout-1", late)
+        assert engines.versions == {"rollout-0": 1, "rollout-1": 1}
+        await engines.sync_one("rollout-1", serving)
+        await engines.sync_one("rollout-7", serving)  # it has left
+        assert (late.sent, serving.sent) == ([1], []), "a sync has brought it weights meanwhile"
+        await engines.close()
+
+    run(scenario)
+
+
 def test_tokens_that_engines_sample_show_that_the_run_moves(config: Path) -> None:
     async def scenario() -> None:
         engines = open_engines(settings(config), None, [])

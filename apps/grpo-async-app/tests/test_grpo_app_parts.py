@@ -12,19 +12,22 @@ import pytest
 from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import held_out_set
-from grpo_async_app._fleet.busy import BusyClock
+from grpo_async_app._fleet.busy import BusyClock, BusyShares
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
-from grpo_async_app._run.sampling import Rollouts
-from grpo_async_app._run.validation import validate
+from grpo_async_app._run.mismatch_alarm import MismatchAlarm
+from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.sampling import Rollouts, Scored, _later_turn
+from grpo_async_app._run.validation import OutdatedError, Validation, validate
+from offbeat_async_policy import Statistics
 from offbeat_data import Prompt, RewardScore, Written
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_run import check_limits, dump_config, load_config, parse_config
+from offbeat_run import RunFolder, check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
 from offbeat_types import (
     INSTALL_LINES,
@@ -78,13 +81,15 @@ class FixedLogprobs:
 
 
 def test_groups_survive_a_checkpoint(tmp_path: Path) -> None:
-    groups = [group(3, [2, 5], [0.0, 1.0]), group(1, [4], [0.5], num_turns=3)]
+    groups = [replace(group(3, [2, 5], [0.0, 1.0]), greedy_reward=0.25), group(1, [4], [0.5], num_turns=3)]
     save_groups(tmp_path, groups)
     read = load_groups(tmp_path)
     assert sorted(read) == [1, 3]
     for before in groups:
         after = read[before.group_id]
         assert (after.item, after.rewards, after.parts) == (before.item, before.rewards, before.parts)
+        assert (after.greedy_reward, after.group_id) == (before.greedy_reward, before.group_id)
+        np.testing.assert_array_equal(after.prompt_ids, before.prompt_ids)
         for old, new in zip(before.trajectories, after.trajectories, strict=True):
             np.testing.assert_array_equal(new.ids, old.ids)
             np.testing.assert_array_equal(new.loss_mask, old.loss_mask)
@@ -161,6 +166,24 @@ def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
         assert not sequence.extras["advantages"][~mask].any()
 
 
+def test_a_penalty_is_the_divergence_from_the_first_policy_at_every_token() -> None:
+    """In the reward it is taken off before the baseline: log-probability -1 here, -2 of the first policy."""
+    config = AlgorithmConfig(advantage="dr_grpo", kl_coefficient=0.1, kl_in="reward")
+    groups = [group(0, [3, 2], [1.0, 0.0])]
+    [sequences], _ = build_batches(groups, config, FixedLogprobs(), 1)  # type: ignore[arg-type]
+    wanted = (1.0 - 3 * 0.1 - (0.0 - 2 * 0.1)) / 2
+    for sequence, advantage in zip(sequences, [wanted, -wanted], strict=True):
+        np.testing.assert_allclose(sequence.extras["ref_logprobs"][sequence.loss_mask], -2.0)
+        np.testing.assert_allclose(sequence.extras["advantages"][sequence.loss_mask], advantage, rtol=1e-5)
+
+
+def test_remax_compares_each_sample_with_the_greedy_one_of_its_own_prompt() -> None:
+    groups = [replace(group(n, [2, 2], [1.0, 0.0]), greedy_reward=greedy) for n, greedy in enumerate((0.25, 0.75))]
+    [sequences], _ = build_batches(groups, AlgorithmConfig(advantage="remax"), FixedLogprobs(), 1)  # type: ignore[arg-type]
+    found = [set(each.extras["advantages"][each.loss_mask].tolist()) for each in sequences]
+    assert found == [{0.75}, {-0.25}, {0.25}, {-0.75}]
+
+
 def test_the_only_step_of_an_update_asks_the_engine_for_nothing() -> None:
     class NotAsked:
         def logprobs(self, *_: Any, **__: Any) -> Any:
@@ -200,11 +223,43 @@ def test_lag_of_a_group_counts_from_its_oldest_trajectory() -> None:
         assert replace(old, trajectories=trajectories, rewards=[1.0, 0.0]).oldest_version == 3
 
 
+def test_what_is_written_of_an_update_counts_lags_against_the_policy_before_it(config: Path, tmp_path: Path) -> None:
+    written: list[tuple[int, dict[str, Any]]] = []
+
+    class Log:
+        def write(self, step: int, values: dict[str, Any]) -> None:
+            written.append((step, values))
+
+        def write_generations(self, generations: Any) -> None:
+            assert [each.step for each in generations] == [9, 9]
+
+    chosen = load_config(config, GrpoConfig, ["--log.train_generations=8"])
+    with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
+        logger: Any = RunLogger(run, chosen, num_updates=20)
+        logger._log, logger._mismatch_alarm = Log(), MismatchAlarm(None)
+        groups = [group(8, [2, 3], [1.0, 0.0]), group(6, [2, 2], [0.0, 0.0])]  # numbers, and versions, of before
+        prompts = {each.item: Prompt(index=0, ids=each.prompt_ids, text="") for each in groups}
+        shares = BusyShares(wall_s=3.0, trainer_idle=0.5, rollout_idle=0.25, overlap=0.1)
+        logger.updated(9, groups, prompts, {}, shares, Statistics(filtered=4), {}, {"rollout/aborted": 2})
+    [(step, values)] = written
+    assert (step, logger.version) == (9, 9)
+    assert values["async/lag_histogram"] == [1.0, 0.0, 1.0]
+    wanted = {"train/lag_max": 2, "train/lag_mean": 1, "train/reward": 0.25, "train/response_tokens": 2.25}
+    wanted |= {"perf/tokens_per_s": 3, "groups/filtered": 4, "rollout/aborted": 2, "async/trainer_idle_share": 0.5}
+    assert {name: values[name].value for name in wanted} == pytest.approx(wanted)
+
+
 def test_parts_of_a_loss_are_means_over_the_steps_of_an_update_as_the_loss_is() -> None:
     """Within a step the parts of micro-batches add up; so do not the steps."""
     step = {"loss": Metric(value=3.0, how="sum"), "loss/policy": Metric(value=3.0, how="sum")}
     update = merge_metrics([_named(step), _named(step)])
     assert (update["train/loss"].value, update["train/loss_policy"].value) == (3.0, 3.0)
+
+
+def test_the_clip_fraction_counts_every_side_of_the_clip() -> None:
+    sides = {f"policy/clip_{side}": Metric(value=share, weight=8.0) for side, share in (("low", 0.1), ("high", 0.3))}
+    named = _named({"loss": Metric(value=1.0), **sides})["train/clip_fraction"]
+    assert (named.value, named.weight) == (pytest.approx(0.4), 8.0)
 
 
 def test_mini_batches_split_by_group() -> None:
@@ -257,6 +312,27 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     assert rollouts.left_out == {"rollout/aborted": 1}
 
 
+def test_each_turn_of_each_sample_has_a_name_and_a_seed_of_its_own_and_sees_all_images_so_far() -> None:
+    first, later = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
+    request = GenerateRequest(
+        request_id="group-3",
+        prompt_ids=np.array([1, 2], np.int32),
+        num_samples=2,
+        params=SamplingParams(max_tokens=50, seed=10),
+        images=(first,),
+    )
+    context = np.array([1, 2, 7, 60], np.int32)
+    turns = [_later_turn(request, context, (later,), index, turn, 9) for index in (0, 1) for turn in (1, 2)]
+    assert len({each.request_id for each in turns} | {request.request_id}) == 5
+    assert len({each.params.seed for each in turns} | {10, 11}) == 6, "the first turns draw with 10 and 11"
+    for each in turns:
+        assert (each.num_samples, each.params.max_tokens) == (1, 9)
+        assert [image is shown for image, shown in zip(each.images, (first, later), strict=True)] == [True, True]
+        np.testing.assert_array_equal(each.prompt_ids, context)
+    unseeded = replace(request, params=SamplingParams(max_tokens=50))
+    assert _later_turn(unseeded, context, (), 1, 1, 9).params.seed is None
+
+
 def test_a_group_says_why_it_cannot_be_trained() -> None:
     assert group(0, [3, 2], [1.0, 0.0]).flaw == ""
     assert "reward" in group(0, [3, 2], [1.0, float("nan")]).flaw
@@ -265,27 +341,49 @@ def test_a_group_says_why_it_cannot_be_trained() -> None:
     assert "without a token" in group(0, [3, 0], [1.0, 0.0]).flaw
 
 
-def test_each_prompt_of_a_validation_draws_with_a_seed_of_its_own(config: Path) -> None:
-    requests: list[GenerateRequest] = []
+class Answering:
+    """As much of `Rollouts` and of `Engines` as a validation asks: one engine, and answers of a version each."""
 
-    class Asked:
-        async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[object]:
-            requests.append(request)
-            return []
+    names = ("rollout-0",)
 
-    class Idle:
-        names = ("rollout-0",)
+    def __init__(self, *versions: int) -> None:
+        self._versions, self.requests = versions, list[GenerateRequest]()
 
-        def least_loaded(self) -> str:
-            return "rollout-0"
+    async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
+        self.requests.append(request)
+        turns = [Completion.join([7], [-1.0], [(version, 1)], "eos", "x") for version in self._versions]
+        return [Scored(trajectories=(Trajectory.of(each),), score=RewardScore(value=1.0, parts={})) for each in turns]
 
-        def hold(self, _: str) -> AbstractContextManager[None]:
-            return nullcontext()
+    def least_loaded(self) -> str:
+        return self.names[0]
 
-    rollouts, engines, settings = cast("Rollouts", Asked()), cast("Engines", Idle()), load_config(config, GrpoConfig)
+    def hold(self, _: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def validated(asked: Answering, settings: GrpoConfig, num_samples: int, version: int) -> Validation:
     prompts = tuple(Prompt(index=at, ids=np.array([1], np.int32), text="") for at in range(4))
-    asyncio.run(validate(rollouts, engines, settings, [held_out_set(settings, prompts)], version=0))
-    assert len({request.params.seed for request in requests}) == 4
+    each = replace(held_out_set(settings, prompts), num_samples=num_samples)
+    return asyncio.run(validate(cast("Rollouts", asked), cast("Engines", asked), settings, [each], version))
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_each_sample_of_a_validation_draws_with_a_seed_of_its_own(config: Path, num_samples: int) -> None:
+    asked = Answering()
+    validated(asked, load_config(config, GrpoConfig), num_samples, version=0)
+    seeds = [request.params.first_seed() + number for request in asked.requests for number in range(num_samples)]
+    assert len(set(seeds)) == len(seeds) == 4 * num_samples
+
+
+@pytest.mark.parametrize(("at_sync", "may_differ"), [("wait", False), ("go_on", True)])
+def test_answers_of_two_versions_are_no_validation_of_one(config: Path, at_sync: str, may_differ: bool) -> None:
+    settings = load_config(config, GrpoConfig, [f"--eval.at_sync={at_sync}"])
+    assert validated(Answering(2, 2), settings, 2, version=2).version == 2
+    if may_differ:
+        assert validated(Answering(2, 3), settings, 2, version=2).version == 2
+    else:
+        with pytest.raises(OutdatedError, match="version 3 has answered a prompt of the validation of 2"):
+            validated(Answering(2, 3), settings, 2, version=2)
 
 
 def test_the_configuration_stays_small_and_documented() -> None:
@@ -351,6 +449,41 @@ def test_the_run_ends_with_its_data_or_its_updates(config: Path) -> None:
     assert updates("--data.epochs=3") == -(-3 * num_prompts // 4)
     assert updates("--data.epochs=0", "--engine.max_updates=7") == 7
     assert updates("--data.epochs=1", "--engine.max_updates=1") == 1
+
+
+def test_the_trainer_scores_as_the_engines_sample(config: Path) -> None:
+    cuts = ["--rollout.top_p=0.9", "--rollout.top_k=5", "--rollout.min_p=0.01", '--rollout.stop=["x"]']
+    words = [*cuts, "--rollout.temperature=0.7", "--algorithm.entropy_coefficient=0.1", "--rollout.max_tokens=9"]
+    chosen = load_config(config, GrpoConfig, words)
+    assert chosen.rollout.sampling(3) == SamplingParams(
+        max_tokens=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, stop=("x",), seed=3, whole_logprobs=True
+    )
+    assert chosen.train_engine("m", num_updates=5).options == {"temperature": 0.7, "entropy_gradient": True}
+    assert load_config(config, GrpoConfig).train_engine("m", num_updates=5).options == {"temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "goes_on"),
+    [
+        ((), True),
+        (("--async.staleness_threshold=0", "--async.partial_rollout=false"), False),
+        (
+            (
+                "--async.staleness_threshold=0",
+                "--async.partial_rollout=false",
+                "--async.trigger_parameter_sync_step=2",
+            ),
+            True,
+        ),
+        (("--cluster.colocate=true",), False),
+        (("--eval.at_sync=wait",), False),
+        (("--cluster.colocate=true", "--eval.at_sync=go_on"), True),
+    ],
+)
+def test_a_validation_goes_on_while_weights_come_in_the_asynchronous_modes(
+    config: Path, words: tuple[str, ...], goes_on: bool
+) -> None:
+    assert load_config(config, GrpoConfig, words).validation_goes_on is goes_on
 
 
 def test_a_run_goes_on_with_its_own_prompts_only(config: Path) -> None:

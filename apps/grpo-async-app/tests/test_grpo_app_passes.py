@@ -118,7 +118,8 @@ def test_in_the_bypass_form_the_old_policy_stays_the_sampler(config: Path, model
     role = open_role(load_config(config, GrpoConfig, words), model)
     try:
         role._engine.logprobs = None  # type: ignore[assignment, method-assign]  # nothing is recomputed
-        role.update(GROUPS, 1)
+        metrics = role.update(GROUPS, 1)
+        assert metrics["mismatch/lagged_share"].value == 0.5, "in the second pass the trainer is a step further"
     finally:
         role.close()
 

@@ -165,6 +165,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
         waiting = threading.Thread(target=wait_for_nobody, args=(1,), daemon=True)
         waiting.start()
         asyncio.run(role.withdraw(2))  # and one that has not begun yet
+        asyncio.run(role.withdraw(1))  # which was overtaken
         waiting.join(60)
         assert not waiting.is_alive()
         wait_for_nobody(2)

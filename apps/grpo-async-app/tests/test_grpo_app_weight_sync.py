@@ -124,15 +124,17 @@ def test_the_plan_says_what_copies_take(config: Path) -> None:
     )
 
 
-def test_the_plan_counts_the_versions_on_disk(config: Path) -> None:
-    sizes = {
+@pytest.mark.parametrize(("dtype", "weight_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_the_plan_counts_the_versions_on_disk(config: Path, dtype: str, weight_bytes: int) -> None:
+    """One that engines read, and the next that is being written."""
+    plans = {
         transport: check_run(
-            load_config(config, GrpoConfig, [f"--rollout.weight_transport={transport}"])
-        ).required_bytes
+            load_config(config, GrpoConfig, [f"--rollout.weight_transport={transport}", f"--rollout.dtype={dtype}"])
+        )
         for transport in ("tcp", "disk")
     }
-    weights = check_run(load_config(config, GrpoConfig, [])).model.num_parameters
-    assert sizes["disk"] - sizes["tcp"] in (4 * weights, 8 * weights)
+    weights = plans["tcp"].model.num_parameters
+    assert plans["disk"].required_bytes - plans["tcp"].required_bytes == 2 * weight_bytes * weights
 
 
 @pytest.mark.nightly
