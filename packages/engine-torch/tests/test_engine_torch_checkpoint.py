@@ -41,6 +41,21 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(model_folder, tmp_path
         assert torch.equal(one, other), name
 
 
+def test_a_load_brings_the_count_of_refused_steps_and_leaves_no_gradient_of_before(
+    model_folder, tmp_path, make_groups, weighted_loss
+):
+    engine = TorchTrainEngine.create(config(model_folder))
+    engine.forward_backward(make_groups(), lambda tokens: (tokens.logprobs_N.sum() * float("nan"), {}))
+    assert engine.step()["steps_refused"].value == 1
+    engine.save(tmp_path)
+    undisturbed = train(engine, make_groups, weighted_loss, range(2))
+    resumed = TorchTrainEngine.create(config(model_folder))
+    resumed.forward_backward(make_groups(seed=9), weighted_loss)  # of an update that was not taken any more
+    resumed.load(tmp_path)
+    assert (resumed.steps_taken, resumed.steps_refused) == (0, 1)
+    assert train(resumed, make_groups, weighted_loss, range(2)) == undisturbed
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_plain_transformers_loads_what_is_saved(tmp_path, make_groups, weighted_loss, tied):
     folder = tiny_model(tmp_path / "model", "llama", tied=tied, hidden_size=32)

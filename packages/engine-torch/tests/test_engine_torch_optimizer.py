@@ -100,6 +100,8 @@ def test_a_loss_that_is_not_finite_in_one_micro_batch_refuses_the_step(model_fol
     assert len(calls) > 2
     assert engine.step()["steps_refused"].value == 1
     assert "the loss is not finite" in engine.last_refusal
+    engine.forward_backward(make_groups(), weighted_loss)
+    assert engine.step()["steps_refused"].value == 0, "a bad loss is of its own update alone"
 
 
 def test_sequences_without_loss_tokens_change_nothing(model_folder, make_groups, weighted_loss):
