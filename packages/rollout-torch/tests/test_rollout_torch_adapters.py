@@ -150,6 +150,19 @@ async def test_an_update_that_fails_leaves_the_old_adapter(folder, open_engine):
     assert errors(merged(folder, good), adapted) < 1e-4
 
 
+async def test_no_adapter_is_taken_on_weights_of_two_versions(folder, open_engine):
+    model = reference_model(folder)
+    adapter = adapter_of(model, 1)
+    async with open_engine(folder) as engine:
+        with pytest.raises(WeightSyncError, match="the sender died after 3"):
+            await engine.update_weights(FakeWeightStream(list(model.named_parameters()), 1, fail_after=3), 1)
+        with pytest.raises(WeightSyncError, match="no usable weights"):
+            await engine.update_weights(InProcessStream(adapter.items(), 2), 2, adapter=POET)
+        await engine.update_weights(InProcessStream(model.named_parameters(), 3), 3)
+        with pytest.raises(ConfigError, match="no adapter 'poet'"):
+            await engine.generate(replace(REQUEST, adapter="poet"))
+
+
 def _strangers():
     stem = "base_model.model.model.layers.99.self_attn.q_proj"
     return [(f"{stem}.lora_A.weight", torch.zeros(RANK, 4)), (f"{stem}.lora_B.weight", torch.zeros(4, RANK))]
@@ -180,6 +193,21 @@ async def test_a_held_sample_goes_on_with_the_new_adapter(folder, open_engine):
         told = [logprob_errors(merged(folder, each), REQUEST.prompt_ids, completion) for each in (old, new)]
         assert told[0][: first.num_tokens].max() < 1e-4
         assert told[1][first.num_tokens :].max() < 1e-4
+
+
+async def test_an_adapter_that_a_held_request_will_use_is_not_dropped(folder, open_engine):
+    """One that came while the engine was paused, and has not begun."""
+    adapter = adapter_of(reference_model(folder), 1)
+    async with open_engine(folder) as engine:
+        await engine.update_weights(InProcessStream(adapter.items(), 1), 1, adapter=POET)
+        await engine.pause("wait")
+        sampling = asyncio.create_task(engine.generate(replace(REQUEST, adapter="poet")))
+        while not (await engine.health()).num_waiting:
+            await asyncio.sleep(0.001)
+        with pytest.raises(OffbeatError, match="request 'r' uses the adapter 'poet'"):
+            await engine.drop_adapter("poet")
+        await engine.resume()
+        assert errors(merged(folder, adapter), await sampling) < 1e-4
 
 
 async def test_an_adapter_stays_when_the_model_is_updated_or_sleeps(folder, open_engine):

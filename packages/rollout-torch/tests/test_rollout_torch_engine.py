@@ -313,6 +313,41 @@ async def test_weights_that_are_not_finite_are_named(folder, open_engine):
         assert len((await engine.generate(request()))[0].ids) == 30
 
 
+@pytest.mark.parametrize("paused", [False, True], ids=["at once", "at the end of the pause"])
+async def test_a_sample_in_flight_is_ended_when_an_update_has_failed_half_way(folder, open_engine, paused):
+    """There are no weights to go on with, and who waits for it must hear."""
+    broken = FakeWeightStream(changed_weights(reference_model(folder)), 1, fail_after=3)
+    async with open_engine(folder) as engine:
+        task = asyncio.create_task(engine.generate(request(max_tokens=480)))
+        while not (await engine.health()).num_tokens:
+            await asyncio.sleep(0.001)
+        if paused:
+            await engine.pause("keep")
+        with pytest.raises(WeightSyncError, match="the sender died after 3"):
+            await engine.update_weights(broken, 1)
+        if paused:
+            await asyncio.sleep(0.01)
+            assert not task.done(), "it is held"
+            await engine.resume()
+        (one,) = await asyncio.wait_for(task, 10)
+        assert one.stop_reason == "aborted"
+        assert 0 < len(one.ids) < 480
+        with pytest.raises(WeightSyncError, match="no usable weights"):
+            await engine.generate(request("next"))
+
+
+async def test_an_id_that_is_held_is_not_taken_twice(folder, open_engine):
+    async with open_engine(folder) as engine:
+        await engine.pause("wait")
+        held = asyncio.create_task(engine.generate(request("same", max_tokens=5)))
+        while not (await engine.health()).num_waiting:
+            await asyncio.sleep(0.001)
+        with pytest.raises(OffbeatError, match="'same' is in flight already"):
+            await engine.generate(request("same"))
+        await engine.resume()
+        assert [len(one.ids) for one in await held] == [5]
+
+
 async def test_tied_alias_in_a_stream_must_agree(folder, open_engine):
     async with open_engine(folder) as engine:
         weights = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
