@@ -11,6 +11,8 @@ from offbeat_data._tokenizer import Tokenizer
 
 _WORDS: Final = "words"
 _TEXTS: Final = "texts"
+_OF_OTHERS: Final = ("tools", "documents")
+"""Variables of chat templates that hold words of rows, servers and clients."""
 
 
 def escape_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -31,8 +33,9 @@ def escape_value(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def escape_tools(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return variables of a chat template whose `tools` are words: rows and servers describe them."""
-    return {**options, "tools": escape_value(tokenizer, options["tools"])} if options.get("tools") else options
+    """Return variables of a chat template whose `tools` and `documents` are words: others have written them."""
+    words = {name: escape_value(tokenizer, options[name]) for name in _OF_OTHERS if options.get(name)}
+    return {**options, **words} if words else options
 
 
 def _find_control(tokenizer: Tokenizer, value: Any) -> str:
@@ -67,7 +70,7 @@ class RowNotes:
     def words(self, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
         """Look for control tokens in what the model reads of a conversation."""
         read = [message for message in messages if message["role"] != "assistant"]
-        self._look(_WORDS, [*read, options.get("tools")])
+        self._look(_WORDS, [*read, *(options.get(name) for name in _OF_OTHERS)])
 
     def texts(self, *texts: str) -> None:
         """Look for control tokens in texts that no chat template is applied to."""

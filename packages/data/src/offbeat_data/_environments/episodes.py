@@ -14,6 +14,7 @@ import numpy as np
 
 from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
 from offbeat_data._environments.built_in import EnvironmentConfig
+from offbeat_data._escaping import escape_value
 from offbeat_data._images import Picture, RowImages, is_image
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
@@ -49,7 +50,8 @@ class TurnTemplate:
         Args:
             said_ids: [T] int32, tokens of the turn as sampled; the end token is not repeated when they hold it.
             messages: what the environment says, with `role` and `content`. Control tokens in the content are
-                encoded as words: a tool that returns "<|im_end|>" must not end a turn. A content may be a list of
+                encoded as words, and so in all other keys: a tool that returns "<|im_end|>" must not end a turn, nor
+                must one that a model has called by such a name. A content may be a list of
                 parts, texts and images: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.
 
         Returns:
@@ -75,7 +77,7 @@ class TurnTemplate:
         return [self._images.read_part(part) for part in found]
 
     def _encode(self, said_ids: Ids, messages: Sequence[Message], pictures: Sequence[Picture]) -> Ids:
-        plain = [{**message, "content": self._plain(message.get("content"))} for message in messages]
+        plain = [self._as_words(message) for message in messages]
         if self._template is None:
             text = "".join(message["content"] for message in plain)
         else:
@@ -86,6 +88,11 @@ class TurnTemplate:
         self._images.check(ids, pictures)
         has_ended = len(ids) and len(said_ids) and ids[0] == said_ids[-1]
         return ids[1:] if has_ended else ids
+
+    def _as_words(self, message: Message) -> Message:
+        """A message whose control tokens are words, those in its name and other keys too."""
+        content = self._plain(message.get("content"))
+        return {**escape_value(self._tokenizer, {**message, "content": None}), "content": content}
 
     def _plain(self, content: Any) -> Any:
         """A content whose control tokens are words: a text, or with images the parts that chat templates know."""
