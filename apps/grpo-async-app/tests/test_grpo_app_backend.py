@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -184,6 +185,26 @@ def test_remax_filters_by_the_greedy_sample_too(config: Path, model: Path, tmp_p
     samples = [scored(1.0), scored(1.0)]
     assert not is_filtered(chosen, model, tmp_path, samples, scored(0.0))
     assert is_filtered(chosen, model, tmp_path, samples, scored(1.0))
+
+
+def test_a_group_whose_greedy_sample_failed_is_not_compared_with_a_reward_of_0(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    samples = [scored(1.0), scored(0.5)]
+    assert is_filtered(settings(config, "--algorithm.advantage=remax"), model, tmp_path, samples, greedy=None)
+    assert not is_filtered(settings(config), model, tmp_path, samples, greedy=None)
+
+
+def test_a_group_of_which_nothing_is_in_the_loss_is_filtered(config: Path, model: Path, tmp_path: Path) -> None:
+    words = ["--algorithm.filter_groups=true", "--algorithm.mask_truncated=true"]
+    cut = [replace(scored(value), trajectories=(cut_off(),)) for value in (1.0, 0.0)]
+    assert is_filtered(settings(config, *words), model, tmp_path, cut)
+    assert not is_filtered(settings(config, *words), model, tmp_path, [cut[0], scored(0.0)])
+    assert not is_filtered(settings(config, words[0]), model, tmp_path, cut)
+
+
+def cut_off() -> Trajectory:
+    return replace(Trajectory.of(completion(3)), ended="cut_off")
 
 
 def test_a_reward_that_is_no_number_is_counted_as_untrainable_before_it_is_filtered(

@@ -79,6 +79,23 @@ def test_remax_has_signal_where_a_sample_differs_from_the_greedy_one():
         has_signal([1.0, 1.0], config, greedy_reward=math.nan)
 
 
+@pytest.mark.parametrize("name", [*GROUP_ADVANTAGES, "remax", "reinforce_plus_plus"])
+def test_samples_that_are_left_out_of_the_loss_give_no_signal(name):
+    config = AlgorithmConfig(advantage=name, mask_truncated=True, options={"k": 2} if name == "pass_at_k" else {})
+    given_ = {"parts": [{"one": 1.0}, {"one": 0.0}], "weights": {"one": 1.0}, "greedy_reward": 0.0}
+    assert has_signal([1.0, 0.0], config, **given_) == (name != "pass_at_k")  # k of all samples: all are 0
+    assert not has_signal([1.0, 0.0], config, masked=[True, True], **given_)
+
+
+def test_a_sample_that_alone_has_an_advantage_must_be_in_the_loss():
+    passk = AlgorithmConfig(advantage="grpo_passk", mask_truncated=True)
+    assert not has_signal([1.0, 0.0, 0.0], passk, masked=[True, False, False])
+    assert has_signal([1.0, 0.0, 0.0], passk, masked=[False, True, True])
+    remax = AlgorithmConfig(advantage="remax", mask_truncated=True)
+    assert not has_signal([1.0, 0.0], remax, greedy_reward=0.0, masked=[True, False])
+    assert has_signal([1.0, 0.0], remax, greedy_reward=0.0, masked=[False, True])
+
+
 def test_an_advantage_of_ones_own_may_read_the_rewards_or_their_parts():
     config = AlgorithmConfig(advantage="mine:advantage")
     parts, weights = [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}], {"a": 1.0, "b": 1.0}

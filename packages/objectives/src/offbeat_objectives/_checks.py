@@ -279,3 +279,5 @@ def _notices(config: AlgorithmConfig) -> Complaints:
     judged_fully = (*GROUP_ADVANTAGES, "remax", "none")
     if config.filter_groups and config.advantage not in judged_fully and not config.has_own_advantage:
         yield f"filter_groups drops prompts of equal rewards, which {config.advantage} could still learn from"
+    if config.filter_groups and config.needs_teacher:
+        yield "filter_groups drops prompts of equal rewards, on which the teacher could still teach"

@@ -18,6 +18,7 @@ def has_signal(
     parts: Sequence[Mapping[str, float]] = (),
     weights: Mapping[str, float] | None = None,
     greedy_reward: float | None = None,
+    masked: Sequence[bool] = (),
 ) -> bool:
     """Return whether the samples of one prompt teach anything under the advantage of `config`.
 
@@ -33,12 +34,15 @@ def has_signal(
     | a function of the user's own | the rewards differ, or one of the parts does |
     | every other | the rewards differ |
 
+    Under every advantage a sample that is left out of the loss teaches nothing itself.
+
     Args:
         rewards: one per sample, as scored.
         config: section "algorithm"; None: an advantage that compares rewards.
         parts: each sample's rewards by name, for gdpo and for functions of the user's own.
         weights: of each part; a part without weight does not count.
         greedy_reward: of the prompt's greedy completion, for remax.
+        masked: for each sample whether it is left out of the loss (`mask_truncated`); empty: none is.
 
     Raises:
         DataError: a reward is not finite.
@@ -46,17 +50,21 @@ def has_signal(
     Source: DAPO, 2503.14476, section 3.2 (dynamic sampling).
     """
     config, values = config or AlgorithmConfig(), _finite(rewards)
-    if not values:
+    learned = [value for value, is_masked in zip(values, masked or [False] * len(values), strict=True) if not is_masked]
+    if not learned:
         return False
     if config.advantage == "remax" and greedy_reward is not None:
-        return _differ([*values, *_finite([greedy_reward])])
+        [greedy] = _finite([greedy_reward])
+        return any(_differ([value, greedy]) for value in learned)
     if config.advantage == _BY_PARTS or config.has_own_advantage:
         weighted = [name for name, weight in (weights or {}).items() if weight]
         columns = [_finite([each.get(name, 0.0) for each in parts]) for name in weighted]
         return any(map(_differ, columns)) or (config.has_own_advantage and _differ(values))
     if config.advantage in ("grpo_passk", "pass_at_k"):
         worst_best = sorted(values)[_least_best(config, len(values))]
-        return max(values) - worst_best > SAME_REWARD
+        # Of grpo_passk the best sample alone has an advantage.
+        best = max(learned if config.advantage == "grpo_passk" else values)
+        return best - worst_best > SAME_REWARD
     return _differ(values)
 
 

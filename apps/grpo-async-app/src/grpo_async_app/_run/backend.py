@@ -80,7 +80,7 @@ class GrpoBackend:
 
     async def _take_in(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> GroupResult:
         """Keep a group for training, unless its samples teach nothing or cannot be trained on."""
-        if not self._can_be_compared(samples):
+        if not self._can_be_compared(samples, greedy):
             return GroupResult(oldest_version=self._policy.version, filtered=True)
         self._stream.record(draw, [sample.score.value for sample in samples])
         group = self._group(group_id, draw, samples, greedy)
@@ -103,6 +103,7 @@ class GrpoBackend:
             parts=[sample.score.parts for sample in samples],
             weights=self._config.reward.all_weights if self._config.reward.is_set else {},
             greedy_reward=greedy.score.value if greedy else None,
+            masked=[sample.is_cut_off for sample in samples] if self._config.algorithm.mask_truncated else (),
         )
 
     async def _taught(self, group: SampledGroup) -> SampledGroup:
@@ -141,11 +142,12 @@ class GrpoBackend:
         samples = await self._ask(draw, name, request)
         return samples[0] if samples else None
 
-    def _can_be_compared(self, samples: list[Scored]) -> bool:
-        """Whether enough of a group is left."""
-        if len(samples) < self._config.rollout.samples_per_prompt:
+    def _can_be_compared(self, samples: list[Scored], greedy: Scored | None) -> bool:
+        """Whether enough of a group is left, with the greedy sample where the advantage subtracts it."""
+        lacks_greedy = self._config.algorithm.needs_greedy_reward and greedy is None
+        if len(samples) < self._config.rollout.samples_per_prompt or lacks_greedy:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
-        return len(samples) >= min(2, self._config.rollout.samples_per_prompt)
+        return len(samples) >= min(2, self._config.rollout.samples_per_prompt) and not lacks_greedy
 
     def _group(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> SampledGroup:
         return SampledGroup(

@@ -46,6 +46,11 @@ class Scored:
     def num_turns(self) -> int:
         return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit has ended any of its trajectories."""
+        return any(trajectory.ended != "done" for trajectory in self.trajectories)
+
 
 class Rollouts:
     """Samples and scores on the fleet.
