@@ -19,9 +19,9 @@ from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
 from grpo_async_app._run.mismatch_alarm import MismatchAlarm
-from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.run_logger import RunLogger, _group_metrics
 from grpo_async_app._run.sampling import Rollouts, Scored, _later_turn
-from grpo_async_app._run.validation import OutdatedError, Validation, validate
+from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt, RewardScore, Written
 from offbeat_engine_torch import TorchTrainEngine
@@ -309,6 +309,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
     samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
     assert [sample.trajectories[0].stop_reason for sample in samples] == scored == ["length"]
+    assert [sample.answer for sample in samples] == scored
     assert rollouts.left_out == {"rollout/aborted": 1}
 
 
@@ -331,6 +332,28 @@ def test_each_turn_of_each_sample_has_a_name_and_a_seed_of_its_own_and_sees_all_
         np.testing.assert_array_equal(each.prompt_ids, context)
     unseeded = replace(request, params=SamplingParams(max_tokens=50))
     assert _later_turn(unseeded, context, (), 1, 1, 9).params.seed is None
+
+
+def test_shares_of_samples_count_a_sample_once_however_often_it_has_branched() -> None:
+    whole = replace(group(0, [2, 3, 2, 2], [1.0, 0.0]), sizes=[3, 1])
+    ends = zip(whole.trajectories, ("cut_off", "cut_off", "done", "done"), strict=True)
+    branched = replace(whole, trajectories=[replace(trajectory, ended=ended) for trajectory, ended in ends])
+    assert _group_metrics([branched], 0)["train/cut_off_share"].value == 0.5
+    assert _group_metrics([branched, group(9, [2, 2], [1.0, 0.0])], 0)["train/mixed_version_share"].value == 0.5
+
+
+def test_a_vote_is_what_was_scored_also_where_an_agent_has_branched(config: Path) -> None:
+    """An agent may print its answer, or give it in the last of its conversations."""
+    said = [
+        Trajectory.of(Completion.join([5, 6], [-1.0, -1.0], [(0, 2)], reason, text))
+        for text, reason in (("plan: 1", "eos"), ("so 2", "length"))
+    ]
+    one = Scored(trajectories=tuple(said), score=RewardScore(value=1.0, parts={}), answer="so 2")
+    asked = held_out_set(load_config(config, GrpoConfig), [])
+    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
+    item = Answered(asked=asked, number=0, prompt=prompt, samples=[one]).to_item(0, has_turns=True)
+    assert item.samples[0].vote == "2"
+    assert item.samples[0].stop_reason == "length"
 
 
 def test_a_group_says_why_it_cannot_be_trained() -> None:

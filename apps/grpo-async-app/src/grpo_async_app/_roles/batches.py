@@ -253,11 +253,8 @@ def _explained_variance(values_N: Floats, returns_N: Floats) -> Metric:
 def _masked(groups: list[SampledGroup]) -> list[bool]:
     """Return for each trajectory whether a limit has cut off its sample: any trajectory of it."""
     found: list[bool] = []
-    for group in groups:
-        trajectories = iter(group.trajectories)
-        for size in group.sample_sizes:
-            ends = [next(trajectories).ended for _ in range(size)]
-            found += [any(ended != "done" for ended in ends)] * size
+    for sample in (sample for group in groups for sample in group.samples):
+        found += [any(trajectory.ended != "done" for trajectory in sample)] * len(sample)
     return found
 
 

@@ -49,6 +49,12 @@ class SampledGroup:
         return self.sizes or [1] * len(self.trajectories)
 
     @property
+    def samples(self) -> list[list[Trajectory]]:
+        """The trajectories of each sample."""
+        trajectories = iter(self.trajectories)
+        return [[next(trajectories) for _ in range(size)] for size in self.sample_sizes]
+
+    @property
     def oldest_version(self) -> int:
         """Of its oldest token."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)

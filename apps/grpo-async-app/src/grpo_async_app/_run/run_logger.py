@@ -167,7 +167,8 @@ class RunLogger:
 
 def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
     rewards = [reward for group in groups for reward in group.rewards]
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    samples = [sample for group in groups for sample in group.samples]
+    versions = [{each.version for one in sample for each in one.segments} for sample in samples]
     lags = [version - group.oldest_version for group in groups]
     names = sorted({name for group in groups for parts in group.parts for name in parts})
     parts = {
@@ -175,9 +176,9 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
     }
     return {
         "train/reward": _mean(rewards),
-        "train/response_tokens": _ratio(sum(each.num_tokens for each in trajectories), len(rewards)),
-        "train/cut_off_share": _mean([trajectory.ended != "done" for trajectory in trajectories]),
-        "train/mixed_version_share": _mean([trajectory.num_versions > 1 for trajectory in trajectories]),
+        "train/response_tokens": _ratio(sum(group.num_tokens for group in groups), len(rewards)),
+        "train/cut_off_share": _mean([any(one.ended != "done" for one in sample) for sample in samples]),
+        "train/mixed_version_share": _mean([len(each) > 1 for each in versions]),
         "train/lag_mean": _mean(lags),
         "train/lag_max": Metric(value=float(max(lags, default=0)), how="max"),
         **(parts if len(parts) > 1 else {}),

@@ -33,10 +33,12 @@ class Scored:
     Args:
         trajectories: what there is to learn from; several where an agent has branched, all of this worth.
         score: of the whole.
+        answer: text that the `reward` section scores, or would: what the model said last, or what an agent printed.
     """
 
     trajectories: tuple[Trajectory, ...]
     score: RewardScore
+    answer: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +105,7 @@ class Rollouts:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions, judge)
             return [
-                Scored(trajectories=(Trajectory.of(completion),), score=score)
+                Scored(trajectories=(Trajectory.of(completion),), score=score, answer=completion.text)
                 for completion, score in zip(completions, scores, strict=True)
                 if score is not None
             ]
@@ -156,7 +158,9 @@ class Rollouts:
             return None
         if score is None:
             [score] = await self._scores(prompt, [trajectory.turns[-1]], judge)
-        return None if score is None else Scored(trajectories=(trajectory,), score=score)
+        if score is None:
+            return None
+        return Scored(trajectories=(trajectory,), score=score, answer=trajectory.turns[-1].text)
 
     async def _act(
         self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: str
@@ -172,9 +176,11 @@ class Rollouts:
             return None
         if recorded.reward is not None:
             score = RewardScore(value=recorded.reward, parts=recorded.reward_parts)
-            return Scored(trajectories=recorded.trajectories, score=score)
+            return Scored(trajectories=recorded.trajectories, score=score, answer=recorded.answer)
         [judged] = await self._score(prompt, [Written(text=recorded.answer)], judge)
-        return None if judged is None else Scored(trajectories=recorded.trajectories, score=judged)
+        if judged is None:
+            return None
+        return Scored(trajectories=recorded.trajectories, score=judged, answer=recorded.answer)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion], judge: str) -> list[RewardScore | None]:
         return await self._score(

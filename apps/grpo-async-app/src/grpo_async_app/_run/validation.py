@@ -47,20 +47,21 @@ class Answered:
 
     def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool, version: int | None) -> SampledAnswer:
         turns = [turn for trajectory in scored.trajectories for turn in trajectory.turns]
-        answer = scored.trajectories[0]  # of an agent that branched, the first of its conversations
+        first = scored.trajectories[0]  # of an agent that branched, the first of its conversations
+        stop_reasons = [trajectory.stop_reason for trajectory in scored.trajectories]
         return SampledAnswer(
             reward=scored.score.value,
             right=scored.score.value >= self.asked.success_reward,
-            vote=vote_of(answer.turns[-1].text, self.asked.reward),
+            vote=vote_of(scored.answer, self.asked.reward),
             num_tokens=scored.num_tokens,
             num_turns=len(turns) if has_turns else 0,
-            stop_reason=answer.stop_reason,
+            stop_reason="length" if "length" in stop_reasons else first.stop_reason,
             versions=tuple(
                 (segment.version if version is None else version, segment.num_tokens)
                 for turn in turns
                 for segment in turn.segments
             ),
-            text=answer.text if keep_texts else "",
+            text=first.text if keep_texts else "",
         )
 
 
