@@ -26,6 +26,14 @@ class TestBadInput(CommandConformance):
             ["--algorithm.advantage", "gae", "--critic.options", "{temperature = 0.5}"],
             "critic.options.temperature has no effect",
         ),
+        "format of the head of a critic": (
+            ["--algorithm.advantage", "gae", "--critic.options", '{head_dtype = "bfloat16"}'],
+            "critic.options.head_dtype has no effect",
+        ),
+        "variable that each conversation sets": (
+            ["--data.template_options", "{add_generation_prompt = false}"],
+            "data.template_options",
+        ),
         "heads that the ranks cannot share": (
             ["--engine.num_ranks", "3", "--engine.options", "{tensor_parallel = 3}"],
             "num_attention_heads",

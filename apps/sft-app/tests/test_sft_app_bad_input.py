@@ -16,6 +16,10 @@ class TestBadInput(CommandConformance):
         "no such choice": (["--engine.schedule", "cosin"], "cosine"),
         "missing column": (["--data.messages_column", "chat"], "data.messages_column"),
         "every row too long": (["--data.max_sequence_tokens", "4"], "data.max_sequence_tokens"),
+        "option that no loss here reads": (
+            ["--engine.options", "{entropy_gradient = true}"],
+            "engine.options.entropy_gradient has no effect",
+        ),
         "no such engine option": (["--engine.options", "{sharing = true}"], "sharing"),
         "option of another command": (["--serve", "8000"], "takes no --serve"),
         "ranks that do not divide": (

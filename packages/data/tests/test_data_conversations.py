@@ -237,3 +237,10 @@ def test_what_cannot_be_learned_from_is_named(template, rows, settings, message,
     error = DataError if template else ConfigError if settings else ModelError
     with pytest.raises(error, match=message):
         _load(make_tokenizer(template), write_jsonl(rows), **settings)
+
+
+def test_a_system_prompt_before_plain_text_is_noticed(make_tokenizer, write_jsonl):
+    path, tokenizer = write_jsonl([{"text": "the sum of two numbers"}]), make_tokenizer("chatml")
+    assert load_conversations(ConversationConfig(path=path), tokenizer).notices == ()
+    [notice] = load_conversations(ConversationConfig(path=path, system_prompt="Be brief"), tokenizer).notices
+    assert "have no effect on rows of column text" in notice

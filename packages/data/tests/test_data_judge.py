@@ -199,6 +199,8 @@ def test_a_key_comes_from_the_environment_and_is_never_told(
         ({"template": "Judge {answer}"}, "must contain {completion}"),
         ({"lowest": 2.0}, "must be below"),
         ({"scores": {"yes": "much"}}, "must be numbers by word"),
+        ({"options": {"temperature": 1.0}}, "reward.judge.options must not hold temperature"),
+        ({"options": {"model": "other", "top_p": 0.9}}, "must not hold model"),
         ({"temprature": 1}, "did you mean temperature"),
     ],
 )

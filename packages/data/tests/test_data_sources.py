@@ -142,3 +142,9 @@ def test_empty_data_and_negative_positions_are_refused():
         EpochOrder(0)
     with pytest.raises(IndexError, match="got -1"):
         EpochOrder(4)(-1)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_variables_that_are_set_for_each_conversation_are_refused(name):
+    with pytest.raises(ConfigError, match=rf"data\.template_options: {name} has no effect"):
+        DataConfig(path="x", template_options={name: False})

@@ -86,6 +86,14 @@ async def test_control_tokens_that_a_tool_or_a_user_writes_are_text(served, mode
     assert words in tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False)
 
 
+@pytest.mark.asyncio
+async def test_variables_of_the_template_that_the_server_sets_are_refused(served):
+    with pytest.raises(openai.BadRequestError, match="add_generation_prompt is not served"):
+        await served.chat(
+            messages=QUESTION, extra_body={"chat_template_kwargs": {"add_generation_prompt": False}}, max_tokens=2
+        )
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.asyncio
 async def test_a_turn_sent_back_is_never_tokenised_again(served, model, seed):

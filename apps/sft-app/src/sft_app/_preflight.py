@@ -256,6 +256,11 @@ def _check_head(config: SftConfig, backend: TrainBackend) -> None:
             f"preference.loss = {config.preference.loss!r} trains a {config.head} head, and engine.backend = "
             f"{config.engine.backend!r} has none: take an engine that has one, such as torch"
         )
+    idle = ["entropy_gradient", *(["temperature", "head_dtype"] if config.head == "score" else [])]
+    if given := [name for name in idle if name in config.engine.options]:
+        raise ConfigError(
+            f"engine.options.{given[0]} has no effect with preference.loss = {config.preference.loss!r}: leave it out"
+        )
 
 
 def _check_examples(model: ModelFolder, examples: tuple[Example, ...]) -> None:

@@ -28,6 +28,9 @@ MARKS: Final = "\ufdd0-\ufdd3"
 """All noncharacters that this package gives a meaning, as a range of a regular expression."""
 
 
+DECIDED_VARIABLES: Final = ("messages", "add_generation_prompt")
+"""Variables of a template that `ChatTemplate.render` sets itself."""
+
 # A template is a program: what it computes from messages of another shape raises what Python raises.
 _RAISED_BY_TEMPLATES: Final = (
     jinja2.TemplateError,

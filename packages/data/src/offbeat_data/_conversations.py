@@ -113,6 +113,11 @@ class SequenceBuilder:
                 f"messages of unusual roles: {roles}; most chat templates know {', '.join(_USUAL_ROLES)}, and leave "
                 "others out or write them down as they are"
             )
+        if self.forms[self.config.text_column] and (self.config.system_prompt or self.config.template_options):
+            found.append(
+                f"data.system_prompt and data.template_options have no effect on rows of column "
+                f"{self.config.text_column}, which are learned as they are"
+            )
         return (*found, *self.notes.notices)
 
     def build(self, rows: list[Row], source: str, num_shared: int = 0) -> tuple[tuple[TrainSequence, ...], RowCounts]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from offbeat_data._chat_template import DECIDED_VARIABLES
 from offbeat_data._environments.openenv_server import draw_tasks
 from offbeat_data._rows import Row, read_rows, refuse_split
 from offbeat_data._task_libraries import draw_entries, draw_rows
@@ -55,6 +56,13 @@ class SourceConfig:
 
     shuffle: bool = setting(True, "Serve items in a new random order each epoch.")
     epochs: int = setting(1, "Passes over the data; 0: until the run ends for another reason.", "epochs", ge=0)
+
+    def __post_init__(self) -> None:
+        if given := [name for name in DECIDED_VARIABLES if name in self.template_options]:
+            raise ConfigError(
+                f"data.template_options: {', '.join(given)} has no effect, since it is set for each conversation: "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

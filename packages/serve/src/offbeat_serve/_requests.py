@@ -36,6 +36,8 @@ MAX_STOPS: Final = 16
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default of /v1/completions."""
 
+_SET_HERE: Final = ("messages", "add_generation_prompt")
+"""Variables of the chat template that a request cannot choose."""
 ONE_VALUE: Final = {"parallel_tool_calls": True, "store": False}
 """Fields of chats that are known with the value that changes nothing."""
 
@@ -223,6 +225,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
         return {**(self.chat_template_kwargs or {}), **tools}
 
     def check(self) -> None:
+        if given := [name for name in _SET_HERE if name in (self.chat_template_kwargs or {})]:
+            message = f"chat_template_kwargs: {', '.join(given)} is not served: the server sets it"
+            raise RefusedError(HTTPStatus.BAD_REQUEST, message, param="chat_template_kwargs")
         for name, served in ONE_VALUE.items():
             if getattr(self, name) not in (None, served):
                 text = str(served).lower()

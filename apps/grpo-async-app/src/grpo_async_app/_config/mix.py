@@ -43,6 +43,7 @@ class PromptsConfig(DataConfig):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.mix:
             return
         if self.path:

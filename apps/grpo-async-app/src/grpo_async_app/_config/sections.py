@@ -432,9 +432,12 @@ def check_engine_options(config: GrpoConfig) -> None:
         ConfigError: all of them, a line each.
     """
     found = [f"engine.options.{name} is decided by {by}; leave it out" for name, by in _DECIDED.items()]
-    of_critic = [f"critic.options.{name} has no effect: a critic gives values; leave it out" for name in _DECIDED]
+    of_critic = {
+        name: f"critic.options.{name} has no effect: a critic gives values; leave it out"
+        for name in (*_DECIDED, "head_dtype")
+    }
     given = [line for name, line in zip(_DECIDED, found, strict=True) if name in config.engine.options]
-    given += [line for name, line in zip(_DECIDED, of_critic, strict=True) if name in config.critic.options]
+    given += [line for name, line in of_critic.items() if name in config.critic.options]
     if given:
         raise ConfigError("\n".join(given))
 

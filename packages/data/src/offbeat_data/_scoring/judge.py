@@ -144,6 +144,11 @@ class Judge:
             raise ConfigError(f"reward.judge.pattern is not a regular expression: {error}") from error
         if num_groups < 1:
             raise ConfigError(f"reward.judge.pattern needs a group that is the score, got {options.pattern!r}")
+        if decided := [name for name in ("model", "messages", "max_tokens", "temperature") if name in options.options]:
+            raise ConfigError(
+                f"reward.judge.options must not hold {', '.join(decided)}: keys of reward.judge decide it (messages: "
+                "system and template)"
+            )
         if "{completion}" not in options.template:
             raise ConfigError("reward.judge.template must contain {completion}: the judge would not see what it judges")
         if options.lowest >= options.highest:
