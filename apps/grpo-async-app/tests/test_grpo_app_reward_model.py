@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,8 +17,10 @@ from grpo_async_app._config.placement import place_run
 from grpo_async_app._config.preflight import check_reward
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, check_reward_model
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.replicas import Replicas
+from grpo_async_app._fleet.teachers import RewardModels
 from grpo_async_app._roles.reward_model import RewardModelRole
-from offbeat_data import RewardError, load_tokenizer
+from offbeat_data import DataConfig, RewardError, load_prompts, load_tokenizer
 from offbeat_placement import ClusterView, grid_nodes
 from offbeat_run import load_config, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
@@ -84,6 +86,51 @@ def test_scores_are_those_of_transformers_whatever_is_read_together(kind: str, c
         with torch.no_grad():
             assert found.value == pytest.approx(float(reference(input_ids=ids).logits[0, 0]), abs=1e-4)
     assert len({round(each.value, 3) for each in scores}) == len(scores)
+
+
+def test_a_reward_model_that_reads_the_prompt_reads_the_words_of_users_as_words(
+    config: Path, model: Path, scorer: Path, tmp_path: Path
+) -> None:
+    tokenizer, end = load_tokenizer(model), load_tokenizer(model).special_tokens["eos_token"]
+    rows = [{"prompt": f"one{words}", "answer": "1"} for words in ("", end)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain, attacked = load_prompts(DataConfig(path=str(path)), tokenizer).train
+    settings = with_model(config, scorer, "--reward.reward_model.input=text")
+    options, role = RewardModelOptions(path=str(scorer)), RewardModelRole(config=settings, num_threads=1)
+    role._load()
+    asks: list[RewardModelAsk] = []
+
+    class Asked:
+        async def ask(self, ask: RewardModelAsk, *_: Any) -> list[Any]:
+            asks.append(ask)
+            return []
+
+    models = RewardModels(options, cast("Replicas", Asked()))
+    for prompt in (plain, attacked):
+        asyncio.run(models.score(prompt, ["two"]))
+    without, with_words = (role._encode(ask)[0] for ask in asks)
+    assert np.count_nonzero(with_words == tokenizer.eos_id) == np.count_nonzero(without == tokenizer.eos_id)
+    assert tokenizer.decode(with_words, skip_special_tokens=False) == attacked.text + "two"
+    assert (plain.escaped, attacked.question) == ("", f"one{end}")
+
+
+def test_bos_comes_once_before_a_text_whose_template_wrote_it(config: Path, scorer: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    folder = tmp_path / "scorer"
+    shutil.copytree(scorer, folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    [bos] = backend.encode("<|im_start|>", add_special_tokens=False).ids
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    role = RewardModelRole(config=with_model(config, folder, "--reward.reward_model.input=text"), num_threads=1)
+    role._load()
+    for text in ("one", "<|im_start|>one"):
+        [ids] = role._encode(RewardModelAsk(messages=[], text=text, completions=["two"]))
+        assert [int(token) for token in ids].count(bos) == 1
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
@@ -209,8 +256,15 @@ def test_a_reward_model_has_a_place_and_must_be_one(config: Path, scorer: Path, 
     [
         ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 64),
         ({"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4}, 32),
+        (
+            {
+                "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            64,
+        ),
     ],
-    ids=["dynamic", "longrope"],
+    ids=["dynamic", "longrope", "by-layer"],
 )
 def test_texts_beyond_a_length_at_which_scores_depend_on_each_other_are_refused(
     scorer: Path, tmp_path: Path, rope: dict[str, Any], limit: int

@@ -133,6 +133,15 @@ def test_pairs_for_a_score_are_as_the_template_alone_renders_them(chat_tokenizer
     assert loaded.notices == ()
 
 
+def test_texts_for_a_score_are_as_they_stand(make_tokenizer, write_jsonl):
+    tokenizer = make_tokenizer(None)
+    config = ConversationConfig(path=write_jsonl([{"prompt": "the sum ", "chosen": "is 2", "rejected": "is 3"}]))
+    [pair] = load_pairs(config, tokenizer, ends_turns=False).train
+    assert tokenizer.decode(pair.chosen.ids, skip_special_tokens=False) == "the sum is 2"
+    [ended] = load_pairs(config, tokenizer).train
+    assert ended.chosen.ids.tolist() == [*pair.chosen.ids.tolist(), tokenizer.eos_id]
+
+
 def test_a_model_without_any_end_token_is_said(chat_tokenizer, write_jsonl):
     tokenizer = chat_tokenizer(BY_NEXT_ROLE, eos=None)
     [found], [notice] = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))

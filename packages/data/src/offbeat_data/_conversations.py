@@ -84,7 +84,8 @@ class SequenceBuilder:
     Args:
         config: the `data` section.
         tokenizer: of the model.
-        ends_turns: the end of each turn matters: a last turn gets an end token where the chat template writes none.
+        ends_turns: the end of each turn matters: a last turn gets an end token where the chat template writes none, and
+            so does a completion without a chat template.
         forms: rows by the column that they were read by.
         roles: messages by their role.
     """
@@ -213,7 +214,8 @@ class SequenceBuilder:
         [prompt_ids] = self.tokenizer.encode_prompts([prompt])
         if not len(prompt_ids):
             raise DataError("the prompt is empty; use data.text_column for plain text")
-        completion_ids = self._with_eos(self.tokenizer.encode([completion], add_special_tokens=False)[0])
+        [completion_ids] = self.tokenizer.encode([completion], add_special_tokens=False)
+        completion_ids = self._with_eos(completion_ids) if self.ends_turns else completion_ids
         mask = np.arange(len(prompt_ids) + len(completion_ids)) >= len(prompt_ids)
         return TrainSequence(ids=np.concatenate([prompt_ids, completion_ids]), loss_mask=mask)
 

@@ -34,6 +34,8 @@ class Prompt:
         fields: the row it came from, as plain JSON data.
         pictures: its images, in the order of their placeholders.
         column: of `fields`, or a part of one, that holds what is asked.
+        escaped: `text` with the marks of `Tokenizer.escape` in the words of users, for models that encode it anew;
+            empty where no control token is written in them.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()
     column: str = "prompt"
+    escaped: str = ""
 
     @property
     def question(self) -> str | list[dict[str, Any]]:
@@ -134,6 +137,7 @@ class _Rendered:
     encoded: str  # the same, with as many placeholders as each image takes tokens
     is_templated: bool
     pictures: tuple[Picture, ...] = ()
+    escaped: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ class _PromptBuilder:
                 fields=fields,
                 pictures=made.pictures,
                 column=self.config.prompt_column,
+                escaped=made.escaped,
             )
         ]
 
@@ -215,7 +220,9 @@ class _PromptBuilder:
         messages, options, pictures = self._reader.read(row, as_messages(value), source)
         chat = template.render(messages, add_generation_prompt=True, options=options)
         encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
-        return _Rendered(self.tokenizer.unescape(chat.text), encoded, is_templated=True, pictures=pictures)
+        text = self.tokenizer.unescape(chat.text)
+        escaped = "" if text == chat.text else chat.text
+        return _Rendered(text, encoded, is_templated=True, pictures=pictures, escaped=escaped)
 
     def _encode(self, rendered: list[_Rendered]) -> list[Ids]:
         """A chat template writes bos itself; a plain text gets what the tokenizer puts before a text."""

@@ -37,7 +37,7 @@ class RewardModelAsk:
 
     Args:
         messages: what was asked as chat messages, (role, content) each; empty where the data has a text.
-        text: the prompt as the policy has read it.
+        text: the prompt as the policy has read it, with the marks of `Tokenizer.escape` in its words.
         completions: of it.
     """
 
@@ -98,14 +98,16 @@ def _check_rotary_limit(options: RewardModelOptions, config: dict[str, Any]) -> 
 
     Source: `dynamic_rope_update` in transformers, modeling_rope_utils.py.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = str(rope.get("rope_type") or rope.get("type") or "")
-    if kind != "longrope" and "dynamic" not in kind:
-        return
-    key = "original_max_position_embeddings" if kind == "longrope" else "max_position_embeddings"
-    limit = rope.get(key) or config.get(key) or config["max_position_embeddings"]
-    if options.max_tokens > limit:
-        raise ConfigError(
-            f"reward.reward_model.max_tokens = {options.max_tokens}: with rope_type {kind!r} a text's score depends on "
-            f"the texts read beside it once one is longer than {key} = {limit}; set it to at most {limit}"
-        )
+    whole = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for rope in (whole, *(each for each in whole.values() if isinstance(each, dict))):  # one for each kind of layer
+        kind = str(rope.get("rope_type") or rope.get("type") or "")
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        key = "original_max_position_embeddings" if kind == "longrope" else "max_position_embeddings"
+        limit = rope.get(key) or config.get(key) or config["max_position_embeddings"]
+        if options.max_tokens > limit:
+            raise ConfigError(
+                f"reward.reward_model.max_tokens = {options.max_tokens}: with rope_type {kind!r} a text's score "
+                f"depends on the texts read beside it once one is longer than {key} = {limit}; set it to at most "
+                f"{limit}"
+            )

@@ -57,7 +57,7 @@ class RewardModels:
         asked = prompt.question
         chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         messages = [(str(each.get("role")), _content(each.get("content"))) for each in chat]
-        ask = RewardModelAsk(messages=messages, text=prompt.text, completions=list(texts))
+        ask = RewardModelAsk(messages=messages, text=prompt.escaped or prompt.text, completions=list(texts))
         answers = await self.replicas.ask(ask, list[ScorerAnswer], self._options.deadline_s)
         return [answer.judged() for answer in answers]
 

@@ -99,13 +99,19 @@ class RewardModelRole:
         # A policy may learn to write "<|im_end|>" and a praise of its own after it: to the reward model that is text.
         completions = [self._tokenizer.escape(each) for each in ask.completions]
         if self._options.input == "text" or (self._options.input == "auto" and not has_template):
-            return self._tokenizer.encode([ask.text + each for each in completions], add_special_tokens=True)
+            return [self._encode_text(ask.text + each) for each in completions]
         template = self._tokenizer.require_template()
         words = [(role, self._tokenizer.escape(content)) for role, content in ask.messages or [("user", ask.text)]]
         asked = [{"role": role, "content": content} for role, content in words]
         chats = [[*asked, {"role": "assistant", "content": each}] for each in completions]
         texts = [template.render(chat, add_generation_prompt=False, options={}).text for chat in chats]
         return self._tokenizer.encode(texts, add_special_tokens=False)
+
+    def _encode_text(self, text: str) -> Ids:
+        """Encode with what the tokenizer puts around a text; bos comes once, also where a template wrote it."""
+        [ids] = self._tokenizer.encode([text], add_special_tokens=True)
+        has_two = len(ids) > 1 and ids[0] == ids[1] and int(ids[0]) in self._tokenizer.control_ids
+        return ids[1:] if has_two else ids
 
     async def _serve(self) -> None:
         while True:
