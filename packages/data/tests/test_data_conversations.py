@@ -49,7 +49,7 @@ def _load(tokenizer, path, **settings):
     return load_conversations(ConversationConfig(path=path, **settings), tokenizer).train
 
 
-@pytest.mark.parametrize("turns", [TURNS[:2], TURNS, [SYSTEM, *TURNS], [SYSTEM, *TURNS[:3]]])
+@pytest.mark.parametrize("turns", [TURNS[:2], TURNS, [SYSTEM, *TURNS], [SYSTEM, *TURNS[:3]], TURNS[1:], TURNS[1:2]])
 @pytest.mark.parametrize(
     ("template", "segments"),
     [("chatml", _chatml), ("chatml_tagged", _chatml), ("llama3", _llama3), ("llama3_tagged", _llama3)],

@@ -32,6 +32,8 @@ from offbeat_data._tokenizer import Tokenizer
 from offbeat_data._turn_ends import encode_turns, with_next_marker
 from offbeat_types import DataError, Ids, TrainSequence
 
+_PROBE: Final = "\ufdd2"
+"""Stands for the words of a turn: a Unicode noncharacter, which no text holds."""
 _USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -305,9 +307,12 @@ def _drop_spans_before(
 
 def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
     """The conversation, whose one span is what the last of its messages adds to the opening before it."""
-    template, before, opening = tokenizer.require_template(), messages[:-1], ""
+    template, before = tokenizer.require_template(), messages[:-1]
     if before:
         opening = template.render(before, add_generation_prompt=True, options=options).text
+    else:  # templates render no empty conversation: what they write before the words of this one opens it
+        probe = [{**messages[0], "content": _PROBE}]
+        opening = template.render(probe, add_generation_prompt=False, options=options).text.partition(_PROBE)[0]
     closed = template.render(messages, add_generation_prompt=False, options=options).text
     if not closed.startswith(opening) or len(closed) == len(opening):
         raise DataError(
