@@ -199,6 +199,17 @@ def test_what_does_not_fit_is_named_by_row(prompt, images, message, tokenizer, t
         load(tokenizer, write_jsonl([{"prompt": prompt, "answer": "1", "images": images}]))
 
 
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+@pytest.mark.parametrize("template", ["vision", "tools"])
+def test_a_place_for_an_image_that_is_not_there_is_no_placeholder(
+    kind, template, tokenizer, make_tokenizer, write_jsonl
+):
+    asked = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "How long is it?"}]}]
+    path = write_jsonl([{"prompt": asked, "answer": "1"}])
+    with pytest.raises(DataError, match=r"row 1: the prompt has 1 places for images \(<image>\), and the row 0"):
+        load(tokenizer if template == "vision" else make_tokenizer(template), path)
+
+
 def test_a_file_that_is_broken_further_in_is_named(tokenizer, tmp_path, write_jsonl):
     for form in ("PNG", "JPEG"):
         (tmp_path / form).write_bytes(picture(0, 48, 48, form)[:900])

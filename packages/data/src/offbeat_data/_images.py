@@ -285,7 +285,9 @@ class RowImages:
                 f"the texts hold placeholders of images ({self._placeholder!r}): leave placeholders out of the texts, "
                 f"and write {MARK} where an image is, or nothing"
             )
-        return _place(messages, len(pictures)) if IMAGES in row else messages, tuple(pictures)
+        # A text column may hold the mark as words; a part of a message is a place, whatever columns the row has.
+        has_places = any(_is_place(part) for each in messages for part in _list(each.get("content")))
+        return _place(messages, len(pictures)) if IMAGES in row or has_places else messages, tuple(pictures)
 
     def expand(self, chat: RenderedChat, pictures: Sequence[Picture]) -> RenderedChat:
         """Write each placeholder, which a chat template writes once for an image, as often as it takes tokens."""
@@ -393,13 +395,18 @@ def _place(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, An
     placed = [
         {**message, "content": _parts(message["content"])} if "content" in message else message for message in messages
     ]
-    found = sum(part.get("type") == "image" for message in placed for part in _list(message.get("content")))
+    found = sum(_is_place(part) for message in placed for part in _list(message.get("content")))
     if found not in ((0, num_images) if num_images else (0,)):
         raise DataError(f"the prompt has {found} places for images ({MARK}), and the row {num_images} images")
     if found < num_images:
         first = next((message for message in placed if message["role"] == "user"), placed[0])
         first["content"] = [{"type": "image"}] * num_images + _list(first.get("content"))
     return placed
+
+
+def _is_place(part: Mapping[str, Any]) -> bool:
+    """Whether chat templates write a placeholder for a part of a message."""
+    return part.get("type") in ("image", "image_url")
 
 
 def _values(row: Row) -> list[Any]:
