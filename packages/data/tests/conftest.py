@@ -69,6 +69,14 @@ QWEN3 = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{% endif %}"
 )
+_THOUGHTS_AND_WORDS = (
+    "{% if loop.index0 > ns.last and (loop.last or thoughts) %}"
+    "{{ '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}{{ content + '<|im_end|>\\n' }}"
+)
+QWEN3_TAGGED = QWEN3.replace(
+    _THOUGHTS_AND_WORDS,
+    "{% generation %}" + _THOUGHTS_AND_WORDS.replace("<|im_end|>\\n", "<|im_end|>") + "{% endgeneration %}{{ '\\n' }}",
+)
 # Opens a turn with a space that it leaves out when it writes the turn itself.
 TRIMS_START = CHATML.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n ' }}")
 LLAMA3_SPLIT = (
@@ -96,6 +104,7 @@ TEMPLATES = {
     "llama3_tagged": LLAMA3_TAGGED,
     "forgetful": FORGETFUL,
     "qwen3": QWEN3,
+    "qwen3_tagged": QWEN3_TAGGED,
     "trims_start": TRIMS_START,
 }
 

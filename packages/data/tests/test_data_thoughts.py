@@ -98,3 +98,38 @@ def test_a_template_that_puts_an_empty_thought_first_is_refused(thinker, write_j
     path = write_jsonl([row(("user", "a"), ("assistant", ANSWER))])
     with pytest.raises(DataError, match=r"row 1: message 2: the chat template adds a thought of its own .*</think>"):
         load_conversations(ConversationConfig(path=path), tokenizer)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_tagged"])
+def test_thoughts_of_earlier_turns_are_learned_though_later_turns_do_not_show_them(
+    template, make_tokenizer, write_jsonl
+):
+    """Each turn as the model saw it, whether or not the template says what the assistant wrote."""
+    tokenizer = make_tokenizer(template)
+    conversation = [
+        {"role": "user", "content": "the sum"},
+        {"role": "assistant", "content": "<think>\nfive and seven\n</think>\n\ntwelve"},
+        {"role": "user", "content": "the product"},
+        {"role": "assistant", "content": "<think>\nfive times seven\n</think>\n\nthirty-five"},
+    ]
+    [first, second] = load_conversations(
+        ConversationConfig(path=write_jsonl([{"messages": conversation}])), tokenizer
+    ).train
+    learned = [tokenizer.decode(each.ids[each.loss_mask], skip_special_tokens=False) for each in (first, second)]
+    assert learned == [f"{conversation[at]['content']}<|im_end|>" for at in (1, 3)]
+    assert "five and seven" not in tokenizer.decode(second.ids)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_tagged"])
+def test_turns_of_one_question_stay_one_sequence(template, make_tokenizer, write_jsonl):
+    """Thoughts are kept until the next question: a tool's answer is none."""
+    tokenizer = make_tokenizer(template)
+    conversation = [
+        {"role": "user", "content": "the sum"},
+        {"role": "assistant", "content": "<think>\nask\n</think>\n\nadd"},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "<think>\nfound\n</think>\n\ntwelve"},
+    ]
+    [found] = load_conversations(ConversationConfig(path=write_jsonl([{"messages": conversation}])), tokenizer).train
+    said = [f"{conversation[at]['content']}<|im_end|>" for at in (1, 3)]
+    assert tokenizer.decode(found.ids[found.loss_mask], skip_special_tokens=False) == "".join(said)

@@ -193,7 +193,9 @@ class SequenceBuilder:
         first += len(chat) - len(messages)  # a system prompt was put before them
         num_turns = sum(message["role"] == "assistant" for message in chat[first:])
         pixels = [picture.pixels() for picture in pictures]
-        for rendered in mark_assistant_turns(self.tokenizer, chat, first=first, options=options):
+        marked = mark_assistant_turns(self.tokenizer, chat, first=first, options=options)
+        num_turns = num_turns if len(marked) == 1 else 1
+        for rendered in marked:
             seen = self._images.seen_by(rendered, pictures)
             expanded = self._images.expand(rendered, seen)
             turns = encode_turns(self.tokenizer, expanded, num_turns, adds_end=self.ends_turns)
@@ -271,8 +273,8 @@ def mark_assistant_turns(
 
     Returns:
         One text, with the spans to learn. Some templates rewrite earlier turns when later ones come (Qwen3 drops
-        their thoughts); then one text per assistant turn, as the model saw it, each ending with that turn, or with the
-        marker of the next role where engines stop at it.
+        their thoughts), with or without `{% generation %}` blocks; then one text per assistant turn, as the model saw
+        it, each ending with that turn, or with the marker of the next role where engines stop at it.
 
     Raises:
         DataError: there is no assistant turn, or it cannot be told from the rest.
@@ -283,12 +285,28 @@ def mark_assistant_turns(
         raise DataError("the conversation has no assistant message to learn from: add one or drop the row")
     whole = template.render(messages, add_generation_prompt=False, options=options)
     if whole.spans:
-        return [_drop_spans_before(template, whole, messages[:first], options)]
+        marked = [_marked_turn(template, messages[: at + 1], options) for at in turns]
+        if all(whole.text.startswith(turn.text[: turn.spans[-1][1]]) for turn in marked if turn.spans):
+            return [_drop_spans_before(template, whole, messages[:first], options)]
+        return [turn for turn in marked if turn.spans]
     found = [_find_turn(tokenizer, messages[: at + 1], options) for at in turns]
     if all(whole.text.startswith(turn.text[: turn.spans[0][1]]) for turn in found):
         return [RenderedChat(text=whole.text, spans=tuple(turn.spans[0] for turn in found))]
     longer = [template.render(messages[: at + 2], add_generation_prompt=False, options=options).text for at in turns]
     return [with_next_marker(tokenizer, turn, text) for turn, text in zip(found, longer, strict=True)]
+
+
+def _marked_turn(template: ChatTemplate, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
+    """The conversation, with the spans of the last of its messages alone, as `{% generation %}` blocks mark them."""
+    closed, before, start = template.render(messages, add_generation_prompt=False, options=options), messages[:-1], 0
+    if before:
+        opening = template.render(before, add_generation_prompt=True, options=options).text
+        if closed.text.startswith(opening):
+            check_thoughts(opening, closed.text[len(opening) :], messages[-1], len(messages))
+        else:  # such as one that ends with an empty thought
+            opening = template.render(before, add_generation_prompt=False, options=options).text
+        start = len(opening)
+    return RenderedChat(text=closed.text, spans=tuple(span for span in closed.spans if span[1] > start))
 
 
 def _drop_spans_before(

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from offbeat_data import Tokenizer, escape_tools
+from offbeat_data import Tokenizer
 from offbeat_serve._answers import AnsweredMessage, answered_message, text_before
 from offbeat_serve._calls import RecordedCall, trajectories_of
 from offbeat_serve._requests import (
@@ -119,8 +119,7 @@ class Session:
         if not replies:
             return spoken.ids
         try:
-            options = escape_tools(self._tokenizer, asked.template_options)
-            told = turn_template(self._tokenizer, options).reply_ids(spoken.said, replies)
+            told = turn_template(self._tokenizer, asked.template_options).reply_ids(spoken.said, replies)
         except ModelError:
             return None
         ids: Ids = np.concatenate([spoken.ids, told])

@@ -14,7 +14,7 @@ import numpy as np
 
 from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
 from offbeat_data._environments.built_in import EnvironmentConfig
-from offbeat_data._escaping import escape_value
+from offbeat_data._escaping import escape_tools, escape_value
 from offbeat_data._images import Picture, RowImages, is_image
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
@@ -39,7 +39,7 @@ class TurnTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, config: SourceConfig) -> None:
-        self._tokenizer, self._options = tokenizer, config.template_options
+        self._tokenizer, self._options = tokenizer, escape_tools(tokenizer, config.template_options)
         self._template = tokenizer.require_template() if uses_template(config, tokenizer) else None
         self._checked: set[tuple[str, ...]] = set()
         self._images = RowImages(tokenizer)
