@@ -26,6 +26,9 @@ class TestBadInput(CommandConformance):
             ["--algorithm.advantage", "gae", "--critic.options", "{temperature = 0.5}"],
             "critic.options.temperature has no effect",
         ),
+        "scale of adapters that are not there": (["--engine.lora_alpha", "8"], "engine.lora_alpha has no effect"),
+        "tag that is not looked for": (["--reward.tag", "final"], "reward.tag = 'final' has no effect"),
+        "signature without a function": (["--reward.signature", "trl"], "reward.signature = 'trl' has no effect"),
         "format of the head of a critic": (
             ["--algorithm.advantage", "gae", "--critic.options", '{head_dtype = "bfloat16"}'],
             "critic.options.head_dtype has no effect",

@@ -128,6 +128,8 @@ def test_prompts_that_are_trained_on_too_are_noticed_and_mistakes_are_one_line(
     ended = command("plan", sets, f"--eval.sets.twice.path={tmp_path / 'sums.jsonl'}")
     assert ended.code == 0, ended.err
     assert "20 prompts of eval.sets.twice are trained on too" in " ".join(ended.out.split())
+    ended = command("plan", sets, "--data.eval_size=0", "--data.eval_path=", "--eval.temperature=0.5")
+    assert "eval.temperature: of held-out prompts alone, and there are none" in " ".join(ended.out.split()), ended.err
     for words, said in (
         (["--eval.sets.sums.temperature=0"], "n = 4 samples at temperature 0 are all the same"),
         (["--eval.sets.sums.k=8"], "k = 8 needs as many samples"),

@@ -16,6 +16,7 @@ class TestBadInput(CommandConformance):
         "no such choice": (["--engine.schedule", "cosin"], "cosine"),
         "missing column": (["--data.messages_column", "chat"], "data.messages_column"),
         "every row too long": (["--data.max_sequence_tokens", "4"], "data.max_sequence_tokens"),
+        "scale of adapters that are not there": (["--engine.lora_alpha", "8"], "engine.lora_alpha has no effect"),
         "option that no loss here reads": (
             ["--engine.options", "{entropy_gradient = true}"],
             "engine.options.entropy_gradient has no effect",

@@ -317,7 +317,7 @@ def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
 
 
 def check_schedule(config: TrainEngineConfig, *, length_keys: Sequence[str] = ()) -> None:
-    """Refuse a schedule that has no end, or ends before its warm-up does.
+    """Refuse a schedule that has no end, or ends before its warm-up does, and a scale of adapters that are not there.
 
     Args:
         config: of the engine.
@@ -327,6 +327,9 @@ def check_schedule(config: TrainEngineConfig, *, length_keys: Sequence[str] = ()
     Raises:
         ConfigError: with the setting to change.
     """
+    section = "engine." if length_keys else ""
+    if config.lora_alpha and not config.lora_rank:
+        raise ConfigError(f"{section}lora_alpha has no effect while {section}lora_rank is 0: set both or neither")
     if config.schedule == "constant" or config.total_steps > config.warmup_steps:
         return
     if length_keys:

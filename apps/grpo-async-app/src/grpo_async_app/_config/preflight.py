@@ -42,7 +42,7 @@ from offbeat_data import (
 from offbeat_objectives import check_algorithm, try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
-from offbeat_run import ModelFolder, check_trackers, inspect_model
+from offbeat_run import HELD_OUT, ModelFolder, check_trackers, inspect_model
 from offbeat_types import (
     BackendError,
     ConfigError,
@@ -196,7 +196,7 @@ def check_run(config: GrpoConfig) -> Preflight:
             "eval.every_updates needs held-out prompts: set data.eval_size, data.eval_path or a table "
             "[eval.sets.NAME], or set it to 0"
         )
-    notices = (*notices, *prompts.notices, *shared_notices(own_sets, prompts.train))
+    notices = (*notices, *prompts.notices, *shared_notices(own_sets, prompts.train), *_eval_notices(config, sets))
     return Preflight(
         config=config,
         model=model,
@@ -299,6 +299,15 @@ def _fp8_notice(config: GrpoConfig) -> list[str]:
         "rollout.weight_format = fp8 samples from coarser weights than are trained, and algorithm.correction = none "
         "leaves it at that; token_tis is usual"
     ]
+
+
+def _eval_notices(config: GrpoConfig, sets: Sequence[ValidationSet]) -> list[str]:
+    """Settings of the held-out prompts, where there are validation sets and no such prompts."""
+    held_out = {"temperature": 0.0, "max_prompts": 0, "success_reward": 0.99}
+    given = [f"eval.{name}" for name, default in held_out.items() if getattr(config.eval, name) != default]
+    if not given or not config.eval.every_updates or any(each.name == HELD_OUT for each in sets):
+        return []
+    return [f"{', '.join(given)}: of held-out prompts alone, and there are none; each of eval.sets has its own"]
 
 
 def _estimate_memory(config: GrpoConfig, layout: TrainLayout, placement: Placement) -> RunMemory | None:

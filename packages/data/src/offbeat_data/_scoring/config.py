@@ -111,6 +111,12 @@ class RewardConfig:
                 raise ConfigError(f"reward.{key} is not a regular expression: {error}; got {pattern!r}") from error
         if (self.extract == "pattern") != bool(self.pattern):
             raise ConfigError('reward.pattern and extract = "pattern" need each other: give both or neither')
+        if self.tag != "answer" and self.extract != "tag":
+            raise ConfigError(f'reward.tag = {self.tag!r} has no effect without extract = "tag": leave one of them out')
+        if self.signature != "auto" and not any(":" in name for name in names):
+            raise ConfigError(
+                f"reward.signature = {self.signature!r} has no effect: no reward of this run is a function of your own"
+            )
         for own in ("judge", "code", "reward_model"):
             if getattr(self, own) and own not in names:
                 raise ConfigError(f"the table reward.{own} has no effect: no reward of this run is named {own}")
