@@ -173,6 +173,19 @@ def test_what_was_cut_off_counts_in_the_mean_of_its_prompt_and_not_in_the_loss()
     assert "train/masked_share" not in plain
 
 
+@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_advantages_are_normalised_over_what_is_in_the_loss(advantage: str) -> None:
+    """A long sample that was cut off would move the mean of all others."""
+    trainer: Any = FixedLogprobs()
+    groups = [group(0, [3, 90], [1.0, 0.0], ("done", "cut_off")), group(1, [2, 4], [1.0, 0.0])]
+    config = AlgorithmConfig(advantage=advantage, mask_truncated=True)
+    [batch], _ = build_batches(groups, config, trainer, 1)
+    learned = np.concatenate([each.extras["advantages"][each.loss_mask] for each in batch])
+    assert len(learned) == 9
+    assert learned.mean() == pytest.approx(0.0, abs=1e-6)
+    assert learned.std() == pytest.approx(1.0, abs=1e-4)
+
+
 def test_an_episode_is_left_out_whole_where_one_of_its_trajectories_was_cut_off() -> None:
     config = AlgorithmConfig(advantage="dr_grpo", mask_truncated=True)
     trainer: Any = FixedLogprobs()

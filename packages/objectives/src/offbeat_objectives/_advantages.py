@@ -37,6 +37,7 @@ def compute_advantages(
     bootstrap_N: Tensor | None = None,
     trajectory_N: Tensor | None = None,
     greedy_rewards_S: Tensor | None = None,
+    in_loss_N: Tensor | None = None,
     group: "dist.ProcessGroup | None" = None,
 ) -> tuple[Tensor, Metrics]:
     """The advantage of every token. `.split(lengths_S.tolist())` gives one array per sample.
@@ -53,6 +54,8 @@ def compute_advantages(
         bootstrap_N: [N], its value after each trajectory that was cut off, at the last token; 0 elsewhere. None: 0.
         trajectory_N: [N] int64, sorted: the trajectory of each token, where samples have several; None: one each.
         greedy_rewards_S: [S], reward of the prompt's greedy completion; needed by remax.
+        in_loss_N: [N] bool, which tokens enter the loss, where some do not (`mask_truncated`): those that advantages
+            are normalised over. None: all.
         group: ranks over which reinforce_plus_plus and gdpo normalise; all must call. None: this process holds the
             batch.
 
@@ -70,7 +73,8 @@ def compute_advantages(
     of_samples = {"prompts_S": prompts_S, "lengths_S": lengths_S, "greedy_rewards_S": greedy_rewards_S, **parts_S}
     _check_inputs(rewards_S, of_samples)
     trajectory_N = trajectories(sequence_N, trajectory_N)
-    _check_inputs(sequence_N, {"kl_N": kl_N, "values_N": values_N, "bootstrap_N": bootstrap_N})
+    of_tokens = {"kl_N": kl_N, "values_N": values_N, "bootstrap_N": bootstrap_N, "in_loss_N": in_loss_N}
+    _check_inputs(sequence_N, of_tokens)
     penalty_N = kl_penalty(config, kl_N, sequence_N)
     if not config.needs_reward:
         return torch.zeros(len(sequence_N), device=sequence_N.device), {}
@@ -88,6 +92,7 @@ def compute_advantages(
         values_N=None if values_N is None else values_N.double(),
         bootstrap_N=None if bootstrap_N is None else bootstrap_N.double(),
         greedy_rewards_S=None if greedy_rewards_S is None else greedy_rewards_S.double(),
+        in_loss_N=in_loss_N,
         ranks=group,
     )
     found = find_advantage(config)(samples, config)

@@ -39,6 +39,7 @@ class RewardedSamples:
         values_N: [N] float64, what a critic expects at each token; None without one.
         bootstrap_N: [N] float64, what it expects after a trajectory that was cut off, at its last token; 0 elsewhere.
         greedy_rewards_S: [S] float64, reward of the prompt's greedy completion; None unless `advantage = "remax"`.
+        in_loss_N: [N] bool, which tokens enter the loss: what is normalised over tokens is over these; None: all do.
         ranks: over which a batch is shared out; None where this process holds all of it.
     """
 
@@ -54,6 +55,7 @@ class RewardedSamples:
     values_N: Tensor | None = None
     bootstrap_N: Tensor | None = None
     greedy_rewards_S: Tensor | None = None
+    in_loss_N: Tensor | None = None
     ranks: "dist.ProcessGroup | None" = None
 
     def spread(self, values_S: Tensor) -> Tensor:
@@ -210,7 +212,7 @@ def reinforce_plus_plus(samples: RewardedSamples, config: AlgorithmConfig) -> Ad
     """
     scanned_N = _trajectories_of(samples)
     returns_N = reverse_scan(samples.token_rewards_N, config.gamma, scanned_N, count_of(scanned_N))
-    return Advantages(advantages_N=_normalise(returns_N, samples.ranks))
+    return Advantages(advantages_N=_normalise(returns_N, samples.ranks, among=samples.in_loss_N))
 
 
 def reinforce_plus_plus_baseline(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
@@ -218,7 +220,8 @@ def reinforce_plus_plus_baseline(samples: RewardedSamples, config: AlgorithmConf
 
     Source: REINFORCE++-baseline, 2501.03262.
     """
-    return Advantages(advantages_N=_normalise(samples.spread(_centred(samples)), samples.ranks))
+    centred_N = samples.spread(_centred(samples))
+    return Advantages(advantages_N=_normalise(centred_N, samples.ranks, among=samples.in_loss_N))
 
 
 def remax(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
@@ -246,7 +249,9 @@ def gae(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
         bootstrap_N=samples.bootstrap_N,
     )
     normalises = config.read_options(GaeOptions).normalise
-    return Advantages(advantages_N=_normalise(advantages_N, samples.ranks) if normalises else advantages_N)
+    if normalises:
+        advantages_N = _normalise(advantages_N, samples.ranks, among=samples.in_loss_N)
+    return Advantages(advantages_N=advantages_N)
 
 
 def gae_advantages(
@@ -315,11 +320,14 @@ def _members(samples: RewardedSamples) -> list[Tensor]:
     return list(torch.split(samples.prompts_S.argsort(stable=True), sizes.tolist()))
 
 
-def _normalise(values: Tensor, ranks: "dist.ProcessGroup | None", *, less: int = 0) -> Tensor:
-    """(x - mean) / (standard deviation + 1e-6) over the values of all ranks, the deviation with n - `less`."""
-    count = _sum_over(values.new_tensor(float(len(values))), ranks)
-    centred = values - _sum_over(values.sum(), ranks) / count.clamp(min=1)
-    variance = _sum_over(centred.square().sum(), ranks) / (count - less).clamp(min=1)
+def _normalise(
+    values: Tensor, ranks: "dist.ProcessGroup | None", *, less: int = 0, among: Tensor | None = None
+) -> Tensor:
+    """(x - mean) / (standard deviation + 1e-6), both over `among` the values of all ranks, with n - `less`."""
+    among = torch.ones_like(values) if among is None else among.to(values.dtype)
+    count = _sum_over(among.sum(), ranks)
+    centred = values - _sum_over((values * among).sum(), ranks) / count.clamp(min=1)
+    variance = _sum_over((centred.square() * among).sum(), ranks) / (count - less).clamp(min=1)
     return centred / (variance.sqrt() + EPSILON)
 
 

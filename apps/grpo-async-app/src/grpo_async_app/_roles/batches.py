@@ -69,7 +69,11 @@ def build_batches(
     if critic is not None:
         is_cut_T = [bootstrap_truncated and trajectory.ended != "done" for trajectory in trajectories]
         packed["values"], after_N = _critic_values(plain, critic, is_cut_T)
-    packed["advantages"], metrics = _advantages(groups, layout, packed, after_N, config, reward_weights or {})
+    is_masked_T = _masked(groups) if config.mask_truncated else [False] * len(trajectories)
+    in_loss_N = ~torch.tensor(is_masked_T)[layout.trajectory_N]
+    packed["advantages"], metrics = _advantages(
+        groups, layout, packed, after_N, config, reward_weights or {}, in_loss_N
+    )
     if critic is not None:
         packed["returns"] = _returns(groups, layout, packed, after_N, config, critic_lambda)
         metrics["critic/explained_variance"] = _explained_variance(packed["values"], packed["returns"])
@@ -93,7 +97,6 @@ def build_batches(
     parts = np.array_split(np.arange(len(groups)), min(num_batches, len(groups)))
     num_first = sum(groups[number].num_tokens for number in parts[0])
     packed["lagged"] = _lagged(trajectories, version, len(packed["rollout_logprobs"]) if needs_logprobs else num_first)
-    is_masked_T = _masked(groups) if config.mask_truncated else [False] * len(trajectories)
     if config.mask_truncated:
         metrics["train/masked_share"] = Metric(value=float(np.mean(is_masked_T)), weight=float(len(is_masked_T)))
     sequences = list(_with_extras(plain, packed, layout.lengths_T.tolist(), is_masked_T))
@@ -188,6 +191,7 @@ def _advantages(
     after_N: Floats | None,
     config: AlgorithmConfig,
     weights: Mapping[str, float],
+    in_loss_N: torch.Tensor,
 ) -> tuple[Floats, Metrics]:
     greedy_S = None
     if config.needs_greedy_reward:
@@ -205,6 +209,7 @@ def _advantages(
         bootstrap_N=None if after_N is None else torch.from_numpy(after_N),
         trajectory_N=layout.trajectory_N,
         greedy_rewards_S=greedy_S,
+        in_loss_N=in_loss_N,
     )
     return advantages_N.numpy(), metrics
 
