@@ -186,6 +186,19 @@ def test_advantages_are_normalised_over_what_is_in_the_loss(advantage: str) -> N
     assert learned.std() == pytest.approx(1.0, abs=1e-4)
 
 
+def test_weights_are_normalised_over_what_is_in_the_loss() -> None:
+    trainer: Any = FixedLogprobs()
+    groups = [group(0, [3, 5], [1.0, 0.0], ("done", "cut_off")), group(1, [2, 4], [1.0, 0.0])]
+    for number, each in enumerate(trajectory for found in groups for trajectory in found.trajectories):
+        each.logprobs[:] = np.linspace(-1.5, -0.9, each.num_tokens) - number
+    config = AlgorithmConfig(correction="token_tis", tis_cap=1e3, normalise_weights=True, mask_truncated=True)
+    [batch], metrics = build_batches(groups, config, trainer, 1)
+    weights = np.concatenate([each.extras["correction_weights"][each.loss_mask] for each in batch])
+    assert len(weights) == 9
+    assert weights.mean() == pytest.approx(1.0, abs=1e-5)
+    assert metrics["correction/weight_mean"].value == pytest.approx(1.0, abs=1e-5)
+
+
 def test_an_episode_is_left_out_whole_where_one_of_its_trajectories_was_cut_off() -> None:
     config = AlgorithmConfig(advantage="dr_grpo", mask_truncated=True)
     trainer: Any = FixedLogprobs()

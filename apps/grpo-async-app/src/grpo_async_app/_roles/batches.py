@@ -15,6 +15,7 @@ import torch
 from grpo_async_app._roles.groups import SampledGroup
 from offbeat_objectives import (
     AlgorithmConfig,
+    Correction,
     compute_advantages,
     compute_returns,
     correct_rollouts,
@@ -84,13 +85,7 @@ def build_batches(
         packed["advantages"] = packed["advantages"] + distilled.advantages_N.numpy()
         metrics.update(distilled.metrics)
     if config.corrects and needs_logprobs:
-        correction = correct_rollouts(
-            torch.from_numpy(packed["old_logprobs"]),
-            torch.from_numpy(packed["rollout_logprobs"]),
-            layout.trajectory_N,
-            len(trajectories),
-            config,
-        )
+        correction = _correct(packed, layout, in_loss_N, config)
         packed["correction_weights"] = correction.weights_N.numpy()
         packed["keep"] = correction.keep_N.numpy()
         metrics.update(correction.metrics)
@@ -102,6 +97,20 @@ def build_batches(
     sequences = list(_with_extras(plain, packed, layout.lengths_T.tolist(), is_masked_T))
     ends = np.cumsum([0, *(len(group.trajectories) for group in groups)])
     return [sequences[ends[part[0]] : ends[part[-1] + 1]] for part in parts], metrics
+
+
+def _correct(
+    packed: dict[str, Floats], layout: "_Layout", in_loss_N: torch.Tensor, config: AlgorithmConfig
+) -> Correction:
+    """Correct the tokens in the loss, normalised and measured over them alone; what is not trained is as if equal."""
+    trajectory_N = layout.trajectory_N[in_loss_N]
+    is_left_T = torch.bincount(trajectory_N, minlength=len(layout.lengths_T)) > 0
+    sequence_N = (is_left_T.cumsum(0) - 1)[trajectory_N]
+    old_N, rollout_N = (torch.from_numpy(packed[name])[in_loss_N] for name in ("old_logprobs", "rollout_logprobs"))
+    found = correct_rollouts(old_N, rollout_N, sequence_N, int(is_left_T.sum()), config)
+    weights_N, keep_N = torch.ones(len(in_loss_N)), torch.ones(len(in_loss_N))
+    weights_N[in_loss_N], keep_N[in_loss_N] = found.weights_N, found.keep_N
+    return Correction(weights_N=weights_N, keep_N=keep_N, metrics=found.metrics)
 
 
 def _lagged(trajectories: Sequence[Trajectory], version: int, num_scored: int) -> Floats:
