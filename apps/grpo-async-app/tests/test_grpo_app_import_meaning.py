@@ -222,6 +222,20 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
         ),
         pytest.param(
             MAIN,
+            {f"{PREFIX}model.lora_rank": 0, f"{PREFIX}model.lora_alpha": 32},
+            {"engine.lora_rank": None, "engine.lora_alpha": None},
+            {},
+            id="the scale of adapters that are not there",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}model.lora_rank": 8},
+            {"engine.lora_rank": 8, "engine.lora_alpha": 16.0},
+            {},
+            id="the usual scale of adapters",
+        ),
+        pytest.param(
+            MAIN,
             {"reward.custom_reward_function.path": "a/mine.py", "trainer.logger": "[console,wandb]"},
             {"reward.name": "a/mine.py:compute_score", "reward.signature": "verl", "log.trackers": ["wandb"]},
             {},

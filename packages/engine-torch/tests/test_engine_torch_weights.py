@@ -16,9 +16,8 @@ def trained(model_folder, make_groups, weighted_loss):
     """Makes an engine on a mesh, and trains it one step."""
 
     def make(mesh, lora_rank):
-        settings = TrainEngineConfig(
-            model_path=str(model_folder), learning_rate=1e-2, device="cpu", lora_rank=lora_rank, lora_alpha=3.0
-        )
+        adapters = {"lora_rank": lora_rank, "lora_alpha": 3.0} if lora_rank else {}
+        settings = TrainEngineConfig(model_path=str(model_folder), learning_rate=1e-2, device="cpu", **adapters)
         engine = TorchTrainEngine.create(settings, mesh)
         engine.forward_backward(make_groups(seed=1), weighted_loss)
         engine.step()

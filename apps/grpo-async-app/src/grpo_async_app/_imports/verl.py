@@ -204,8 +204,10 @@ def _write_trainer(draft: Draft, usual: str) -> None:
         _write_axes(draft)
     draft.copy("engine.max_tokens_per_microbatch", f"{_ACTOR}ppo_max_token_len_per_gpu", default=16384)
     draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
-    draft.copy("engine.lora_rank", f"{_MODEL}lora_rank")
-    draft.copy("engine.lora_alpha", f"{_MODEL}lora_alpha", convert=float)
+    rank, alpha = draft.number(f"{_MODEL}lora_rank", default=0), draft.number(f"{_MODEL}lora_alpha", default=16)
+    if rank:  # there the scale of adapters may be given without any
+        draft.put("engine.lora_rank", rank, f"{_MODEL}lora_rank")
+        draft.put("engine.lora_alpha", float(alpha), f"{_MODEL}lora_alpha")
 
 
 def _write_axes(draft: Draft) -> None:
