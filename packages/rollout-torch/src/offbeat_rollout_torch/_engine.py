@@ -102,6 +102,15 @@ def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:
     return "rollout-torch takes no adapters of a vision-language model" if vision else ""
 
 
+def check_model(folder: Path) -> None:
+    """Refuse a model that this engine cannot compute, before there is an engine.
+
+    Raises:
+        ModelError: its family, or a variant of it, is not supported.
+    """
+    read_architecture(folder.expanduser())
+
+
 class TorchRolloutEngine:
     """Samples completions in this process, in a thread of its own. Make it with `create`.
 
@@ -113,6 +122,7 @@ class TorchRolloutEngine:
     whole_logprobs: ClassVar[bool] = True
     cache_budget = staticmethod(cache_budget)
     refuses_adapters = staticmethod(refuses_adapters)
+    check_model = staticmethod(check_model)
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         folder = Path(config.model_path).expanduser()

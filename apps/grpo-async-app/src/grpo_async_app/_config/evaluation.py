@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_async_app._config.engine_models import check_engine_model, check_positions
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
-from grpo_async_app._config.preflight import check_positions, check_reward
+from grpo_async_app._config.preflight import check_reward
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
 from grpo_async_app._config.sources import Tools, tools_of, turn_templates, with_tools
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
@@ -74,6 +75,7 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     config = _without_training(config)
     model = inspect_model(config.model.path)
     check_positions(config, model)
+    check_engine_model(config.rollout.backend, model)
     if config.reward.is_set or config.environment.name:
         check_reward(config)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.critic import check_bootstrap, check_critic, check_critic_folder, load_critic_backend
+from grpo_async_app._config.engine_models import check_engine_model, check_positions, check_teacher
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
@@ -33,7 +34,6 @@ from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_kinds, check_processes
 from offbeat_data import (
     PromptSet,
-    Tokenizer,
     TurnTemplate,
     build_environment,
     build_reward,
@@ -183,10 +183,11 @@ def check_run(config: GrpoConfig) -> Preflight:
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_turns(config, backend)
     _check_devices(config, view)
-    _check_teacher(config, tokenizer)
+    check_teacher(config, tokenizer)
     num_updates = _count_updates(config, len(prompts.train))
     config.profile.check(config.traced_roles, num_updates)
     layout = _plan_trainer(backend, config, num_updates, view)
+    check_engine_model(config.rollout.backend, model)
     if config.agent.is_set and any(prompt.pictures for prompt in prompts.train):
         raise ConfigError("the training prompts have images, which the endpoint of section agent does not take")
     held_out = prompts.eval[: config.eval.max_prompts or None]
@@ -339,30 +340,6 @@ def _data_settings(config: GrpoConfig) -> dict[str, object]:
         if each.name not in ("success_reward", "environment", "reward")
     }
     return own | of_mix
-
-
-def check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
-    if model.max_positions and config.rollout.max_model_len > model.max_positions:
-        raise ConfigError(
-            f"rollout.max_model_len = {config.rollout.max_model_len} is more than the {model.max_positions} positions "
-            f"of {role}{model.path}: lower it"
-        )
-
-
-def _check_teacher(config: GrpoConfig, tokenizer: Tokenizer) -> None:
-    """A teacher is there, can be served, and means the same by every token."""
-    teacher = config.teacher
-    if not teacher.is_set:
-        return
-    load_backend("offbeat.rollout", teacher.backend)
-    folder = inspect_model(teacher.path)
-    check_positions(config, folder, "the teacher ")
-    difference = tokenizer.first_difference(load_tokenizer(folder.path, config.model.trust_remote_code))
-    if difference:
-        raise ConfigError(
-            f"the teacher {folder.path} has another tokenizer than {config.model.path} ({difference}), so its "
-            "log-probabilities are of other texts: take a teacher of the same family"
-        )
 
 
 def check_reward(config: GrpoConfig) -> tuple[str, ...]:
