@@ -1,4 +1,4 @@
-"""What the driver does between two steps, in process: groups taken in, validations, and what a run goes on with."""
+"""The driver between two steps, in process: groups taken in, validations, and the state that a run goes on with."""
 
 import asyncio
 import json
@@ -358,7 +358,7 @@ def test_a_validation_is_due_once_in_so_many_updates_also_where_syncs_pass_over_
 
 
 def opened_session(config: Path, folder: Path, checkpoint: Path | None) -> _Session:
-    """What a run begins or goes on with."""
+    """Weights, versions and groups with which a run begins or goes on."""
     found = None if checkpoint is None else SimpleNamespace(path=checkpoint, step=3)
     preflight: Any = SimpleNamespace(
         config=settings(config), num_groups=8, max_updates=None, prompts=SimpleNamespace(train=[])

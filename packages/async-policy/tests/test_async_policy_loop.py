@@ -295,7 +295,7 @@ def test_every_kind_of_work_has_a_deadline_with_its_name(deadline, where, text):
 
 
 def test_a_drop_has_a_deadline_too():
-    """Of a group that is too old at once, because the run goes on from a checkpoint under a tighter bound."""
+    """A group that is too old at once is dropped: the run goes on from a checkpoint under a tighter bound."""
     loose, tight = (
         {"staleness_threshold": 4.0},
         {"staleness_threshold": 4.0, "max_version_lag": 1, "on_exceed": "drop", "group_deadline_s": 0.3},

@@ -405,7 +405,7 @@ def _place(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, An
 
 
 def _is_place(part: Mapping[str, Any]) -> bool:
-    """Whether chat templates write a placeholder for a part of a message."""
+    """Return whether chat templates write a placeholder for a part of a message."""
     return part.get("type") in ("image", "image_url")
 
 

@@ -211,7 +211,7 @@ every_updates = 0
 
 
 def engine_once(process, run, seen):
-    """What is written of rollout-0 as soon as something is."""
+    """Return the entry of rollout-0 in places.json once it satisfies `seen`."""
     found = []
 
     def look():

@@ -1,4 +1,4 @@
-"""What a run's engines are given to serve, checked before they start: the policy's model and the teacher's."""
+"""Check the models that a run's engines serve, the policy's and the teacher's, before anything starts."""
 
 from pathlib import Path
 

@@ -143,7 +143,7 @@ class GrpoBackend:
         return samples[0] if samples else None
 
     def _can_be_compared(self, samples: list[Scored], greedy: Scored | None) -> bool:
-        """Whether enough of a group is left, with the greedy sample where the advantage subtracts it."""
+        """Return whether enough of a group is left, with the greedy sample where the advantage subtracts it."""
         lacks_greedy = self._config.algorithm.needs_greedy_reward and greedy is None
         if len(samples) < self._config.rollout.samples_per_prompt or lacks_greedy:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)

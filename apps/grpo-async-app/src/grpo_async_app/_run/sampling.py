@@ -50,7 +50,7 @@ class Scored:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a limit has ended any of its trajectories."""
+        """Return whether a limit has ended any of its trajectories."""
         return any(trajectory.ended != "done" for trajectory in self.trajectories)
 
 
