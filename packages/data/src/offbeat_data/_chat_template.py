@@ -24,6 +24,8 @@ Span = tuple[int, int]
 
 # Unicode noncharacters, which no text holds: they enclose generation blocks while rendering and are then removed.
 _START, _END = "\ufdd0", "\ufdd1"
+STAND_IN: Final = "\ufdd2"
+"""Stands for the words of a turn, where what a template writes around them is wanted."""
 MARKS: Final = "\ufdd0-\ufdd3"
 """All noncharacters that this package gives a meaning, as a range of a regular expression."""
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_data._chat_reader import ChatReader
-from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
+from offbeat_data._chat_template import STAND_IN, ChatTemplate, Message, RenderedChat
 from offbeat_data._escaping import RowNotes
 from offbeat_data._images import RowImages, refuse_images, with_images
 from offbeat_data._prompts import RowCounts, uses_template
@@ -32,8 +32,6 @@ from offbeat_data._tokenizer import Tokenizer
 from offbeat_data._turn_ends import encode_turns, with_next_marker
 from offbeat_types import DataError, Ids, TrainSequence
 
-_PROBE: Final = "\ufdd2"
-"""Stands for the words of a turn: a Unicode noncharacter, which no text holds."""
 _USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -329,8 +327,8 @@ def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mappi
     if before:
         opening = template.render(before, add_generation_prompt=True, options=options).text
     else:  # templates render no empty conversation: what they write before the words of this one opens it
-        probe = [{**messages[0], "content": _PROBE}]
-        opening = template.render(probe, add_generation_prompt=False, options=options).text.partition(_PROBE)[0]
+        probe = [{**messages[0], "content": STAND_IN}]
+        opening = template.render(probe, add_generation_prompt=False, options=options).text.partition(STAND_IN)[0]
     closed = template.render(messages, add_generation_prompt=False, options=options).text
     if not closed.startswith(opening) or len(closed) == len(opening):
         raise DataError(

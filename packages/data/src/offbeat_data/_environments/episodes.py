@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
+from offbeat_data._chat_template import STAND_IN, ChatTemplate, Message, RenderedChat
 from offbeat_data._environments.built_in import EnvironmentConfig
 from offbeat_data._escaping import escape_tools, escape_value
 from offbeat_data._images import Picture, RowImages, is_image
@@ -22,8 +22,6 @@ from offbeat_data._sources import SourceConfig
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import Completion, DataError, Ids, Image, ModelError, Reply, Trajectory, TrajectoryEnd
 
-_SAID: Final = "\ufdd2"
-"""Stands for the model's words: a Unicode noncharacter, which no text holds."""
 _QUESTION: Final[Message] = {"role": "user", "content": "?"}
 
 
@@ -82,7 +80,7 @@ class TurnTemplate:
             text = "".join(message["content"] for message in plain)
         else:
             self.check([str(message.get("role")) for message in plain])
-            text = self._render(self._template, _SAID, plain).partition(_SAID)[2]
+            text = self._render(self._template, STAND_IN, plain).partition(STAND_IN)[2]
         text = self._images.expand(RenderedChat(text=text, spans=()), pictures).text
         [ids] = self._tokenizer.encode([text], add_special_tokens=False)
         self._images.check(ids, pictures)
@@ -132,9 +130,9 @@ class TurnTemplate:
 def _probe(template: ChatTemplate, opening: str) -> str:
     """What a model may say: plain words, with thoughts before them where the template knows of thoughts."""
     if "</think>" not in template.source or opening.rstrip().endswith("</think>"):
-        return _SAID
+        return STAND_IN
     begin = "" if opening.rstrip().endswith("<think>") else "<think>\n"
-    return f"{begin}{_SAID}\n</think>\n\n{_SAID}"
+    return f"{begin}{STAND_IN}\n</think>\n\n{STAND_IN}"
 
 
 def _parts(content: Any) -> list[Any]:
