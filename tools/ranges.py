@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from released import KeptWheel, Range, Version, declared_names, extras_of, kept_wheels, version_of
+from metadata import Metadata
+from released import BOUNDS, KeptWheel, Range, Version, declared_names, extras_of, kept_wheels, version_of
 from workspace import ROOT, Package, dist_name, packages
 
 UNRELEASED: Final = "## Unreleased\n"
@@ -33,8 +34,8 @@ def behind(package: Package) -> dict[str, str]:
 
 
 def own_requirements(package: Package, names: set[str]) -> list[str]:
-    """Return its requirements on packages of the workspace, always and in extras."""
-    return [requirement for requirement in package.requirements if dist_name(requirement) in names]
+    """Return its requirements on packages of the workspace, always and in extras, each once."""
+    return list(dict.fromkeys(each for each in package.requirements if dist_name(each) in names))
 
 
 def is_changed(package: Package, wheel: KeptWheel) -> bool:
@@ -44,34 +45,23 @@ def is_changed(package: Package, wheel: KeptWheel) -> bool:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths} != wheel.files
 
 
-def ranges_changed(package: Package, wheel: KeptWheel, names: set[str]) -> bool:
-    """Return whether the package gives other ranges to packages of the workspace than a kept version does."""
-
-    def ranges(requirements: Sequence[str]) -> set[tuple[str, str]]:
-        ours = [requirement for requirement in requirements if dist_name(requirement) in names]
-        return {(dist_name(requirement), str(Range.of(requirement))) for requirement in ours}
-
-    return ranges(package.requirements) != ranges(wheel.requirements)
-
-
-def need(package: Package, kept: Sequence[KeptWheel], names: set[str]) -> Need | None:
-    """Return the version that a package must have by its names and ranges; None before its first release.
+def need(package: Package, kept: Sequence[KeptWheel]) -> Need | None:
+    """Return the version that a package must have by its names and metadata; None before its first release.
 
     Args:
         package: as it is in the workspace.
         kept: its released versions, oldest first.
-        names: distributions of the workspace.
     """
     if not kept:
         return None
     last = kept[-1]
-    present = set(declared_names(package))
-    if lost := sorted(set(last.public_names) - present):
+    names, metadata = set(declared_names(package)), Metadata.of_package(package)
+    if lost := sorted(set(last.public_names) - names) + metadata.lost_since(last.metadata):
         return Need(last.version.next_breaking, f"{last.version} had {', '.join(lost)}, which is gone")
-    if added := sorted(present - set(last.public_names)):
+    if added := sorted(names - set(last.public_names)) + metadata.added_since(last.metadata):
         return Need(last.version.next_patch, f"{last.version} has no {', '.join(added)}")
-    if ranges_changed(package, last, names):
-        return Need(last.version.next_patch, f"{last.version} gives other ranges to packages of the workspace")
+    if changed := sorted({dist_name(each) for each in metadata.requirements ^ last.metadata.requirements}):
+        return Need(last.version.next_patch, f"{last.version} has other requirements on {', '.join(changed)}")
     return Need(last.version, f"{last.version} is released")
 
 
@@ -110,7 +100,9 @@ def uses(package: Package, modules: set[str]) -> dict[str, set[tuple[str, str]]]
 def lacks(wheel: KeptWheel, taken: set[tuple[str, str]], extras: set[str]) -> list[str]:
     """Return what a kept version does not have of the names and extras asked of it."""
     names = sorted(f"{module}.{name}" for module, name in taken if not wheel.has(module, name))
-    return names + sorted(f"extra [{extra}]" for extra in {dist_name(extra) for extra in extras} - wheel.extras)
+    return names + sorted(
+        f"extra [{extra}]" for extra in {dist_name(extra) for extra in extras} - wheel.metadata.extras
+    )
 
 
 @dataclass(frozen=True)
@@ -164,6 +156,10 @@ class Edge:
             yield f"{at} admits {present}: remove the line of [tool.offbeat.behind] that says why not"
         if given.upper > present.next_breaking:
             yield f"{at} admits versions after {present.next_breaking}, which do not exist yet; {ADVICE}"
+        asked = {dist_name(extra) for extra in extras_of(self.requirement)}
+        unknown = sorted(asked - Metadata.of_package(self.other).extras)
+        if unknown and self.reason_behind is None:
+            yield f"{at} asks for [{', '.join(unknown)}], which {present} in the workspace does not have"
         known = {present, *(wheel.version for wheel in self.kept)}
         if given.lower not in known:
             yield f"{at} begins with a version that is neither kept in releases/ nor the one of the workspace; {ADVICE}"
@@ -210,9 +206,8 @@ def problems(root: Path = ROOT) -> list[str]:
     found, kept = packages(root), kept_wheels(root)
     if told := malformed(found):
         return told
-    names = {package.name for package in found}
     for package in found:
-        needed = need(package, kept.get(package.name, ()), names)
+        needed = need(package, kept.get(package.name, ()))
         if needed and version_of(package) < needed.version:
             told.append(f"{package.name} must be {needed.version} or higher: {needed.reason}; {ADVICE}")
     return told + [problem for edge in edges(found, kept) for problem in edge.problems()]
@@ -234,10 +229,9 @@ def mend(root: Path = ROOT) -> list[str]:
 
 def _raise_versions(root: Path) -> list[str]:
     found, kept = packages(root), kept_wheels(root)
-    names = {package.name for package in found}
     done = []
     for package in found:
-        needed = need(package, kept.get(package.name, ()), names)
+        needed = need(package, kept.get(package.name, ()))
         if needed and version_of(package) < needed.version:
             done.append(f"{package.name} {version_of(package)} -> {needed.version}: {needed.reason}")
             set_version(package, needed.version)
@@ -257,16 +251,32 @@ def _mend_ranges(root: Path) -> list[str]:
 
 
 def set_version(package: Package, version: Version) -> None:
-    """Write the version into a package's pyproject.toml."""
+    """Write the version into a package's pyproject.toml.
+
+    Raises:
+        ValueError: it has another form.
+    """
     path = package.folder / "pyproject.toml"
-    path.write_text(re.sub(r'(?m)^version = "[^"]*"$', f'version = "{version}"', path.read_text(), count=1))
+    changed, num_found = re.subn(r'(?m)^version = "[^"]*"', f'version = "{version}"', path.read_text(), count=1)
+    if not num_found:
+        raise ValueError(f'{path} needs a line of the form version = "0.1.0": found none')
+    path.write_text(changed)
 
 
 def set_range(edge: Edge, wanted: Range) -> None:
-    """Write another range into the requirement of an edge."""
+    """Write another range into the requirement of an edge.
+
+    Raises:
+        ValueError: the requirement is not written as a plain string.
+    """
     path = edge.package.folder / "pyproject.toml"
-    changed = edge.requirement.replace(str(Range.of(edge.requirement)), str(wanted))
-    path.write_text(path.read_text().replace(f'"{edge.requirement}"', f'"{changed}"'))
+    text, changed = path.read_text(), BOUNDS.sub(str(wanted), edge.requirement, count=1)
+    written = [quote for quote in "\"'" if f"{quote}{edge.requirement}{quote}" in text]
+    if not written:
+        raise ValueError(f"{path} needs the requirement {edge.requirement!r} as a plain string: found none")
+    for quote in written:
+        text = text.replace(f"{quote}{edge.requirement}{quote}", f"{quote}{changed}{quote}")
+    path.write_text(text)
 
 
 def head_unreleased(package: Package) -> None:

@@ -11,6 +11,7 @@ python tools/release.py --keep PACKAGE      build its wheel into releases/, whic
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -43,12 +44,11 @@ def find_package(key: str, root: Path = ROOT) -> Package:
 def status(root: Path = ROOT) -> list[str]:
     """Return one line for each package: released version, version of the workspace, what has changed since."""
     found, kept = packages(root), kept_wheels(root)
-    names = {package.name for package in found}
-    return [_status_of(package, kept.get(package.name, []), names) for package in found]
+    return [_status_of(package, kept.get(package.name, [])) for package in found]
 
 
-def _status_of(package: Package, kept: Sequence[KeptWheel], names: set[str]) -> str:
-    present, needed = version_of(package), need(package, kept, names)
+def _status_of(package: Package, kept: Sequence[KeptWheel]) -> str:
+    present, needed = version_of(package), need(package, kept)
     if needed is None:
         return f"{package.name}: {present} in the workspace, never released"
     last = kept[-1].version
@@ -61,13 +61,13 @@ def _status_of(package: Package, kept: Sequence[KeptWheel], names: set[str]) -> 
     return f"{package.name}: {last} released, {present} in the workspace, release as {wanted}{why}"
 
 
-def next_version(package: Package, kept: Sequence[KeptWheel], names: set[str], *, breaking: bool) -> Version:
+def next_version(package: Package, kept: Sequence[KeptWheel], *, breaking: bool) -> Version:
     """Return the version that the next release of a package has.
 
     Raises:
         ReleaseError: nothing has changed since the last one.
     """
-    present, needed = version_of(package), need(package, kept, names)
+    present, needed = version_of(package), need(package, kept)
     if needed is None:
         return present
     last = kept[-1].version
@@ -89,13 +89,20 @@ def head_changelog(text: str, version: Version) -> str:
 
 
 def stay_behind(dependant: Package, other: Package, reason: str) -> None:
-    """Write into the dependant's pyproject.toml why it does not admit the new version of the other yet."""
+    """Write into the dependant's pyproject.toml why it does not admit the new version of the other yet.
+
+    A reason that is there already is replaced.
+    """
     path = dependant.folder / "pyproject.toml"
     text, heading = path.read_text(), "[tool.offbeat.behind]\n"
     if heading not in text:
         text = text.replace("[build-system]\n", f"{heading}\n[build-system]\n", 1)
-    quoted = reason.replace("\\", "\\\\").replace('"', '\\"')
-    path.write_text(text.replace(heading, f'{heading}{other.name} = "{quoted}"\n', 1))
+    before, _, after = text.partition(heading)
+    section, following, rest = after.partition("\n[")
+    section = re.sub(rf'(?m)^"?{re.escape(other.name)}"? *=.*\n?', "", section)
+    # A string of JSON is one of TOML too.
+    quoted = json.dumps(reason, ensure_ascii=False)
+    path.write_text(f"{before}{heading}{other.name} = {quoted}\n{section}{following}{rest}")
 
 
 def prepare(key: str, *, breaking: bool, behind: Mapping[str, str], root: Path = ROOT) -> list[str]:
@@ -114,7 +121,7 @@ def prepare(key: str, *, breaking: bool, behind: Mapping[str, str], root: Path =
         ReleaseError: nothing has changed, the CHANGELOG says nothing, or a name is that of no dependant.
     """
     package, found, kept = find_package(key, root), packages(root), kept_wheels(root)
-    version = next_version(package, kept.get(package.name, []), {each.name for each in found}, breaking=breaking)
+    version = next_version(package, kept.get(package.name, []), breaking=breaking)
     changelog = package.folder / "CHANGELOG.md"
     headed = head_changelog(changelog.read_text(), version)
     dependants = {edge.package.key: edge.package for edge in edges(found, kept) if edge.other == package}

@@ -12,10 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from metadata import Metadata
 from workspace import ROOT, Package, dist_name
 
 FOLDER: Final = "releases"
-RANGE: Final = re.compile(r"(?P<extras>\[[^\]]*\])?\s*>=(?P<lower>\d+(\.\d+)*),\s*<(?P<upper>\d+(\.\d+)*)\s*(;.*)?")
+BOUNDS: Final = re.compile(r">=(?P<lower>\d+\.\d+(\.\d+)?),\s*<(?P<upper>\d+\.\d+(\.\d+)?)")
+RANGE: Final = re.compile(rf"(?P<extras>\[[^\]]*\])?\s*{BOUNDS.pattern}\s*(;.*)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -143,21 +145,13 @@ class KeptWheel:
         return all_of(self.files[f"{self.name.replace('-', '_')}/__init__.py"].decode()) or []
 
     @cached_property
-    def _metadata(self) -> dict[str, list[str]]:
+    def metadata(self) -> Metadata:
+        """What an installer reads of it."""
         with zipfile.ZipFile(self.path) as wheel:
-            path = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-            message = message_from_string(wheel.read(path).decode())
-        return {key: message.get_all(key) or [] for key in ("Requires-Dist", "Provides-Extra")}
-
-    @property
-    def requirements(self) -> list[str]:
-        """Requirements it has always and in extras, as the wheel writes them."""
-        return self._metadata["Requires-Dist"]
-
-    @property
-    def extras(self) -> set[str]:
-        """Extras that it can be installed with."""
-        return {dist_name(extra) for extra in self._metadata["Provides-Extra"]}
+            texts = {
+                name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name
+            }
+        return Metadata.of_wheel(message_from_string(texts["METADATA"]), texts.get("entry_points.txt", ""))
 
     def has(self, module: str, name: str) -> bool:
         """Return whether `from module import name` finds a public or private name, or a module."""

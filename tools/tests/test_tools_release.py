@@ -16,7 +16,10 @@ requires-python = ">=3.11"
 dependencies = [{dependencies}]
 
 [project.optional-dependencies]
-fast = []
+fast = ["Fast_Math >=1.0; sys_platform == 'linux' or sys_platform == 'darwin'"]
+
+[project.scripts]
+offbeat-{key} = "offbeat_{key}:main"
 
 [build-system]
 requires = ["uv_build>=0.13,<0.14"]
@@ -48,9 +51,16 @@ def keep_as_it_is(root, package):
     with zipfile.ZipFile(path, "w") as wheel:
         for source in package.source.rglob("*.py"):
             wheel.write(source, source.relative_to(package.folder / "src").as_posix())
-        requires = "".join(f"Requires-Dist: {each}\n" for each in package.dependencies)
-        extras = "".join(f"Provides-Extra: {extra}\n" for extra in package.extras)
-        wheel.writestr(f"{package.import_name}-{version}.dist-info/METADATA", f"Name: x\n{requires}{extras}\n")
+        requires = [f"Requires-Dist: {each}" for each in package.dependencies]
+        in_extra = (
+            "Requires-Dist: fast-math>=1.0 ; (sys_platform == 'linux' or sys_platform == 'darwin') and extra == 'fast'"
+        )
+        metadata = ["Name: x", "Requires-Python: >=3.11", *requires, in_extra, "Provides-Extra: fast", ""]
+        folder = f"{package.import_name}-{version}.dist-info"
+        wheel.writestr(f"{folder}/METADATA", "\n".join(metadata))
+        wheel.writestr(
+            f"{folder}/entry_points.txt", f"[console_scripts]\n{package.name} = {package.import_name}:main\n"
+        )
 
 
 @pytest.fixture
@@ -63,6 +73,12 @@ def root(tmp_path):
     for package in packages(tmp_path):
         keep_as_it_is(tmp_path, package)
     return tmp_path
+
+
+def edit(root, key, was, now):
+    path = root / f"packages/{key}/pyproject.toml"
+    assert was in path.read_text()
+    path.write_text(path.read_text().replace(was, now))
 
 
 def versions(root):
@@ -92,14 +108,51 @@ def test_a_new_name_raises_the_version_and_the_lower_bound_of_its_user_alone(roo
     assert ranges(root)["second"] == ranges(root)["third"] == "offbeat-ground>=0.1,<0.2"
 
 
+@pytest.mark.timeout(20)
 def test_a_bump_that_a_dependant_does_not_admit_is_found(root):
-    path = root / "packages/ground/pyproject.toml"
-    path.write_text(path.read_text().replace("0.1.0", "0.2.0"))
+    edit(root, "ground", "0.1.0", "0.2.0")
+    edit(root, "second", '"offbeat-ground>=0.1,<0.2"', '"offbeat-ground>=0.1.0, <0.2.0"')
+    edit(root, "third", '"offbeat-ground>=0.1,<0.2"', "'offbeat-ground>=0.1,<0.2'")
     first, *others = problems(root)
     assert "offbeat-first: offbeat-ground>=0.1,<0.2 does not admit 0.2.0, which the workspace has" in first
     assert len(others) == 2
     mend(root)
     assert set(ranges(root).values()) == {"offbeat-ground>=0.1,<0.3"}
+    # What the edits do not find is said: they would be tried for ever.
+    edit(root, "third", "'offbeat-ground>=0.1,<0.3'", '"offbeat-ground>=0.1,<\\u0030.4"')
+    with pytest.raises(ValueError, match=r"needs the requirement .*<0\.4' as a plain string"):
+        mend(root)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "version", "reason"),
+    [
+        ("numpy>=2", "numpy>=3", "0.1.1", "has other requirements on numpy"),
+        ('"numpy>=2"', '"numpy>=2", "scipy"', "0.1.1", "has other requirements on scipy"),
+        ("Fast_Math >=1.0", "fast-math[c]", "0.1.1", "has other requirements on fast-math"),
+        ("offbeat-ground>", "offbeat-ground[fast]>", "0.1.1", "has other requirements on offbeat-ground"),
+        (', "offbeat-ground>=0.1,<0.2"]', "]", "0.1.1", "has other requirements on offbeat-ground"),
+        (">=3.11", ">=3.12", "0.1.1", "has other requirements on python"),
+        ("fast =", "slow = []\nfast =", "0.1.1", "has no extra [slow]"),
+        ("first:main", "first:run", "0.1.1", "has no entry point console_scripts: offbeat-first = offbeat_first:run"),
+        ("offbeat-first =", "first =", "0.2.0", "had entry point console_scripts: offbeat-first, which is gone"),
+        ("fast =", "slow =", "0.2.0", "had extra [fast], which is gone"),
+    ],
+)
+def test_what_an_installer_reads_makes_a_version(root, was, now, version, reason):
+    edit(root, "first", was, now)
+    assert f"offbeat-first must be {version} or higher: 0.1.0 {reason}" in "\n".join(problems(root))
+    assert release.main(["--prepare", "first"], root) == 0
+    assert problems(root) == []
+    assert versions(root) == {"ground": "0.1.0", "first": version, "second": "0.1.0", "third": "0.1.0"}
+
+
+def test_another_spelling_of_the_same_requirement_makes_no_version(root):
+    edit(root, "first", '"numpy>=2", "offbeat-ground>=0.1,<0.2"', '"offbeat_ground<0.2.0, >=0.1.0", "NumPy >= 2.0"')
+    edit(root, "first", "Fast_Math >=1.0; ", "fast-math>=1;")
+    edit(root, "first", "offbeat_ground<0.2.0, >=0.1.0", "offbeat-ground>=0.1.0, <0.2.0")
+    assert problems(root) == []
+    assert release.status(root)[0] == "offbeat-first: 0.1.0 released, unchanged"
 
 
 def test_a_name_that_is_gone_makes_a_breaking_version(root):
@@ -123,9 +176,19 @@ def test_a_range_may_not_admit_versions_that_nothing_is_known_of(root):
 
 
 def test_an_extra_that_an_admitted_version_lacks_is_found(root):
-    path = root / "packages/first/pyproject.toml"
-    path.write_text(path.read_text().replace("offbeat-ground>", "offbeat-ground[fast,slow]>"))
+    edit(root, "first", "offbeat-ground>", "offbeat-ground[fast,slow]>")
     assert any("lacks extra [slow]" in each for each in problems(root))
+
+
+def test_an_extra_that_goes_is_a_problem_of_the_package_that_asks_for_it(root):
+    edit(root, "first", "offbeat-ground>", "offbeat-ground[fast]>")
+    edit(root, "ground", "fast =", "slow =")
+    release.prepare("ground", breaking=False, behind={}, root=root)
+    assert versions(root)["ground"] == "0.2.0"
+    (found,) = problems(root)
+    assert (
+        "offbeat-first: offbeat-ground[fast]>=0.1,<0.3 asks for [fast], which 0.2.0 in the workspace does not" in found
+    )
 
 
 def test_a_release_edits_one_package_and_the_ranges_of_its_dependants(root, capsys):
@@ -141,6 +204,15 @@ def test_a_release_edits_one_package_and_the_ranges_of_its_dependants(root, caps
     first = (root / "packages/first/CHANGELOG.md").read_text()
     assert "## Unreleased\n- Admits offbeat-ground>=0.1,<0.3.\n- Something." in first
     assert "Admits" not in (root / "packages/third/CHANGELOG.md").read_text()
+    assert problems(root) == []
+    # A second reason takes the place of the first.
+    write_source(root, "ground", GROUND.replace(', "old"', "") + "\n")
+    head = "# Changelog\n\n## Unreleased\n- More.\n"
+    (root / "packages/ground/CHANGELOG.md").write_text(head)
+    behind = {"third": 'there is "no" device,\nnot yet'}
+    release.prepare("ground", breaking=False, behind=behind, root=root)
+    named = next(package for package in packages(root) if package.key == "third").metadata["tool"]["offbeat"]["behind"]
+    assert named == {"offbeat-ground": behind["third"]}
     assert problems(root) == []
     # Once it admits the new version, the reason has to go.
     path = root / "packages/third/pyproject.toml"
@@ -201,7 +273,7 @@ def test_a_kept_version_is_a_wheel_that_uv_has_built(root):
     kept = kept_wheels(root)["offbeat-ground"]
     assert [wheel.version for wheel in kept] == [Version(0, 1), Version(0, 2)]
     assert kept[-1].public_names == ["kept", "old"]
-    assert kept[-1].extras == {"fast"}
+    assert kept[-1].metadata.extras == {"fast"}
     assert release.status(root)[1] == "offbeat-ground: 0.2.0 released, unchanged"
 
 
