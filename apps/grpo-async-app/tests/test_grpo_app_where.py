@@ -1,13 +1,20 @@
 """`where` says which node holds which role of a run: while it trains, after a role was killed, and afterwards."""
 
+import json
 import os
 import re
 import signal
 from pathlib import Path
+from typing import cast
 
 import pytest
 from grpo_runs import Main, role_of, values_of, where, where_once
 
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._run.places import PlacesFile
+from grpo_async_app._run.run_logger import RunLogger
+from offbeat_run import RunFolder
 from offbeat_testing import CommandLine, RunningCommand
 
 
@@ -27,6 +34,7 @@ def test_where_follows_roles_through_a_kill_and_to_the_end(
         )
         assert started["driver"] == process.pid
         assert started["driver_lives"] is True
+        assert started["next_driver"] is None
         pids = {role["role"]: role["pid"] for role in started["roles"]}
         assert {"trainer-0", "rollout-0", "scorer-0"} <= pids.keys()
         assert set(pids.values()) <= set(process.descendants())
@@ -58,6 +66,24 @@ def test_where_follows_roles_through_a_kill_and_to_the_end(
         left = command("where", run).out
         assert "has ended, and every role with it" in left
         assert re.search(rf"rollout-0 +{engine['pid']} +CPU +gone with the driver", left)
+
+        with RunFolder.open(run) as resumed:  # another driver takes the run up, here this process
+            taken_up = command("where", run).out
+            assert f"process {process.pid} on {os.uname().nodename} has ended" in taken_up
+            assert (
+                f"process {os.getpid()} on {os.uname().nodename} has taken the run up and has placed no role"
+                in taken_up
+            )
+            assert re.search(rf"rollout-0 +{engine['pid']} +CPU +gone with the driver", taken_up)
+            places = where(command, run)
+            assert (places["driver_lives"], places["next_driver"]["pid"]) == (False, os.getpid())
+            # A container gives its driver the same process id again: the time says that it is another one.
+            held = json.loads(resumed.places.read_text())
+            resumed.places.write_text(json.dumps({**held, "driver": os.getpid()}))
+            assert where(command, run)["driver_lives"] is False
+            with PlacesFile(resumed, cast(Fleet, None), cast(GrpoConfig, None), cast(RunLogger, None)):
+                places = where(command, run)
+            assert (places["driver"], places["driver_lives"], places["roles"]) == (os.getpid(), True, [])
     assert values_of(run, "train/reward")
 
 

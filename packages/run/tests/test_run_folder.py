@@ -1,6 +1,7 @@
 """A run folder belongs to one run and one process, and refuses what would spoil another."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,16 +10,16 @@ import time
 
 import pytest
 
-from offbeat_run import LogConfig, RunFolder, check_shared, has_writer, parse_config
+from offbeat_run import LogConfig, RunFolder, check_shared, parse_config, writer_of
 from offbeat_types import RunFolderError
 
 LOOKING = """
 import sys
 from pathlib import Path
-from offbeat_run import has_writer
+from offbeat_run import writer_of
 print(flush=True)
 while True:
-    has_writer(Path(sys.argv[1]))
+    writer_of(Path(sys.argv[1]))
 """
 
 
@@ -41,11 +42,19 @@ def test_a_new_folder_has_a_name_for_everything(tmp_path):
 
 
 def test_a_reader_sees_if_a_process_writes_to_a_folder_and_keeps_no_writer_out(tmp_path):
-    assert not has_writer(tmp_path / "none")
+    began_s = time.time()
+    assert not writer_of(tmp_path / "none")
     with make(tmp_path / "run") as run:
-        assert has_writer(run.path)
-        assert has_writer(run.path), "looking does not take the lock away"
-    assert not has_writer(tmp_path / "run")
+        assert writer_of(run.path)
+        writer = writer_of(run.path)
+        assert writer, "looking does not take the lock away"
+        assert (writer.pid, writer.host) == (os.getpid(), socket.gethostname())
+        assert began_s <= writer.since_s <= time.time()
+        (run.path / ".lock").write_text("17\n")  # as version 0.1.0 writes it
+        assert str(writer_of(run.path)) == "process 17"
+        (run.path / ".lock").write_text("")  # another process has taken the lock, and is about to write
+        assert str(writer_of(run.path)) == "process unknown"
+    assert not writer_of(tmp_path / "run")
     with subprocess.Popen([sys.executable, "-c", LOOKING, tmp_path / "run"], stdout=subprocess.PIPE) as reader:
         assert reader.stdout is not None
         reader.stdout.readline()
@@ -63,12 +72,12 @@ def test_a_forked_child_does_not_keep_a_dead_writers_folder_locked(tmp_path):
         signal.pause()
         os._exit(0)
     try:
-        assert has_writer(run.path), "the child lets go of its copy alone"
+        assert writer_of(run.path), "the child lets go of its copy alone"
         run.close()
         deadline_s = time.monotonic() + 10
-        while has_writer(run.path) and time.monotonic() < deadline_s:  # until the child has begun
+        while writer_of(run.path) and time.monotonic() < deadline_s:  # until the child has begun
             time.sleep(0.01)
-        assert not has_writer(run.path)
+        assert not writer_of(run.path)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -126,7 +135,8 @@ def test_a_second_process_is_refused_and_told_who_is_there(tmp_path):
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunFolderError, match=f"process {holder.pid} is working in this run folder"):
+        host = re.escape(socket.gethostname())
+        with pytest.raises(RunFolderError, match=f"process {holder.pid} on {host} is working in this run folder"):
             RunFolder.open(tmp_path / "run")
         RunFolder.open(tmp_path / "run", write=False)  # a reader is welcome
     finally:

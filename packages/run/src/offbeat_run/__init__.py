@@ -19,7 +19,7 @@ from offbeat_run._config.sections import CheckpointConfig, LivenessConfig, LogCo
 from offbeat_run._config.text import dump_config, explain, toml_value
 from offbeat_run._examine import ModelFolder, examine, inspect_model
 from offbeat_run._files import atomic_folder, atomic_write, disk_errors, write_new_file
-from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder, check_shared, has_writer
+from offbeat_run._folder import Checkpoint, Checkpoints, RunFolder, Writer, check_shared, writer_of
 from offbeat_run._metrics import METRIC_NAMES, MetricName, MetricsLine, MetricsLog, MetricValue, Tracker, read_metrics
 from offbeat_run._progress import Progress, print_before_after
 from offbeat_run._prometheus import PrometheusServer
@@ -94,6 +94,7 @@ __all__ = [
     "SetSummary",
     "Timeline",
     "Tracker",
+    "Writer",
     "answers_path",
     "atomic_folder",
     "atomic_write",
@@ -110,7 +111,6 @@ __all__ = [
     "duration_text",
     "examine",
     "explain",
-    "has_writer",
     "inspect_model",
     "item_histories",
     "load_config",
@@ -148,4 +148,5 @@ __all__ = [
     "write_comparison",
     "write_new_file",
     "write_report",
+    "writer_of",
 ]

@@ -22,6 +22,7 @@ from offbeat_run._quantities import size_text
 from offbeat_types import RunFolderError, UserError
 
 LOCK_NAME: Final = ".lock"
+_LOCK_BYTES: Final = 512
 _LOOK_S: Final = 0.5
 _LOOK_AGAIN_S: Final = 0.01
 _last_locked: list[Path] = []
@@ -30,6 +31,35 @@ _last_locked: list[Path] = []
 def last_locked() -> Path | None:
     """The run folder this process locked last, or None: what an interrupted command says can be resumed."""
     return _last_locked[-1] if _last_locked else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """The process that writes to a run folder, as its lock has it.
+
+    Args:
+        pid: process id; 0 where the process has only just taken the lock.
+        host: machine of the process; empty where an older version has taken the lock.
+        since_s: Unix time when it took the lock; 0 where the host is empty.
+    """
+
+    pid: int
+    host: str
+    since_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Writer":
+        """Read the text of a lock file."""
+        match text.split():
+            case [pid, host, since_s]:
+                return cls(pid=int(pid), host=host, since_s=float(since_s))
+            case [pid]:
+                return cls(pid=int(pid), host="", since_s=0.0)
+            case _:
+                return cls(pid=0, host="", since_s=0.0)
+
+    def __str__(self) -> str:
+        return f"process {self.pid or 'unknown'}" + (f" on {self.host}" if self.host else "")
 
 
 class FolderLock:
@@ -46,18 +76,18 @@ class FolderLock:
         """
         self._descriptor: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
         if not self._is_taken():
-            pid = os.read(self._descriptor, 32).decode(errors="replace").strip() or "unknown"
+            writer = Writer.parse(os.read(self._descriptor, _LOCK_BYTES).decode(errors="replace"))
             self.release()
             raise RunFolderError(
-                f"{folder}: process {pid} is working in this run folder; wait for it, end it, or choose another folder"
+                f"{folder}: {writer} is working in this run folder; wait for it, end it, or choose another folder"
             )
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._descriptor, f"{os.getpid()} {socket.gethostname()} {time.time()}\n".encode(), 0)
         _locks.add(self)
         _last_locked[:] = [folder]
 
     def _is_taken(self) -> bool:
-        """Try to take it, for longer than `has_writer` holds it even where the processor is taken from it."""
+        """Try to take it, for longer than `writer_of` holds it even where the processor is taken from it."""
         assert self._descriptor is not None
         end_s = time.monotonic() + _LOOK_S
         while True:
@@ -92,19 +122,19 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def has_writer(folder: Path) -> bool:
-    """Return whether a process is writing to a run folder, on whichever machine: it holds the lock."""
+def writer_of(folder: Path) -> Writer | None:
+    """Return the process that writes to a run folder, on whichever machine; None where none holds the lock."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
     except OSError:
-        return True
+        return Writer.parse(os.read(descriptor, _LOCK_BYTES).decode(errors="replace"))
     finally:
         os.close(descriptor)
-    return False
+    return None
 
 
 _MANIFEST = "checkpoint.json"

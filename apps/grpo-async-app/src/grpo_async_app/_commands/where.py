@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_async_app._run.places import RoleStatus, RunPlaces, read_places, state_of
-from offbeat_run import CommandWords, RunFolder, duration_text, has_writer
+from offbeat_run import CommandWords, RunFolder, Writer, duration_text, writer_of
 from offbeat_types import ConfigError
 
 _HEADS = ("node", "role", "pid", "devices", "state", "since", "restarts", "version")
@@ -19,19 +19,23 @@ def where_command(words: CommandWords, folder: str) -> int:
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")
     with RunFolder.open(folder, write=False) as run:
-        places, driver_lives = read_places(run), has_writer(run.path)
+        places, writer = read_places(run), writer_of(run.path)
+    driver_lives = places.is_by(writer)
+    next_driver = None if driver_lives else writer
     if style == "json":
-        print(json.dumps({**asdict(places), "driver_lives": driver_lives}, indent=1))
+        lives = {"driver_lives": driver_lives, "next_driver": next_driver and asdict(next_driver)}
+        print(json.dumps({**asdict(places), **lives}, indent=1))
         return 0
-    print(_describe_driver(places, driver_lives))
+    print(_describe_driver(places, driver_lives, next_driver))
     print("\n".join(draw_places(places, driver_lives, time.time())))
     return 0
 
 
-def _describe_driver(places: RunPlaces, driver_lives: bool) -> str:
+def _describe_driver(places: RunPlaces, driver_lives: bool, next_driver: Writer | None) -> str:
     state = "is running" if driver_lives else "has ended, and every role with it"
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(places.written_s))
-    return f"driver: process {places.driver} on {places.host} {state}; places last changed at {written}"
+    text = f"driver: process {places.driver} on {places.host} {state}; places last changed at {written}"
+    return f"{text}\n{next_driver} has taken the run up and has placed no role yet" if next_driver else text
 
 
 def draw_places(places: RunPlaces, driver_lives: bool, now_s: float) -> list[str]:

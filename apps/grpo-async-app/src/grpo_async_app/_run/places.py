@@ -17,7 +17,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace, RoleState
-from offbeat_run import RunFolder
+from offbeat_run import RunFolder, Writer
 from offbeat_types import RunFolderError
 
 LOOKED_EVERY_S: Final = 0.5
@@ -53,6 +53,15 @@ class RunPlaces:
     written_s: float
     roles: list[RoleStatus] = field(default_factory=list)
 
+    def is_by(self, writer: Writer | None) -> bool:
+        """Return whether the process that holds the lock of the run folder has written them.
+
+        Machines in containers give their drivers the same process id again, so the time counts too.
+        """
+        if writer is None or writer.pid != self.driver:
+            return False
+        return not writer.host or (writer.host == self.host and writer.since_s <= self.written_s)
+
 
 def read_places(run: RunFolder) -> RunPlaces:
     """Read the file of a run.
@@ -78,15 +87,17 @@ def _read_role(held: dict[str, Any]) -> RoleStatus:
 class PlacesFile:
     """The file of a run, written when something has changed. A full disk ends the file, and not the run.
 
-    Use it in a `with` block around that of the fleet: when the block is left, every process has ended.
+    Use it in a `with` block around that of the fleet. It begins with no role, in place of those of an earlier driver; when
+    the block is left, every process has ended.
     """
 
     def __init__(self, run: RunFolder, fleet: Fleet, config: GrpoConfig, logger: RunLogger) -> None:
         self._run, self._fleet, self._config, self._logger = run, fleet, config, logger
-        self._written: list[RoleStatus] = []
+        self._written: list[RoleStatus] | None = None
         self._fails = False
 
     def __enter__(self) -> "PlacesFile":
+        self._write([])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +107,7 @@ class PlacesFile:
                 role
                 if role.state == "ended"
                 else replace(role, state="ended", since_s=now_s, reason="ended with the run")
-                for role in self._written
+                for role in self._written or ()
             ]
         )
 
