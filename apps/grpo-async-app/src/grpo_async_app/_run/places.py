@@ -87,8 +87,8 @@ def _read_role(held: dict[str, Any]) -> RoleStatus:
 class PlacesFile:
     """The file of a run, written when something has changed. A full disk ends the file, and not the run.
 
-    Use it in a `with` block around that of the fleet. It begins with no role, in place of those of an earlier driver; when
-    the block is left, every process has ended.
+    Use it in a `with` block around that of the fleet. It begins with no role, in place of those of an earlier driver;
+    when the block is left, every process has ended.
     """
 
     def __init__(self, run: RunFolder, fleet: Fleet, config: GrpoConfig, logger: RunLogger) -> None:
