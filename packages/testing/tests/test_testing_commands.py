@@ -89,6 +89,25 @@ def test_waiting_ends_with_the_command_or_the_deadline_and_shows_the_output(slee
             process.wait_until(lambda: False, "more", 5)
 
 
+def test_what_a_command_did_last_counts_though_it_has_ended(sleeper: str) -> None:
+    with RunningCommand(sleeper) as process:
+        process.kill()
+        assert process.wait() == -9
+        answers = iter([False, True, True])
+        process.wait_until(lambda: next(answers), "its last act", 5)
+
+
+def test_a_forked_command_takes_the_signals_of_a_new_process() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a runner of tests may
+    try:
+        with RunningCommand(stand_still) as process:
+            process.wait_until(lambda: "ready" in process.output, "its line")
+            process.terminate()
+            assert process.wait(10) == -15
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def refuse() -> NoReturn:
     print("error: /nowhere/model: no such folder", file=sys.stderr)
     sys.exit(2)

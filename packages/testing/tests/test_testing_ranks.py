@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from offbeat_liveness import Collective
 
 # Imported here: the sessions inside this one would do it anew each time, as pytester restores sys.modules.
-from offbeat_testing._ranks import _child, _launch
+from offbeat_testing._ranks import _child, _launch, _report
 from offbeat_testing._ranks._report import (
     RankState,
     first_difference,
@@ -109,6 +109,21 @@ def test_a_rank_whose_collectives_could_not_be_read_is_not_compared():
     states[1] = RankState(members={"0": [0, 1]})
     assert first_difference(states) is not None
     assert waiting_for_the_finished(states, {1}) != ""
+
+
+def test_a_rank_whose_calls_the_recorder_may_have_forgotten_has_missed_none(monkeypatch):
+    monkeypatch.setattr(_report, "RECORDED", 3)
+    one, members = Collective(group="0", seq=1, op="all_reduce"), {"0": [0, 1]}
+    for num_others, is_told in ((2, True), (3, False)):
+        others = [Collective(group="1", seq=number, op="all_reduce") for number in range(1, num_others + 1)]
+        states = {0: RankState(collectives=[one], members=members), 1: RankState(collectives=others, members=members)}
+        assert (first_difference(states) is not None) is is_told
+
+
+def test_a_rank_that_waits_for_one_that_has_joined_it_is_only_slower():
+    calls = [Collective(group="0", seq=1, op="broadcast", done=done) for done in (False, True)]
+    states = {rank: RankState(collectives=[call], members={"0": [0, 1]}) for rank, call in enumerate(calls)}
+    assert waiting_for_the_finished(states, {1}) == ""
 
 
 @pytest.mark.ranks(2, 4)
