@@ -149,5 +149,10 @@ def test_ranks_gather_bfloat16_and_keep_no_copy_of_a_layer(mesh, tmp_path, make_
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.forward_backward(make_groups(), loss)
+    # Added up over ranks in float32: a sum that was rounded to bfloat16 on its way would stay as it is here.
+    for piece in engine._policy.pieces:
+        grad = piece.parameter.grad
+        part = grad.to_local() if grad is not None else torch.zeros(1)
+        assert not part.any() or not torch.equal(part.bfloat16().float(), part), piece.name
     assert engine.step()["grad_norm"].value > 0
     assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}

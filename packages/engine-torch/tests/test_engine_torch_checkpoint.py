@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -39,6 +40,26 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(model_folder, tmp_path
     assert resumed.steps_taken == engine.steps_taken
     for (name, one), (_, other) in zip(engine.weights(), resumed.weights(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+def test_a_checkpoint_is_on_the_disk_when_save_returns(model_folder, tmp_path, monkeypatch, rank):
+    """Every file and every folder's names, as they are in the end."""
+    engine = TorchTrainEngine.create(config(model_folder, lora_rank=rank))
+    synced, fsync = set(), os.fsync
+
+    def watched(descriptor):
+        fsync(descriptor)
+        synced.add(content_of(os.fstat(descriptor)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    folder = tmp_path / "checkpoint"
+    engine.save(folder)
+    assert [path for path in (folder, *folder.rglob("*")) if content_of(path.stat()) not in synced] == []
+
+
+def content_of(status):
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def test_a_load_brings_the_count_of_refused_steps_and_leaves_no_gradient_of_before(
