@@ -7,7 +7,7 @@ import pytest
 
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
 from offbeat_engine_megatron._layout import Parallel, choose_parallel, plan_engine
-from offbeat_engine_megatron._shape import ModelShape
+from offbeat_engine_megatron._shape import ModelShape, read_model
 from offbeat_engine_megatron._weights import list_adapted, list_adapter_slots, list_slots
 from offbeat_testing import tiny_model
 from offbeat_types import BackendError, ConfigError, ModelError, TrainEngineConfig, installed_backends
@@ -156,6 +156,12 @@ SETTINGS = {
 def test_a_setting_is_refused(folders, settings, told):
     with pytest.raises(ConfigError, match=told):
         plan_engine(config_of(folders(), **settings))
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_weights_of_the_chosen_experts_add_up_to_1_where_the_model_says_so(folders, adds_up):
+    _, found = read_model(str(folders(**MOE | EXPERTS | {"norm_topk_prob": adds_up})))
+    assert found.normalise_experts is adds_up
 
 
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
