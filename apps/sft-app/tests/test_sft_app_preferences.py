@@ -2,16 +2,24 @@
 
 import json
 import math
+import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from sft_runs import RANKS, assert_same, latest_checkpoint, values_of
 
+from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand
+from offbeat_types import Floats
 from sft_app import _cli
-from sft_app._reference import REFERENCE_FILE
+from sft_app._config import SftConfig
+from sft_app._examples import Example
+from sft_app._preflight import check_run
+from sft_app._reference import REFERENCE_FILE, Reference, save_reference
 
 NUM_HELD_OUT = 4
 CONSTANT = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
@@ -107,6 +115,8 @@ def held_out_rows() -> list[dict[str, str]]:
 def test_dpo_learns_and_its_loss_is_what_transformers_finds(
     command: CommandLine, preferences: Path, model: Path, tmp_path: Path
 ) -> None:
+    from transformers import AutoTokenizer
+
     run = tmp_path / "run"
     ended = command("train", preferences, "--out", run)
     assert ended.code == 0, ended.err
@@ -119,6 +129,13 @@ def test_dpo_learns_and_its_loss_is_what_transformers_finds(
         assert len(values_of(run, f"eval/{name}")) == len(held_out)
     assert values_of(run, "eval/rewards/accuracies")[8] == 1.0
     assert values_of(run, "eval/rewards/margins")[8] > 1.0
+
+    # Both answers of a pair are trained on: three epochs of 20 pairs in batches of 8, the last of 4.
+    speeds, samples = values_of(run, "perf/tokens_per_s"), values_of(run, "perf/samples_per_s")
+    tokens = sum(speeds[n] / samples[n] * (4 if n == 8 else 8) for n in range(1, 9))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    pairs = [encode(tokenizer, pair(n)["prompt"], pair(n)[side]) for n in range(20) for side in ("chosen", "rejected")]
+    assert tokens == pytest.approx(3 * sum(len(ids) for ids, _, _ in pairs))
 
     rows, last = held_out_rows(), latest_checkpoint(run).path
     now = {side: answer_logprobs(last, rows, side) for side in ("chosen", "rejected")}
@@ -165,6 +182,28 @@ def test_every_loss_prefers_what_was_chosen(command: CommandLine, preferences: P
     held_out, margins = values_of(run, "eval/loss"), values_of(run, "eval/rewards/margins")
     assert held_out[8] < held_out[0]
     assert margins[8] > margins[0]
+
+
+def test_what_the_first_policy_says_is_on_the_disk_before_it_has_its_name(
+    preferences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight = check_run(load_config(preferences, SftConfig))
+    folder, synced, fsync = tmp_path / "kept", [], os.fsync
+    folder.mkdir()
+
+    def watched(descriptor: int) -> None:
+        assert not (folder / REFERENCE_FILE).exists()
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor))
+
+    def told(examples: Sequence[Example]) -> tuple[tuple[Floats, ...], ...]:
+        return tuple(tuple(-np.ones(each.loss_mask.sum(), np.float32) for each in one.all) for one in examples)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    reference = Reference(train=told(preflight.examples.train), held_out=told(preflight.held_out))
+    save_reference(folder, preflight, reference)
+    [kept], [last] = folder.iterdir(), synced
+    assert (last.st_ino, last.st_size) == (kept.stat().st_ino, kept.stat().st_size)
 
 
 @pytest.mark.nightly

@@ -1,14 +1,23 @@
 """Ranks that train together: the same run as with one process, interrupted, killed, started again and resumed."""
 
 import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 from role_faults import signal_role
 from sft_runs import RANKS, WORDS, assert_same, latest_checkpoint, values_of
 
+from offbeat_actors import Tell
+from offbeat_run import RunFolder, load_config
 from offbeat_testing import CommandLine, RunningCommand, forked_main, wait_until_gone
+from offbeat_types import LossFunction, Metrics, OffbeatError, PeerFailedError, TrainSequence
 from sft_app import _cli
+from sft_app._config import SftConfig
+from sft_app._preflight import check_run
+from sft_app._ranks import RanksEngine
+from sft_app._train import train
 
 
 @pytest.mark.nightly
@@ -42,6 +51,33 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(config: Path
     with RunningCommand(main, "train", config, "--out", undisturbed, *words) as process:
         assert process.wait() == 0, process.output
     assert_same(run, undisturbed)
+
+
+class DyingRanks(RanksEngine):
+    """Ranks of which one dies in the first update, just after the user has asked the run to end."""
+
+    def __init__(self) -> None:
+        """Start none."""
+
+    def traced(self, number: int) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+    def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
+        signal.raise_signal(signal.SIGINT)
+        raise PeerFailedError("trainer-1", "its process was killed by SIGKILL")
+
+    def death(self, error: OffbeatError) -> PeerFailedError | None:
+        assert isinstance(error, PeerFailedError)
+        return error
+
+    def restart(self, death: PeerFailedError, tell: Tell) -> None:
+        raise AssertionError("the ranks were started again")
+
+
+def test_ranks_that_die_after_the_user_asked_to_end_stay_dead(config: Path, tmp_path: Path) -> None:
+    preflight = check_run(load_config(config, SftConfig, ["--eval.every_updates=0"]))
+    with RunFolder.create(tmp_path / "run") as run, pytest.raises(PeerFailedError, match="killed by SIGKILL"):
+        train(preflight, run, DyingRanks())
 
 
 @pytest.mark.nightly

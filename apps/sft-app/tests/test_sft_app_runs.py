@@ -1,6 +1,7 @@
 """Real runs on a tiny model: full and LoRA, profiled, evaluated, and what the run folder then holds."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from sft_runs import latest_checkpoint, values_of
 
 from offbeat_run import RunFolder, read_timeline
 from offbeat_testing import CommandLine
+from sft_app._learners import SupervisedLearner
 
 
 def transformers_loss(folder: Path, data: Path) -> float:
@@ -92,6 +94,22 @@ def test_the_best_checkpoint_is_kept(command: CommandLine, config: Path, tmp_pat
     found = kept.best()
     assert found is not None
     assert found.score == pytest.approx(-held_out[best])
+
+
+def test_a_validation_that_is_not_a_number_says_nothing_of_its_checkpoint(
+    command: CommandLine, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the best one and after it."""
+    found = iter([3.0, math.nan, 2.0, 1.0, math.nan])
+    monkeypatch.setattr(SupervisedLearner, "validate", lambda self: {"loss": next(found)})
+    words = ["--engine.max_updates=4", "--eval.every_updates=1", "--checkpoint.every=1", "--checkpoint.keep=4"]
+    ended = command("train", config, "--out", tmp_path / "run", *words)
+    assert ended.code == 0, ended.err
+    kept = RunFolder.open(tmp_path / "run", write=False).checkpoints
+    assert [(each.step, each.score) for each in kept.all()] == [(1, None), (2, -2.0), (3, -1.0), (4, None)]
+    best = kept.best()
+    assert best is not None
+    assert best.step == 3
 
 
 @pytest.mark.parametrize("steps", ["0:2", "3:6", "7:100"])
