@@ -28,6 +28,21 @@ def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
     assert speeds.stragglers(names) == {}
 
 
+def test_an_engine_that_has_become_slow_is_named_however_fast_it_was() -> None:
+    """Also beside others that have just been started again."""
+    speeds, names = EngineSpeeds(), ["rollout-0", "rollout-1", "rollout-2"]
+    for _ in range(40):
+        for name in names:
+            speeds.took(name, 100, 1.0)
+    for _ in range(12):
+        speeds.took("rollout-2", 100, 10.0)
+    for name in names[:2]:
+        speeds.forget(name)
+        for _ in range(4):
+            speeds.took(name, 100, 1.0)
+    assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.4, abs=0.1)}
+
+
 def answers(*pairs: tuple[int, int], every_s: float = 2.5) -> list[tuple[EngineHealth, float]]:
     """Health of an engine at regular times, from (samples being decoded, tokens so far)."""
     health = partial(EngineHealth, version=0, num_running=9, num_waiting=9, busy_s=0.0, uptime_s=1.0)

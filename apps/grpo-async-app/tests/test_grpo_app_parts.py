@@ -245,7 +245,13 @@ def test_what_is_written_of_an_update_counts_lags_against_the_policy_before_it(c
     assert (step, logger.version) == (9, 9)
     assert values["async/lag_histogram"] == [1.0, 0.0, 1.0]
     wanted = {"train/lag_max": 2, "train/lag_mean": 1, "train/reward": 0.25, "train/response_tokens": 2.25}
-    wanted |= {"perf/tokens_per_s": 3, "groups/filtered": 4, "rollout/aborted": 2, "async/trainer_idle_share": 0.5}
+    wanted |= {
+        "perf/tokens_per_s": 3,
+        "perf/samples_per_s": 4 / 3,
+        "groups/filtered": 4,
+        "rollout/aborted": 2,
+        "async/trainer_idle_share": 0.5,
+    }
     assert {name: values[name].value for name in wanted} == pytest.approx(wanted)
 
 
@@ -371,9 +377,14 @@ class Answering:
 
     def __init__(self, *versions: int) -> None:
         self._versions, self.requests = versions, list[GenerateRequest]()
+        self._in_flight, self.most_in_flight = 0, 0
 
     async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
         self.requests.append(request)
+        self._in_flight += request.num_samples
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        await asyncio.sleep(0)
+        self._in_flight -= request.num_samples
         turns = [Completion.join([7], [-1.0], [(version, 1)], "eos", "x") for version in self._versions]
         return [Scored(trajectories=(Trajectory.of(each),), score=RewardScore(value=1.0, parts={})) for each in turns]
 
@@ -396,6 +407,16 @@ def test_each_sample_of_a_validation_draws_with_a_seed_of_its_own(config: Path, 
     validated(asked, load_config(config, GrpoConfig), num_samples, version=0)
     seeds = [request.params.first_seed() + number for request in asked.requests for number in range(num_samples)]
     assert len(set(seeds)) == len(seeds) == 4 * num_samples
+
+
+@pytest.mark.parametrize(("at_sync", "most"), [("wait", 8), ("go_on", 4)])
+def test_a_validation_beside_training_asks_for_no_more_than_the_engines_decode(
+    config: Path, at_sync: str, most: int
+) -> None:
+    """A sync waits for what is in flight; where training waits instead, engines have as many again to begin with."""
+    asked, words = Answering(), [f"--eval.at_sync={at_sync}", "--rollout.max_running=4"]
+    validated(asked, load_config(config, GrpoConfig, words), num_samples=2, version=0)
+    assert asked.most_in_flight == most
 
 
 @pytest.mark.parametrize(("at_sync", "may_differ"), [("wait", False), ("go_on", True)])

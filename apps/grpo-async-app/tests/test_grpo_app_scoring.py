@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 
 import offbeat_liveness as liveness
 from grpo_async_app._roles.scorer import ScorerAsk, prompt_to_json
+from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig, call_or_kill
 from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
@@ -223,6 +225,7 @@ async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
 
 SCRIPT = """
 import asyncio, numpy as np
+from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig, call_or_kill
 from offbeat_data import Prompt, RewardConfig, Written
@@ -413,6 +416,20 @@ async def test_many_wait_side_by_side_in_one_process_and_the_gauge_tells_how_lon
         assert 0.9 <= metrics["scoring/latency_p50_s"].value <= metrics["scoring/latency_max_s"].value < 10
         assert 0.3 < metrics["scoring/busy_share"].value <= 0.51, "of two processes one is busy"
         assert (metrics["scoring/queue"].value, metrics["scoring/processes"].value) == (0.0, 2.0)
+
+
+def test_latencies_are_those_of_completions_whatever_groups_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("grpo_async_app._scoring.gauge.time", SimpleNamespace(monotonic=lambda: now_s))
+    gauge = ScoringGauge()
+    for num_completions, seconds in ((1, 100.0), (94, 1.0), (5, 10.0)):
+        with gauge.scoring(num_completions):
+            now_s += seconds
+    metrics = gauge.lap()
+    found = [metrics[f"scoring/latency_{name}_s"] for name in ("p50", "p95", "max")]
+    assert [each.value for each in found] == [1.0, 10.0, 100.0]
+    assert [each.weight for each in found[:2]] == [100.0, 100.0]
+    assert "scoring/latency_p50_s" not in gauge.lap(), "they are told once"
 
 
 @in_loop

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ def test_an_engine_that_keeps_a_copy_gets_what_has_changed_alone(model: Path, ad
 def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
     model: Path, address: str, over_tcp: bool
 ) -> None:
+    """Each time to the last tensor: the other ranks gather them all, and would wait for this one."""
     errors: list[WeightSyncError] = []
 
     def wait_for_nobody(transfer_id: int) -> None:
@@ -160,6 +162,13 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
             errors.append(error)
 
     role, held = open_role(model, address), dict[str, Tensor]()
+    whole, weights = [0], role._engine.weights
+
+    def count_whole(*given: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from weights(*given, **options)
+        whole[0] += 1
+
+    role._engine.weights = count_whole  # type: ignore[method-assign]
     try:
         where = role.listen("127.0.0.1") if over_tcp else ""
         waiting = threading.Thread(target=wait_for_nobody, args=(1,), daemon=True)
@@ -170,6 +179,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
         assert not waiting.is_alive()
         wait_for_nobody(2)
         assert ["was withdrawn" in str(error) for error in errors] == [True, True]
+        assert whole == [2]
         thread = take(where or address, held)
         role.send_weights(1, 1, 60, where, 3)
         thread.join()
