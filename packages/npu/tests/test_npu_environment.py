@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_npu import RAY_RESOURCE, VISIBLE_DEVICES, NpuDevice, cann_version, check_pair, examine_environment
-from offbeat_npu._environment import _mindspeed
+from offbeat_npu import (
+    RAY_RESOURCE,
+    VISIBLE_DEVICES,
+    NpuDevice,
+    _runtime,
+    cann_version,
+    check_pair,
+    examine_environment,
+)
+from offbeat_npu._environment import _mindspeed, _torch_npu
 from offbeat_placement import ClusterView
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_types import (
@@ -70,6 +78,28 @@ def test_mindspeed_must_be_of_the_megatron_core_that_is_here(mindspeed, core, fi
     assert re.match(finding, _mindspeed(versions)), _mindspeed(versions)
 
 
+@pytest.mark.parametrize(
+    ("versions", "finding"),
+    [
+        ({"torch": "2.13.1", "torch-npu": "2.13.0"}, "2.13.0, fits torch 2.13.1$"),
+        ({"torch": "2.13.0", "torch-npu": "2.12.0"}, r"2.12.0 beside torch 2.13.0: .*'torch-npu==2\.13\.\*'$"),
+    ],
+)
+def test_torch_npu_must_be_of_the_torch_that_is_here(versions, finding):
+    assert re.match(finding, _torch_npu(versions)), _torch_npu(versions)
+
+
+def test_a_runtime_that_lacks_a_package_of_its_own_names_that_one(tmp_path, monkeypatch):
+    (tmp_path / "torch_npu.py").write_text("import no_such_package_of_cann\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    _runtime._import_runtime.cache_clear()
+    try:
+        with pytest.raises(BackendError, match=r"No module named 'no_such_package_of_cann'; install what it needs"):
+            NpuDevice()
+    finally:
+        _runtime._import_runtime.cache_clear()
+
+
 def test_without_the_runtime_there_are_no_devices():
     assert NpuDevice.count() == 0
     with pytest.raises(BackendError, match=r"torch_npu is not installed.*offbeat-npu\[engine\]"):
@@ -123,6 +153,12 @@ def test_a_plan_says_that_no_plugin_fits_the_vllm_that_is_used():
     assert NpuDevice.engine_needs("another engine", (), {}, ()).notice == ""
 
 
+def test_a_plugin_that_is_installed_fits_though_it_is_newer_than_any_that_was_recorded(monkeypatch):
+    assert "is used here: until the two meet none starts" in needs("npu", ("0.32",)).notice
+    monkeypatch.setattr("offbeat_npu._environment.version", {"vllm-ascend": "0.32.1"}.__getitem__)
+    assert needs("npu", ("0.32",)).notice == ""
+
+
 def test_versions_of_vllm_and_its_plugin_must_agree():
     check_pair("0.18.1", "0.18.0")
     with pytest.raises(BackendError, match=r"vllm-ascend 0\.18\.0 is a plugin of vllm 0\.18.*pip install 'vllm==0\.18"):
@@ -135,12 +171,14 @@ ENGINE = (
     "import mindspeed.megatron_adaptor, megatron.core.parallel_state as state; from offbeat_npu import patch_megatron"
 )
 
+FIRST = "from offbeat_npu import patch_megatron; patch_megatron({'tensor_model_parallel_size': 2})"
+
 ORDERS = {
     "in time": ("", "patched {'tensor_model_parallel_size': 2}"),
     "megatron was imported first": ("import megatron.core.parallel_state", "before it is imported"),
     "a second engine of the same settings": (
-        f"{ENGINE}; patch_megatron({{'tensor_model_parallel_size': 2}}); state.is_made = True; print('open')",
-        "patched {'tensor_model_parallel_size': 2}\nopen\ndone",
+        f"{FIRST}; import megatron.core.parallel_state as state; state.is_made = True; print('open')",
+        "patched {'tensor_model_parallel_size': 2}\nopen\ndone\nwords for us ['--ours'], for the adaptor []",
     ),
     "a second engine of other settings": (
         f"{ENGINE}; patch_megatron({{'tensor_model_parallel_size': 4}}); state.is_made = True",
@@ -162,10 +200,13 @@ LONG = ("in time", "groups exist")
     ids=ORDERS,
 )
 def test_mindspeed_comes_before_megatron_or_not_at_all(tmp_path, first, expected):
-    """The order alone: neither MindSpeed nor torch_npu can run here, so modules of their names stand in for them."""
+    """The order alone: neither MindSpeed nor torch_npu can run here, so modules of their names stand in for them.
+
+    MindSpeed's adaptor takes the words of the command line for Megatron's.
+    """
     modules = {
         "torch_npu.py": "",
-        "mindspeed/megatron_adaptor.py": "def repatch(args): print('patched', args)",
+        "mindspeed/megatron_adaptor.py": "import sys\nwords = sys.argv[1:]\ndef repatch(args): print('patched', args)",
         "megatron/core/parallel_state.py": "is_made = False\ndef model_parallel_is_initialized(): return is_made",
     }
     for name, text in modules.items():
@@ -180,8 +221,11 @@ from offbeat_types import BackendError
 try:
     patch_megatron({{"tensor_model_parallel_size": 2}})
     print("done")
+    print("words for us", f"{{sys.argv[1:]}}, for the adaptor", sys.modules["mindspeed.megatron_adaptor"].words)
 except BackendError as error:
     print(error)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "--ours"], capture_output=True, text=True, timeout=100, check=True
+    )
     assert expected in ended.stdout

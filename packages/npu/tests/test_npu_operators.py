@@ -1,6 +1,7 @@
 """The references compute what transformers computes, and a model with them in place is the same model."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,20 @@ def test_a_model_that_sees_is_the_same_model(tmp_path, monkeypatch, family):
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)  # put back when it has changed
     assert substitute_operators(model, REFERENCE) == ("rms_norm", "swiglu", "rotary")
     torch.testing.assert_close(model(ids, **seen).logits.log_softmax(-1), expected, rtol=0, atol=1e-4)
+
+
+def test_the_rotation_of_a_second_model_is_the_operator_too(tmp_path, monkeypatch):
+    """By then the function of its family is the operator, which takes no tensors of the CPU to be tried with."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("tensors of the CPU")
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model", hidden_size=32))
+    modeling = sys.modules[type(model).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)  # put back when it has changed
+    for _ in range(2):
+        replaced = substitute_operators(model, replace(REFERENCE, npu_rotary_mul=refuse))
+        assert replaced == ("rms_norm", "swiglu", "rotary")
 
 
 def test_a_rotation_that_interleaves_is_left_alone(monkeypatch):
