@@ -1,16 +1,27 @@
 """The engine's side of adapters and images, without an engine: versions by label, shapes, folders, placeholders."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from offbeat_rollout_vllm._adapters import AdapterReadback, check_adapter_shapes, read_peft_adapter
+from offbeat_rollout_vllm._adapters import AdapterReadback, Adapters, check_adapter_shapes, read_peft_adapter
+from offbeat_rollout_vllm._options import AdapterLimits
 from offbeat_rollout_vllm._requests import ServedVersions
 from offbeat_rollout_vllm._vllm_objects import _embedded, check_request
-from offbeat_testing import tiny_model
-from offbeat_types import Completion, DataError, GenerateRequest, ModelError, ModelFolder, WeightSyncError
+from offbeat_testing import FakeWeightStream, tiny_model
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    DataError,
+    GenerateRequest,
+    LoraAdapter,
+    ModelError,
+    ModelFolder,
+    WeightSyncError,
+)
 
 LAYERS = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
 DOWN, UP = (f"base_model.model.model.q_proj.lora_{part}.weight" for part in "AB")
@@ -56,6 +67,67 @@ def test_an_adapter_that_fits_is_taken_with_and_without_pefts_prefix():
 def test_an_adapter_that_does_not_fit_is_refused_by_name(found, words):
     with pytest.raises(WeightSyncError, match=f"it: .*{words}"):
         check_adapter_shapes(found, LAYERS.get, "it")
+
+
+class TakingWorkers:
+    """Reads what it is given of an adapter, as vLLM does: from a folder that is gone afterwards."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def call(self, method, *, number, name="", path=""):
+        self.numbers.append((method, number, name))
+        if method == "add_adapter":
+            from safetensors.torch import load_file
+
+            self.config = json.loads(Path(path, "adapter_config.json").read_text())
+            self.tensors = load_file(Path(path, "adapter_model.safetensors"))
+
+
+class Trusted(FakeWeightStream):
+    """Asks for no proof: these workers hold nothing."""
+
+    def prove(self, read):
+        return self.expected()
+
+
+@pytest.fixture
+def workers():
+    return TakingWorkers()
+
+
+@pytest.fixture
+def adapters(workers):
+    """Room for two, of rank 4 at most."""
+    folder, limits = SimpleNamespace(shape_of=LAYERS.get), AdapterLimits(num_adapters=2, max_rank=4)
+    return Adapters(workers, folder, limits, "float32", lambda num_bytes: None, on_cpu=True)
+
+
+def poet(rank=2, version=3):
+    torch = pytest.importorskip("torch")
+    return Trusted([(DOWN, torch.arange(4.0 * rank).view(rank, 4)), (UP, torch.ones(6, rank))], version)
+
+
+def test_vllm_gets_what_the_stream_brought_with_the_scale_in_b(adapters, workers):
+    stream = poet()
+    assert adapters.load(LoraAdapter(name="poet", scale=1.5), stream, "it") == stream.expected()
+    sent = dict(stream.tensors)
+    assert workers.tensors[DOWN].tolist() == sent[DOWN].tolist()
+    assert workers.tensors[UP].tolist() == (1.5 * sent[UP]).tolist()
+    assert workers.config["lora_alpha"] / workers.config["r"] == 1, "vLLM would scale it again"
+
+
+def test_an_adapter_that_comes_again_takes_its_own_place_and_there_is_room_for_so_many(adapters, workers):
+    for name in ("poet", "clerk", "poet"):
+        adapters.check_room(name)
+        adapters.load(LoraAdapter(name=name, scale=1.0), poet(), "it")
+    assert workers.numbers == [("add_adapter", 1, "poet"), ("add_adapter", 2, "clerk"), ("add_adapter", 1, "poet")]
+    with pytest.raises(ConfigError, match=r"holds 2 adapters and has 'poet', 'clerk': drop one before 'third' comes"):
+        adapters.check_room("third")
+    adapters.drop("poet")
+    adapters.check_room("third")
+    with pytest.raises(WeightSyncError, match="rank 5 is more than max_lora_rank = 4"):
+        adapters.load(LoraAdapter(name="third", scale=1.0), poet(rank=5), "it")
 
 
 class Held(dict):

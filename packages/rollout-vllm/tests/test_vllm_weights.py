@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from offbeat_rollout_vllm._options import environment, remove_shared_memory, start_variables
-from offbeat_rollout_vllm._updates import tiny_elements
+from offbeat_rollout_vllm._updates import WeightLoader, tiny_elements
 from offbeat_rollout_vllm._workers import Arena, Workers
-from offbeat_testing import tiny_model
+from offbeat_testing import FakeWeightStream, tiny_model
 from offbeat_types import DeadlineError, ModelError, ModelFolder, PeerFailedError, RolloutEngineConfig, WeightSyncError
 
 
@@ -146,6 +146,61 @@ def _ramp():
     import torch
 
     return torch.arange(6, dtype=torch.float32).view(2, 3)
+
+
+class LateWorker:
+    """Does what it is asked in order, and not before an answer is waited for, as a worker that is behind."""
+
+    def __init__(self):
+        self.held, self._asked = {}, []
+
+    def call_workers(self, text, deadline_s):
+        self._asked.append((json.loads(text), LateAnswer(self)))
+        return self._asked[-1][1]
+
+    def work_until(self, answer):
+        while not answer.done():
+            call, its_answer = self._asked.pop(0)
+            value = getattr(self, f"_{call['method']}", lambda **_: None)(**call["arguments"])
+            its_answer.set_result([json.dumps(reply(0, call["number"], value=value))])
+
+    def _attach(self, address, num_bytes):
+        self._arena = Arena.attach(address, num_bytes)
+
+    def _load(self, tensors):
+        for name, dtype, shape, offset in tensors:
+            self.held[name] = self._arena.tensor(offset, dtype, tuple(shape)).clone()
+
+    def _locate(self, names, adapter):
+        return [[list(self.held[name].shape), 0, [[0, len(self.held[name])]]] for name in names]
+
+    def _read(self, tensors, adapter):
+        for name, offset in tensors[0]:
+            self._arena.tensor(offset, "float32", tuple(self.held[name].shape)).copy_(self.held[name])
+
+
+class LateAnswer(Future):
+    def __init__(self, worker):
+        super().__init__()
+        self._worker = worker
+
+    def result(self, timeout=None):
+        self._worker.work_until(self)
+        return super().result(timeout)
+
+
+def test_a_bucket_stays_as_it_is_until_a_worker_that_is_behind_has_read_it():
+    """Of seven buckets, one of which is larger than the arena was."""
+    import torch
+
+    shapes = {f"layers.{number}.weight": (5, 8) for number in range(7)} | {"layers.4.weight": (20, 8)}
+    draw = torch.Generator().manual_seed(0)
+    tensors = [(name, torch.randn(shape, generator=draw)) for name, shape in shapes.items()]
+    stream, worker = FakeWeightStream(tensors, 3), LateWorker()
+    loader = WeightLoader(Workers(worker, 1, 5.0), _folder_with(shapes), 256, "float32", on_cpu=False)
+    assert loader.load(stream, 3) == stream.expected()
+    assert all(torch.equal(worker.held[name], tensor) for name, tensor in tensors)
+    loader.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
