@@ -53,6 +53,16 @@ def test_an_unknown_route_and_a_failing_one_are_told_apart(start_engine, tmp_pat
         ask(address, "POST", "/update_weights", {"weights": {"GPU-other": ""}})
 
 
+def test_weights_that_a_client_of_the_engine_s_own_route_hands_over_are_not_served_before_they_are_whole(
+    start_engine, tmp_path
+):
+    address = start_engine(tmp_path / "no-model").address
+    with pytest.raises(PeerFailedError, match="not found in ipc_handles"):
+        ask(address, "POST", "/update_weights", {"weights": {"GPU-other": ""}})
+    answer = ask(address, "POST", "/offbeat/generate", {"sample_id": "1", "prompt_ids": [5], "params": {}})
+    assert "the engine holds no whole set of weights" in answer["error"]
+
+
 def test_a_trainer_without_an_event_loop_can_release_and_take_memory(start_engine, tmp_path):
     address = start_engine(tmp_path / "no-model").address
     control, release = EngineControl(address, deadline_s=20), find_release("1.2.1")

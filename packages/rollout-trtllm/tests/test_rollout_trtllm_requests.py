@@ -1,0 +1,54 @@
+"""Samples that are added up and counted, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+
+from offbeat_rollout_trtllm._local_link import Delta
+from offbeat_rollout_trtllm._requests import InFlight, Sample
+from offbeat_types import SamplingParams
+
+LONG = "never this, and never that"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def tokens(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_what_comes_behind_a_stop_string_in_one_answer_does_not_count(tokenizer):
+    ids = tokens(tokenizer, "well, never this time")
+    sample = Sample(SamplingParams(stop=("never this",)), frozenset([2]), tokenizer)
+    count = sample.add(Delta(ids, [-1.0] * len(ids), version=3))
+    found = sample.completion()
+    assert (found.stop_reason, found.text) == ("stop", "well, never this")
+    assert found.ids.tolist() == ids[:count]
+    assert count < len(ids)
+
+
+@pytest.mark.parametrize("stops", [("!", LONG), (LONG, "!")])
+def test_a_stop_string_of_many_tokens_is_found_beside_a_short_one(tokenizer, stops):
+    sample = Sample(SamplingParams(stop=stops), frozenset([2]), tokenizer)
+    for token in tokens(tokenizer, f"well, {LONG} either"):
+        sample.add(Delta([token], [-1.0], version=3))
+        if sample.ended:
+            break
+    assert sample.completion().text == f"well, {LONG}"
+
+
+@pytest.mark.asyncio
+async def test_an_engine_is_busy_as_long_as_all_of_its_samples_took(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("offbeat_rollout_trtllm._requests.time", SimpleNamespace(monotonic=lambda: now_s))
+    flight = InFlight()
+    for name, seconds in (("a", 3.0), ("b", 1.0)):
+        async with flight.request(name) as aborted, flight.sampling(aborted) as may_sample:
+            assert may_sample
+            now_s += seconds
+        now_s += 5.0  # idle
+    assert flight.busy_s == 4.0
