@@ -89,6 +89,26 @@ async def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder
     assert all(len(one.ids) == 200 for one in tight)
 
 
+async def test_a_sample_that_was_set_back_waits_for_room_before_those_that_came_later(folder, open_engine):
+    """And is computed once more only, not set back again and again while the older ones are in its way."""
+    names, ended = [str(number) for number in range(6)], []
+    async with open_engine(folder, options={"kv_cache_tokens": 512}) as engine:
+        await engine.pause("wait")  # so that all begin in one step
+
+        async def sample(name):
+            await engine.generate(request(name, seed=int(name), max_tokens=200))
+            ended.append(name)
+
+        tasks = [asyncio.create_task(sample(name)) for name in names]
+        while (await engine.health()).num_waiting < len(names):
+            await asyncio.sleep(0.001)
+        await engine.resume()
+        await asyncio.gather(*tasks)
+        assert ended == names
+        # Two give way when rows of 128 tokens no longer fit, and two when those of 256 do not.
+        assert engine._worker._runner.num_prefilled == 6 * 12 + 2 * 65 + 2 * 129
+
+
 async def test_groups_of_long_prompts_set_back_and_cut_into_chunks_sample_as_in_a_roomy_engine(folder, run):
     """Three groups, and room for one prompt and few of its samples, whose ends are far apart."""
     requests = [request(str(i), prompt=140 + 3 * i, seed=10 * i, num_samples=4, max_tokens=90) for i in range(3)]
