@@ -1,16 +1,23 @@
 """Conversations with images: two ranks learn from them, with the loss that transformers finds."""
 
 import io
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from draw_geometry import main as draw_geometry
+from PIL import Image
+from transformers import AutoConfig
 
 from offbeat_data import ConversationConfig, load_conversations, load_tokenizer
-from offbeat_run import RunFolder, read_metrics
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_run import RunFolder, parse_config, read_metrics
 from offbeat_testing import CommandLine, tiny_vision_model
+from offbeat_types import TrainEngineConfig
+from sft_app._config import SftConfig
+from sft_app._examples import load_examples
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,6 @@ every_updates = 6
 
 def transformers_loss(folder: Path, figures: Path) -> float:
     """Mean loss of the held-out answers by plain transformers, which prepares the images itself."""
-    from PIL import Image
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
@@ -65,6 +71,23 @@ def transformers_loss(folder: Path, figures: Path) -> float:
             loss = model(input_ids=ids, labels=labels, mm_token_type_ids=kinds, **made).loss
         total, count = total + float(loss) * int(sequence.loss_mask.sum()), count + int(sequence.loss_mask.sum())
     return total / count
+
+
+def test_orpo_raises_the_likelihood_of_words_and_not_of_places_for_images(tmp_path: Path) -> None:
+    """A trainer takes a placeholder in the loss for a sampled token, and refuses the image that stands nowhere then."""
+    model = tiny_vision_model(tmp_path / "model")
+    asked = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    row = {"prompt": [{"role": "user", "content": asked}], "chosen": "Red.", "rejected": "Blue.", "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    text = f'[model]\npath = "{model}"\n[data]\npath = "{tmp_path / "rows.jsonl"}"\n[preference]\nloss = "orpo"\n'
+    [example] = load_examples(parse_config(text, SftConfig), load_tokenizer(model)).train
+    chosen, rejected = example.sequences
+    ids = AutoConfig.from_pretrained(model).image_token_id
+    assert (chosen.loss_mask == (chosen.ids != ids))[1:-1].all()
+    assert rejected.loss_mask.sum() < chosen.loss_mask.sum()
+    engine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(model), device="cpu"))
+    assert len(engine.logprobs(example.sequences)) == 2
 
 
 @pytest.mark.nightly

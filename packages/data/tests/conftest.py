@@ -190,13 +190,19 @@ def vision_folder(tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture
 def word_tokenizer(tmp_path):
-    """Write and load a tokenizer with one token per word, and a chat template, control tokens and end tokens."""
+    """Write and load a tokenizer with one token per word, and a chat template, control tokens and end tokens.
 
-    def make(template, control, words, *, eos, end_ids=(), around=None):
+    A line break is a token where it is among the words. Tokens that are `plain` are not marked as special.
+    """
+
+    def make(template, control, words, *, eos, end_ids=(), around=None, plain=()):
         vocabulary = {token: index for index, token in enumerate(["[UNK]", *control, *words])}
         backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        backend.add_special_tokens(list(control))
+        lines = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]
+        split = pre_tokenizers.Sequence(lines) if "\n" in words else pre_tokenizers.WhitespaceSplit()
+        backend.pre_tokenizer = split
+        backend.add_special_tokens([token for token in control if token not in plain])
+        backend.add_tokens(list(plain))
         if around:
             added = [(token, vocabulary[token]) for token in control if token in around.split()]
             backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=added)

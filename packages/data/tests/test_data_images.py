@@ -22,6 +22,7 @@ from offbeat_data import (
     load_conversations,
     load_image_rules,
     load_prompts,
+    load_ratings,
     load_tokenizer,
 )
 from offbeat_types import DataError, ModelError
@@ -129,6 +130,21 @@ def test_one_text_of_two_pictures_is_two_questions(tokenizer, tmp_path):
     pq.write_table(rows(2, 3), tmp_path / "test.parquet")
     prompts = load_prompts(DataConfig(path=str(tmp_path), eval_split="test"), tokenizer)
     assert (len(prompts.train), len(prompts.eval), prompts.train_counts.held_out) == (2, 2, 1)
+
+
+def test_one_text_of_two_pictures_is_two_prompts_of_ratings(tokenizer, tmp_path, write_jsonl):
+    """And two answers about one picture have one prompt: neither is compared with the other."""
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    rows = [
+        {"prompt": "Find x.", "completion": said, "label": True, "images": [f"{number}.png"]}
+        for number, said in ((0, "a"), (0, "b"), (1, "c"))
+    ]
+    ratings = load_ratings(ConversationConfig(path=write_jsonl(rows)), tokenizer).train
+    others = [tokenizer.decode(each.mismatched.ids[each.mismatched.loss_mask]) for each in ratings]
+    assert others == ["c", "c", "b"]
+    for rating in ratings:
+        np.testing.assert_array_equal(rating.mismatched.images, rating.answer.images)
 
 
 def test_a_picture_is_brought_to_the_size_the_model_sees(tokenizer, rules, tmp_path):

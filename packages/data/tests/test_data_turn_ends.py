@@ -29,8 +29,8 @@ FORGETS = (
 
 @pytest.fixture
 def chat_tokenizer(word_tokenizer):
-    def make(template, eos="<|endoftext|>", **settings):
-        return word_tokenizer(template, MARKERS, WORDS, eos=eos, **settings)
+    def make(template, eos="<|endoftext|>", words=WORDS, **settings):
+        return word_tokenizer(template, MARKERS, words, eos=eos, **settings)
 
     return make
 
@@ -80,6 +80,23 @@ def test_an_end_token_behind_a_generation_block_is_learned(close, chat_tokenizer
     tokenizer = chat_tokenizer(TAGGED.replace("CLOSE", close), eos="<|end|>")
     [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT)}]))
     assert found == ("<|user|> hi <|end|> <|assistant|> *yes *<|end|> <|user|> you <|end|> <|assistant|> *no *<|end|>")
+    assert notices == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "plain"),
+    [
+        (TAGGED.replace("{% endgeneration %}", "<|end|>\n{% endgeneration %}").replace("CLOSE", ""), []),
+        (CHATML.replace("CLOSE", "{% if m.role == 'assistant' %}<|end|>\n{% endif %}"), ["<|end|>"]),
+    ],
+    ids=["a block that holds both", "an end token that is not marked as special"],
+)
+def test_a_line_break_behind_the_end_token_is_not_learned(template, plain, chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(template, eos="<|end|>", words=[*WORDS, "\n"], plain=plain, end_ids=["<|end|>"])
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT)}]))
+    assert found.replace("\n", "/") == (
+        "<|user|> / hi <|assistant|> / *yes *<|end|> / <|user|> / you <|assistant|> / *no *<|end|> /"
+    )
     assert notices == ()
 
 

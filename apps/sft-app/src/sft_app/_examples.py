@@ -85,7 +85,8 @@ class _PairMaker:
 
     def __init__(self, config: SftConfig) -> None:
         self._preference, self._scores = config.preference, config.head == "score"
-        self._padding = _padding_id(config.model.path) if self._scores else None
+        self._padding = _id_of(config.model.path, "pad_token_id") if self._scores else None
+        self._image_id = _id_of(config.model.path, "image_token_id") if self._preference.learns_prompts else None
 
     def example(self, pair: Pair) -> Example:
         sides = ((pair.chosen, CHOSEN), (pair.rejected, REJECTED))
@@ -100,7 +101,10 @@ class _PairMaker:
         answer = sequence.loss_mask
         if self._preference.learns_prompts and sign == CHOSEN:
             index_T = np.arange(len(answer))  # what a template writes after the answer's end is no part of it
-            sequence = replace(sequence, loss_mask=(index_T > 0) & (index_T <= np.flatnonzero(answer)[-1]))
+            learned = (index_T > 0) & (index_T <= np.flatnonzero(answer)[-1])
+            if sequence.images:  # a placeholder in the loss would be a word, and stand for no image
+                learned &= answer | (sequence.ids != self._image_id)
+            sequence = replace(sequence, loss_mask=learned)
         return with_extras(sequence, sign=sign, answer=answer.astype(np.float32))
 
 
@@ -116,9 +120,9 @@ def _scored(sequence: TrainSequence, padding: int | None) -> TrainSequence:
     return TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) == stop, images=sequence.images)
 
 
-def _padding_id(model_path: str) -> int | None:
+def _id_of(model_path: str, key: str) -> int | None:
     settings = json.loads((Path(model_path).expanduser() / "config.json").read_text())
-    found = settings.get("pad_token_id")
+    found = settings.get(key)
     return found if isinstance(found, int) else None
 
 

@@ -4,6 +4,7 @@ A prompt and its answers are read as `load_conversations` reads prompt and compl
 holds the tokens of its answer.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from offbeat_data._prompts import RowCounts
 from offbeat_data._rows import Row, as_messages, find_column, has_column, require_column
 from offbeat_data._sources import ConversationConfig, read_sources
 from offbeat_data._tokenizer import Tokenizer
-from offbeat_types import DataError, TrainSequence
+from offbeat_types import DataError, Image, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,15 +237,23 @@ def _with_mismatched(read: Sequence[_Answers], limit: int, source: str) -> Itera
     """
     answers = [answer for (answer,), _ in read]
     starts = [int(np.flatnonzero(answer.loss_mask)[0]) for answer in answers]
-    prompts = [answer.ids[:start].tobytes() for answer, start in zip(answers, starts, strict=True)]
+    prompts = [
+        (answer.ids[:start].tobytes(), [_look(image) for image in answer.images])
+        for answer, start in zip(answers, starts, strict=True)
+    ]
     for at, ((answer,), is_good) in enumerate(read):
         other = next((i % len(read) for i in range(at - 1, at - len(read), -1) if prompts[i] != prompts[at]), None)
         if other is None:
             raise DataError(
                 f"{source}: all prompts are the same, and ratings need answers to other prompts to compare with; add "
-                "rows with another prompt"
+                "rows with another prompt, in words or in images"
             )
         ids = np.concatenate([answer.ids[: starts[at]], answers[other].ids[starts[other] :]])[:limit]
         mask = np.concatenate([answer.loss_mask[: starts[at]], answers[other].loss_mask[starts[other] :]])[:limit]
         mismatched = TrainSequence(ids=ids, loss_mask=mask, images=answer.images)
         yield Rating(answer=answer, is_good=is_good, mismatched=mismatched)
+
+
+def _look(image: Image) -> bytes:
+    """A digest of an image: two of one size take the same placeholder tokens."""
+    return hashlib.blake2b(f"{image.shape}".encode() + image.tobytes(), digest_size=16).digest()

@@ -30,9 +30,10 @@ def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int, *, ad
     """Encode a conversation; its loss mask holds the tokens of its spans and the end token of each turn.
 
     A token is learned where it holds a character of one of the spans. Engines stop at the tokens of
-    `Tokenizer.end_ids`. Where the text after a turn begins with one of them (a `{% generation %}` block around the
-    words alone, a template that ends a turn by the marker of the next role), it is learned with the turn. After the
-    last turn, where nothing else comes, the end token is added.
+    `Tokenizer.end_ids`, so white space that a span holds after one of them is not learned. Where the text after a turn
+    begins with one of them (a `{% generation %}` block around the words alone, a template that ends a turn by the
+    marker of the next role), it is learned with the turn. After the last turn, where nothing else comes, the end token
+    is added.
 
     Args:
         tokenizer: of the model.
@@ -43,20 +44,21 @@ def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int, *, ad
     ids, offsets_T2 = tokenizer.encode_with_offsets(chat.text)
     start_T, end_T = offsets_T2[:, 0], np.maximum(offsets_T2[:, 1], offsets_T2[:, 0] + 1)
     mask_T = np.zeros(len(ids), dtype=np.bool_)
+    is_space_T = np.array([not chat.text[start:end].strip() for start, end in offsets_T2], dtype=np.bool_)
+    is_end_T = np.isin(ids, list(tokenizer.end_ids))
     inside = [np.flatnonzero((start_T < end) & (end_T > start)) for start, end in chat.spans]
-    inside = [tokens for tokens in inside if len(tokens)]
+    inside = [_up_to_the_end(tokens, is_space_T, is_end_T) for tokens in inside if len(tokens)]
     for tokens in inside:
         mask_T[tokens] = True
     mask_T[:1] = False  # nothing comes before the first token to predict it from
-    is_space_T = np.array([not chat.text[start:end].strip() for start, end in offsets_T2], dtype=np.bool_)
     firsts = [*(int(tokens[0]) for tokens in inside[1:]), len(ids)]
     open_ends = []
     for tokens, next_first in zip(inside, firsts, strict=True):
         last = int(tokens[-1])
         at = last + 1 + int(np.argmin(np.append(is_space_T[last + 1 :], False)))
-        if ids[last] in tokenizer.end_ids:
+        if is_end_T[last]:
             continue
-        if at < len(ids) and ids[at] in tokenizer.end_ids:
+        if at < len(is_end_T) and is_end_T[at]:
             mask_T[last + 1 : at + 1] = True
         elif len(inside) > num_turns and not np.isin(ids[last + 1 : next_first], list(tokenizer.control_ids)).any():
             continue  # the turn has more spans
@@ -70,6 +72,14 @@ def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int, *, ad
             ids = np.append(ids[: last + 1], np.int32(tokenizer.closing_id))
             mask_T = np.append(mask_T[: last + 1], True)
     return EncodedTurns(ids=ids, loss_mask=mask_T, open_ends=tuple(open_ends))
+
+
+def _up_to_the_end(
+    tokens: npt.NDArray[np.intp], is_space_T: npt.NDArray[np.bool_], is_end_T: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.intp]:
+    """The tokens of a span without white space after an end token, with which some templates close a turn."""
+    words = tokens[~is_space_T[tokens]]
+    return tokens[tokens <= words[-1]] if len(words) and is_end_T[words[-1]] else tokens
 
 
 def with_next_marker(tokenizer: Tokenizer, turn: RenderedChat, longer: str) -> RenderedChat:
