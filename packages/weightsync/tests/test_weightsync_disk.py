@@ -8,7 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from weightsync_peers import Weights, are_equal, give, load, load_into, plan_of, receiving, take
 
+from offbeat_testing import DiskRecord
 from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync import (
     BucketPlan,
@@ -116,8 +119,72 @@ def test_a_reader_that_dies_disturbs_nobody(tmp_path: Path, weights: Weights) ->
     assert list_versions(tmp_path) == [2]
 
 
+def test_a_version_has_its_name_once_it_is_on_the_disk_and_the_one_before_goes_after_that(
+    tmp_path: Path, weights: Weights
+) -> None:
+    write(tmp_path, weights, 1)
+    with DiskRecord(tmp_path) as disk:
+        write(tmp_path, weights, 2, keep=1)
+    assert not [step for step in disk.steps if step.unsynced]
+    named, hidden, removed = disk.steps[-3:]
+    assert (named.target, hidden.source, removed.target) == ("version-00000002", "version-00000001", "")
+    assert hidden.unsynced_beside == removed.unsynced_beside == ()
+    assert disk.unsynced() == []
+
+
+class AtOnce(Executor):
+    """Has done what it was given before the caller goes on, as a thread may have."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(function(*arguments, **options))
+        except OSError as error:
+            future.set_exception(error)
+        return future
+
+
+def test_a_version_does_not_appear_whichever_of_its_bytes_the_disk_refuses(
+    tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells of lost bytes once: a later sync of the same file says that all is well."""
+    refused, done = set[int](), list[int]()
+
+    def sync_or_refuse(sync: Callable[[int], None], file: int) -> None:
+        done.append(file)
+        if len(done) in refused:
+            raise OSError(errno.EIO, "Input/output error")
+        sync(file)
+
+    monkeypatch.setattr("offbeat_weightsync._disk.ThreadPoolExecutor", AtOnce)
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, partial(sync_or_refuse, getattr(os, name)))
+    write(tmp_path / "whole", weights)
+    num_syncs, root = len(done), tmp_path / "root"
+    assert num_syncs >= 10
+    for number in range(1, num_syncs):  # the last one is of the version's name
+        refused, done = {number}, []
+        with pytest.raises(WeightSyncError, match=r"cannot write version 1 to .*root: Input/output error"):
+            write(root, weights)
+        assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_at_least_one_version_is_kept(tmp_path: Path, weights: Weights, keep: int) -> None:
+    with pytest.raises(WeightSyncError, match=f"at least one version must be kept: got keep={keep}"):
+        write(tmp_path, weights, keep=keep)
+
+
 def test_a_version_that_exists_is_left_if_equal_and_refused_if_not(tmp_path: Path, weights: Weights) -> None:
-    assert write(tmp_path, weights) == write(tmp_path, weights)
+    folder = write(tmp_path, weights)
+    hidden = folder.rename(tmp_path / "hidden")
+    with DiskRecord(tmp_path) as disk:
+        hidden.rename(folder)  # as by a writer that has died before the name was on the disk
+        assert write(tmp_path, weights) == folder
+    assert disk.unsynced() == []
     with pytest.raises(WeightSyncError, match="which exists, holds other bytes than were sent, in bucket 1 of 5"):
         write(tmp_path, {**weights, "wide": weights["wide"] + 1})
     with pytest.raises(WeightSyncError, match="exists with another plan"):
@@ -130,6 +197,11 @@ def flip_byte(folder: Path) -> None:
         byte = file.read(1)
         file.seek(9000)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def change_plan(folder: Path) -> None:
+    manifest = json.loads((folder / "weights.json").read_text())
+    (folder / "weights.json").write_text(json.dumps({**manifest, "bucket_bytes": 2 * manifest["bucket_bytes"]}))
 
 
 def swap(folder: Path) -> None:
@@ -149,6 +221,7 @@ def swap(folder: Path) -> None:
             "model-00003-of-00003.safetensors cannot be read: No such file or directory; write the version again",
         ),
         (swap, "model-00001-of-00003.safetensors is damaged"),
+        (change_plan, r"weights\.json: the plan's digest is [0-9a-f]+, the writer had [0-9a-f]+"),
     ],
 )
 def test_a_damaged_version_is_refused(

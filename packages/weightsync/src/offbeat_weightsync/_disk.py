@@ -114,6 +114,7 @@ def _write_version(
     try:
         if final.exists():
             _check_same(final, plan, source, version)
+            sync_path(root)  # its writer may have died between the rename and this
             return final
         shutil.rmtree(partial, ignore_errors=True)  # of a writer that died
         partial.mkdir(parents=True)
@@ -309,8 +310,11 @@ class _FileWriter:
 
     def start_sync(self) -> None:
         """Let the disk begin with what was written so far, while the next bucket is filled."""
-        if self._syncing is None or self._syncing.done():
-            self._syncing = self._syncer.submit(os.fdatasync, self._fd)
+        if self._syncing is not None:
+            if not self._syncing.done():
+                return
+            self._syncing.result()  # the system reports an error of the disk once: the next sync would not
+        self._syncing = self._syncer.submit(os.fdatasync, self._fd)
 
     def _open(self, index: int) -> None:
         first, last = self._layout[index]
