@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from offbeat_testing import DiskRecord
 from offbeat_types import (
     MODEL_FILE,
     MODEL_INDEX_FILE,
@@ -17,6 +18,8 @@ from offbeat_types import (
     read_eos_ids,
     read_model_json,
     read_tensor_shapes,
+    sync_path,
+    sync_tree,
     tensor_file_header,
     tensor_file_index,
 )
@@ -133,3 +136,15 @@ def test_settings_that_are_none_are_named(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=words):
         read_model_json(tmp_path / "config.json")
+
+
+def test_a_folder_that_is_synced_outlasts_a_power_failure_with_everything_in_it(tmp_path):
+    with DiskRecord(tmp_path) as disk:
+        for path in ("whole/a", "whole/deep/b", "other/c", "d"):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(path)
+        sync_tree(tmp_path / "whole")
+        assert disk.unsynced() == ["d", "other", "other/c", "whole"], "the folder's own name is its parent's"
+        sync_path(tmp_path)
+        sync_path(tmp_path / "d")
+    assert disk.unsynced() == ["other/c"]
