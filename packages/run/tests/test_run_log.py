@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import (
+    Alarm,
     CheckpointConfig,
     Generation,
     GenerationsLog,
+    ItemAnswers,
     LogConfig,
     MetricsLog,
     RunFolder,
@@ -18,6 +20,8 @@ from offbeat_run import (
     check_trackers,
     open_trackers,
     print_conclusion,
+    read_alarms,
+    read_answers,
     read_generations,
     read_metrics,
     read_timeline,
@@ -90,6 +94,15 @@ def test_a_line_torn_by_a_kill_is_left_out_and_then_mended(run):
     assert [line.step for line in read_metrics(run.metrics)] == [1, 2]
 
 
+@pytest.mark.parametrize("before", ["", '{"step":1,"time_s":1,"a":1}\n'], ids=["the first line", "a later line"])
+def test_a_torn_line_of_any_length_is_cut_off(run, before):
+    """The end of a file is read 65,536 bytes at a time."""
+    for length in (65_535, 65_536, 200_000):
+        run.metrics.write_text(before + '{"step":2,"a":"' + "x" * (length - 15))
+        MetricsLog(run, tensorboard=False).close()
+        assert run.metrics.read_text() == before
+
+
 def test_a_damaged_line_is_named(run):
     run.metrics.write_text('{"step":1,"time_s":1}\nnonsense\n')
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl:2: not a line of JSON"):
@@ -152,12 +165,18 @@ def test_everything_is_written_and_cut_where_the_run_resumes(run):
             with log.measure("trainer-0", "update"):
                 log.write(step, {"train/loss": 1.0 / step})
             log.write_generations([generation(step)])
+            log.alarm(step, f"slow at {step}")
+            answers = [ItemAnswers(step=step, item=0, prompt="2+2?", answer="4", samples=())]
+            log.write_validation(step, {"eval/reward": 0.5}, {"sums": answers})
     with RunLog(run, LogConfig(), 3, 1) as log:
         log.write(2, {"train/loss": 7.0})
         with pytest.raises(ZeroDivisionError), log.measure("trainer-0", "fails"):
             print(1 // 0)
-    assert [(line.step, line.values["train/loss"]) for line in read_metrics(run.metrics)] == [(1, 1.0), (2, 7.0)]
+    told = [(line.step, name, value) for line in read_metrics(run.metrics) for name, value in line.values.items()]
+    assert told == [(1, "train/loss", 1.0), (1, "eval/reward", 0.5), (2, "train/loss", 7.0)]
     assert [each.step for each in read_generations(run, "train")] == [1]
+    assert read_alarms(run) == [Alarm(step=1, text="slow at 1")]
+    assert [each.step for each in read_answers(run.validation / "sums.jsonl")] == [1]
     assert [event["name"] for event in read_timeline(run.timeline) if event["ph"] == "X"] == [
         "update",
         "update",

@@ -70,6 +70,7 @@ def test_the_time_left_follows_the_pace_of_the_last_updates_and_of_this_session_
     for step in range(501, 601):
         clock.now_s += 10.0 if step < 540 else 1.0
         progress.update(step, {})
+    progress.update(570, {"eval/reward": 0.5})  # a validation that has run beside the updates after it
     assert progress.left_s() == pytest.approx(400.0)
 
 

@@ -52,11 +52,13 @@ def test_a_run_answers_with_its_latest_numbers_until_it_ends(tmp_path, capsys):
             assert url.startswith("http://127.0.0.1:")
             written.write(1, {"train/reward": 0.25, "train/loss": 2.0, "async/lag_histogram": [1, 2]})
             written.write(2, {"train/reward": math.inf})
+            written.write_validation(1, {"eval/reward": 0.5}, {})  # has ended after an update that it ran beside
             status, headers, text = get(url)
             assert (status, headers["Content-Type"]) == (200, CONTENT_TYPE)
             read = parsed(text)
             assert read["offbeat_train_reward"] == (math.inf, {"run": "my run"})
             assert read["offbeat_train_loss"][0] == read["offbeat_updates"][0] == 2.0
+            assert read["offbeat_eval_reward"][0] == 0.5
             assert "# HELP offbeat_train_loss train/loss: Mean loss" in text
             assert get(url, "/")[0] == 404
             assert get(url, Host="evil.example:1")[0] == 403

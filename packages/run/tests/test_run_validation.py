@@ -34,7 +34,8 @@ def item(number, votes, right, step=0, **about):
             reward=2.0 * (vote == right),
             right=vote == right,
             vote=vote,
-            num_tokens=10 * (at + 1),
+            num_tokens=10 * (at + 1) ** 2 + number,
+            num_turns=at,
             stop_reason="length" if at == 0 else "eos",
             versions=((step, 4), (step + at, 6)),
             text=f"says {vote} {EVIL}",
@@ -61,14 +62,30 @@ def test_a_summary_holds_the_estimates_of_its_items():
     )
     assert (summary.num_items, summary.num_samples, summary.accuracy, summary.reward) == (2, 4, 3 / 8, 0.75)
     assert all(estimate.low <= estimate.value <= estimate.high for estimate in summary.estimates.values())
-    assert summary.tokens == {"mean": 25.0, "median": 25.0, "p95": 40.0}
+    assert summary.tokens == pytest.approx({"mean": 75.5, "median": 65.5, "p95": 160.65})
+    assert summary.turns == 1.5
     assert summary.cut_share == 0.25
     assert summary.versions == {5: 8}, "by the oldest"
     assert summary.mixed_share == 0.75
     metrics = summary.metrics()
-    assert metrics["eval/aime/pass_at_4"] == 1.0
-    assert metrics["eval/aime/accuracy_low"] <= metrics["eval/aime/accuracy"] == 3 / 8
-    assert not any("@" in name for name in metrics)
+    ends = [metrics.pop(f"eval/aime/{name}_{end}") for name in ("accuracy", "reward") for end in ("low", "high")]
+    of = summary.estimates["avg@4"], summary.estimates["reward"]
+    assert ends == [end for each in of for end in (each.low, each.high)]
+    assert {name: value for name, value in metrics.items() if not name.endswith(("_low", "_high"))} == pytest.approx(
+        {
+            "eval/aime/accuracy": 3 / 8,
+            "eval/aime/pass_at_1": 3 / 8,
+            "eval/aime/maj_at_1": 3 / 8,
+            "eval/aime/pass_at_4": 1.0,
+            "eval/aime/maj_at_4": 0.5,
+            "eval/aime/reward": 0.75,
+            "eval/aime/response_tokens": 75.5,
+            "eval/aime/response_tokens_p95": 160.65,
+            "eval/aime/cut_off_share": 0.25,
+            "eval/aime/turns": 1.5,
+            "eval/aime/versions": 1.0,
+        }
+    )
 
 
 def test_an_item_with_fewer_samples_than_k_is_no_part_of_what_needs_k():
