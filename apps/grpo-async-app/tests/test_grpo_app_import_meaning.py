@@ -47,9 +47,49 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
         pytest.param(
             MAIN,
             {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_final_reward"},
-            {"algorithm.filter_groups": True},
-            {"algorithm.filter_groups.metric": "counts the overlong penalty and the KL penalty there"},
+            {"algorithm.filter_groups": True, "async.max_filtered_batches": 10**6},
+            {"algorithm.filter_groups.metric": "counts the overlong penalty and the KL penalty there"}
+            | {"algorithm.filter_groups.max_num_gen_batches": "no limit there"},
             id="groups are filtered by what was scored",
+        ),
+        *(
+            pytest.param(
+                MAIN,
+                {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": most},
+                {"async.max_filtered_batches": most if most > 0 else 10**6},
+                {},
+                id=f"{most} filtered batches at most",
+            )
+            for most in (-1, 0, 10)
+        ),
+        pytest.param(
+            MAIN,
+            {"data.train_max_samples": 2000, "data.val_max_samples": 100, "data.val_files": "v"},
+            {"data.num_items": 2000, "eval.max_prompts": 100},
+            dict.fromkeys(("data.train_max_samples", "data.val_max_samples"), "at random there"),
+            id="a part of the rows",
+        ),
+        pytest.param(
+            MAIN,
+            {"data.train_max_samples": -1, "data.val_max_samples": -1, "data.val_files": "v"},
+            {"data.num_items": None, "eval.max_prompts": None},
+            {},
+            id="all rows",
+        ),
+        pytest.param(
+            ASYNC,
+            {f"{PREFIX}actor.ppo_mini_batch_size": 32, "trainer.total_epochs": 15},
+            {"engine.max_updates": 4, "data.epochs": 15},
+            {"rollout.total_rollout_steps": "100 prompts where it is not set"},
+            id="the asynchronous trainer's own number of prompts",
+        ),
+        pytest.param(
+            ASYNC,
+            {f"{PREFIX}actor.ppo_mini_batch_size": 32, "rollout.total_rollout_steps": None, "rollout.total_epochs": 3}
+            | {"trainer.total_training_steps": 7},
+            {"engine.max_updates": None, "data.epochs": 3},
+            {"trainer.total_training_steps": "not read by the fully asynchronous trainer"},
+            id="the asynchronous trainer ends by its epochs",
         ),
         pytest.param(
             MAIN,
@@ -427,9 +467,19 @@ def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft
             {},
         ),
         ({}, {"algorithm.kl_in": "reward", "algorithm.kl_ratio_weight": None, "algorithm.num_passes": 1}, {}),
+        (
+            {"algo.advantage.estimator": "reinforce", "algo.advantage.gamma": 0.9},
+            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.gamma": 0.9},
+            {},
+        ),
+        (
+            {"algo.advantage.estimator": "group_norm", "algo.advantage.gamma": 0.9},
+            {"algorithm.gamma": None},
+            {"algo.advantage.gamma": "set to 1 there too"},
+        ),
     ],
 )
-def test_passes_and_the_weight_of_the_penalty_come_from_openrlhf(
+def test_passes_discounts_and_the_weight_of_the_penalty_come_from_openrlhf(
     options: dict[str, object], expected: dict[str, object], told: dict[str, str]
 ) -> None:
     holds(import_openrlhf(options), expected, told)

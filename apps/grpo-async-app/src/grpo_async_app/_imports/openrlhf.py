@@ -35,6 +35,7 @@ ALWAYS: Final[Mapping[str, str]] = {
 }
 MISSING: Final[Mapping[str, str]] = {
     "critic.*": "a critic is trained with gae alone, and but for section critic as engine says",
+    "algo.advantage.gamma": "set to 1 there too, but for gae and reinforce",
     "ref.*": "the reference policy is kept by the trainer",
     "ds.*offload": "weights, gradients and moments stay on the device",
     "ds.ring_attn_*": 'engine.backend = "megatron" cuts sequences: context_parallel',
@@ -159,6 +160,8 @@ def _write_objective(draft: Draft) -> None:
     name = "algo.advantage.estimator"
     wanted = draft.take(name, default="gae")
     draft.put("algorithm.advantage", _ADVANTAGES.get(wanted, "grpo"), name)
+    if wanted in ("gae", "reinforce"):
+        draft.copy("algorithm.gamma", "algo.advantage.gamma", default=1.0)
     if wanted == "gae":
         _write_critic(draft)
     if wanted == "reinforce_baseline":
@@ -197,7 +200,6 @@ def _write_objective(draft: Draft) -> None:
 
 def _write_critic(draft: Draft) -> None:
     draft.copy("algorithm.gae_lambda", "algo.advantage.lambd", default=1.0)
-    draft.copy("algorithm.gamma", "algo.advantage.gamma", default=1.0)
     draft.copy("critic.path", "critic.model_name_or_path", told=FETCHED)
     draft.copy("critic.learning_rate", "critic.adam.lr", default=9e-6)
     draft.copy("critic.clip", "critic.value_clip", default=0.5)

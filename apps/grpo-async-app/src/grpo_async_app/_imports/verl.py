@@ -86,7 +86,7 @@ def import_verl(
     write_objective(draft, bypasses=mode in ("fully_async", "one_step_off"))
     _write_batches(draft, mode)
     _write_places(draft, is_apart=mode != "sync")
-    _write_rhythm(draft)
+    _write_rhythm(draft, mode)
     _write_optimizer(draft)
     write_teacher(draft)
     write_portable_paths(draft, defaults or {})
@@ -112,6 +112,19 @@ def _write_data(draft: Draft) -> None:
     draft.copy("data.max_prompt_tokens", "data.max_prompt_length", default=512)
     draft.copy("data.shuffle", "data.shuffle")
     draft.copy("data.seed", "data.seed")
+    _write_numbers_of_rows(draft)
+
+
+def _write_numbers_of_rows(draft: Draft) -> None:
+    """Source: verl/utils/dataset/rl_dataset.py: at random with data.shuffle, which is on in data/legacy_data.yaml."""
+    at_random = draft.take("data.shuffle", default=True)
+    for key, name in (("data.num_items", "data.train_max_samples"), ("eval.max_prompts", "data.val_max_samples")):
+        if key == "eval.max_prompts" and "data.eval_path" not in draft.entries:
+            continue
+        if (number := draft.number(name, default=-1)) > 0:
+            draft.put(key, number, name)
+            if at_random:
+                draft.change(name, "drawn at random there, as data.shuffle is on; here the first of the file")
 
 
 def _write_reward(draft: Draft) -> None:
@@ -325,17 +338,34 @@ def _write_places(draft: Draft, *, is_apart: bool) -> None:
             draft.put(key, device, "trainer.device")
 
 
-def _write_rhythm(draft: Draft) -> None:
-    draft.copy("data.epochs", "rollout.total_epochs", "trainer.total_epochs", default=30)
-    updates = draft.number("trainer.total_training_steps", default=0)
-    prompts = draft.number("rollout.total_rollout_steps", default=0)
-    per_update = draft.entries["async.mini_batch_size"].value * draft.entries["async.require_batches"].value
+def _write_end(draft: Draft, mode: str, to_sync: int) -> None:
+    """After how many epochs or updates a run ends, whichever comes first.
+
+    Source: verl/experimental/fully_async_policy/fully_async_rollouter.py, which reads no trainer.total_training_steps.
+    Until early 2026 it read rollout.total_epochs, and test_freq beside it, in place of those of the trainer.
+    """
+    epochs, prompts = ("trainer.total_epochs", "rollout.total_epochs"), "rollout.total_rollout_steps"
+    draft.put("data.epochs", draft.number(*reversed(epochs), default=30), *epochs)
+    name = "trainer.total_training_steps"
+    updates = draft.number(name, default=0)
+    is_bounded = mode == "fully_async" and prompts not in draft.left  # null there leaves the epochs alone
+    num_prompts = draft.number(prompts, default=100 if is_bounded else 0)
+    if mode == "fully_async" and updates:
+        draft.change(name, f"not read by the fully asynchronous trainer, which ends by {prompts} or its epochs")
+    elif updates:
+        draft.put("engine.max_updates", updates * to_sync, name)
+        return
+    if num_prompts:
+        per_update = draft.entries["async.mini_batch_size"].value * draft.entries["async.require_batches"].value
+        draft.put("engine.max_updates", math.ceil(num_prompts / per_update), prompts)
+    if is_bounded:
+        draft.change(prompts, "100 prompts where it is not set, and so here: engine.max_updates, which may go")
+
+
+def _write_rhythm(draft: Draft, mode: str) -> None:
     # What verl calls a step ends with a sync: trigger_parameter_sync_step updates here, 1 of them without it.
     to_sync = draft.entries.get("async.trigger_parameter_sync_step", Entry(1, "")).value
-    if updates:
-        draft.put("engine.max_updates", updates * to_sync, "trainer.total_training_steps")
-    elif prompts:
-        draft.put("engine.max_updates", math.ceil(prompts / per_update), "rollout.total_rollout_steps")
+    _write_end(draft, mode, to_sync)
     for names in (("rollout.test_freq", "trainer.test_freq"), ("trainer.save_freq",)):
         if to_sync > 1 and draft.number(*names, default=0) > 0:
             draft.change(draft.named(*names), f"counted in syncs there, in updates here: {to_sync} in each")

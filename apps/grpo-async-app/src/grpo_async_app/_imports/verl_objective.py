@@ -65,6 +65,7 @@ _FILTERED_BY: Final = {
 }
 """By the name of verl's metric. Source: recipe/dapo/dapo_ray_trainer.py and verl/workers/reward_manager/dapo.py, in
 which `acc` and `score` are of the reward function and the penalty is added to the reward tensor."""
+_NO_LIMIT: Final = 10**6
 _LEVELS: Final = {
     "token": "token",
     "token_k1": "token",
@@ -238,8 +239,7 @@ def _write_rewards(draft: Draft) -> None:
     name = "algorithm.filter_groups.metric"
     if metric := draft.take(name):
         draft.change(name, _FILTERED_BY.get(metric, f"{metric} is not known here; {_FILTERED_HERE}"))
-    if batches := draft.take("algorithm.filter_groups.max_num_gen_batches"):
-        draft.put("async.max_filtered_batches", batches, "algorithm.filter_groups.max_num_gen_batches")
+    _write_most_filtered(draft)
     for prefix in ("reward_model.reward_kwargs.", "reward_model.", "reward.reward_kwargs."):
         buffer = f"{prefix}overlong_buffer_cfg." if "kwargs" in prefix else f"{prefix}overlong_buffer."
         enabled, length = draft.take(f"{buffer}enable"), draft.take(f"{buffer}len")
@@ -247,6 +247,17 @@ def _write_rewards(draft: Draft) -> None:
         if enabled and length:
             draft.put("algorithm.overlong_buffer_tokens", length, f"{buffer}len")
             _write_overlong_factor(draft, factor, f"{buffer}penalty_factor")
+
+
+def _write_most_filtered(draft: Draft) -> None:
+    """Source: verl/trainer/config/algorithm.py, FilterGroupsConfig: no limit where it is not positive, its default."""
+    name = "algorithm.filter_groups.max_num_gen_batches"
+    most = draft.number(name, default=0)
+    if most > 0:
+        draft.put("async.max_filtered_batches", most, name)
+    elif (filters := draft.entries.get("algorithm.filter_groups")) and filters.value is True:
+        draft.put("async.max_filtered_batches", _NO_LIMIT, name)
+        draft.change(name, "no limit there; here a run that learns nothing ends after async.max_filtered_batches")
 
 
 def _write_overlong_factor(draft: Draft, factor: Any, name: str) -> None:
