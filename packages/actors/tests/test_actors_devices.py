@@ -1,11 +1,11 @@
-"""Which devices a role sees where nobody reserves them, and which a Ray cluster of our own is planned with."""
+"""Which devices a role sees where nobody reserves them, and which a machine or a Ray cluster of our own is planned with."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 
-from offbeat_actors import ClusterConfig, LocalLauncher, RoleSpec
+from offbeat_actors import ClusterConfig, LocalLauncher, RoleSpec, find_view
 from offbeat_placement import RankGroup, grid_nodes, plan_placement
 from offbeat_types import BackendError
 
@@ -20,12 +20,15 @@ GROUPS = [
 
 @pytest.fixture
 def _abacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is installed that brings a kind of device: as much of one as a launcher asks for."""
+    """A package is installed that brings a kind of device, of which eight are here: as much of one as is asked for."""
     about = tmp_path / "abacus-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: abacus\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[offbeat.device]\nabacus = abacus_kind:Abacus\n")
-    (tmp_path / "abacus_kind.py").write_text(f"class Abacus:\n    visible_variable = {VARIABLE!r}\n")
+    (tmp_path / "abacus_kind.py").write_text(
+        f"class Abacus:\n    kind, preference, visible_variable = 'abacus', -1, {VARIABLE!r}\n"
+        "    count = staticmethod(lambda: 8)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -61,6 +64,16 @@ def test_a_role_sees_the_devices_of_its_place_also_when_started_again(
     first, again = asyncio.run(scenario())
     assert first == expected
     assert again["trainer-1"] == expected["trainer-1"]
+
+
+@pytest.mark.usefixtures("_abacus")
+def test_devices_that_a_role_names_by_number_are_given_to_nobody_else() -> None:
+    devices = {"engine.device": "abacus", "rollout.device": "abacus:2", "teacher.device": "abacus:6"}
+    view = find_view(ClusterConfig(), devices, widths={"rollout.device": 3})
+    [node] = view.nodes
+    assert not view.reserves
+    assert node.free == {"abacus": (0, 1, 5, 7)}
+    assert node.total == {"abacus": 8}
 
 
 def test_devices_of_a_kind_that_nobody_knows_are_refused() -> None:

@@ -1,0 +1,303 @@
+"""Who is ended, who is started again and how often, and who is asked next: with handles that do as they are told."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offbeat_actors import (
+    ActorGroup,
+    RestartBudget,
+    RestartedRole,
+    RoleSpec,
+    StuckError,
+    Supervised,
+    call_or_kill,
+    least_loaded,
+    start_again,
+    start_all,
+    start_ranks,
+    wait_gone,
+)
+from offbeat_types import ConfigError, DeadlineError, OffbeatError, PeerFailedError
+
+SILENT_AFTER_S = 0.4
+
+
+class Handle:
+    """As much of an `ActorHandle` as a supervisor needs; every call gives what `answer` returns."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, name: str = "rollout-0", answer: Callable[[str], object] = lambda method: None) -> None:
+        self.name, self._answer = name, answer
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.done()
+
+    def kill(self) -> None:
+        self.end("it was killed")
+
+    def end(self, cause: str) -> None:
+        assert self.alive, "the process id of one that is gone may be another's"
+        self._ended.set_result(cause)
+
+    async def wait_dead(self) -> str:
+        return await asyncio.shield(self._ended)
+
+    async def call(self, method: str, *_: Any, **__: Any) -> object:
+        return self._answer(method)
+
+
+class Launcher:
+    """Starts handles; roles named in `fails` do not start, once all others have."""
+
+    def __init__(self, num_roles: int = 1, fails: Sequence[str] = ()) -> None:
+        self.specs: list[RoleSpec] = []
+        self.started: list[Handle] = []
+        self._num_good, self._fails = num_roles - len(fails), fails
+        self._all_good = asyncio.Event()
+
+    async def start(self, spec: RoleSpec) -> Handle:
+        self.specs.append(spec)
+        if spec.name in self._fails:
+            await self._all_good.wait()
+            raise ConfigError(f"{spec.name} has no model")
+        self.started.append(Handle(spec.name))
+        if len(self.started) == self._num_good:
+            self._all_good.set()
+        return self.started[-1]
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(within())
+
+
+def raises(error: OffbeatError) -> Callable[[str], object]:
+    def fail(_: str) -> object:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "at_once", "cause"),
+    [
+        (DeadlineError("health", "rollout-0", 0.4), True, "it answered nothing"),
+        (StuckError("no token was sampled"), True, "no token was sampled"),
+        (PeerFailedError("rollout-0", "out of memory"), False, "it answered with errors alone (out of memory)"),
+    ],
+    ids=["silent", "stuck", "errors"],
+)
+def test_an_actor_that_is_as_good_as_dead_is_killed_and_its_end_says_why(
+    error: OffbeatError, at_once: bool, cause: str
+) -> None:
+    async def scenario() -> None:
+        handle, asked_s = Handle(answer=raises(error)), list[float]()
+
+        async def ask(*, deadline_s: float) -> None:
+            asked_s.append(deadline_s)
+            await handle.call("health")
+
+        found = await wait_gone(handle, ask, SILENT_AFTER_S)  # type: ignore[arg-type]
+        assert found == f"{cause} for 0.4 s (cluster.silent_after_s) and was killed"
+        assert not handle.alive
+        assert set(asked_s) == {SILENT_AFTER_S}
+        assert (len(asked_s) == 1) == at_once
+
+    run(scenario)
+
+
+def test_an_actor_that_answers_again_is_not_held_to_its_errors_of_before() -> None:
+    async def scenario() -> None:
+        handle, num_asked = Handle(), 0
+
+        async def ask(*, deadline_s: float) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 3 * 4:
+                handle.end("its process exited with code 0")
+            if num_asked % 2:
+                raise PeerFailedError("rollout-0", "busy")
+
+        found = await wait_gone(handle, ask, SILENT_AFTER_S)  # type: ignore[arg-type]
+        assert found == "its process exited with code 0"
+
+    run(scenario)
+
+
+def test_restarts_long_ago_are_forgotten_and_each_role_has_its_own() -> None:
+    budget = RestartBudget(max_restarts=2, window_s=100.0)
+    for role, now_s in (("rollout-0", 0.0), ("rollout-0", 50.0), ("trainer", 60.0), ("rollout-0", 100.0)):
+        budget.spend(role, "killed", now_s)
+    with pytest.raises(PeerFailedError, match=r"rollout-0.*killed; it was started again 2 times within 100 s"):
+        budget.spend("rollout-0", "killed", 149.0)
+    budget.spend("rollout-0", "killed", 150.0)
+    assert budget.spent == {"rollout-0": 4, "trainer": 1}
+
+
+def test_what_ends_before_it_is_ready_is_started_again_until_the_budget_is_spent() -> None:
+    async def scenario() -> None:
+        ends: list[OffbeatError] = [PeerFailedError("trainer", "killed"), DeadlineError("starting", "trainer", 3.0)]
+        told: list[str] = []
+
+        async def start() -> str:
+            if ends:
+                raise ends.pop(0)
+            return "ready"
+
+        budget = RestartBudget(max_restarts=4, window_s=3600.0)
+        assert await start_again(budget, "trainer", "out of memory", start, told.append) == "ready"
+        assert [line.split(";")[0] for line in told] == [
+            "trainer: out of memory",
+            "trainer: killed",
+            "trainer: starting: waited 3 s for trainer, which did not come",
+        ]
+        ends[:] = [PeerFailedError("trainer", "killed again"), PeerFailedError("trainer", "never started")]
+        with pytest.raises(PeerFailedError, match=r"killed again; it was started again 4 times"):
+            await start_again(budget, "trainer", "out of memory", start, told.append)
+        ends[:] = [ConfigError("no such model")]
+        with pytest.raises(ConfigError, match="no such model"):
+            await start_again(RestartBudget(4, 3600.0), "trainer", "killed", start, told.append)
+        assert not ends, "another attempt would not help"
+
+    run(scenario)
+
+
+def test_work_goes_to_the_one_that_serves_and_has_the_least() -> None:
+    async def scenario() -> None:
+        idle, busy, busier = (Supervised(f"rollout-{number}", Handle()) for number in range(3))  # type: ignore[arg-type]
+        busy.load, busier.load = 3, 7
+        for each in (busier, busy):
+            each.serves.set()
+        assert least_loaded([busier, busy, idle]) is busy
+        idle.serves.set()
+        assert least_loaded([busier, busy, idle]) is idle
+        for each in (busier, busy, idle):
+            each.serves.clear()
+        assert least_loaded([busier, busy]) is busy, "there is always one to wait for"
+
+    run(scenario)
+
+
+def test_who_waits_for_an_actor_gets_its_process_or_hears_why_not() -> None:
+    async def scenario() -> None:
+        role = Supervised("rollout-0", Handle())  # type: ignore[arg-type]
+        with pytest.raises(DeadlineError, match=r"generate: waited 0.01 s for rollout-0 to be ready"):
+            await role.ready("generate", 0.01)
+        role.serves.set()
+        assert await role.ready("generate", 10.0) is role.actor
+        role.failure = PeerFailedError("rollout-0", "no memory left")
+        with pytest.raises(PeerFailedError, match="no memory left"):
+            await role.ready("generate", 10.0)
+
+    run(scenario)
+
+
+def test_only_the_process_that_failed_is_given_up() -> None:
+    async def scenario() -> None:
+        former, present = Handle(), Handle()
+        role = Supervised("rollout-0", present)  # type: ignore[arg-type]
+        role.serves.set()
+        assert role.give_up(former)  # type: ignore[arg-type]
+        assert (role.serves.is_set(), present.alive) == (True, True)
+        assert role.give_up(present)  # type: ignore[arg-type]
+        assert (role.serves.is_set(), present.alive) == (False, False)
+        assert not role.give_up(present), "it was dead already"  # type: ignore[arg-type]
+
+    run(scenario)
+
+
+def test_a_role_is_started_once_for_all_who_need_it_and_again_after_its_end() -> None:
+    async def scenario() -> None:
+        launcher = Launcher()
+        role = RestartedRole(launcher, RoleSpec("scorer", "m:Scorer"))  # type: ignore[arg-type]
+        assert role.handle is None
+        first, same = await asyncio.gather(role.start(), role.start())
+        assert first is same is role.handle
+        first.kill()
+        assert role.handle is None
+        assert await role.start() is not first
+        assert len(launcher.started) == 2
+
+    run(scenario)
+
+
+def test_a_role_that_does_not_answer_a_call_in_time_is_gone_when_the_caller_hears_of_it() -> None:
+    async def scenario() -> None:
+        late = Handle(answer=raises(DeadlineError("scorer.score", "scorer", 1.0)))
+        with pytest.raises(DeadlineError):
+            await call_or_kill(late, "score", deadline_s=1.0)  # type: ignore[arg-type]
+        assert not late.alive
+        wrong = Handle(answer=raises(ConfigError("no such reward")))
+        with pytest.raises(ConfigError):
+            await call_or_kill(wrong, "score", deadline_s=1.0)  # type: ignore[arg-type]
+        assert wrong.alive
+
+    run(scenario)
+
+
+def test_all_ranks_start_or_none_is_left() -> None:
+    async def scenario() -> None:
+        specs = [RoleSpec(f"trainer-{rank}", "m:Trainer") for rank in range(3)]
+        launcher = Launcher(3)
+        actors = await start_all(launcher, specs)  # type: ignore[arg-type]
+        assert [actor.name for actor in actors] == ["trainer-0", "trainer-1", "trainer-2"]
+        launcher = Launcher(3, fails=["trainer-1"])
+        with pytest.raises(ConfigError, match="trainer-1 has no model"):
+            await start_all(launcher, specs)  # type: ignore[arg-type]
+        assert [actor.name for actor in launcher.started] == ["trainer-0", "trainer-2"]
+        assert not any(actor.alive for actor in launcher.started)
+
+    run(scenario)
+
+
+def test_ranks_are_named_by_their_numbers_and_end_themselves_where_they_are_stuck() -> None:
+    async def scenario() -> None:
+        spec = RoleSpec("trainer-0", "m:Trainer", {"lr": 1.0}, log_path=Path("logs", "trainer-0.log"))
+        launcher = Launcher(2)
+        await start_ranks(launcher, spec, [SimpleNamespace(rank=rank) for rank in range(2)])  # type: ignore[arg-type]
+        assert [each.name for each in launcher.specs] == ["trainer-0", "trainer-1"]
+        assert [each.log_path for each in launcher.specs] == [Path("logs", f"trainer-{rank}.log") for rank in range(2)]
+        assert [(each.kwargs["lr"], each.kwargs["rendezvous"].rank) for each in launcher.specs] == [(1.0, 0), (1.0, 1)]
+        assert {each.liveness_policy for each in launcher.specs} == {"abort"}
+        alone = Launcher()
+        await start_ranks(alone, spec, [])  # type: ignore[arg-type]
+        assert alone.specs == [spec], "one rank waits for no other"
+
+    run(scenario)
+
+
+def test_of_ranks_that_fail_the_one_that_died_first_is_named() -> None:
+    async def scenario() -> None:
+        heard = PeerFailedError("trainer-1", "connection closed by peer", "its last line")
+        first = Handle("trainer-0")
+
+        def answer(method: str) -> object:
+            if method == "update":
+                first.end("its process was killed by SIGKILL")
+                raise heard
+            return None
+
+        actors = [first, Handle("trainer-1", answer)]
+        group = ActorGroup(actors, silent_after_s=30.0)  # type: ignore[arg-type]
+        group.raise_if_dead()
+        with pytest.raises(PeerFailedError) as failed:
+            await group.call("update", deadline_s=30.0)
+        assert (failed.value.peer, failed.value.reason) == ("trainer-0", "its process was killed by SIGKILL")
+        assert failed.value.log_tail == "its last line"
+        with pytest.raises(PeerFailedError, match="trainer-0"):
+            group.raise_if_dead()
+        await group.destroy()
+        assert not any(actor.alive for actor in actors)
+
+    run(scenario)

@@ -1,0 +1,131 @@
+"""Options that TRL's trainers share, in our words: defaults are theirs, and steps and shares are whole updates."""
+
+import pytest
+
+from offbeat_recipes import Draft, write_betas, write_processes, write_rhythm, write_trackers, write_training_arguments
+
+# transformers 5.19, training_args.py, and TRL f2cd5771, trl/trainer/base_config.py, which sets bf16 and checkpointing.
+DEFAULTS = {
+    "engine.dtype": "bfloat16",
+    "rollout.dtype": "bfloat16",
+    "engine.learning_rate": 2e-6,
+    "engine.schedule": "linear",
+    "engine.weight_decay": 0.0,
+    "engine.adam_beta1": 0.9,
+    "engine.adam_beta2": 0.999,
+    "engine.max_grad_norm": 1.0,
+    "engine.activation_checkpointing": True,
+    "engine.seed": 42,
+    "rollout.seed": 42,
+    "data.seed": 42,
+}
+
+
+def translated(**options):
+    draft = Draft(options)
+    write_training_arguments(draft, learning_rate=2e-6, roles=("engine", "rollout"))
+    return draft
+
+
+def settings(draft):
+    return {key: entry.value for key, entry in draft.entries.items()}
+
+
+def test_what_is_not_set_is_what_the_other_trainer_does_then():
+    assert settings(translated()) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (
+            {"adam_beta1": 0.8, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_norm": 0.5},
+            {
+                "engine.adam_beta1": 0.8,
+                "engine.adam_beta2": 0.95,
+                "engine.weight_decay": 0.1,
+                "engine.max_grad_norm": 0.5,
+            },
+        ),
+        ({"bf16": False}, {"engine.dtype": "float32", "rollout.dtype": "float32"}),
+        ({"fp16": True}, {"engine.dtype": "float32", "rollout.dtype": "float32"}),
+        ({"use_peft": True}, {"engine.lora_rank": 16, "engine.lora_alpha": 32.0}),
+        ({"lora_r": 8, "lora_alpha": 4}, {"engine.lora_rank": 8, "engine.lora_alpha": 4.0}),
+        ({"use_peft": False, "lora_r": 8}, {}),
+        ({"lr_scheduler_type": "polynomial"}, {"engine.schedule": "constant"}),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 5e-7}},
+            {"engine.schedule": "cosine", "engine.min_learning_rate_ratio": 0.25},
+        ),
+        ({"lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'}, {"engine.min_learning_rate_ratio": 0.2}),
+        ({"warmup_steps": 3}, {"engine.warmup_steps": 3}),
+        ({"warmup_ratio": 0.1, "max_steps": 15}, {"engine.warmup_steps": 2}),
+        ({"warmup_steps": 0.1, "max_steps": 21}, {"engine.warmup_steps": 3}),
+    ],
+)
+def test_what_is_set_comes_along(options, changes):
+    assert settings(translated(**options)) == {**DEFAULTS, **changes}
+
+
+def test_a_share_of_steps_whose_number_is_not_known_is_told():
+    draft = translated(warmup_ratio=0.1)
+    assert settings(draft) == DEFAULTS
+    assert "engine.warmup_steps" in draft.missing["warmup_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"data.epochs": 3, "checkpoint.every": 125}),
+        ({"num_train_epochs": 1.5, "save_strategy": "no"}, {"data.epochs": 2, "checkpoint.every": 0}),
+        (
+            {"max_steps": 10, "save_steps": 0.25, "save_total_limit": 2},
+            {"engine.max_updates": 3, "data.epochs": 0, "checkpoint.every": 1, "checkpoint.keep": 2},
+        ),
+        (
+            {"eval_strategy": "steps", "eval_steps": 9, "save_steps": 5},
+            {"data.epochs": 3, "eval.every_updates": 3, "data.eval_size": 64, "checkpoint.every": 2},
+        ),
+        ({"eval_strategy": "steps"}, {"data.epochs": 3, "eval.every_updates": 3, "data.eval_size": 64}),
+        ({"report_to": "[wandb,comet_ml]"}, {"data.epochs": 3, "log.trackers": ["wandb"]}),
+    ],
+)
+def test_steps_of_the_optimizer_become_updates_and_never_fewer_than_were_meant(options, expected):
+    draft = Draft(options)
+    write_rhythm(draft, steps_per_update=4)
+    assert settings(draft) == {"checkpoint.every": 125, **expected}, "500 steps where nothing is said"
+
+
+def test_a_batch_is_what_all_processes_take_for_a_step():
+    draft = Draft({"num_processes": 2, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5})
+    assert write_processes(draft) == (2, 30, 5)
+    assert settings(draft) == {"engine.num_ranks": 2}
+    unsaid = Draft({})
+    assert write_processes(unsaid) == (1, 8, 1)
+    assert "num_processes" in unsaid.changed
+
+
+@pytest.mark.parametrize("given", [[0.8, 0.9], "[0.8, 0.9]"])
+def test_the_two_decays_of_adam_come_as_a_list_or_as_its_text(given):
+    draft = Draft({"betas": given})
+    write_betas(draft, "betas", (0.9, 0.999))
+    assert settings(draft) == {"engine.adam_beta1": 0.8, "engine.adam_beta2": 0.9}
+    assert not draft.changed
+
+
+@pytest.mark.parametrize("given", ["$BETAS", [0.8], [0.8, "x"]])
+def test_decays_that_cannot_be_read_are_told_and_left_as_they_are_elsewhere(given):
+    draft = Draft({"betas": given})
+    write_betas(draft, "betas", (0.9, 0.999))
+    assert settings(draft) == {"engine.adam_beta1": 0.9, "engine.adam_beta2": 0.999}
+    assert "0.9 and 0.999 stand in its place" in draft.changed["betas"]
+
+
+def test_trackers_that_are_there_come_along():
+    for given in (["wandb", "tensorboard"], "wandb", "[tensorboard,wandb]"):
+        draft = Draft({"report_to": given})
+        write_trackers(draft, "report_to")
+        assert settings(draft) == {"log.trackers": ["wandb"]}
+    none = Draft({"report_to": "none"})
+    write_trackers(none, "report_to")
+    assert not none.entries
