@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,12 @@ PROMPT = Prompt(
 
 
 class Endpoint:
-    """Answers as `reply` says: a status with a text, or None to hang up without an answer."""
+    """Answers as `reply` says: a status with a text, or None to hang up without an answer; with further `headers`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.at_s: list[float] = []
+        self.headers: dict[str, str] = {}
         self.reply: Callable[[int, dict[str, Any]], tuple[int, str] | None] = lambda number, body: (200, "Score: 7")
         endpoint = self
 
@@ -52,6 +56,8 @@ class Endpoint:
                 data = json.dumps(told).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
+                for name, value in endpoint.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -133,6 +139,59 @@ def test_what_fails_in_passing_is_asked_again_and_no_oftener_than_told(endpoint:
     with pytest.raises(RewardError, match=r"did not answer in 3 attempts: status 500"):
         ask(endpoint, ["x"], max_retries=2)
     assert len(endpoint.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("told", "waited_s"),
+    [("7", 7.0), ("0", 0.0), ("-5", 0.0), ("86400", 30.0), ("inf", 30.0), ("nan", 0.25), ("Fri, 1 Jan 2100", 0.25)],
+)
+def test_a_judge_that_says_when_to_come_back_is_asked_then_and_never_puts_it_off_for_ever(
+    told: str, waited_s: float, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waits_s.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr("random.uniform", lambda low, high: low)
+    endpoint.headers["Retry-After"] = told
+    endpoint.reply = lambda number, body: (429, "slow down") if number == 1 else (200, "Score: 5")
+    assert ask(endpoint, ["x"], backoff_s=0.5)[0].value == 0.5
+    assert waits_s == [waited_s]
+
+
+def test_a_judge_whose_certificate_nobody_vouches_for_is_told_nothing(endpoint: Endpoint, tmp_path: Path) -> None:
+    certificate = own_certificate(tmp_path / "own.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    endpoint.server.socket = context.wrap_socket(endpoint.server.socket, server_side=True)
+    with pytest.raises(RewardError, match="CERTIFICATE_VERIFY_FAILED"):
+        ask(endpoint, ["x"], url=endpoint.url.replace("http:", "https:"), max_retries=0)
+    assert endpoint.asked == []
+
+
+def own_certificate(path: Path) -> Path:
+    """Write a certificate of this machine that is signed with its own key, and the key."""
+    x509 = pytest.importorskip("cryptography.x509", reason="cryptography is not installed")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a judge")])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.write_bytes(made.public_bytes(pem) + private)
+    return path
 
 
 def test_many_are_asked_side_by_side_and_one_that_hangs_costs_itself(endpoint: Endpoint) -> None:

@@ -132,6 +132,7 @@ def test_the_edges_of_the_band_are_inside():
     rates.record(0, 0.2)
     rates.record(1, 0.8)
     assert (rates.num_too_easy, rates.num_too_hard) == (0, 0)
+    assert [rates.choose(number % 2, number) for number in range(100)] == [0, 1] * 50, "each keeps its turn"
 
 
 @pytest.mark.parametrize("state", [[[5, 0.5]], [[-1, 0.5]], [[0, 1.5]]])

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import math
 import os
 import random
 import time
@@ -211,6 +212,7 @@ def _read_reply(answer: Any, num_retries: int) -> JudgeReply:
 def _retry_after_s(told: str) -> float | None:
     """What the header Retry-After asks for, in seconds; None where it gives no number."""
     try:
-        return min(max(float(told), 0.0), _LONGEST_BACKOFF_S)
+        seconds = float(told)
     except ValueError:
         return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_BACKOFF_S)
