@@ -48,7 +48,9 @@ async def test_texts_are_encoded_and_several_prompts_answered_in_order(served, m
     by_ids = await served.complete(prompt=encoded, n=2, max_tokens=4, seed=1, extra_body=EXTRA)
     assert [choice.prompt_token_ids for choice in answer.choices] == [encoded[0]] * 2 + [encoded[1]] * 2
     assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in by_ids.choices]
-    assert answer.usage.prompt_tokens == sum(map(len, encoded))
+    num_sampled = sum(len(choice.token_ids) for choice in answer.choices)
+    usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
+    assert usage == (sum(map(len, encoded)), num_sampled, sum(map(len, encoded)) + num_sampled)
 
 
 async def test_a_text_that_is_continued_has_no_eos_from_a_tokenizer_that_ends_texts(model, tmp_path):

@@ -130,6 +130,39 @@ async def test_closing_answers_who_is_waiting_and_lets_nobody_in(served):
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
+class HeldEngine(FakeRolloutEngine):
+    """Answers what asks for one token; ends nothing else before it may."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: [1])
+        self.is_asked, self.is_told, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request):
+        if request.params.max_tokens > 1:
+            self.is_asked.set()
+            await self.may_end.wait()
+        return await super().generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        self.is_told.set()
+        await self.may_end.wait()
+
+
+async def test_a_server_that_waits_for_its_last_answers_lets_nothing_more_in(serving):
+    engine = HeldEngine()
+    async with serving(engine=engine, abort_deadline_s=DEADLINE_S) as served, asyncio.timeout(DEADLINE_S):
+        asked = asyncio.create_task(served.post("/v1/completions", **ASK))
+        await engine.is_asked.wait()
+        closing = asyncio.create_task(served.server.close())
+        await engine.is_told.wait()
+        late = await served.post("/v1/completions", **{**ASK, "max_tokens": 1})
+        engine.may_end.set()
+        await closing
+        answer = await asked
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "closing")
+    assert answer.status_code == 200
+
+
 class StuckEngine(FakeRolloutEngine):
     """Never answers, and hears of no abort."""
 

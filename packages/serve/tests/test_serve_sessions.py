@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from offbeat_data import load_tokenizer
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_serve import RolloutServer, ServedModel, ServeSettings
-from offbeat_testing import reference_logprobs, reference_model
+from offbeat_testing import FakeRolloutEngine, reference_logprobs, reference_model
 from offbeat_types import RolloutEngineConfig, SamplingParams, SessionPlan
 
 pytestmark = pytest.mark.asyncio
@@ -126,6 +127,44 @@ async def test_the_end_of_a_session_ends_its_calls_and_refuses_more(served, agen
         await asyncio.sleep(0.005)
 
 
+async def test_a_call_is_sampled_as_the_session_says_and_the_agent_may_only_narrow_it(serving):
+    engine = FakeRolloutEngine(lambda *_: [1])
+    params = SamplingParams(max_tokens=6, temperature=0.7, top_k=5, stop=("END", "\n"), stop_token_ids=(3,))
+    async with serving(engine=engine) as served:
+        session = served.server.sessions.open(plan(params=params))
+        http = {"headers": {"Authorization": f"Bearer {session.key}"}}
+        ask = {"messages": [{"role": "user", "content": "go on"}], "temperature": 2.0, "top_k": 1}
+        for more in ({"max_tokens": 100}, {"max_tokens": 4, "stop": ["\n", "so"], "stop_token_ids": [3, 4]}):
+            answer = await served.http.post("/v1/chat/completions", json={**ask, **more}, **http)
+            assert answer.status_code == 200, answer.text
+    as_asked, narrowed = (request.params for request in engine.requests)
+    assert replace(as_asked, seed=None) == params
+    further = {"max_tokens": 4, "stop": ("END", "\n", "so"), "stop_token_ids": (3, 4)}
+    assert replace(narrowed, seed=None) == replace(params, **further)
+
+
+class EndingEngine(FakeRolloutEngine):
+    """Calls `at_the_end` before it gives what it has sampled."""
+
+    async def generate(self, request):
+        found = await super().generate(request)
+        self.at_the_end()
+        return found
+
+
+async def test_what_comes_after_the_end_of_a_session_is_recorded_by_nobody(serving):
+    engine = EndingEngine(lambda *_: [1])
+    async with serving(engine=engine) as served:
+        session = served.server.sessions.open(plan(params=SamplingParams(max_tokens=6)))
+        engine.at_the_end = lambda: session.end("deadline")
+        body = {"messages": [{"role": "user", "content": "go on"}]}
+        headers = {"Authorization": f"Bearer {session.key}"}
+        await served.http.post("/v1/chat/completions", json=body, headers=headers)
+        recorded = taken(served, session)
+    assert (recorded.trajectories, recorded.answer, recorded.ended_by) == ((), "", "deadline")
+    assert recorded.num_calls == 1
+
+
 async def test_a_session_ends_at_its_deadline_or_with_a_reward(served, agent):
     session, client = agent(deadline_s=0.05)
     await session.over.wait()
@@ -144,12 +183,17 @@ async def test_a_session_ends_at_its_deadline_or_with_a_reward(served, agent):
 
 async def test_an_agent_elsewhere_is_given_a_session_once(served, agent):
     assert (await served.http.post("/v1/sessions")).status_code == 204
+    over, _ = agent(is_offered=True, row={"question": "1+1"})
     session, _ = agent(is_offered=True, row={"question": "2+2"})
+    later, _ = agent(is_offered=True, row={"question": "3+3"})
+    over.end("deadline")  # before an agent came
     offer = (await served.http.post("/v1/sessions")).json()
     assert (offer["session_key"], offer["row"]) == (session.key, {"question": "2+2"})
     assert offer["base_url"] == f"{served.server.url}/v1"
+    assert (await served.http.post("/v1/sessions")).json()["session_key"] == later.key
     assert (await served.http.post("/v1/sessions")).status_code == 204
-    taken(served, session)
+    for each in (over, session, later):
+        taken(served, each)
 
 
 async def test_errors_are_openais_and_cost_nothing(served, agent):

@@ -99,7 +99,7 @@ class Session:
             own,
             max_tokens=min(max_tokens, own.max_tokens),
             stop=tuple(dict.fromkeys((*own.stop, *asked.stops))),
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *(asked.stop_token_ids or ())))),
             seed=int.from_bytes(seed, "little"),
         )
 

@@ -15,7 +15,8 @@ class SessionPlan:
 
     Args:
         params: how its tokens are sampled, whatever the agent asks for: a trainer scores at one temperature. The agent
-            may ask for fewer tokens and for further stop texts. Every sample draws with a seed made of this one's.
+            may ask for fewer tokens and for further stop texts and stop tokens. Every sample draws with a seed made of
+            this one's.
         deadline_s: after so many seconds the session ends.
         max_calls: samples of the session at most; more are refused.
         row: what the agent has to do, for one that asks for a session over HTTP.
