@@ -105,7 +105,15 @@ def test_metrics_are_those_of_the_batch(batch, name):
     used = [w * k for w, k in zip(weights, keeps, strict=True)]
     lost = [s for s in set(owners) if not any(k for k, owner in zip(keeps, owners, strict=True) if owner == s)]
     squares = sum(u * u for u in used)
+    sums = [bounded(sum(x for x, owner in zip(logs, owners, strict=True) if owner == s)) for s in owners]
+    ratios = {"token": [math.exp(x) for x in logs], "sequence": [math.exp(x) for x in sums]}
+    level = name.partition("_")[0]
+    is_capped = "tis" in name and name != f"{level}_tis_{level}_rs"  # the same bound twice would be one too many
+    truncated = [ratio > 2 for ratio in ratios[level]] if is_capped else [weight == 0 for weight in weights]
     expected = {
+        "sequence_ratio_max": math.exp(max(sums)),
+        "weight_mean": sum(weights) / len(weights),
+        "share_truncated": sum(truncated) / len(truncated),
         "ratio_mean": sum(map(math.exp, logs)) / len(logs),
         "ratio_max": math.exp(max(logs)),
         "ratio_min": math.exp(min(logs)),
@@ -117,10 +125,6 @@ def test_metrics_are_those_of_the_batch(batch, name):
     for key, value in expected.items():
         if value is not None:
             assert metrics[f"correction/{key}"].value == pytest.approx(value, rel=1e-6, abs=1e-9), key
-    if name == "token_tis":
-        assert metrics["correction/share_truncated"].value == pytest.approx(
-            sum(math.exp(x) > 2 for x in logs) / len(logs)
-        )
     assert 0 <= metrics["correction/effective_sample_share"].value <= 1 + 1e-9
 
 

@@ -172,23 +172,35 @@ def test_the_gradient_raises_the_chosen_answer_and_lowers_the_rejected_one(loss)
     assert chosen < 0 < rejected
 
 
-def test_metrics_say_what_the_loss_saw():
+OF_RATIOS = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "logps/chosen": -3.0, "logps/rejected": -4.0}
+OF_MEANS = {"rewards/chosen": -0.75, "rewards/rejected": -2.0, "logps/chosen": -1.5, "logps/rejected": -4.0}
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("dpo", {**OF_RATIOS, "rewards/margins": 1.0, "rewards/accuracies": 1.0}),
+        ("ipo", {**OF_RATIOS, "rewards/margins": 1.0, "rewards/accuracies": 1.0}),
+        ("kto", {**OF_RATIOS, "loss/baseline": 0.25}),
+        ("orpo", {**OF_MEANS, "rewards/margins": 1.25, "rewards/accuracies": 1.0, "loss/nll": 2.0}),
+        ("simpo", {**OF_MEANS, "rewards/margins": 1.25, "rewards/accuracies": 1.0}),
+        (
+            "reward",
+            {"rewards/chosen": -3.0, "rewards/rejected": -4.0, "rewards/margins": 1.0, "rewards/accuracies": 1.0},
+        ),
+    ],
+)
+def test_metrics_say_what_the_loss_saw(loss, expected):
     sequences = [
-        {"logprobs": [-1.0, -2.0], "reference": [-2.0, -2.0], "answer": [1, 1], "sign": 1, "pair": 0, "baseline": 0.0},
-        {"logprobs": [-4.0], "reference": [-3.0], "answer": [1], "sign": -1, "pair": 0, "baseline": 0.0},
+        {"logprobs": [-1.0, -2.0], "reference": [-2.0, -2.0], "answer": [1, 1], "sign": 1, "pair": 0, "baseline": 0.25},
+        {"logprobs": [-4.0], "reference": [-3.0], "answer": [1], "sign": -1, "pair": 0, "baseline": 0.25},
     ]
-    _, metrics = PreferenceLoss(PreferenceConfig(loss="dpo", beta=0.5))(tokens_of(sequences))
-    found = {name: metric.value for name, metric in metrics.items() if not name.startswith("loss/")}
-    assert found == pytest.approx(
-        {
-            "rewards/chosen": 0.5,
-            "rewards/rejected": -0.5,
-            "rewards/margins": 1.0,
-            "rewards/accuracies": 1.0,
-            "logps/chosen": -3.0,
-            "logps/rejected": -4.0,
-        }
-    )
+    if loss == "orpo":  # a prompt, whose likelihood is raised, and which is no part of the answer
+        sequences[0] = {**sequences[0], "logprobs": [-3.0, -1.0, -2.0], "reference": [0.0] * 3, "answer": [0, 1, 1]}
+    config = PreferenceConfig(loss=loss, **({} if loss == "reward" else {"beta": 0.5}))
+    _, metrics = PreferenceLoss(config)(tokens_of(sequences))
+    summed = {"loss/total", "loss/odds_ratio"}
+    assert {name: metric.value for name, metric in metrics.items() if name not in summed} == pytest.approx(expected)
 
 
 def test_an_answer_that_is_certain_has_finite_odds():
