@@ -20,6 +20,9 @@ def test_a_device_mesh_keeps_its_groups(rank):
         assert mesh.group(axis).process_group is theirs.get_group(axis)
         assert mesh.group(axis).ranks == tuple(dist.get_process_group_ranks(theirs.get_group(axis)))
         assert mesh.group(axis).rank == theirs.get_local_rank(axis)
+        second = mesh.group(axis, channel="second thread")
+        assert second.process_group is not mesh.group(axis).process_group
+        assert second.all_gather_data(rank) == list(mesh.group(axis).ranks)
     assert mesh.group("dp", "tp").all_gather_data(rank) == [0, 1, 2, 3]
     with mesh.where(tp=0) as here:
         if here:
