@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from offbeat_placement import ModelShape, RolloutMemory, TrainMemory
+from offbeat_placement import MemoryEstimate, ModelShape, RolloutMemory, TrainMemory, train_advice, train_memory
 from offbeat_placement._memory import block_activations
-from offbeat_types import ModelError
+from offbeat_types import ModelError, TrainEngineSettings, TrainLayout
 
 TEXT = {
     "vocab_size": 97,
@@ -210,7 +210,10 @@ def test_sharding_divides_what_its_stage_says(tmp_path):
     for stage, shares in expected.items():
         parts = TrainMemory(tokens=1, data_parallel=4, zero_stage=stage).estimate(shape).parts
         assert tuple(alone[name] // parts[name] for name in ("weights", "gradients", "optimizer")) == shares, stage
-        assert ("gathered" in parts) == (stage == 3)
+        assert parts.get("gathered", 0) == (2 * 4 * shape.block_parameters if stage == 3 else 0), "the next block too"
+    assert "gathered" not in alone
+    halves = TrainMemory(tokens=1, data_parallel=4, tensor_parallel=2).estimate(shape).parts
+    assert halves["gathered"] == 4 * shape.block_parameters
     # 2 bytes of weight and of gradient, 12 of optimizer, over 64 ranks: the figures of the ZeRO paper's first figure.
     mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12, "data_parallel": 64}
     big = ModelShape(**{**vars(shape), "num_parameters": 7_500_000_000})
@@ -255,6 +258,83 @@ def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(tmp_path):
     cut = TrainMemory(tokens=100, recomputes=True).estimate(shape).parts["activations"]
     assert whole == 3 * 100 * 4 * block_activations(shape)
     assert cut == 100 * 4 * (3 * shape.hidden + block_activations(shape))
+
+
+def test_logits_and_their_gradient_exist_for_a_chunk_and_what_is_kept_of_all_is_bounded(tmp_path):
+    shape = shape_of("llama", tmp_path)
+
+    def logits(**settings):
+        return TrainMemory(tokens=100, compute_bytes=2, **settings).estimate(shape).parts["logits"]
+
+    vocabulary = shape.vocabulary
+    assert logits() == 2 * 4 * 100 * vocabulary
+    assert logits(head_tokens=200) == 2 * 4 * 100 * vocabulary, "no more than there are"
+    assert logits(head_tokens=16) == 2 * 4 * 16 * vocabulary
+    assert logits(head_tokens=16, kept_bytes=50) == 2 * 4 * 16 * vocabulary + 50
+    assert logits(head_tokens=16, kept_bytes=2**30) == 2 * 4 * 16 * vocabulary + 2 * 100 * vocabulary
+    assert logits(tensor_parallel=2) == logits() // 2
+
+
+@pytest.mark.parametrize(("on_cpu", "head_bytes"), [(True, 64 * 2**20), (False, 512 * 2**20)])
+def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_bytes):
+    _, config = PUBLISHED["Llama-3.1-8B"]
+    shape = ModelShape.from_config(config)
+    engine = TrainEngineSettings(dtype="bfloat16", max_tokens_per_microbatch=4096, activation_checkpointing=True)
+    layout = TrainLayout(
+        dp=3, cp=4, tp=2, pp=5, ep=6, zero_stage=1, weight_bytes=2, gradient_bytes=3, optimizer_bytes=12
+    )
+    found = train_memory(engine, layout, shape, on_cpu=on_cpu, keeps_reference=True)
+    assert found == TrainMemory(
+        weight_bytes=2,
+        gradient_bytes=3,
+        optimizer_bytes=12,
+        compute_bytes=2,
+        data_parallel=3 * 4,
+        tensor_parallel=2,
+        pipeline_parallel=5,
+        expert_parallel=6,
+        zero_stage=1,
+        tokens=4096 // 4,
+        recomputes=True,
+        keeps_reference=True,
+        head_tokens=head_bytes // (4 * shape.vocabulary),
+        kept_bytes=256 * 2**20,
+    )
+    adapters = train_memory(TrainEngineSettings(lora_rank=8), layout, shape, on_cpu=on_cpu, keeps_reference=True)
+    assert (adapters.lora_rank, adapters.compute_bytes) == (8, 4)
+    assert not adapters.keeps_reference, "without the adapters the model is the first policy"
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "advice"),
+    [
+        ({"weights": 3, "optimizer": 4, "activations": 6}, {}, "more engine.num_ranks, or adapters alone"),
+        ({"weights": 5, "reference": 5, "logits": 6}, {"lora_rank": 8}, "more engine.num_ranks"),
+        ({"weights": 3, "gradients": 3, "activations": 7}, {}, "engine.activation_checkpointing = true, or fewer"),
+        ({"weights": 3, "logits": 7}, {"activation_checkpointing": True}, "fewer engine.max_tokens_per_microbatch"),
+    ],
+)
+def test_what_takes_the_most_is_what_to_change(parts, settings, advice):
+    said = train_advice(TrainEngineSettings(**settings), MemoryEstimate(parts))
+    assert said.startswith(advice)
+    assert ("adapters" in said) == ("adapters" in advice)
+
+
+def test_the_kv_cache_is_what_is_set_aside_and_holds_one_sample_of_the_longest(tmp_path):
+    shape = shape_of("qwen3", tmp_path)
+    longest = 7 * RolloutMemory().kv_bytes_per_token(shape)
+
+    def cache(cache_bytes):
+        held = {"weights", "weight sync"}
+        memory = RolloutMemory(max_running=5, max_model_len=7, cache_bytes=cache_bytes, sync_bytes=11)
+        parts = memory.estimate(shape).parts
+        assert (parts["weights"], parts["weight sync"]) == (2 * shape.num_parameters, 11)
+        return {name: size for name, size in parts.items() if name not in held}
+
+    assert cache(None) == {"KV cache": 5 * longest}
+    assert cache(10**6) == {"KV cache": 10**6}
+    assert cache(10) == {"KV cache": longest}
+    assert cache(0) == {"KV cache of one sample": longest}
 
 
 def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path):
