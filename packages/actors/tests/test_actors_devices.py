@@ -1,4 +1,4 @@
-"""Which devices a role sees where nobody reserves them, and which a machine or a Ray cluster of our own is planned with."""
+"""Which devices a role sees where nobody reserves them, and which a machine and a Ray cluster are planned with."""
 
 import asyncio
 from pathlib import Path
@@ -20,15 +20,13 @@ GROUPS = [
 
 @pytest.fixture
 def _abacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is installed that brings a kind of device, of which eight are here: as much of one as is asked for."""
+    """A package is installed that brings a kind of device: as much of one as a launcher asks for. Eight are here."""
     about = tmp_path / "abacus-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: abacus\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[offbeat.device]\nabacus = abacus_kind:Abacus\n")
-    (tmp_path / "abacus_kind.py").write_text(
-        f"class Abacus:\n    kind, preference, visible_variable = 'abacus', -1, {VARIABLE!r}\n"
-        "    count = staticmethod(lambda: 8)\n"
-    )
+    (tmp_path / "abacus_kind.py").write_text(f"class Abacus:\n    visible_variable = {VARIABLE!r}\n")
+    monkeypatch.setattr("offbeat_actors._resources.available_devices", lambda: {"abacus": 8, "cpu": 1})
     monkeypatch.syspath_prepend(tmp_path)
 
 

@@ -65,6 +65,7 @@ class Launcher:
 
     async def start(self, spec: RoleSpec) -> Handle:
         self.specs.append(spec)
+        await asyncio.sleep(0)  # a process takes its time
         if spec.name in self._fails:
             await self._all_good.wait()
             raise ConfigError(f"{spec.name} has no model")
