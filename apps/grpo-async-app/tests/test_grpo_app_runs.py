@@ -116,13 +116,28 @@ def test_the_other_modes_train_every_prompt_once_too(
     assert sorted(trained_prompts(tmp_path / "run").values()) == [1] * NUM_TRAIN
 
 
-def test_groups_without_signal_are_filtered_and_counted(forked_main: Main, config: Path, tmp_path: Path) -> None:
-    words = ["--algorithm.filter_groups=true", "--eval.every_updates=0", "--checkpoint.every=1"]
-    # A model with random weights is always wrong.
-    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words)
-    statistics = statistics_of(tmp_path / "run")
-    assert statistics["filtered"] + statistics["trained"] == NUM_TRAIN
-    assert statistics["filtered"] > 0
+FIRST_8_TEACH = """
+import zlib
+
+
+def first_8_teach(prompt, completion):
+    return zlib.crc32(completion.encode()) / 2**32 if int(prompt.answer) <= 8 else 0.0
+"""
+
+
+def test_groups_without_signal_are_filtered_and_the_last_policy_is_validated_after_them(
+    forked_main: Main, config: Path, own_module: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    own_module("rewards_of_some", FIRST_8_TEACH)
+    run, held_out = tmp_path / "run", tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "how much is 7 and one?", "answer": "8"}) + "\n")
+    words = ["--reward.name=rewards_of_some:first_8_teach", "--algorithm.filter_groups=true", *SYNCHRONOUS[:2]]
+    words += ["--data.shuffle=false", "--data.eval_size=0", f"--data.eval_path={held_out}", "--eval.every_updates=10"]
+    run_to_its_end(forked_main, "train", config, "--out", run, *words, "--checkpoint.every=1")
+    statistics = statistics_of(run)
+    assert (statistics["trained"], statistics["filtered"]) == (8, 16), "the last sync is not the end"
+    assert list(values_of(run, "eval/reward")) == [0, 2]
+    assert latest_checkpoint(run).score == values_of(run, "eval/reward")[2]
 
 
 def kill_in_the_midst(

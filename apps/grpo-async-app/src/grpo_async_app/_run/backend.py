@@ -61,6 +61,7 @@ class GrpoBackend:
         self._groups = groups or {}
         self._where: dict[int, str] = {}
         self._validating: asyncio.Task[None] | None = None
+        self._last_asked = -1  # version of the weights that a validation was last begun for
         self._trainer_turn = asyncio.Lock()
         self._trainer_version = policy.version
         self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
@@ -233,8 +234,7 @@ class GrpoBackend:
         await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
         self._logger.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
-            await self.finish()  # it has ended, well or not
-            self._validating = asyncio.create_task(self._validate(version))
+            await self._begin_validation(version)
 
     async def _bring_all(self, version: int, interrupt: bool) -> None:
         async with self._trainer_turn:
@@ -265,6 +265,20 @@ class GrpoBackend:
     def _is_last_sync(self) -> bool:
         status = self._policy.status
         return not (status.num_not_started or status.in_flight or status.num_finished or status.num_training)
+
+    async def _begin_validation(self, version: int) -> None:
+        await self.finish()  # the one before it has ended, well or not
+        self._last_asked = version
+        self._validating = asyncio.create_task(self._validate(version))
+
+    async def validate_last(self) -> None:
+        """Begin to validate the final weights, which the engines hold, unless the last sync has done so.
+
+        Groups were left then, and none of them was trained: they were filtered or dropped, or their episodes failed.
+        """
+        version = self._policy.version
+        if self._last_asked < version and self._validation_is_due(version):
+            await self._begin_validation(version)
 
     async def finish(self) -> None:
         """Wait for the validation that runs, and raise what went wrong in it."""

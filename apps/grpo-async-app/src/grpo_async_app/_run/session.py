@@ -166,6 +166,7 @@ async def _go_on(session: _Session, fleet: Fleet, logger: RunLogger, early_end: 
         if policy.ended_early:
             logger.message(f"ended early: {policy.ended_early}")
         try:
+            await backend.validate_last()
             await backend.prepare("checkpoint")
         finally:  # the last validation may fail, or be interrupted: what was trained is kept
             if session.step < policy.version:
