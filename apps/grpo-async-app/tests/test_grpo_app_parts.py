@@ -1,7 +1,7 @@
 """The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from grpo_async_app._run.run_logger import RunLogger, _group_metrics
 from grpo_async_app._run.sampling import Rollouts, Scored, _later_turn
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import Statistics
-from offbeat_data import Prompt, RewardScore, Written
+from offbeat_data import Prompt, RewardScore, TurnTemplate, Written
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
 from offbeat_rollout_torch import TorchRolloutEngine
@@ -317,6 +317,47 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     assert [sample.trajectories[0].stop_reason for sample in samples] == scored == ["length"]
     assert [sample.answer for sample in samples] == scored
     assert rollouts.left_out == {"rollout/aborted": 1}
+
+
+def test_each_turn_of_an_episode_may_be_as_long_as_the_set_that_asks_says(config: Path) -> None:
+    asked: list[int] = []
+
+    class TwoTurns:
+        """As much of `Fleet`, of its engines and of an environment as an episode asks; it answers the first turn."""
+
+        @property
+        def engines(self) -> "TwoTurns":
+            return self
+
+        @property
+        def environments(self) -> "dict[str, TwoTurns]":
+            return {"": self}
+
+        async def generate(self, _name: str, request: GenerateRequest, _: float) -> list[Completion]:
+            asked.append(request.params.max_tokens)
+            return [Completion.join([5], [-1.0], [(0, 1)], "eos", "x")]
+
+        def episode(self, _: Prompt) -> AbstractAsyncContextManager["TwoTurns"]:
+            return nullcontext(self)
+
+        async def step(self, _: str) -> list[dict[str, str]] | None:
+            return [{"role": "user", "content": "and now?"}] if len(asked) == 1 else None
+
+        async def finish(self) -> RewardScore:
+            return RewardScore(value=1.0, parts={})
+
+        def reply(self, *_: object) -> Reply:
+            return Reply(ids=np.array([6], np.int32), text="and now?")
+
+    of_the_run = ["--rollout.max_tokens=8", "--environment.name=own:TwoTurns", "--environment.max_tokens=40"]
+    settings, fake = load_config(config, GrpoConfig, of_the_run), TwoTurns()
+    rollouts = Rollouts(settings, cast("Fleet", fake), {"": cast("TurnTemplate", fake)})
+    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
+    for of_the_set, turns in ((32, [32, 32]), (4, [4, 4]), (80, [40, 38])):
+        request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, params=SamplingParams(max_tokens=of_the_set))
+        [sample] = asyncio.run(rollouts.sample("rollout-0", prompt, request))
+        assert (asked, sample.num_turns) == (turns, 2)
+        asked.clear()
 
 
 def test_each_turn_of_each_sample_has_a_name_and_a_seed_of_its_own_and_sees_all_images_so_far() -> None:

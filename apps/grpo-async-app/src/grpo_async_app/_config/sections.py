@@ -196,7 +196,13 @@ class EvalSetConfig:
     top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)
-    max_tokens: int = setting(0, "Longest completion; 0: rollout.max_tokens.", "tokens", ge=0, le=2**30)
+    max_tokens: int = setting(
+        0,
+        "Longest completion; with an environment or an agent, the longest turn; 0: rollout.max_tokens.",
+        "tokens",
+        ge=0,
+        le=2**30,
+    )
     success_reward: float = setting(0.99, "A completion with at least this reward counts as right.")
     environment: EnvironmentConfig | None = setting(
         None, "An environment of its own, with the keys of section environment; none: that one."

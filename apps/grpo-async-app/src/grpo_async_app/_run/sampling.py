@@ -77,16 +77,15 @@ class Rollouts:
         self._fleet, self._templates, self._busy = fleet, templates, busy
         self._deadline_s = config.async_.group_deadline_s
         self._agents = Agents(config, fleet.engines, fleet.agent, busy) if config.agent.is_set else None
-        self._limits = {
-            key: EpisodeLimits.of(each, config.rollout.max_tokens) for key, each in config.environments.items()
-        }
+        self._environments = config.environments
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
 
     async def sample(
         self, name: str, prompt: Prompt, request: GenerateRequest, judge: str = "", environment: str = ""
     ) -> list[Scored]:
-        """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here.
+        """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here. Its
+        limit of tokens is for each later turn too.
 
         `judge` names the reward that scores, as in `judges_of`, and `environment` what answers, as in
         `GrpoConfig.environments`; empty: those of the sections, where there are any.
@@ -110,7 +109,7 @@ class Rollouts:
                 if score is not None
             ]
         # All samples begin with one request, so that an engine computes their prompt once; then each goes its own way.
-        max_tokens = min(request.params.max_tokens, self._limits[environment].max_tokens)
+        max_tokens = min(request.params.max_tokens, self._environments[environment].max_tokens)
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         first = asyncio.ensure_future(self._generate(name, request))
         try:
@@ -133,7 +132,8 @@ class Rollouts:
         environment: str,
     ) -> Scored | None:
         """One episode; None when its environment or its reward failed."""
-        template, limits = self._templates[environment], self._limits[environment]
+        template = self._templates[environment]
+        limits = EpisodeLimits.of(self._environments[environment], request.params.max_tokens)
         turns = count()
 
         async def sample(context_ids: Ids, images: tuple[Image, ...], max_tokens: int) -> Completion:
