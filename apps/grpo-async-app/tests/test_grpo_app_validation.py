@@ -9,9 +9,9 @@ from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import ItemAnswers, load_config, parse_config, read_answers, read_metrics
+from offbeat_run import EvalFolder, ItemAnswers, load_config, parse_config, read_answers, read_metrics
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from offbeat_types import ConfigError
+from offbeat_types import ConfigError, RunFolderError
 
 SETS = """
 [eval.sets.sums]
@@ -203,6 +203,34 @@ def test_an_evaluation_needs_nothing_of_training(config: Path, model: Path) -> N
     assert [each.name for each in evaluation.sets] == ["held-out"]
     with pytest.raises(ConfigError, match="--set sum: no such validation set; there are held-out"):
         check_evaluation(load_config(config, GrpoConfig), ["sum"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        '--agent.command=["python", "better.py"]',
+        '--agent.variables={TRIES = "4"}',
+        "--agent.max_calls=2",
+        "--agent.shows_answer=true",
+        "--rollout.options={max_batched_tokens = 512}",
+        "--data.answer_column=prompt",
+    ],
+)
+def test_answers_of_another_agent_engine_or_answer_column_are_not_gone_on_with(
+    config: Path, tmp_path: Path, change: str
+) -> None:
+    words = ['--agent.command=["python", "agent.py"]']
+
+    def opened(*more: str) -> EvalFolder:
+        asked = check_evaluation(load_config(config, GrpoConfig, [*words, *more]), []).asked()
+        return EvalFolder(tmp_path / "answers", {}, asked)
+
+    with opened() as folder:
+        folder.write("held-out", ItemAnswers(step=0, item=0, prompt="", answer="", samples=()))
+    with opened("--agent.max_running=2") as folder:
+        assert list(folder.answered("held-out")) == [0]
+    with pytest.raises(RunFolderError, match="holds answers of the set held-out from other"), opened(change):
+        pass
 
 
 def test_a_set_cannot_ask_a_reward_model_that_the_run_does_not_have(command: CommandLine, config: Path) -> None:

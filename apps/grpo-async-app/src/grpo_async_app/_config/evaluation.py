@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.engine_models import check_engine_model, check_positions
 from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind
@@ -46,14 +47,23 @@ class Evaluation:
         )
         shared = {
             "weights": weights,
-            "engine": (rollout.backend, rollout.dtype, rollout.weight_format, rollout.max_model_len),
+            "engine": (rollout.backend, rollout.dtype, rollout.weight_format, rollout.max_model_len, rollout.options),
+            "agent": _asked_of(self.config.agent),
         }
         return {each.name: {**shared, **_asked(each)} for each in self.sets}
+
+
+def _asked_of(agent: AgentConfig) -> dict[str, Any] | None:
+    """Return what episodes of an agent depend on: all but how many run at once, and how long it may take to start."""
+    if not agent.is_set:
+        return None
+    return {name: value for name, value in asdict(agent).items() if name not in ("max_running", "preload_deadline_s")}
 
 
 def _asked(each: ValidationSet) -> dict[str, Any]:
     return {
         "prompts": mark_of(each.prompts),
+        "references": [prompt.answer for prompt in each.prompts],
         "params": asdict(each.params),
         "num_samples": each.num_samples,
         "success_reward": each.success_reward,

@@ -61,8 +61,9 @@ class EvalFolder:
         for name, mark in self._marks.items():
             if marks.get(name, mark) != mark and answers_path(self.path, name).is_file():
                 raise RunFolderError(
-                    f"{self.path} holds answers of the set {name} from other weights, prompts or settings of sampling "
-                    f"or judging: choose another --out, or remove {answers_path(self.path, name).name} there"
+                    f"{self.path} holds answers of the set {name} from other weights, prompts, reference answers or "
+                    "settings of sampling, judging or who acts with the model: choose another --out, or remove "
+                    f"{answers_path(self.path, name).name} there"
                 )
         with atomic_write(self.path / _ASKED) as file:
             json.dump({"about": self._about, "marks": {**marks, **self._marks}}, file, indent=1)
