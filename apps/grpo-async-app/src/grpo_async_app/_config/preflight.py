@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.critic import check_bootstrap, check_critic, check_critic_folder, load_critic_backend
@@ -245,11 +246,13 @@ def _check_correction(config: GrpoConfig, told: tuple[str, ...]) -> list[str]:
 
 
 def _check_objective(config: GrpoConfig) -> tuple[str, ...]:
-    return check_algorithm(
-        config.algorithm,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        max_tokens=config.max_response_tokens,
-    )
+    """Check section algorithm; its overlong buffer against the source of the shortest responses, which is named."""
+    check = partial(check_algorithm, config.algorithm, samples_per_prompt=config.rollout.samples_per_prompt)
+    shortest = min(source_settings(config), key=lambda source: config.response_tokens(source.environment))
+    if shortest.name:
+        check()  # what is wrong for every source names none
+    with naming(shortest):
+        return check(max_tokens=config.response_tokens(shortest.environment))
 
 
 def _is_judged(config: GrpoConfig) -> bool:
