@@ -172,12 +172,32 @@ def test_wrong_answers_of_different_lengths_are_filtered(config: Path, model: Pa
     assert not is_filtered(chosen, model, tmp_path, [*wrong[1:], scored(1.0)])
 
 
+GDPO = ("--algorithm.advantage=gdpo", "--reward.name=", "--reward.weights={number_match = 1.0, contains = 2.0}")
+
+
 def test_a_group_that_gdpo_learns_from_is_not_filtered(config: Path, model: Path, tmp_path: Path) -> None:
-    words = ["--algorithm.filter_groups=true", "--algorithm.advantage=gdpo", "--reward.name="]
-    chosen = settings(config, *words, "--reward.weights={number_match = 1.0, contains = 2.0}")
+    chosen = settings(config, "--algorithm.filter_groups=true", *GDPO)
     right, short = scored(1.0, number_match=1.0, contains=0.0), scored(1.0, number_match=0.0, contains=0.5)
     assert not is_filtered(chosen, model, tmp_path, [right, short])
     assert is_filtered(chosen, model, tmp_path, [right, right])
+
+
+def test_samples_without_the_parts_that_gdpo_learns_from_are_left_out_and_told_of(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    """An agent may post its own reward: without the named parts each advantage would be 0, and nothing learned."""
+    chosen = settings(config, *GDPO)
+    named, other, bare = scored(1.0, number_match=1.0, contains=0.0), scored(0.5, tests=1.0), scored(0.5)
+
+    async def scenario() -> None:
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        assert (await backend._take_in(0, backend._stream.draw(0), [named, other, bare], None)).filtered
+        assert backend._rollouts.left_out == {"reward/missing_parts": 2}
+        assert "lacks number_match, contains" in backend._rollouts.last_left_out
+        assert not (await backend._take_in(1, backend._stream.draw(1), [named, other, named], None)).filtered
+        assert backend._groups[1].parts == [named.score.parts] * 2
+
+    run(scenario)
 
 
 def test_remax_filters_by_the_greedy_sample_too(config: Path, model: Path, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class GrpoBackend:
 
     async def _take_in(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> GroupResult:
         """Keep a group for training, unless its samples teach nothing or cannot be trained on."""
+        samples = self._with_all_parts(samples)
         if not self._can_be_compared(samples, greedy):
             return GroupResult(oldest_version=self._policy.version, filtered=True)
         self._stream.record(draw, [sample.score.value for sample in samples])
@@ -142,6 +143,27 @@ class GrpoBackend:
         request = GenerateRequest(request_id=f"greedy-{group_id}", prompt_ids=draw.prompt.ids, params=params)
         samples = await self._ask(draw, name, request)
         return samples[0] if samples else None
+
+    def _with_all_parts(self, samples: list[Scored]) -> list[Scored]:
+        """Return the samples that can be trained on; GDPO learns from each reward by its name.
+
+        An agent or an environment may give a reward of its own, without parts or with others.
+        """
+        if self._config.algorithm.advantage != "gdpo":
+            return samples
+        names = [name for name, weight in self._config.reward.all_weights.items() if weight]
+        found = []
+        for sample in samples:
+            if missing := [name for name in names if name not in sample.score.parts]:
+                why = (
+                    f"a reward with the parts {', '.join(sample.score.parts) or 'none'}, where algorithm.advantage = "
+                    f"gdpo learns from each that reward.weights names: it lacks {', '.join(missing)}; let the agent or "
+                    "the environment give them, or leave the reward to section reward"
+                )
+                self._rollouts.leave_out("reward/missing_parts", why)
+            else:
+                found.append(sample)
+        return found
 
     def _can_be_compared(self, samples: list[Scored], greedy: Scored | None) -> bool:
         """Return whether enough of a group is left, with the greedy sample where the advantage subtracts it."""
