@@ -52,6 +52,18 @@ def test_advantages_and_returns_are_those_of_the_values_before_each_token() -> N
     assert metrics["critic/explained_variance"].value == pytest.approx(1 - left.var() / wanted.var(), abs=1e-5)
 
 
+def test_what_a_critic_explains_is_measured_where_it_learns() -> None:
+    config = AlgorithmConfig(advantage="gae", gamma=0.9, mask_truncated=True)
+    critic: Any = RisingValues()
+    engine: Any = FixedLogprobs()
+    whole, cut = branched(1.0, trajectory(3)), branched(0.0, trajectory(4, "cut_off"))
+    _, alone = build_batches([whole], config, engine, 1, critic=critic)
+    _, both = build_batches([whole, cut], config, engine, 1, critic=critic)
+    assert both["critic/explained_variance"] == alone["critic/explained_variance"]
+    _, nothing = build_batches([cut], config, engine, 1, critic=critic)
+    assert "critic/explained_variance" not in nothing
+
+
 def trajectory(num_tokens: int, ended: str = "done", prompt: list[int] | None = None) -> Trajectory:
     turn = Completion.join(list(range(5, 5 + num_tokens)), [-1.0] * num_tokens, [(0, num_tokens)], "eos", "x")
     own = None if prompt is None else np.array(prompt, np.int32)

@@ -27,7 +27,7 @@ from offbeat_data import Prompt, RewardScore, TurnTemplate, Written
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_run import RunFolder, check_limits, dump_config, load_config, parse_config
+from offbeat_run import RunFolder, check_limits, dump_config, load_config, parse_config, summarize
 from offbeat_testing import CommandLine
 from offbeat_types import (
     INSTALL_LINES,
@@ -37,8 +37,10 @@ from offbeat_types import (
     Metric,
     Reply,
     SamplingParams,
+    StopReason,
     TrainSequence,
     Trajectory,
+    TrajectoryEnd,
     VersionSegment,
     installed_backends,
     merge_metrics,
@@ -387,6 +389,33 @@ def test_shares_of_samples_count_a_sample_once_however_often_it_has_branched() -
     branched = replace(whole, trajectories=[replace(trajectory, ended=ended) for trajectory, ended in ends])
     assert _group_metrics([branched], 0)["train/cut_off_share"].value == 0.5
     assert _group_metrics([branched, group(9, [2, 2], [1.0, 0.0])], 0)["train/mixed_version_share"].value == 0.5
+
+
+def test_a_part_of_the_reward_is_a_mean_over_the_samples_that_were_judged_by_it() -> None:
+    """The sources of a mix have rewards of their own; an accident is counted over all samples."""
+    parts = [{"math_verify": 1.0}, {"math_verify": 0.5}], [{"number_match": 1.0}, {"number_match": 0.0, "failed": 1.0}]
+    groups = [replace(group(at, [3, 2], [1.0, 0.0]), parts=each) for at, each in enumerate(parts)]
+    found = {name: each for name, each in _group_metrics(groups, 0).items() if name.startswith("reward/")}
+    assert found == {
+        "reward/failed": Metric(value=0.25, weight=4.0),
+        "reward/math_verify": Metric(value=0.75, weight=2.0),
+        "reward/number_match": Metric(value=0.5, weight=2.0),
+    }
+
+
+def test_an_episode_that_any_limit_has_ended_counts_as_cut_off_in_a_validation(config: Path) -> None:
+    """As in training: also where a turn had ended before the limit came, and not where an agent asked for little."""
+    asked = held_out_set(load_config(config, GrpoConfig), [])
+    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
+    ends = (("done", "eos"), ("done", "length"), ("cut_off", "length"), ("max_tokens", "eos"), ("max_turns", "stop"))
+    samples = []
+    for ended, reason in ends:
+        turn = Completion.join([5], [-1.0], [(0, 1)], cast("StopReason", reason), "x")
+        trajectory = Trajectory(turns=(turn,), ended=cast("TrajectoryEnd", ended))
+        samples.append(Scored(trajectories=(trajectory,), score=RewardScore(value=1.0, parts={})))
+    item = Answered(asked=asked, number=0, prompt=prompt, samples=samples).to_item(0, has_turns=True)
+    assert [sample.stop_reason for sample in item.samples] == ["eos", "stop", "length", "length", "length"]
+    assert summarize("held-out", 0, [item], num_samples=5).cut_share == 3 / 5
 
 
 def test_a_vote_is_what_was_scored_also_where_an_agent_has_branched(config: Path) -> None:

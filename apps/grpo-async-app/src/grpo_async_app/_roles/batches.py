@@ -77,7 +77,9 @@ def build_batches(
     )
     if critic is not None:
         packed["returns"] = _returns(groups, layout, packed, after_N, config, critic_lambda)
-        metrics["critic/explained_variance"] = _explained_variance(packed["values"], packed["returns"])
+        if (learned_N := in_loss_N.numpy()).any():
+            values_N, returns_N = packed["values"][learned_N], packed["returns"][learned_N]
+            metrics["critic/explained_variance"] = _explained_variance(values_N, returns_N)
     if config.needs_teacher:
         teacher_N = np.concatenate([logprobs for group in groups for logprobs in group.teacher_logprobs])
         old_N = torch.from_numpy(packed["old_logprobs"])

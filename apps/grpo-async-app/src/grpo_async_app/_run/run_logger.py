@@ -1,7 +1,7 @@
 """Everything a run writes down while it goes on: metrics, generations, timeline, progress."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,6 +21,8 @@ WAIT_SHOWN_AFTER_S = 120.0
 _logging = logging.getLogger(__name__)
 _WORK: Final = {"rollout": "generate", "teacher": "score", "reward_model": "score", "trainer": "train"}
 """What a role does, as the timeline calls it."""
+_FLAGS: Final = ("failed", "timed_out", "unreadable")
+"""Parts of a reward that say what went wrong while it judged, 1 where it did."""
 
 
 class RunLogger:
@@ -170,10 +172,7 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
     samples = [sample for group in groups for sample in group.samples]
     versions = [{each.version for one in sample for each in one.segments} for sample in samples]
     lags = [version - group.oldest_version for group in groups]
-    names = sorted({name for group in groups for parts in group.parts for name in parts})
-    parts = {
-        f"reward/{name}": _mean([parts.get(name, 0.0) for group in groups for parts in group.parts]) for name in names
-    }
+    parts = _part_metrics([parts for group in groups for parts in group.parts])
     return {
         "train/reward": _mean(rewards),
         "train/response_tokens": _ratio(sum(group.num_tokens for group in groups), len(rewards)),
@@ -183,6 +182,15 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
         "train/lag_max": Metric(value=float(max(lags, default=0)), how="max"),
         **(parts if len(parts) > 1 else {}),
     }
+
+
+def _part_metrics(parts_S: Sequence[Mapping[str, float]]) -> Metrics:
+    """The mean of each part of the reward, over the samples that have it: others were judged by another reward."""
+    found: Metrics = {}
+    for name in sorted({name for parts in parts_S for name in parts}):
+        is_flag = name in _FLAGS  # nothing went wrong with the samples that lack it
+        found[f"reward/{name}"] = _mean([parts.get(name, 0.0) for parts in parts_S if is_flag or name in parts])
+    return found
 
 
 def _turn_metrics(groups: list[SampledGroup]) -> Metrics:

@@ -11,7 +11,7 @@ from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._run.sampling import Rollouts, Scored
 from offbeat_data import Prompt, vote_of
 from offbeat_run import HELD_OUT, ItemAnswers, SampledAnswer, SetSummary, summarize
-from offbeat_types import GenerateRequest, OffbeatError, PeerFailedError
+from offbeat_types import GenerateRequest, OffbeatError, PeerFailedError, StopReason
 
 _PROMPT_CHARACTERS = 500
 """Of a prompt, kept with its answers: whoever reads them has the set."""
@@ -48,14 +48,13 @@ class Answered:
     def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool, version: int | None) -> SampledAnswer:
         turns = [turn for trajectory in scored.trajectories for turn in trajectory.turns]
         first = scored.trajectories[0]  # of an agent that branched, the first of its conversations
-        stop_reasons = [trajectory.stop_reason for trajectory in scored.trajectories]
         return SampledAnswer(
             reward=scored.score.value,
             right=scored.score.value >= self.asked.success_reward,
             vote=vote_of(scored.answer, self.asked.reward),
             num_tokens=scored.num_tokens,
             num_turns=len(turns) if has_turns else 0,
-            stop_reason="length" if "length" in stop_reasons else first.stop_reason,
+            stop_reason="length" if scored.is_cut_off else _own_end(first.stop_reason),
             versions=tuple(
                 (segment.version if version is None else version, segment.num_tokens)
                 for turn in turns
@@ -63,6 +62,11 @@ class Answered:
             ),
             text=first.text if keep_texts else "",
         )
+
+
+def _own_end(stop_reason: StopReason) -> str:
+    """Why a turn ended that no limit of the run has cut off: an agent may ask for few tokens, and get them."""
+    return "stop" if stop_reason == "length" else stop_reason
 
 
 @dataclass(frozen=True, kw_only=True)

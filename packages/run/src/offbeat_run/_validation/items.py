@@ -22,7 +22,7 @@ class SampledAnswer(msgspec.Struct, frozen=True, kw_only=True):
         vote: the answer found in it, None where there is none.
         num_tokens: that the model wrote.
         num_turns: of its episode; 0 where there is no environment.
-        stop_reason: as in `Completion`.
+        stop_reason: as in `Completion`; `length` where any limit of tokens or turns has ended the sample.
         versions: [policy version, tokens] of each run of tokens that one version has sampled.
         text: where it is kept.
     """

@@ -49,7 +49,7 @@ class SetSummary:
             part of pass@k and maj@k.
         tokens: mean, median and 95th percentile of the samples' lengths.
         turns: mean of the samples' episodes; 0 without an environment.
-        cut_share: of the samples, ended by the limit of tokens.
+        cut_share: of the samples, ended by a limit of tokens or turns.
         versions: samples by the oldest policy version in them.
         mixed_share: of the samples, written by more than one version.
     """
