@@ -88,6 +88,22 @@ async def test_a_turn_that_was_changed_and_a_compacted_context_begin_trajectorie
     assert len(set(drawn)) == len(drawn), "each call should draw with a seed of its own"
 
 
+async def test_what_is_as_short_as_the_agent_asked_was_not_cut_off(served, agent):
+    """Whoever asks yes or no asks for one token: that is no answer which a limit of the run has broken off."""
+    session, client = agent(params=SamplingParams(max_tokens=20, seed=7, ignore_eos=True))
+    question = [{"role": "user", "content": "yes or no?"}]
+    said = await chat(client, question, max_tokens=1)
+    follow = [*question, {"role": "assistant", "content": said.content}, {"role": "user", "content": "why?"}]
+    await chat(client, follow, max_completion_tokens=2)
+    await client.completions.create(model="x", prompt=[5, 6, 7])  # as many as OpenAI gives where none are asked for
+    for asked in (20, 100):
+        await client.completions.create(model="x", prompt=[5, 6, 8, asked], max_tokens=asked)
+    await client.completions.create(model="x", prompt=[9] * 510, max_tokens=10)
+    recorded = taken(served, session).trajectories
+    assert [[len(turn.ids) for turn in each.turns] for each in recorded] == [[1, 2], [16], [20], [20], [2]]
+    assert [each.ended for each in recorded] == ["done", "done", "cut_off", "cut_off", "cut_off"]
+
+
 async def test_a_stream_and_tool_messages_go_on_with_what_was_sampled(served, agent):
     session, client = agent()
     messages = [{"role": "user", "content": "add"}]

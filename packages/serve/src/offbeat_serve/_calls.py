@@ -26,10 +26,12 @@ class RecordedCall:
     Args:
         prompt_ids: [P] int32, all that the model has read.
         completion: what it said, with log-probabilities and policy versions.
+        is_as_asked: it is shorter than every limit: where its length has ended it, the agent asked for no more.
     """
 
     prompt_ids: Ids
     completion: Completion
+    is_as_asked: bool = False
 
     @property
     def end_ids(self) -> Ids:
@@ -82,11 +84,11 @@ def _bytes(ids: Ids) -> bytes:
 
 
 def _trajectory(chain: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> Trajectory:
-    last = chain[-1].completion.stop_reason
+    last = chain[-1]
     return Trajectory(
         turns=tuple(call.completion for call in chain),
         replies=tuple(_replies(chain, decode)),
-        ended="done" if last in ("eos", "stop") else "cut_off",
+        ended="done" if last.is_as_asked or last.completion.stop_reason in ("eos", "stop") else "cut_off",
         prompt_ids=chain[0].prompt_ids,
     )
 

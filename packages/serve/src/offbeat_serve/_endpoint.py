@@ -175,7 +175,7 @@ class Endpoint:
         self._tokenizer = tokenizer
         self._answerer = Answerer(tokenizer, model.name)
         self.generation = Generation(engine, settings)
-        self.sessions = Sessions(tokenizer)
+        self.sessions = Sessions(tokenizer, model.max_model_len)
         types = bounded_types(model, settings)
         self._completion_decoder = msgspec.json.Decoder(types.completion)
         self._chat_decoder = msgspec.json.Decoder(types.chat)

@@ -65,8 +65,8 @@ class Session:
         over: set when the session has ended.
     """
 
-    def __init__(self, plan: SessionPlan, tokenizer: Tokenizer) -> None:
-        self.plan, self._tokenizer = plan, tokenizer
+    def __init__(self, plan: SessionPlan, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self.plan, self._tokenizer, self._max_model_len = plan, tokenizer, max_model_len
         self.key = KEY_PREFIX + secrets.token_urlsafe(24)
         self.over = asyncio.Event()
         self._ended_by: SessionEnd = "taken"
@@ -134,11 +134,15 @@ class Session:
         if self.over.is_set():
             return
         for request, completions in zip(requests, found, strict=True):
+            most = min(self.plan.params.max_tokens, self._max_model_len - len(request.prompt_ids))
             for completion in completions:
                 if completion.stop_reason == "aborted":
                     self._num_aborted += 1
-                elif len(completion.ids):
-                    self._keep(asked, RecordedCall(prompt_ids=request.prompt_ids, completion=completion))
+                elif num_tokens := len(completion.ids):
+                    call = RecordedCall(
+                        prompt_ids=request.prompt_ids, completion=completion, is_as_asked=num_tokens < most
+                    )
+                    self._keep(asked, call)
 
     def _keep(self, asked: SamplingRequest, call: RecordedCall) -> None:
         self._calls.append(call)
@@ -197,17 +201,22 @@ def _arguments(text: str) -> str:
 
 
 class Sessions:
-    """All sessions of a server. Belongs to one event loop."""
+    """All sessions of a server. Belongs to one event loop.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer: of the model.
+        max_model_len: prompt and completion together at most, tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._offered: OrderedDict[str, Session] = OrderedDict()
 
     def open(self, plan: SessionPlan) -> Session:
         """Begin a session; its key opens the server to the agent until the session is over."""
-        session = Session(plan, self._tokenizer)
+        session = Session(plan, self._tokenizer, self._max_model_len)
         self._sessions[session.key] = session
         loop = asyncio.get_running_loop()
         self._timers[session.key] = loop.call_later(plan.deadline_s, session.end, "deadline")
