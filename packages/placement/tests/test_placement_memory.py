@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from offbeat_placement import MemoryEstimate, ModelShape, RolloutMemory, TrainMemory, train_advice, train_memory
+from offbeat_placement import (
+    ClassifierMemory,
+    MemoryEstimate,
+    ModelShape,
+    RolloutMemory,
+    TrainMemory,
+    read_shape,
+    train_advice,
+    train_memory,
+)
 from offbeat_placement._memory import block_activations
 from offbeat_types import ModelError, TrainEngineSettings, TrainLayout
 
@@ -343,6 +352,15 @@ def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path):
     assert sizes == [2 * 2 * 16 * 3 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2]
     parts = RolloutMemory(max_running=5, max_model_len=7).estimate(shape).parts
     assert parts["KV cache"] == 5 * 7 * sizes[0]
+
+
+def test_a_classifier_has_no_row_for_each_token(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, "model_type": "llama"}))
+    whole, shape = read_shape(str(tmp_path)), read_shape(str(tmp_path), has_head=False)
+    assert whole.num_parameters - shape.num_parameters == 97 * 48
+    one, two = (ClassifierMemory(weight_bytes=2, tokens=tokens).estimate(shape).parts for tokens in (10, 20))
+    assert one["weights"] == two["weights"] == 2 * shape.num_parameters
+    assert 2 * one["activations"] == two["activations"] == 2 * 20 * block_activations(shape)
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():

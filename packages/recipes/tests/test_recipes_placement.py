@@ -26,24 +26,34 @@ def test_memory_is_told_with_what_the_device_has(tmp_path):
     assert notice.startswith("a trainer rank needs about 126 GiB and its device has 16 GiB: take more ranks")
 
 
-def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is(tmp_path):
+def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is_added_to_each(tmp_path):
     shape = read_shape(str(large_model_configs(tmp_path) / "Qwen3-8B"))
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[[nodes]]\nname = "n"\naccelerators = 8\naccelerator_memory_gib = 80\n')
+    keys = {"shares_devices_with": "teacher.colocate"}
     groups = (
         RankGroup(role="trainer", num_replicas=8),
-        RankGroup(role="rollout", num_replicas=8, shares_devices_with="trainer"),
-        RankGroup(role="teacher", num_replicas=8, shares_devices_with="rollout"),
+        RankGroup(role="rollout", num_replicas=4, shares_devices_with="trainer"),
+        RankGroup(role="teacher", num_replicas=8, shares_devices_with="rollout", keys=keys),
     )
-    gib = 2**30
-    roles = {"trainer": MemoryEstimate({"weights": 60 * gib}), "rollout": MemoryEstimate({"weights": 48 * gib})}
-    advice = dict.fromkeys(("trainer", "rollout", "teacher"), "less")
-    placement = ResourceRequest(groups=groups[:2]).place(ClusterView.named(str(nodes), ["cuda"]))
-    assert RunMemory(shape, roles, advice).notices(placement) == []
-    placement = ResourceRequest(groups=groups).place(ClusterView.named(str(nodes), ["cuda"]))
-    taught = {**roles, "teacher": MemoryEstimate({"weights": 40 * gib})}
-    [notice] = RunMemory(shape, taught, advice).notices(placement)
-    assert notice == "a rollout rank needs about 88 GiB and its device has 80 GiB: less"
+
+    def notices(*groups, **gib):
+        memory = RunMemory(shape, {role: MemoryEstimate({"weights": of * 2**30}) for role, of in gib.items()}, advice)
+        return memory.notices(ResourceRequest(groups=groups).place(ClusterView.named(str(nodes), ["cuda"])))
+
+    advice = {role: f"less of the {role}" for role in ("trainer", "rollout", "teacher")}
+    assert notices(*groups[:2], trainer=60, rollout=48) == []
+    assert notices(*groups, trainer=40, rollout=48, teacher=20) == []
+    text = "a {0} rank needs about {1} GiB with the teacher rank beside it and its device has 80 GiB: less of the {0}"
+    # Half of the teachers are where the trainer is and no engine.
+    assert notices(*groups, trainer=60, rollout=20, teacher=30) == [
+        text.format("trainer", 90) + ", or teacher.colocate = false"
+    ]
+    assert notices(*groups, trainer=20, rollout=60, teacher=40) == [
+        text.format("rollout", 100) + ", or teacher.colocate = false"
+    ]
+    [alone] = notices(*groups, trainer=90, rollout=20, teacher=30)
+    assert alone == "a trainer rank needs about 90 GiB and its device has 80 GiB: less of the trainer"
 
 
 def test_a_layout_needs_no_weights(tmp_path):

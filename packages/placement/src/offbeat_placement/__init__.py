@@ -3,6 +3,7 @@
 from offbeat_placement._check import check_plan, verify_placed
 from offbeat_placement._memory import (
     NUMBER_BYTES,
+    ClassifierMemory,
     MemoryEstimate,
     RolloutMemory,
     TrainMemory,
@@ -32,6 +33,7 @@ __all__ = [
     "Allocation",
     "Block",
     "Change",
+    "ClassifierMemory",
     "ClusterView",
     "MemoryEstimate",
     "ModelShape",

@@ -189,6 +189,28 @@ class RolloutMemory:
         return 2 * heads * shape.head_dim * shape.num_layers / self.pipeline_parallel * self.kv_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClassifierMemory:
+    """How a process keeps a model that only reads texts, and has a score in place of a row for each token.
+
+    Args:
+        weight_bytes: of one weight, and of one number in the activations.
+        tokens: that it reads at once at most.
+    """
+
+    weight_bytes: int = 4
+    tokens: int = 4096
+
+    def estimate(self, shape: ModelShape) -> MemoryEstimate:
+        """Bytes of one replica: its weights, and what one block computes with, since nothing is kept.
+
+        Args:
+            shape: of the model, read with `has_head=False`.
+        """
+        activations = self.tokens * self.weight_bytes * block_activations(shape)
+        return MemoryEstimate({"weights": shape.num_parameters * self.weight_bytes, "activations": activations})
+
+
 def train_memory(
     engine: TrainEngineSettings,
     layout: TrainLayout,
@@ -235,10 +257,15 @@ def train_advice(engine: TrainEngineSettings, estimate: MemoryEstimate) -> str:
     return f"{checkpointing}fewer engine.max_tokens_per_microbatch"
 
 
-def read_shape(folder: str) -> ModelShape:
+def read_shape(folder: str, *, has_head: bool = True) -> ModelShape:
     """Sizes of the model in a folder.
+
+    Args:
+        folder: with its config.json.
+        has_head: whether it predicts tokens; without, no row for each token is counted beside the embeddings.
 
     Raises:
         ModelError: no config.json, not readable, or of a family that is not known.
     """
-    return ModelShape.from_config(read_model_json(Path(folder).expanduser() / "config.json"))
+    config = read_model_json(Path(folder).expanduser() / "config.json")
+    return ModelShape.from_config(config if has_head else {**config, "tie_word_embeddings": True})

@@ -4,7 +4,7 @@ import json
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic
@@ -58,19 +58,46 @@ class RunMemory:
         return rows
 
     def notices(self, placement: Placement) -> list[str]:
-        """Devices that hold too little. Roles that share the trainer's take turns with it: each is alone there."""
-        needs = {role: estimate.num_bytes for role, estimate in self.roles.items()}
-        limits = {role: self.limits.get(role) or placement.accelerator_bytes(role) for role in needs}
-        for group in placement.groups:
-            if (host := group.shares_devices_with) and host != "trainer":  # at the same time: the teacher of an engine
-                needs[host] += needs.pop(group.role)
-                limits[host] = placement.accelerator_bytes(host)
-        return [
-            f"a {role} rank needs about {size_text(needed)} and {_limit_text(limits[role], placement, role)}: "
-            f"{self.advice[role]}"
-            for role, needed in needs.items()
-            if limits[role] and needed > limits[role]
-        ]
+        """Devices that hold too little for a rank of a role, alone or with what is loaded there all the time."""
+        return [notice for role in self.roles if (notice := self._notice(placement, role))]
+
+    def _notice(self, placement: Placement, role: str) -> str:
+        has, needed = placement.accelerator_bytes(role), self.roles[role].num_bytes
+        limit, others = self.limits.get(role) or has, self._loaded_beside(placement, role)
+        together = self._num_bytes([role, *others])
+        if limit and needed > limit:
+            return (
+                f"a {role} rank needs about {size_text(needed)} and {_limit_text(limit, placement, role)}: "
+                f"{self.advice[role]}"
+            )
+        if has and together > has:
+            names, keys = " and ".join(others), {group.role: group.keys for group in placement.groups}
+            apart = [f"{key} = false" for other in others if (key := keys[other].get("shares_devices_with"))]
+            return (
+                f"a {role} rank needs about {size_text(together)} with the {names} rank beside it and its device has "
+                f"{size_text(has)}: {', or '.join([self.advice[role], *apart])}"
+            )
+        return ""
+
+    def _loaded_beside(self, placement: Placement, role: str) -> list[str]:
+        """Return the roles that need most of those on a device of this one, all of them loaded while it computes.
+
+        Roles that share the trainer's devices take turns with it. Any other that shares devices is loaded all the time,
+        and is told at those that it shares with.
+        """
+        hosts = {group.role: group.shares_devices_with for group in placement.groups}
+        stay = {other for other, host in hosts.items() if host and host != "trainer" and other in self.roles}
+        if role in stay:
+            return []
+        devices: dict[tuple[str, int], set[str]] = {}
+        for rank in placement.plan.ranks:
+            if rank.device is not None:
+                devices.setdefault((rank.node, rank.device), set()).add(rank.role)
+        beside = [roles & stay for roles in devices.values() if role in roles]
+        return sorted(max(beside, key=self._num_bytes, default=set()))
+
+    def _num_bytes(self, roles: Iterable[str]) -> int:
+        return sum(self.roles[role].num_bytes for role in roles)
 
 
 def _parts_text(estimate: MemoryEstimate) -> str:

@@ -1,12 +1,15 @@
 """The arithmetic of batches: what one optimizer step, one update and one sync are made of."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from grpo_async_app._config.placement import trainer_width
+from grpo_async_app._config.reward_model import RewardModelOptions, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_placement import (
     NUMBER_BYTES,
+    ClassifierMemory,
     MemoryEstimate,
     ModelShape,
     Placement,
@@ -16,7 +19,15 @@ from offbeat_placement import (
     train_memory,
 )
 from offbeat_recipes import RunMemory
-from offbeat_types import CacheBudget, CacheNeeds, RolloutEngineSettings, TrainLayout, installed_backends, load_backend
+from offbeat_types import (
+    CacheBudget,
+    CacheNeeds,
+    ModelError,
+    RolloutEngineSettings,
+    TrainLayout,
+    installed_backends,
+    load_backend,
+)
 
 
 class BatchArithmetic:
@@ -121,7 +132,18 @@ def estimate_memory(
         )
         advice[role] = ((budget and budget.advice) or _CACHE_ADVICE).format(role)
         limits[role] = budget.limit_bytes if budget else 0
+    if (reward_model := reward_model_of(config.reward)) is not None:
+        with suppress(ModelError):  # of a family without an estimate, which many classifiers are
+            roles["reward_model"] = _estimate_reward_model(reward_model)
+            advice["reward_model"] = "a smaller reward.reward_model.max_batch or max_tokens, or dtype bfloat16"
     return RunMemory(shape, roles, advice, limits)
+
+
+def _estimate_reward_model(options: RewardModelOptions) -> MemoryEstimate:
+    """Of one replica, when each text of a batch is as long as it may be."""
+    tokens = options.max_batch * options.max_tokens
+    memory = ClassifierMemory(weight_bytes=NUMBER_BYTES[options.dtype], tokens=tokens)
+    return memory.estimate(read_shape(options.path, has_head=False))
 
 
 def _with_critic(policy: MemoryEstimate, config: GrpoConfig, *, on_cpu: bool) -> MemoryEstimate:
