@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,14 +34,19 @@ OPERATIONS = {
     "sleep": lambda engine: engine.sleep(2),
     "wake": lambda engine: engine.wake(),
     "update": lambda engine: engine.update_weights(FakeWeightStream([], 2), 2),
+    "trace": lambda engine: engine.begin_trace(),
 }
 
 
 class StandinForm:
-    """Keeps to `EngineForm` with one worker. While it is not frozen, `step` draws a token for each sample."""
+    """Keeps to `EngineForm` with one worker. While it is not frozen, `step` draws a token for each sample.
+
+    Attributes:
+        max_running: how many samples it has room for, oldest first; None for all.
+    """
 
     def __init__(self):
-        self.calls, self.frozen, self.label = [], False, 0
+        self.calls, self.frozen, self.label, self.max_running = [], False, 0, None
         self._lock, self._left = threading.RLock(), {}
 
     def start(self, on_delta, on_failure):
@@ -62,7 +68,7 @@ class StandinForm:
 
     def step(self):
         with self._lock:
-            for sample_id in [] if self.frozen else list(self._left):
+            for sample_id in [] if self.frozen else list(self._left)[: self.max_running]:
                 self._left[sample_id] -= 1
                 reason = None if self._left[sample_id] else "length"
                 if reason:
@@ -223,6 +229,63 @@ async def test_closing_during_an_update_takes_no_memory_from_under_it(engine, fo
     stream.go_on.set()
     while engine._loader._arena is not None:
         await asyncio.sleep(0.001)
+
+
+async def test_nothing_is_being_decoded_while_vllm_writes_a_trace(folder, form, tmp_path, monkeypatch):
+    """Whoever watches for tokens would take it for a stuck one: writing may last longer than a step ever does."""
+    config = RolloutEngineConfig(model_path=str(folder), trace_folder=str(tmp_path / "traces"))
+    engine = await VllmRolloutEngine.create(config)
+    written = Path(engine._setup.traces.arguments["profiler_config"]["torch_profiler_dir"]) / "trace_rank0.json"
+    replies = {"begin_trace": new_future(), "end_trace": new_future()}
+    answer = form.call_workers
+
+    def call_workers(text, deadline_s):
+        call = json.loads(text)
+        if call["method"] not in replies:
+            return answer(text, deadline_s)
+        form.calls.append(call["method"])
+        numbers.append(call["number"])
+        return replies[call["method"]]
+
+    numbers = []
+    monkeypatch.setattr(form, "call_workers", call_workers)
+    sampling = asyncio.create_task(engine.generate(request(max_tokens=1000)))
+    for name, operation in (("begin_trace", engine.begin_trace), ("end_trace", engine.end_trace)):
+        while (await engine.health()).num_decoding == 0:
+            form.step()
+            await asyncio.sleep(0)
+        tracing = asyncio.create_task(operation())
+        while name not in form.calls:
+            form.step()
+            await asyncio.sleep(0.001)
+        form.step()
+        health = await engine.health()
+        if health.num_decoding:
+            replies[name].cancel()
+        assert health.num_decoding == 0
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text("{}")
+        replies[name].set_result([json.dumps({"rank": 0, "number": numbers[-1], "value": str(written)})])
+        taken = await tracing
+    assert [path.read_text() for path in taken] == ["{}"]
+    assert not form.frozen
+    await engine.close()
+    assert (await sampling)[0].stop_reason == "aborted"
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+async def test_samples_that_queue_do_not_hide_those_that_are_being_decoded(folder, form, chunked):
+    form.max_running = 1
+    options = {"enable_chunked_prefill": chunked}
+    engine = await VllmRolloutEngine.create(RolloutEngineConfig(model_path=str(folder), options=options))
+    sampling = [asyncio.create_task(engine.generate(request(name, max_tokens=1000))) for name in ("first", "later")]
+    while (await engine.health()).num_tokens < 3:
+        form.step()
+        await asyncio.sleep(0)
+    health = await engine.health()
+    assert (health.num_running, health.num_waiting, health.num_decoding) == (1, 1, 1)
+    await engine.close()
+    await asyncio.gather(*sampling)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -168,14 +168,6 @@ def test_samples_are_being_decoded_only_while_their_next_token_must_come():
     assert drawn(table, "r/1", finish_reason="length") == 0
 
 
-def test_without_chunked_prefill_a_prompt_stops_the_others():
-    table = RequestTable(EOS, decodes_beside_prefill=False)
-    table.add(RequestState(request(num_samples=2)))
-    drawn(table, "r/0")
-    assert drawn(table, "r/0") == 0
-    assert drawn(table, "r/1") == 2
-
-
 def test_a_failure_ends_one_request_or_all():
     table = RequestTable(EOS)
     first, second, third = (RequestState(request(name, num_samples=2)) for name in "abc")

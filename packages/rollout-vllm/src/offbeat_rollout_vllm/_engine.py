@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 
 class EngineControl:
-    """Changes one engine as a whole: pauses, weights, adapters, sleep. Its methods but `run` and `close` are for `run`.
+    """Changes one engine as a whole: pauses, weights, adapters, sleep, traces.
 
-    They run in a thread of their own, one at a time and each to its end, in the order of the calls. So none sees
-    another half done, and a caller that stops waiting stops nothing that has begun: an update ends with its version
-    served, or with the engine refusing to serve.
+    Its methods but `run` and `close` are for `run`. They run in a thread of their own, one at a time and each to its
+    end, in the order of the calls. So none sees another half done, and a caller that stops waiting stops nothing that
+    has begun: an update ends with its version served, or with the engine refusing to serve.
     """
 
     def __init__(
@@ -179,6 +179,15 @@ class EngineControl:
         if self._requests.mode is None:
             self.resume()
 
+    def trace(self, call: Callable[[Workers], Any]) -> Any:
+        """Begin or end a trace between two steps: no token comes while vLLM writes it, which may take minutes."""
+        self._freeze()
+        try:
+            return call(self._workers)
+        finally:
+            if self._requests.mode != "keep":
+                self._thaw()
+
     def _freeze(self) -> None:
         if not self._frozen:
             self._wait(self._form.freeze(), "freeze")
@@ -217,8 +226,7 @@ class VllmRolloutEngine:
             logger.warning(notice)
         self._config, self._options, self._folder, self._form = setup.config, setup.options, setup.folder, setup.form
         self._workers = Workers(self._form, setup.num_workers, self._options.worker_deadline_s)
-        chunked = bool(self._options.engine.get("enable_chunked_prefill", True))
-        self._table = RequestTable(self._folder.eos_ids, decodes_beside_prefill=chunked)
+        self._table = RequestTable(self._folder.eos_ids)
         self._closed, self._started_s = False, time.monotonic()
 
     @classmethod
@@ -405,11 +413,12 @@ class VllmRolloutEngine:
     # Life
 
     async def begin_trace(self) -> None:
-        await asyncio.to_thread(self._setup.traces.begin, self._workers)
+        await self._control.run(self._control.trace, self._setup.traces.begin)
 
     async def end_trace(self) -> list[Path]:
-        """See `TracingEngine`. No step runs while vLLM writes."""
-        return await asyncio.to_thread(self._setup.traces.end, self._workers)
+        """See `TracingEngine`. Nothing is sampled while vLLM writes."""
+        paths: list[Path] = await self._control.run(self._control.trace, self._setup.traces.end)
+        return paths
 
     async def health(self) -> EngineHealth:
         table = self._table

@@ -101,18 +101,20 @@ class RequestTable:
 
     A sample is being decoded from its first token on, and after `forget_computed` from the next one on: until then its
     prompt is computed. The first samples of all are from their second token on, as the step for it may be compiled.
+    Prompts that wait, or are computed, stop no other sample: a step of vLLM's serves what runs first, with
+    `enable_chunked_prefill` or without.
+
+    Source: vllm 0.32.0, vllm/v1/core/sched/scheduler.py (Scheduler.schedule).
 
     Args:
         eos_ids: of the model.
-        decodes_beside_prefill: a step that computes a part of a prompt draws tokens for the other samples too.
 
     Attributes:
         broken: why vLLM has failed as a whole; "" while it has not.
     """
 
-    def __init__(self, eos_ids: frozenset[int], *, decodes_beside_prefill: bool = True) -> None:
+    def __init__(self, eos_ids: frozenset[int]) -> None:
         self.eos_ids, self.broken = eos_ids, ""
-        self._decodes_beside_prefill = decodes_beside_prefill
         self._decoding: set[str] = set()
         self._has_decoded = False
         self._requests: dict[str, RequestState] = {}
@@ -131,8 +133,6 @@ class RequestTable:
     @property
     def num_decoding(self) -> int:
         """Samples that the next step must draw a token for."""
-        if self.num_waiting and not self._decodes_beside_prefill:
-            return 0
         return len(self._decoding) if self._has_decoded else 0
 
     def forget_computed(self) -> None:

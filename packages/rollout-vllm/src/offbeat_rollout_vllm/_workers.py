@@ -163,12 +163,16 @@ class WorkerTraces:
         """For vLLM's EngineArgs."""
 
     def _config(self) -> dict[str, Any]:
-        """Stacks of Python cost more than all else; AsyncLLM's own part of the work is our own process's."""
+        """Stacks of Python cost more than all else; AsyncLLM's own part of the work is our own process's.
+
+        Tables of what took longest are added up over the whole trace while nothing is sampled, and are not kept here.
+        """
         return {
             "profiler": "torch",
             "torch_profiler_dir": str(self._folder / self._name),
             "torch_profiler_use_gzip": False,
             "torch_profiler_with_stack": False,
+            "torch_profiler_dump_cuda_time_total": False,
             "ignore_frontend": True,
         }
 
@@ -176,7 +180,7 @@ class WorkerTraces:
         workers.call("begin_trace")
 
     def end(self, workers: Workers) -> list[Path]:
-        """Trace no further; a file for each rank. vLLM's folder, which also holds tables of what took longest, goes."""
+        """Trace no further; a file for each rank. vLLM's folder, which on a CPU also holds such a table, goes."""
         written = [Path(path) for path in workers.call("end_trace")]
         taken = [self._folder / f"{self._name}-{rank}.partial" for rank in range(len(written))]
         for path, place in zip(written, taken, strict=True):
