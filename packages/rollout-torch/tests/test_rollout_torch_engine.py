@@ -90,7 +90,7 @@ async def test_running_out_of_cache_sets_samples_back_and_changes_nothing(folder
 
 
 async def test_a_sample_that_was_set_back_waits_for_room_before_those_that_came_later(folder, open_engine):
-    """And is computed once more only, not set back again and again while the older ones are in its way."""
+    """And is computed once more only."""
     names, ended = [str(number) for number in range(6)], []
     async with open_engine(folder, options={"kv_cache_tokens": 512}) as engine:
         await engine.pause("wait")  # so that all begin in one step
