@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
@@ -125,6 +125,36 @@ def test_experts_compute_in_bfloat16(tmp_path, make_groups, monkeypatch):
     coarse.step()
     moved = {name: tensor.dtype for name, tensor in coarse.weights() if not torch.equal(tensor, before[name])}
     assert moved["model.layers.0.mlp.experts.gate_up_proj"] == torch.float32
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "qwen3_moe"])
+def test_routers_choose_as_those_of_transformers_in_bfloat16(family, tmp_path, make_groups):
+    """Of the same activations: in float32 where the family's do, else in bfloat16; by the weights as they travel."""
+    sizes = {"hidden_size": 32, "vocab_size": 300, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.2}
+    sizes |= {"num_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "n_routed_experts": 8, "moe_k": 2}
+    sizes |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16}
+    sizes |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    for name, tensor in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.normal_(std=0.1)
+    model.save_pretrained(tmp_path)
+    settings = TrainEngineConfig(model_path=str(tmp_path), device="cpu", dtype="bfloat16")
+    engine, seen = TorchTrainEngine.create(settings), []
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_modules())
+    routers = [(name, each) for name, each in engine._policy.model.whole.named_modules() if name.endswith(".mlp.gate")]
+    for name, router in routers:
+        router.register_forward_hook(lambda _, given, found, name=name: seen.append((name, given, found)))
+    engine.logprobs(make_groups())
+    assert {name for name, *_ in seen} == {name for name, _ in routers} != set()
+    in_float32 = family in ("glm4_moe", "deepseek_v3", "ernie4_5_moe")
+    for name, (hidden_TE, *more), found in seen:
+        assert hidden_TE.dtype == torch.float32
+        wanted = theirs[name](hidden_TE if in_float32 else hidden_TE.bfloat16(), *more)
+        assert found[0].dtype == wanted[0].dtype == (torch.float32 if in_float32 else torch.bfloat16)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.mesh(dp=2, compare=False)

@@ -1,4 +1,4 @@
-"""Buffers that belong to the weights, such as the bias by which a router chooses experts: read, kept, handed on."""
+"""Biases by which routers choose experts, buffers or parameters of their family: read, kept, handed on in float32."""
 
 from pathlib import Path
 
@@ -37,6 +37,7 @@ FAMILIES = {
     "Glm4Moe": {"n_routed_experts": 8},
     "Dots1": {"n_routed_experts": 8},
     "MiniMaxM2": {"num_local_experts": 8},
+    "Ernie4_5_Moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1, "moe_num_shared_experts": 1},
 }
 
 
@@ -44,8 +45,8 @@ def write_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**SHAPE | FAMILIES[family])
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for _, buffer in biases(model.named_buffers()):
-        buffer.copy_(torch.randn_like(buffer))
+    for _, bias in biases(model.state_dict().items()):
+        bias.copy_(torch.randn_like(bias))
     model.save_pretrained(folder)
     return folder
 
@@ -54,8 +55,8 @@ def biases(named):
     return [(name, tensor) for name, tensor in named if name.endswith("e_score_correction_bias")]
 
 
-def config(folder):
-    return TrainEngineConfig(model_path=str(folder), device="cpu", learning_rate=1e-2)
+def config(folder, **more):
+    return TrainEngineConfig(model_path=str(folder), device="cpu", learning_rate=1e-2, **more)
 
 
 def assert_agrees(engine, folder, sequences):
@@ -64,9 +65,9 @@ def assert_agrees(engine, folder, sequences):
     for sequence, found in zip(sequences, engine.logprobs(sequences), strict=True):
         wanted = reference_logprobs(model, sequence.ids) * sequence.loss_mask
         np.testing.assert_allclose(found, wanted, atol=1e-4)
-    wanted = dict(biases(model.named_buffers()))
-    found = {name: tensor.clone() for name, tensor in biases(engine.weights())}
-    assert found.keys() == wanted.keys() != set()
+    wanted = dict(biases(model.state_dict().items()))
+    found = {name: tensor.clone() for name, tensor in biases(engine.weights("bfloat16"))}
+    assert engine.float32_weights >= found.keys() == wanted.keys() != set()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -107,3 +108,29 @@ def test_ranks_read_keep_and_hand_on_buffers(mesh, tmp_path, make_groups, weight
     resumed = TorchTrainEngine.create(config(tmp_path / "other"), mesh)
     resumed.load(tmp_path / "saved")
     assert_agrees(resumed, tmp_path / "saved", make_groups(seed=3))
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_ranks_of_bfloat16_gather_in_float32_what_the_family_keeps_so(mesh, tmp_path, make_groups, weighted_loss):
+    """Ernie 4.5 keeps its routers so, which are trained, and their biases; the other weights of a layer are rounded."""
+    if mesh.rank == 0:
+        write_model(tmp_path / "model", "Ernie4_5_Moe")
+    mesh.group("dp").barrier()
+    engine = TorchTrainEngine.create(config(tmp_path / "model", dtype="bfloat16"), mesh)
+    (layer,) = (layer.mlp for layer in engine._policy.model.decoder.layers if hasattr(layer.mlp, "gate"))
+    seen = {}
+    for module in (layer.gate, layer.shared_experts.down_proj):
+        module.register_forward_pre_hook(lambda module, _: seen.update({module: module.weight.detach().clone()}))
+    engine.logprobs(make_groups())
+    held = reference_model(tmp_path / "model").state_dict()
+    router = next(name for name in held if name.endswith("gate.weight"))
+    assert torch.equal(seen[layer.gate], held[router])
+    assert seen[layer.shared_experts.down_proj].dtype == torch.bfloat16
+    sent = {name: tensor.clone() for name, tensor in engine.weights("bfloat16")}
+    assert {name for name, tensor in sent.items() if tensor.dtype == torch.float32} == engine.float32_weights
+    assert engine.float32_weights == {router, *(name for name, _ in biases(held.items()))}
+    assert all(torch.equal(sent[name], held[name]) for name in engine.float32_weights)
+    engine.forward_backward(make_groups(), weighted_loss)
+    engine.step()
+    moved = dict(engine.weights())[router]
+    assert not torch.equal(moved, held[router])

@@ -31,12 +31,16 @@ def test_the_proof_depends_on_every_byte_and_on_its_bucket_only(weights: Weights
 
 
 def test_floats_are_handed_out_in_the_dtype_asked_for(weights: Weights) -> None:
-    stream = InProcessStream(weights.items(), 1, dtype="bfloat16")
+    stream = InProcessStream(weights.items(), 1, dtype="bfloat16", keep={"scale"})
     held = {name: tensor.clone() for name, tensor in stream}
-    assert held["embed"].dtype == held["scale"].dtype == torch.bfloat16
+    assert held["embed"].dtype == torch.bfloat16
     assert held["steps"].dtype == torch.int64
     assert torch.equal(held["wide"], weights["wide"].bfloat16())
+    assert held["scale"].dtype == torch.float64
     stream.prove(held.__getitem__)
+    held["scale"] = held["scale"].bfloat16()
+    with pytest.raises(WeightSyncError, match="scale: planned as float64, the engine has bfloat16"):
+        stream.prove(held.__getitem__)
 
 
 @pytest.mark.parametrize(

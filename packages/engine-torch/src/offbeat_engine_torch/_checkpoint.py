@@ -44,9 +44,9 @@ def iterate_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) in the model's own order; a tied head once.
 
-    Every rank iterates to the end: each step gathers one tensor from all. What is gathered is rounded to `dtype` first;
-    None: float32. A sum of rounded parts is not the rounded sum, so layers to `merge` with their adapters are gathered
-    in float32. Without `merge` adapters are left out.
+    Every rank iterates to the end: each step gathers one tensor from all. What is gathered is rounded to `dtype` first,
+    unless it stays in float32; None: float32. A sum of rounded parts is not the rounded sum, so layers to `merge` with
+    their adapters are gathered in float32. Without `merge` adapters are left out.
     """
     by_name = {piece.name: piece for piece in pieces}
     layers = lora_layers(model.whole) if merge else {}
@@ -54,7 +54,7 @@ def iterate_weights(
     for name, piece in by_name.items():
         if piece.is_adapter:
             continue
-        tensor = ranks.gather(piece, None if name in scales else dtype)
+        tensor = ranks.gather(piece, None if name in scales or piece.in_float32 else dtype)
         if name in scales:
             layer = name.removesuffix(".weight")
             low_A, low_B = (ranks.gather(by_name[layer + side]) for side in ADAPTER_SIDES)

@@ -206,6 +206,11 @@ class TorchTrainEngine(StepCounts):
         free_gathered(policy.model)
         return answers_of_all(self._ranks, sequences, shares, answers)
 
+    @property
+    def float32_weights(self) -> frozenset[str]:
+        """Names of routers' correction biases, and of what else the family keeps in float32; see `TrainEngine`."""
+        return frozenset(piece.name for piece in self._policy.pieces if piece.in_float32)
+
     def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Iterator[tuple[str, Tensor]]:
         """Iterate (Hugging Face name, tensor) in the model's order; a tied head once.
 
@@ -214,7 +219,7 @@ class TorchTrainEngine(StepCounts):
 
         Args:
             dtype: what ranks round their parts to before these are gathered; None: float32. Layers whose adapters are
-                merged are gathered in float32 all the same, and what is not gathered stays in it.
+                merged and `float32_weights` are gathered in float32 all the same, and what is not gathered stays in it.
             part: see `TrainEngine.weights`.
         """
         self._offloader.require("weights", MemoryOffloader.WEIGHTS)

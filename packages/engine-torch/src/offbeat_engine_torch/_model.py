@@ -21,10 +21,10 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.utils import logging as hf_logging
 
 from offbeat_engine_torch._attention import ATTENTION_NAME, AttentionPlan, register_attention
+from offbeat_engine_torch._formats import EXPERTS_NAME, hold_biases_as_buffers, register_experts, route_as_the_family
 from offbeat_engine_torch._norm import fuse_norms
 from offbeat_training import VocabularyPart, token_logprobs
 from offbeat_types import ModelError
@@ -388,7 +388,9 @@ def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
             f"{folder}: of models with images the engine trains those of Qwen-VL, not {type(whole).__name__}"
         )
     model = CausalModel(whole, _logit_scale(whole.config), scores=scores)
+    hold_biases_as_buffers(whole)
     fuse_norms(whole, getattr(model.decoder, "norm", None))
+    route_as_the_family(whole)
     return model
 
 
@@ -396,40 +398,3 @@ def _logit_scale(config: Any) -> float:
     """Factor on the logits: `logit_scale` of Cohere, 1 / `logits_scaling` of Granite, `logits_scaling` of some."""
     scaling, factor = getattr(config, "logits_scaling", None) or 1.0, getattr(config, "logit_scale", None) or 1.0
     return float(factor * scaling if config.model_type in _SCALING_IS_A_FACTOR else factor / scaling)
-
-
-EXPERTS_NAME = "offbeat_grouped"
-
-
-def register_experts() -> None:
-    """Make the products of fused experts, in the format of autocast, known to transformers; twice changes nothing.
-
-    Expected: under autocast to bfloat16 experts compute in bfloat16, as every other linear layer. Happens: torch's
-    grouped product is not among the operations that autocast knows, and computes in the float32 of the weights.
-    Upstream: https://github.com/pytorch/pytorch/issues/174763. Can go when autocast covers
-    `torch.nn.functional.grouped_mm`.
-    """
-    ExpertsInterface.register(EXPERTS_NAME, grouped_experts)
-
-
-def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The sum of each token's experts, [T, E] in the format of `hidden_TE`: transformers' experts interface.
-
-    Of T tokens each has K experts (int64), which `weight_TK` weighs; `experts` holds the weights of all of them in one
-    tensor per projection.
-    """
-    kind = hidden_TE.device.type
-    asked: Any = _Cast(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts
-    summed: Tensor = grouped_mm_experts_forward(asked, hidden_TE, expert_TK, weight_TK)
-    return summed
-
-
-class _Cast:
-    """A layer seen through another number format; gradients arrive at the weights themselves."""
-
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
-        self._layer, self._dtype = layer, dtype
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._layer, name)
-        return found.to(self._dtype) if isinstance(found, Tensor) else found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from offbeat_engine_torch._formats import stays_in_float32
 from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel, plain_name
 from offbeat_training import Box, CutTensor, num_elements, whole_box
 
@@ -26,6 +27,7 @@ class Piece(CutTensor):
         parameter: as the model holds it; gradients arrive there. A buffer, which has none, where `shared`.
         owned: this rank counts and writes the part; False for a copy of what tp rank 0 holds.
         shared: a buffer: nothing cuts or trains it, and every rank holds the same.
+        in_float32: it is never rounded: see `stays_in_float32`.
     """
 
     box: Box
@@ -33,6 +35,7 @@ class Piece(CutTensor):
     parameter: Tensor
     owned: bool = True
     shared: bool = False
+    in_float32: bool = False
 
     @property
     def is_adapter(self) -> bool:
@@ -77,6 +80,7 @@ def collect_gradients(pieces: Sequence[Piece], parameters: Mapping[str, nn.Param
 
 @torch.no_grad()
 def _pieces(model: CausalModel, dp: tuple[int, int], tp: tuple[int, int]) -> Iterator[Piece]:
+    stays = stays_in_float32(model.whole)
     for full_name, parameter in model.whole.named_parameters():
         name, shape = plain_name(full_name), tuple(parameter.shape)
         tp_dim = _tp_dim(parameter) if tp[1] > 1 else None
@@ -84,10 +88,20 @@ def _pieces(model: CausalModel, dp: tuple[int, int], tp: tuple[int, int]) -> Ite
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         assert tuple(local.shape) == tuple(stop - start for start, stop in box), name
         owned = tp_dim is not None or tp[0] == 0
-        yield Piece(name=name, shape=shape, box=box, local=local, parameter=parameter, tp_dim=tp_dim, owned=owned)
+        yield Piece(
+            name=name,
+            shape=shape,
+            box=box,
+            local=local,
+            parameter=parameter,
+            tp_dim=tp_dim,
+            owned=owned,
+            in_float32=stays(name),
+        )
     for name, buffer in _saved_buffers(model.whole):
-        shape = tuple(buffer.shape)
-        yield Piece(name=name, shape=shape, box=whole_box(shape), local=buffer, parameter=buffer, shared=True)
+        shape, kept = tuple(buffer.shape), stays(name)
+        box = whole_box(shape)
+        yield Piece(name=name, shape=shape, box=box, local=buffer, parameter=buffer, shared=True, in_float32=kept)
 
 
 def _saved_buffers(whole: nn.Module) -> Iterator[tuple[str, Tensor]]:

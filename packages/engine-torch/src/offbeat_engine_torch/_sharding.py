@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
-from offbeat_engine_torch._model import CausalModel, here
+from offbeat_engine_torch._formats import stays_in_float32
+from offbeat_engine_torch._model import CausalModel, here, plain_name
 from offbeat_mesh import Group, Mesh
 from offbeat_training import LoraLinear, VocabularyPart
 from offbeat_types import ConfigError, ModelError
@@ -161,8 +162,9 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
         model: from `outline_model`, with adapters where they are wanted.
         mesh: of all ranks.
         device: of this rank.
-        autocast: format in which the layers compute, and in which their weights are gathered; None for float32.
-            Gradients are added up in float32, and so is what the layers hand on: embedding and head stay float32.
+        autocast: format in which the layers compute, and in which their weights are gathered, but for those that stay
+            in float32; None for float32. Gradients are added up in float32, and so is what the layers hand on:
+            embedding and head stay float32.
     """
     layers, dp_mesh = _layers(model), mesh.device_mesh["dp"]
     if mesh.axes["tp"] > 1:
@@ -170,8 +172,11 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
         _cut_layers(model, tp)
         _cut_vocabulary(model, tp)
     within_layers = {id(module) for layer in layers for module in layer.modules()}
+    kept = _kept_in_float32(model) if autocast else set()
     for layer in layers:
         layer.to_empty(device=device)
+        for module in kept.intersection(layer.modules()):
+            _fully_shard(module, dp_mesh)  # before its layer, which takes what is left
         _fully_shard(layer, dp_mesh, autocast)
     for module in model.modules():
         if id(module) not in within_layers:
@@ -183,6 +188,16 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
         _fully_shard(embedding, dp_mesh)
     _fully_shard(model, dp_mesh)
     _fill_buffers(model.whole)
+
+
+def _kept_in_float32(model: CausalModel) -> set[nn.Module]:
+    """Modules with parameters that stay in float32, such as the routers of Ernie 4.5."""
+    stays = stays_in_float32(model.whole)
+    return {
+        module
+        for path, module in model.whole.named_modules()
+        if any(stays(plain_name(f"{path}.{name}")) for name, _ in module.named_parameters(recurse=False))
+    }
 
 
 def free_gathered(model: nn.Module) -> None:

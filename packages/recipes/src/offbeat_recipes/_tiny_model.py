@@ -131,7 +131,7 @@ def write_tiny_model(
         vision: such settings of the vision tower.
         tied: input and output embedding are one tensor.
         spread: standard deviation of the weights.
-        spread_of_vectors: of what is added to biases and the weights of norms.
+        spread_of_vectors: of what is added to biases, a router's correction bias too, and the weights of norms.
         seed: of the weights; torch's generator is left as it is.
         max_image_tokens: most placeholders that stand for one image, of 8 x 8 pixels each.
         max_shard_bytes: split the weights into files of at most this size.
@@ -160,7 +160,7 @@ def write_tiny_model(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = kind.from_config(transformers.AutoConfig.for_model(family, **shape)).float()
-        for tensor in model.parameters() if spread_of_vectors else ():
+        for tensor in model.state_dict().values() if spread_of_vectors else ():
             if tensor.ndim == 1:
                 tensor.add_(torch.randn_like(tensor) * spread_of_vectors)
     model.generation_config = transformers.GenerationConfig(
@@ -194,7 +194,8 @@ def _text_settings(tokenizer: Any, family: str) -> dict[str, Any]:
         del settings["head_dim"]
         settings |= {"rope_parameters": rope, "num_attention_heads": 2, "num_key_value_heads": 1}
     elif family.endswith("_moe"):
-        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        settings["n_routed_experts" if family == "glm4_moe" else "num_experts"] = 4
     return settings
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from offbeat_types import Completion, Floats, Ids
 
-TinyFamily = Literal["qwen3", "qwen3_moe", "qwen2", "llama"]
+TinyFamily = Literal["qwen3", "qwen3_moe", "glm4_moe", "qwen2", "llama"]
 
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -72,7 +72,7 @@ def tiny_model(
 
     Args:
         folder: made when missing.
-        family: architecture.
+        family: architecture; routers of glm4_moe choose with a correction bias.
         tied: input and output embedding are one tensor.
         vocab_size: rows of the embedding, at least the 300 of the tokenizer (real models pad theirs as well).
         hidden_size: of the residual stream; the feed-forward width is twice that, of each of four experts half of it.
@@ -96,8 +96,8 @@ def tiny_model(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": 32 if family.startswith("qwen3") else hidden_size // num_heads,
-        **({"moe_intermediate_size": hidden_size // 2} if family == "qwen3_moe" else {}),
+        "head_dim": 32 if family.startswith(("qwen3", "glm4")) else hidden_size // num_heads,
+        **({"moe_intermediate_size": hidden_size // 2} if family.endswith("_moe") else {}),
         **(config or {}),
     }
     return write_tiny_model(

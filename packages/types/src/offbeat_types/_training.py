@@ -101,6 +101,10 @@ class TrainEngine(Protocol):
     the sequences of the whole update, not a share of them. The engine divides the work, and every rank is given the
     same answer, with metrics over all ranks. The loss function is called for the sequences of its own rank only, and
     must not wait for other ranks.
+
+    An engine may have a property `float32_weights`, a frozenset: names of the tensors that stay in float32 whatever
+    format the others are in, such as routers' correction biases. Trainer and sampling engines compute with them in
+    float32, so that is how they travel, by any channel, and how they are proved. An engine without it has none.
     """
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
@@ -131,7 +135,7 @@ class TrainEngine(Protocol):
         Args:
             dtype: format in which floating-point tensors are wanted, such as "bfloat16"; None: the engine's own. A rank
                 rounds its part before it is gathered, so that fewer bytes travel. What is not gathered may come in the
-                engine's own format: whoever wants another converts it.
+                engine's own format: whoever wants another converts it. `float32_weights` are never rounded.
             part: of a policy with LoRA; without, "merged" and "base" are the same, and "adapter" is nothing.
         """
 

@@ -1,7 +1,7 @@
 """The engine's side of every transport: runs of bytes come in, tensors go out or into place, what is held is proved."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, ClassVar, Final
 
 import torch
@@ -165,6 +165,7 @@ class InProcessStream:
         named_tensors: (name, tensor); names unique. The stream keeps the tensors, not copies of them.
         version: policy version.
         dtype: format handed out and proved for floating-point tensors, such as "bfloat16"; None keeps each one's own.
+        keep: names of tensors that keep their own all the same: see `TrainEngine`.
         bucket_bytes: the proof has one checksum per bucket.
 
     Raises:
@@ -177,11 +178,12 @@ class InProcessStream:
         version: int,
         *,
         dtype: str | None = None,
+        keep: Container[str] = (),
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         pairs = list(named_tensors)
         self.version = version
-        self.plan = BucketPlan.build(describe_tensors(pairs, dtype), bucket_bytes)
+        self.plan = BucketPlan.build(describe_tensors(pairs, dtype, keep=keep), bucket_bytes)
         self._tensors = dict(pairs)
         self._specs = {spec.name: spec for spec in self.plan.specs}
 

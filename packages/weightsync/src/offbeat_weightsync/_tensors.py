@@ -5,7 +5,7 @@ A checksum of each bucket proves that weights have arrived; one of each tensor t
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, Final, Literal
@@ -29,17 +29,20 @@ RUN_BYTES: Final = 512 << 10
 """Copied or sent, and hashed: short enough for what was read and written to be in the cache of the core (L2)."""
 
 
-def describe_tensors(named_tensors: Iterable[tuple[str, Tensor]], dtype: str | None = None) -> list[TensorSpec]:
+def describe_tensors(
+    named_tensors: Iterable[tuple[str, Tensor]], dtype: str | None = None, *, keep: Container[str] = ()
+) -> list[TensorSpec]:
     """Name, dtype and shape of each tensor.
 
     Args:
         named_tensors: (name, tensor), in the order in which they will be sent.
         dtype: format in which floating-point tensors travel, such as "bfloat16"; None keeps each one's own.
+        keep: names of tensors that keep their own all the same: see `TrainEngine`.
     """
     return [
         TensorSpec(
             name,
-            dtype if dtype is not None and tensor.is_floating_point() else _dtype_name(tensor.dtype),
+            dtype if dtype and name not in keep and tensor.is_floating_point() else _dtype_name(tensor.dtype),
             tuple(tensor.shape),
         )
         for name, tensor in named_tensors
