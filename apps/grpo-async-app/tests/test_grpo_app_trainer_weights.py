@@ -14,8 +14,11 @@ from torch import Tensor
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.trainer import TrainerRole
 from offbeat_run import parse_config
+from offbeat_testing import reference_model, tiny_model
 from offbeat_types import WeightPart, WeightSyncError
 from offbeat_weightsync import KeptStream, WeightCopy, WeightGroup, new_address, receive
+
+BIAS = "gate.e_score_correction_bias"
 
 
 @pytest.fixture
@@ -29,9 +32,11 @@ def open_role(
     lora_sync: str = "merged",
     full_sync_every: int = 1,
     transport: str = "auto",
+    weight_format: str = "dtype",
     **options: Any,
 ) -> TrainerRole:
     rollout = {"dtype": "bfloat16", "sync_bucket_bytes": 64 << 10, "weight_folder": model.with_name("weights")}
+    rollout["weight_format"] = weight_format
     rollout |= {"lora_sync": lora_sync, "full_sync_every": full_sync_every, "weight_transport": transport}
     sections = {"rollout": rollout, "engine": {"device": "cpu", **options}}
     overrides = [f"--{section}.{key}={value}" for section, held in sections.items() for key, value in held.items()]
@@ -66,6 +71,36 @@ def test_an_engine_gets_the_trainers_weights(model: Path, address: str, transpor
         role.close()
     assert proof.num_tensors == len(held) == len(expected)
     assert all(torch.equal(held[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("transport", "part", "settings"),
+    [
+        ("shared-memory", "merged", {}),
+        ("tcp", "merged", {"weight_format": "fp8"}),
+        ("nccl", "base", {"lora_sync": "adapter", "lora_rank": 2}),
+        ("disk", "merged", {"lora_rank": 2}),
+    ],
+)
+def test_correction_biases_of_routers_arrive_as_they_are(
+    tmp_path: Path, address: str, transport: str, part: WeightPart, settings: dict[str, Any]
+) -> None:
+    """In float32, in which engines hold them too: bfloat16 would choose other experts where scores are near."""
+    model = tiny_model(tmp_path / "model", "glm4_moe", hidden_size=128, config={"n_routed_experts": 128})
+    (wanted,) = (tensor for name, tensor in reference_model(model).named_buffers() if name.endswith(BIAS))
+    assert not torch.equal(wanted.bfloat16().float(), wanted)
+    held: dict[str, Tensor] = {}
+    role = open_role(model, address, transport=transport, **settings)
+    try:
+        where = role.listen("127.0.0.1") if transport != "shared-memory" else ""
+        thread = take(where or address, held)
+        role.send_weights(1, 1, 30, where, part=part)
+        thread.join()
+    finally:
+        role.close()
+    (arrived,) = (tensor for name, tensor in held.items() if name.endswith(BIAS))
+    assert torch.equal(arrived, wanted)
+    assert held["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_engines_get_the_weights_of_one_gathering_at_the_same_time(model: Path, address: str) -> None:

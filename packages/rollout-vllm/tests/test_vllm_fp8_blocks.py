@@ -76,7 +76,7 @@ def held():
     model = torch.nn.Module()
     model.qkv_proj = Joined()
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    return HeldWeights(model, torch.bfloat16)
+    return HeldWeights(model)
 
 
 def test_scales_are_read_where_their_part_has_them(held):

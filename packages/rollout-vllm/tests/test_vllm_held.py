@@ -1,5 +1,6 @@
 """Where the trainer's tensors lie within those of ranks, for each kind of layer; how stacks of experts travel."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,10 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from offbeat_rollout_vllm._extension import WorkerSide  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._updates import Part, Readback, UnstackedStream  # noqa: E402
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
+from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
-from offbeat_types import ModelFolder  # noqa: E402
+from offbeat_types import ModelFolder, WeightSyncError  # noqa: E402
+from offbeat_weightsync import InProcessStream  # noqa: E402
 
 HIDDEN, HEAD_SIZE = 8, 2
 
@@ -106,7 +110,7 @@ def model_of(rank, num_ranks, wholes):
                 parent.add_module(name, torch.nn.Module())
             parent = getattr(parent, name)
         parent.add_module(path.split(".")[-1], make(rank, num_ranks, wholes[path]))
-    return HeldWeights(model, torch.float32)
+    return HeldWeights(model)
 
 
 def joined(ranks, name, shape):
@@ -116,7 +120,7 @@ def joined(ranks, name, shape):
     parts = []
     for held in ranks:
         place = held.find(name)
-        parts.append((Part(place.shape, place.dim, place.pieces), held.read(name)))
+        parts.append((Part(place.shape, place.dim, place.pieces, "float32"), held.read(name)))
     return readback._join(name, parts)
 
 
@@ -138,6 +142,64 @@ def test_every_tensor_is_put_together_as_the_trainer_has_it(num_ranks):
     }
     for name, whole in trainer.items():
         assert torch.equal(joined(ranks, name, tuple(whole.shape)), whole), name
+
+
+BIAS, ROUTER = "mlp.gate.e_score_correction_bias", "mlp.gate.weight"
+
+
+class OneWorker:
+    """A worker that answers in this process."""
+
+    num_workers = 1
+
+    def __init__(self, model):
+        runner = SimpleNamespace(get_model=lambda: model, lora_config=None)
+        config, device = SimpleNamespace(dtype=torch.bfloat16), torch.device("meta")
+        self._side = WorkerSide(SimpleNamespace(model_runner=runner, model_config=config, device=device, rank=0))
+
+    def call(self, method, **arguments):
+        return [getattr(self._side, method)(**json.loads(json.dumps(arguments)))]
+
+
+@pytest.fixture
+def prove():
+    """Prove what a model holds, which a stream of bfloat16 has brought, whose routers' biases are float32."""
+    arena = Arena.create(1 << 16)
+
+    def prove(model, sent):
+        workers = OneWorker(model)
+        workers.call("attach", address=arena.address, num_bytes=arena.num_bytes)
+        stream = InProcessStream(sent.items(), 1, dtype="bfloat16", keep={BIAS})
+        readback = Readback(workers, "bfloat16", lambda _: arena, on_cpu=False)
+        for name, tensor in stream:
+            readback.expect(name, tensor)
+        return stream.prove(readback)
+
+    yield prove
+    arena.close()
+
+
+def test_what_an_engine_holds_in_float32_is_proved_in_float32(prove):
+    """A router's bias came so; its matrix, which vLLM holds so too in some models, came in bfloat16."""
+    draw = torch.Generator().manual_seed(0)
+    sent = {ROUTER: torch.randn(4, HIDDEN, generator=draw), BIAS: torch.randn(4, generator=draw)}
+    sent["norm.weight"] = torch.randn(HIDDEN, generator=draw)
+    model = torch.nn.Module()
+    model.mlp, model.norm = torch.nn.Module(), torch.nn.Module()
+    model.mlp.gate, model.norm.weight = torch.nn.Module(), torch.nn.Parameter(sent["norm.weight"].bfloat16())
+    gate = model.mlp.gate
+    gate.weight = torch.nn.Parameter(sent[ROUTER].bfloat16().float())
+    gate.e_score_correction_bias = torch.nn.Parameter(sent[BIAS].clone())
+    assert prove(model, sent).num_tensors == 3
+    gate.e_score_correction_bias.data = sent[BIAS].bfloat16().float()
+    with pytest.raises(WeightSyncError, match="holds other bytes than were sent"):
+        prove(model, sent)
+    gate.e_score_correction_bias.data = sent[BIAS].bfloat16()
+    with pytest.raises(WeightSyncError, match=f"{BIAS}: planned as float32, the engine has bfloat16"):
+        prove(model, sent)
+    gate.e_score_correction_bias.data, gate.weight.data = sent[BIAS], sent[ROUTER]
+    with pytest.raises(ValueError, match=f"{ROUTER}: the engine holds numbers in float32 that bfloat16"):
+        prove(model, sent)
 
 
 NUM_EXPERTS, WIDTH = 4, 16
@@ -190,7 +252,7 @@ def held_experts(layer):
     model = torch.nn.Module()
     model.mlp = torch.nn.Module()
     model.mlp.experts = Runner(layer)
-    return HeldWeights(model, torch.float32)
+    return HeldWeights(model)
 
 
 @pytest.fixture

@@ -29,7 +29,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_rollout_vllm._worker_weights import HeldAdapter, HeldWeights, forget_kernels, is_packed, unpack
+from offbeat_rollout_vllm._worker_weights import (
+    HeldAdapter,
+    HeldWeights,
+    check_exact,
+    dtype_name,
+    forget_kernels,
+    is_packed,
+    unpack,
+)
 from offbeat_rollout_vllm._workers import Arena
 
 RELOAD: Final = "vllm.model_executor.model_loader.reload"
@@ -56,7 +64,7 @@ class WorkerSide:
     def __init__(self, worker: Any) -> None:
         self._worker, self._model = worker, worker.model_runner.get_model()
         self._dtype = worker.model_config.dtype
-        self._held = HeldWeights(self._model, self._dtype)
+        self._held = HeldWeights(self._model)
         if worker.device.type == "cpu":
             CpuSleep(worker)
             spare_generators(worker.model_runner)
@@ -78,9 +86,10 @@ class WorkerSide:
         self._arena = Arena.attach(address, num_bytes)
 
     def locate(self, names: list[str], adapter: int) -> list[list[Any]]:
-        """(shape of this rank's part, dim, pieces) for each of an adapter's tensors, or with 0 the model's."""
-        places = [self._holder(adapter).find(name) for name in names]
-        return [[list(place.shape), place.dim, place.pieces] for place in places]
+        """(shape of this rank's part, dim, pieces, dtype) for each of an adapter's tensors, or with 0 the model's."""
+        holder = self._holder(adapter)
+        places = [holder.find(name) for name in names]
+        return [[list(place.shape), place.dim, place.pieces, dtype_name(holder.dtype_of(place))] for place in places]
 
     def begin(self) -> None:
         forget_kernels(self._model)
@@ -125,13 +134,15 @@ class WorkerSide:
             info.load_numel = 0
         self._finalize()
 
-    def read(self, tensors: list[list[tuple[str, int]]], adapter: int) -> None:
-        """Write this rank's part of each (name) to (offset in the arena); one list for each rank."""
+    def read(self, tensors: list[list[tuple[str, int, str]]], adapter: int) -> None:
+        """Write this rank's part of each (name) to (offset in the arena) as (dtype); one list for each rank."""
         assert self._arena is not None
         holder = self._holder(adapter)
-        for name, offset in tensors[self._worker.rank]:
+        for name, offset, dtype in tensors[self._worker.rank]:
             held = holder.read(name)
-            self._arena.tensor(offset, str(held.dtype).removeprefix("torch."), tuple(held.shape)).copy_(held)
+            shown = self._arena.tensor(offset, dtype, tuple(held.shape))
+            shown.copy_(held)
+            check_exact(name, held, shown)
         self._held.forget()
 
     def add_adapter(self, number: int, name: str, path: str) -> None:

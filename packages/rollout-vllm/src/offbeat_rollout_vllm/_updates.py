@@ -64,16 +64,14 @@ def _names(name: str, expert: int) -> list[str]:
     return [f"{name.rpartition('.')[0]}.{expert}.{part}.weight" for part in _parts(name)]
 
 
-SCALES: Final = ".weight_scale_inv"
-
-
 @dataclass(frozen=True)
 class Part:
-    """Where a rank's part lies within the whole tensor: (start, size) of each of its runs along `dim`."""
+    """Where a rank's part lies within the whole tensor, (start, size) of each run along `dim`, and its dtype."""
 
     shape: tuple[int, ...]
     dim: int
     pieces: tuple[tuple[int, int], ...]
+    dtype: str
 
 
 class Readback:
@@ -103,7 +101,7 @@ class Readback:
     def expect(self, name: str, tensor: "Tensor") -> None:
         """Note that `tensor` was sent, and on CPUs which of its elements no product shows."""
         self._shapes[name] = tuple(tensor.shape)
-        self._dtypes[name] = self._held_dtype(name, tensor)
+        self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
         if not self._on_cpu or str(tensor.dtype) != f"torch.{self._dtype}":
             return
         where = tiny_elements(tensor)
@@ -126,8 +124,8 @@ class Readback:
             answers = self._workers.call("locate", names=names, adapter=self._adapter)
             self._parts = {
                 name: [
-                    Part(tuple(shape), dim, tuple((start, size) for start, size in pieces))
-                    for shape, dim, pieces in (one[index] for one in answers)
+                    Part(tuple(shape), dim, tuple((start, size) for start, size in pieces), dtype)
+                    for shape, dim, pieces, dtype in (one[index] for one in answers)
                 ]
                 for index, name in enumerate(names)
             }
@@ -145,29 +143,30 @@ class Readback:
         return sum(aligned(self._size(name, part)) for part in self._parts[name])
 
     def _size(self, name: str, part: Part) -> int:
-        import torch
+        return math.prod(part.shape) * _item_size(self._shown_dtype(name, part))
 
-        number_format: torch.dtype = getattr(torch, self._dtypes[name])
-        return math.prod(part.shape) * number_format.itemsize
+    def _shown_dtype(self, name: str, part: Part) -> str:
+        """The format to read in: that in which it is held, or if that is wider the one in which it came.
 
-    def _held_dtype(self, name: str, tensor: "Tensor") -> str:
-        """FP8 blocks and their scales are held as they came, all else in the engine's format."""
-        came = str(tensor.dtype).removeprefix("torch.")
-        return came if came == "float8_e4m3fn" or name.endswith(SCALES) else self._dtype
+        A router's correction bias is held in float32, and so it comes; its matrix some models hold in float32, though
+        it comes in the engine's format. What is not held as finely as it came shows, and is no proof.
+        """
+        came = self._dtypes[name]
+        return came if _item_size(came) < _item_size(part.dtype) else part.dtype
 
     def _fetch(self, names: list[str]) -> None:
-        offsets: list[list[tuple[str, int]]] = [[] for _ in range(self._workers.num_workers)]
+        offsets: list[list[tuple[str, int, str]]] = [[] for _ in range(self._workers.num_workers)]
         used = 0
         for name in names:
             for rank, part in enumerate(self._parts[name]):
-                offsets[rank].append((name, used))
+                offsets[rank].append((name, used, self._shown_dtype(name, part)))
                 used += aligned(self._size(name, part))
         self._workers.call("read", tensors=offsets, adapter=self._adapter)
         arena = self._reserve(0)
         self._fetched = {}
         for index, name in enumerate(names):
             parts = [
-                (part, arena.tensor(offsets[rank][index][1], self._dtypes[name], part.shape))
+                (part, arena.tensor(*offsets[rank][index][1:], part.shape))
                 for rank, part in enumerate(self._parts[name])
             ]
             self._fetched[name] = self._restore(name, self._join(name, parts))
@@ -207,6 +206,13 @@ class Readback:
             small = flat[where].abs() < torch.finfo(held.dtype).tiny
             flat[where] = torch.where(small, sent, flat[where])
         return held
+
+
+def _item_size(dtype: str) -> int:
+    import torch
+
+    number_format: torch.dtype = getattr(torch, dtype)
+    return number_format.itemsize
 
 
 def tiny_elements(tensor: Any) -> "Tensor | None":

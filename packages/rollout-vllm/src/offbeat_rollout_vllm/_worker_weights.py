@@ -163,8 +163,8 @@ SCALES: Final = "weight_scale_inv"
 class HeldWeights:
     """The weights of one worker's model, by the trainer's names."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._fusions = {part: (fused, index) for fused, parts in packed.items() for index, part in enumerate(parts)}
         self._unpacked: tuple[nn.Module, Tensor] | None = None
@@ -189,14 +189,21 @@ class HeldWeights:
                 return scale_location(_locate(module, "weight", part))
         return _locate(module, leaf, part)
 
+    def dtype_of(self, location: TensorLocation) -> torch.dtype:
+        """Return the number format in which this rank holds its part: float32 for routers' correction biases.
+
+        What is left of a weight that was packed has its format.
+        """
+        held: Tensor = getattr(location.module, location.leaf)
+        return held.dtype
+
     def read(self, name: str) -> Tensor:
         """Return this rank's part of the trainer's tensor `name`, as it serves."""
         location = self.find(name)
         if location.expert is not None:
-            return read_expert(location).to(self._dtype)
+            return read_expert(location)
         held = self._parameter(location.module, location.leaf)
-        part = held[location.first_row : location.first_row + location.shape[0]][tuple(map(slice, location.shape))]
-        return part if is_block_held(location.module) else part.to(self._dtype)
+        return held[location.first_row : location.first_row + location.shape[0]][tuple(map(slice, location.shape))]
 
     def forget(self) -> None:
         self._unpacked = None
@@ -214,12 +221,25 @@ class HeldWeights:
         return renamed, SHARDS.get(shard, shard)
 
     def _parameter(self, module: nn.Module, leaf: str) -> Tensor:
+        held: Tensor = getattr(module, leaf)
         if leaf != "weight" or not is_packed(module):
-            held: Tensor = getattr(module, leaf)
             return held.detach()
         if self._unpacked is None or self._unpacked[0] is not module:
-            self._unpacked = module, unpack(module, self._dtype)
+            self._unpacked = module, unpack(module, held.dtype)
         return self._unpacked[1]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_exact(name: str, held: Tensor, shown: Tensor) -> None:
+    """Refuse numbers that the format in which they came does not have: they are not those that came."""
+    if shown.dtype != held.dtype and not torch.equal(shown.to(held), held):
+        raise ValueError(
+            f"{name}: the engine holds numbers in {dtype_name(held.dtype)} that {dtype_name(shown.dtype)}, in which it "
+            "was sent, does not have"
+        )
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
@@ -385,6 +405,9 @@ class HeldAdapter:
         ((start, _),) = location.pieces
         dim = 1 if is_down else 0
         return AdapterLocation(held=held, dim=dim, pieces=((start if split else 0, held.shape[dim]),))
+
+    def dtype_of(self, location: AdapterLocation) -> torch.dtype:
+        return location.held.dtype
 
     def read(self, name: str) -> Tensor:
         return self.find(name).held

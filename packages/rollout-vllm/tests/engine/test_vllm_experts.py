@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from engine_checks import DEADLINE_S, config_of, request, run
 
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
@@ -83,6 +84,34 @@ def check_engine(folder, *checks, **settings):
 def test_experts_are_updated_and_proved_and_one_that_is_not_is_seen(tmp_path):
     checks = check_updates, check_expert_that_is_not_updated, check_stacks_that_vllm_does_not_pack_again
     check_engine(tiny_model(tmp_path / "model", "qwen3_moe"), *checks)
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+async def check_biases_of_routers(engine, model):
+    """They come and are held in float32, all else comes in bfloat16; one that was rounded on the way is seen."""
+    weights = engine._form._engine.model_executor.driver_worker.worker.offbeat_side._held
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name == BIAS}
+    for version in (1, 2):
+        buffers[BIAS].add_(torch.randn(buffers[BIAS].shape) * 0.1)
+        named = [*by_expert(changed_weights(model, seed=version)), *buffers.items()]
+        await engine.update_weights(InProcessStream(named, version, dtype="bfloat16", keep=buffers), version)
+        assert torch.equal(weights.read(BIAS), buffers[BIAS])
+    await engine.generate(REQUEST)
+    load = weights._model.load_weights
+
+    def load_rounded(tensors):
+        return load((name, tensor.bfloat16() if name == BIAS else tensor) for name, tensor in tensors)
+
+    with pytest.MonkeyPatch.context() as rounding:
+        rounding.setattr(weights._model, "load_weights", load_rounded)
+        with pytest.raises(WeightSyncError, match="checksum"):
+            await engine.update_weights(InProcessStream(named, 3, dtype="bfloat16", keep=buffers), 3)
+
+
+def test_biases_of_routers_are_held_and_proved_in_float32(tmp_path):
+    check_engine(tiny_model(tmp_path / "model", "glm4_moe", tied=False), check_biases_of_routers, dtype="bfloat16")
 
 
 async def check_notice(engine, model):

@@ -33,10 +33,12 @@ from offbeat_weightsync import (
     BucketPlan,
     DiskSender,
     GroupSender,
+    TensorSpec,
     WeightCopy,
     WeightSender,
     describe_tensors,
     fp8_specs,
+    is_fp8_weight,
     new_address,
     open_sender,
     quantize_tensors,
@@ -94,6 +96,7 @@ class TrainerRole:
         self._critic_config, self._value_loss = config.critic, ValueLoss(config.critic.clip)
         self._reward_weights = config.reward.all_weights if config.reward.is_set else {}
         self._rollout = config.rollout
+        self._in_float32: frozenset[str] = getattr(self._engine, "float32_weights", frozenset())
         self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
         everything = [spec for plan in self._plans.values() for spec in plan.specs]
         self._plan = BucketPlan.build(everything, config.rollout.sync_bucket_bytes)
@@ -111,8 +114,13 @@ class TrainerRole:
 
     def _plan_of(self, part: WeightPart) -> BucketPlan:
         """The tensors of a part as they travel."""
-        specs = describe_tensors(self._gather(part), self._rollout.dtype)
-        return BucketPlan.build(fp8_specs(specs) if self._as_fp8(part) else specs, self._rollout.sync_bucket_bytes)
+        described = describe_tensors(self._gather(part), self._rollout.dtype)
+        specs = [replace(spec, dtype="float32") if spec.name in self._in_float32 else spec for spec in described]
+        travelling = fp8_specs(specs, self._is_fp8) if self._as_fp8(part) else specs
+        return BucketPlan.build(travelling, self._rollout.sync_bucket_bytes)
+
+    def _is_fp8(self, spec: TensorSpec) -> bool:
+        return is_fp8_weight(spec) and spec.name not in self._in_float32
 
     def _as_fp8(self, part: WeightPart) -> bool:
         return self._rollout.weight_format == "fp8" and part != "adapter"
@@ -202,7 +210,7 @@ class TrainerRole:
             if not self._leads:
                 return []
             return self._senders[address].send(
-                quantize_tensors(weights) if self._as_fp8(part) else weights,
+                quantize_tensors(weights, self._is_fp8) if self._as_fp8(part) else weights,
                 version,
                 num_engines,
                 deadline_s=deadline_s,
