@@ -176,9 +176,10 @@ def test_the_search_keeps_its_limit(tmp_path):
     assert proposal.best.groups_behind <= 4.0
 
 
-def fake_run(folder, mini_batch_size, *, sigma=0.0, num_updates=10):
+def fake_run(folder, mini_batch_size, *, sigma=0.0, num_updates=10, generate_s=None, update_s=None):
     """A run folder as a synchronous run leaves it: 0.2 s a sync, 1 s + 0.5 s a group training, generation by steps."""
-    generate_s, update_s = 0.01 * 64 + 0.001 * 64 * 4 * mini_batch_size, 1 + 0.5 * mini_batch_size
+    generate_s = generate_s or 0.01 * 64 + 0.001 * 64 * 4 * mini_batch_size
+    update_s = update_s or 1 + 0.5 * mini_batch_size
     (folder / "generations").mkdir(parents=True)
     write(folder / "generations", '{"num_tokens": 64}\n', "train.jsonl")
     write(folder, "".join(f'{{"step": {i}, "groups/filtered": 0}}\n' for i in range(num_updates)), "metrics.jsonl")
@@ -205,6 +206,25 @@ def test_two_synchronous_runs_give_the_costs_back(tmp_path):
     simulated = ScenarioModel.of(replace(scenario, work=replace(scenario.work, num_syncs=10))).run()
     assert simulated.groups_per_s == pytest.approx(runs[-1].groups_per_s, rel=0.05)
     assert simulated.trainer_idle_share == pytest.approx(runs[-1].trainer_idle_share, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "step_s", "sample_s", "group_s"),
+    [
+        ([(8, 0.1, 1.0), (32, 8.192, 16.0)], (0.0, 0.0), 0.001, 0.5),  # the smaller batch was faster than in proportion
+        ([(8, 8.0, 9.0), (32, 6.4, 8.0)], (0.1, 8.0), 0.0, 0.0),  # the larger batch was faster
+        ([(32, 8.192, 16.0)], (0.0, 0.0), 0.001, 0.5),  # one run does not tell them apart
+    ],
+    ids=["no step below zero", "no group below zero", "one run"],
+)
+def test_no_measured_cost_is_negative(tmp_path, times_s, step_s, sample_s, group_s):
+    runs = [
+        fake_run(tmp_path / str(size), size, generate_s=generate_s, update_s=update_s)
+        for size, generate_s, update_s in times_s
+    ]
+    scenario = read_scenario(write(tmp_path, scenario_text(runs), "measured.toml"))
+    assert (scenario.engines.step_s, scenario.trainer.step_s) == pytest.approx(step_s, rel=1e-3)
+    assert (scenario.engines.sample_s, scenario.trainer.group_s) == pytest.approx((sample_s, group_s), rel=1e-3)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):

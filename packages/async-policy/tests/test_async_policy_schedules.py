@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from fractions import Fraction
+from statistics import fmean
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -289,6 +290,8 @@ def test_every_promise_holds_under_any_order_of_events(config, num_groups, max_u
         how["dropped"],
     )
     assert statistics.lags == world.lags
+    assert statistics.mean_lag == pytest.approx(fmean(list(world.lags.elements()) or [0]))
+    assert statistics.max_lag == max(world.lags.elements(), default=0)
     assert statistics.updates == world.trainer_version
     assert statistics.submitted == world.submits
     assert statistics.submitted - statistics.reissued == len(world.ended)

@@ -30,7 +30,20 @@ def test_synchronous_training_takes_generation_plus_update_plus_sync():
     assert report.engine_idle_share == pytest.approx(1 - 10 / 20)
     assert report.tokens_per_s == pytest.approx(12 * 8 * 1000 / 60)
     assert report.slot_use == pytest.approx(0.5 * 16 / 64)
+    assert report.seconds_per_sync == pytest.approx(20)
     assert report.lags == {0: 12}
+    two_updates = AsyncConfig(staleness_threshold=0, mini_batch_size=4, trigger_parameter_sync_step=2)
+    report = simulate(two_updates, workload=Workload(num_groups=16, lengths=EQUAL), cluster=cluster)
+    assert report.seconds_per_sync == pytest.approx(10 + 7 + 7 + 3)
+    assert report.lags == {0: 8, 1: 8}
+    assert report.mean_lag == 0.5
+
+
+def test_tokens_of_groups_without_signal_are_wasted():
+    cluster = Cluster(num_engines=2, max_running=64, decode_curve=LINEAR, update_s=7)
+    report = simulate(SYNCHRONOUS, workload=Workload(num_groups=40, lengths=EQUAL, filtered_share=0.3), cluster=cluster)
+    assert 0 < report.filtered < 40
+    assert report.wasted_token_share == pytest.approx(report.filtered / 40)
 
 
 def test_an_engine_shares_its_throughput_and_queues_what_does_not_fit():
