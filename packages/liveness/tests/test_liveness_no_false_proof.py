@@ -7,7 +7,7 @@ import pytest
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
 
 from offbeat_liveness._diagnosis import is_over
-from offbeat_liveness._diagnosis.graph import Absent, WaitGraph
+from offbeat_liveness._diagnosis.graph import Absent, Fate, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
@@ -181,6 +181,19 @@ def test_a_run_that_stands_in_queues_only_is_told() -> None:
     heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
     assert found(*heads).kind == "standstill"
     assert decide(heads[0], dataclasses.replace(heads[1], still_s=1.0, waits=())) is None
+
+
+@pytest.mark.parametrize("fate", ["silent", "stopped", "unreachable", "never-came", "unwatched"])
+def test_a_run_that_stands_in_queues_is_not_said_to_stand_while_one_of_it_is_unheard(fate: Fate) -> None:
+    """It may be at work on what the others wait for."""
+    heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
+    assert decide(*heads, absent=(Absent(name="rank 2", rank=2, world="w", fate=fate),)) is None
+
+
+def test_services_that_wait_for_requests_are_no_run_that_stands() -> None:
+    services = [role(f"engine-{n}", waits=(outside("queue.get: the queue is empty"),)) for n in (0, 1)]
+    assert decide(*services) is None
+    assert found(*services, head(0, waits=(outside("queue.get: the queue is empty"),))).kind == "standstill"
 
 
 @pytest.mark.parametrize("kind", get_args(OutsideKind))
