@@ -1,6 +1,8 @@
 """Safetensors by boxes, and folders that are whole or not there."""
 
 import json
+import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from offbeat_mesh import open_device
+from offbeat_testing import DiskRecord
 from offbeat_training import (
     MOMENTS,
     CutTensor,
@@ -28,7 +31,7 @@ from offbeat_training import (
     write_model_index,
     write_state,
 )
-from offbeat_types import ModelError, TensorSpec
+from offbeat_types import ModelError, TensorSpec, sync_path
 
 
 @settings(max_examples=60)
@@ -40,7 +43,10 @@ def test_planned_files_hold_every_tensor_once_in_the_order_of_the_stream(sizes, 
         files = plan_files("model", units, ranks)
     assert [spec.name for file in files for spec in file.specs] == [str(number) for number in range(len(sizes))]
     assert all(file.specs for file in files)
-    assert {file.writer for file in files} <= set(range(ranks))
+    written = Counter(dict.fromkeys(range(ranks), 0))
+    written.update(file.writer for file in files)
+    assert set(written) == set(range(ranks))
+    assert max(written.values()) - min(written.values()) <= 1, "all ranks write"
 
 
 def test_what_ranks_have_written_in_parts_is_read_by_other_boxes(tmp_path):
@@ -142,21 +148,39 @@ def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
         TensorFolder(tmp_path)
 
 
+@pytest.mark.parametrize("is_there", [False, True], ids=["a new name", "a folder that is there"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_folder_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, monkeypatch, replaces):
-    place, synced = tmp_path / "step-1", []
-    staged = stage(place)
-    (staged / "new").touch()
+def test_a_folder_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, replaces, is_there):
+    place = tmp_path / "step-1"
+    if is_there:
+        place.mkdir()
+        (place / "old").touch()
+    with DiskRecord(tmp_path) as disk:
+        staged = stage(place)
+        for name in ("adapter/weights", "model", "tokenizer", "trainer/engine.json"):
+            (staged / name).parent.mkdir(exist_ok=True)
+            (staged / name).write_text(name)
+        publish(staged, place, replaces=replaces)
+        assert disk.unsynced() == []
+        assert not [step for step in disk.steps if step.unsynced]
+        assert not [step for step in disk.steps if not step.target and step.unsynced_beside], "the old one goes last"
+    kept = ["old"] if is_there and not replaces else []
+    assert sorted(each.name for each in place.iterdir()) == sorted([*kept, "adapter", "model", "tokenizer", "trainer"])
+    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
+    if kept:
+        come = [os.path.basename(step.target) for step in disk.steps]
+        assert sorted(come[:2]) == ["model", "tokenizer"], "the state of training comes last"
+        assert sorted(come[2:]) == ["adapter", "trainer"]
 
-    def sync_tree(folder):
-        assert not (place / "new").exists()
-        synced.append(folder)
 
-    monkeypatch.setattr("offbeat_training._saving.sync_tree", sync_tree)
-    place.mkdir()
-    publish(staged, place, replaces=replaces)
-    assert synced == [staged]
-    assert (place / "new").exists()
+def test_the_bytes_of_a_file_are_on_the_disk_when_its_rank_has_written_it(tmp_path):
+    """Another rank gives it its name, perhaps on another machine, which forces none of them onto the disk."""
+    tensors = {str(number): torch.full((3, 4), float(number)) for number in range(3)}
+    files = plan_files("model", [[TensorSpec(name, "float32", (3, 4))] for name in tensors], 1)
+    with DiskRecord(tmp_path) as disk:
+        write_files(tmp_path, files, tensors.items())
+        sync_path(tmp_path)
+        assert disk.unsynced() == []
 
 
 def test_folders_are_put_back_and_replaced(tmp_path):

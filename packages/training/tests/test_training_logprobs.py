@@ -96,16 +96,22 @@ def test_log_probabilities_of_logits_at_hand_are_those_of_a_plain_softmax():
     torch.testing.assert_close(logprobs_of_logits(logits, target), wanted)
 
 
-def test_ranks_that_share_the_vocabulary_find_what_one_finds():
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+@pytest.mark.parametrize("kept", [0, 16, 100], ids=["computed again", "some kept", "all kept"])
+@pytest.mark.parametrize("adds_gradient", [True, False], ids=["added up", "left to the caller"])
+def test_ranks_that_share_the_vocabulary_find_what_one_finds(entropy_gradient, kept, adds_gradient, monkeypatch):
     """Two parts in one process: each adds up over both what the other has found in a pass before."""
+    monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 1)
+    monkeypatch.setattr("offbeat_training._logprobs.KEPT_BYTES", kept * 6 * 8)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(20, 8, dtype=torch.float64), torch.randn(12, 8, dtype=torch.float64)
-    target, factor = torch.randint(12, (20,)), torch.randn(20, dtype=torch.float64)
+    hidden, weight = torch.randn(40, 8, dtype=torch.float64), torch.randn(12, 8, dtype=torch.float64)
+    target, factor = torch.randint(12, (40,)), torch.randn(2, 40, dtype=torch.float64)
+    options = {"matmul_dtype": torch.float64, "entropy_gradient": entropy_gradient}
 
     def differentiate(rows, part=None):
         leaves = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()]
-        found = token_logprobs(*leaves, None, target, matmul_dtype=torch.float64, part=part)
-        return [*found, *torch.autograd.grad((found[0] * factor).sum(), leaves)]
+        found = token_logprobs(*leaves, None, target, part=part, **options)
+        return [*found, *torch.autograd.grad((torch.stack(found) * factor).sum(), leaves)]
 
     wanted = differentiate(slice(None))
     meeting = threading.Barrier(2, timeout=10)
@@ -123,11 +129,34 @@ def test_ranks_that_share_the_vocabulary_find_what_one_finds():
             first=6 * rank,
             add=lambda tensor: exchange(rank, tensor, torch.add),
             largest=lambda tensor: exchange(rank, tensor, torch.maximum),
+            adds_gradient=adds_gradient,
         )
         return differentiate(slice(6 * rank, 6 * rank + 6), part)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(be, range(2)))
-    for *alike, _ in found:
-        torch.testing.assert_close(alike, wanted[:3])
+    for logprobs, entropy, grad_hidden, _ in found:
+        whole = grad_hidden if adds_gradient else found[0][2] + found[1][2]
+        torch.testing.assert_close([logprobs, entropy, whole], wanted[:3])
     torch.testing.assert_close(torch.cat([grad_weight for *_, grad_weight in found]), wanted[3])
+
+
+def test_ranks_that_share_the_vocabulary_find_what_one_finds_in_logits_at_hand():
+    torch.manual_seed(0)
+    logits, target = 9 * torch.randn(7, 12, dtype=torch.float64), torch.randint(12, (7,))
+    parts = logits.split(6, 1)
+    wanted = logprobs_of_logits(logits, target)
+    columns = torch.arange(7), target % 6
+    chosen = [torch.where(target // 6 == rank, each[columns], 0.0) for rank, each in enumerate(parts)]
+    top = torch.maximum(*(each.logsumexp(1) for each in parts))
+    total = sum((each.logsumexp(1) - top).exp() for each in parts)
+    for rank, own in enumerate(parts):
+        told = []
+
+        def add(tensor, told=told):
+            told.append(tensor.clone())
+            return torch.stack([chosen[0] + chosen[1], total])
+
+        part = VocabularyPart(first=6 * rank, add=add, largest=lambda tensor: torch.maximum(tensor, top))
+        torch.testing.assert_close(logprobs_of_logits(own, target, part), wanted)
+        torch.testing.assert_close(told, [torch.stack([chosen[rank], (own.logsumexp(1) - top).exp()])])
