@@ -66,13 +66,14 @@ async def test_samples_are_those_of_the_merged_weights(family, tmp_path, open_en
     adapter = adapter_of(reference_model(folder), 1)
     model = merged(folder, adapter)
     async with open_engine(folder) as engine:
-        proof = await engine.update_weights(InProcessStream(adapter.items(), 4), 4, adapter=POET)
+        stream = FakeWeightStream(list(adapter.items()), 4)
+        proof = await engine.update_weights(stream, 4, adapter=POET)
         adapted = await engine.generate(replace(REQUEST, adapter="poet"))
         plain = await engine.generate(REQUEST)
         weights = InProcessStream(model.named_parameters(), 5)
         await engine.update_weights(weights, 5)
         expected = await engine.generate(REQUEST)
-    assert (proof.version, proof.num_tensors) == (4, len(adapter))
+    assert proof == stream.expected()
     assert errors(model, adapted) < 1e-4
     assert errors(reference_model(folder), adapted) > 1e-2
     assert errors(reference_model(folder), plain) < 1e-4
@@ -211,11 +212,14 @@ async def test_an_adapter_that_a_held_request_will_use_is_not_dropped(folder, op
 
 
 async def test_an_adapter_stays_when_the_model_is_updated_or_sleeps(folder, open_engine):
+    """One that comes meanwhile is refused and changes nothing."""
     model = reference_model(folder)
-    adapter = adapter_of(model, 1)
+    adapter, other = adapter_of(model, 1), adapter_of(model, 2)
     async with open_engine(folder) as engine:
         await engine.update_weights(InProcessStream(adapter.items(), 1), 1, adapter=POET)
         await engine.sleep(2)
+        with pytest.raises(OffbeatError, match="sleeps without weights; call wake"):
+            await engine.update_weights(InProcessStream(other.items(), 2), 2, adapter=POET)
         await engine.wake()
         await engine.update_weights(InProcessStream(model.named_parameters(), 7), 7)
         adapted = await engine.generate(replace(REQUEST, adapter="poet"))

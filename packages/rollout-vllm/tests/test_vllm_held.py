@@ -328,7 +328,7 @@ def test_stacks_travel_matrix_by_matrix_and_are_proved_as_stacks(wholes):
     named = [("mlp.experts.gate_up_proj", gate_up), ("mlp.experts.down_proj", stack("down_proj")), ("norm", gate_up[0])]
     stream = FakeWeightStream(named, 3)
     unstacked = UnstackedStream(stream, folder_of({}))
-    came = dict(unstacked)
+    came = {name: tensor.clone() for name, tensor in unstacked}
     assert came.keys() == {f"mlp.experts.{expert}.{matrix}.weight" for expert, matrix in wholes} | {"norm"}
     for (expert, matrix), whole in wholes.items():
         assert torch.equal(came[f"mlp.experts.{expert}.{matrix}.weight"], whole)

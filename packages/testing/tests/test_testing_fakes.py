@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat_testing import FakeRolloutEngine, FakeWeightStream
 from offbeat_types import GenerateRequest, OffbeatError, SamplingParams, VersionSegment, WeightSyncError
@@ -101,6 +102,18 @@ def test_the_proof_changes_with_a_single_value():
     assert stream.prove(held.__getitem__) != stream.expected()
     held["b"] = np.ones(2)
     assert stream.prove(held.__getitem__) == stream.expected()
+
+
+@pytest.mark.parametrize("make", [np.ones, lambda size: torch.nn.Parameter(torch.ones(size))])
+def test_a_tensor_of_a_stream_is_lost_when_the_next_one_is_asked_for(make):
+    """What the contract allows a stream, and one between processes does."""
+    tensors = [("a", make(4)), ("b", make(2))]
+    stream = FakeWeightStream(tensors, version=1)
+    kept, copied = {}, {}
+    for name, tensor in stream:
+        kept[name], copied[name] = tensor, tensor + 0
+    assert stream.prove(kept.__getitem__) != stream.expected()
+    assert stream.prove(copied.__getitem__) == stream.expected()
 
 
 def test_importing_brings_no_torch():

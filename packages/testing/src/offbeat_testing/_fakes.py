@@ -30,8 +30,10 @@ Script = Callable[[GenerateRequest, int], Sequence[int]]
 class FakeWeightStream:
     """Named tensors from a list, with one checksum over all of them.
 
+    A tensor is overwritten when the next one is asked for: a stream between processes uses its buffer again.
+
     Args:
-        tensors: (name, array or tensor), in order.
+        tensors: (name, array or tensor), in order; they stay as they are.
         version: policy version.
         fail_after: raise WeightSyncError after this many tensors, as a sender that dies would.
     """
@@ -40,10 +42,12 @@ class FakeWeightStream:
         self.tensors, self.version, self._fail_after = list(tensors), version, fail_after
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for index, pair in enumerate(self.tensors):
+        for index, (name, tensor) in enumerate(self.tensors):
             if index == self._fail_after:
                 raise WeightSyncError(f"the sender died after {index} of {len(self.tensors)} tensors (on purpose)")
-            yield pair
+            lent = tensor.detach().clone() if hasattr(tensor, "detach") else np.array(tensor)
+            yield name, lent
+            lent[...] = 77
 
     def prove(self, read: Callable[[str], Any]) -> WeightProof:
         return self._proof([(name, read(name)) for name, _ in self.tensors])
@@ -56,9 +60,17 @@ class FakeWeightStream:
         digest = hashlib.blake2b(digest_size=8)
         for name, tensor in tensors:
             digest.update(name.encode())
-            held = tensor.cpu() if hasattr(tensor, "cpu") else tensor
-            digest.update(np.ascontiguousarray(np.asarray(held)).tobytes())
+            digest.update(_bytes_of(tensor))
         return WeightProof(version=self.version, num_tensors=len(tensors), checksums=(digest.hexdigest(),))
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    if hasattr(tensor, "detach"):
+        import torch
+
+        # As bytes: NumPy has neither bfloat16 nor FP8.
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return np.asarray(tensor).tobytes()
 
 
 class _Sample:
