@@ -5,6 +5,7 @@ import json
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,15 @@ def test_the_teacher_judges_sampled_tokens_against_the_policy_that_the_ratio_is_
     [[_, second]], metrics = build_batches([group], own, FixedLogprobs(), 1)  # type: ignore[arg-type]
     np.testing.assert_allclose(second.extras["advantages"][second.loss_mask], -0.5 + 1.0, atol=1e-6)
     assert metrics["distillation/kl"].value == pytest.approx((-8 * 1.0 + 10.0) / 8)
+
+
+def test_by_default_a_policy_that_equals_its_teacher_stays_where_it_is(config: Path, words: list[str]) -> None:
+    checked = check_run(load_config(config, GrpoConfig, words))
+    group = replace(taught_group(), teacher_logprobs=[np.full(4, -1.0, np.float32)] * 2)
+    algorithm, steps = checked.config.algorithm, checked.config.steps_per_update
+    [[*sequences]], metrics = build_batches([group], algorithm, FixedLogprobs(), 1, single_step=steps == 1)  # type: ignore[arg-type]
+    assert not any(sequence.extras["advantages"].any() for sequence in sequences), "the rollout's numbers are others"
+    assert metrics["distillation/kl"].value == 0
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────

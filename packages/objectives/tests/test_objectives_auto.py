@@ -39,6 +39,22 @@ def test_other_losses_are_weighed_also_with_one_step(loss):
     assert resolved(LAG, ONE_STEP, loss=loss)[:2] == ("token_tis", "decoupled")
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", *DPPO_LOSSES])
+@pytest.mark.parametrize(
+    ("compared", "settings"),
+    [
+        ("the teacher", {"distillation_coefficient": 1.0}),
+        ("the KL penalty in the reward", {"kl_coefficient": 0.1, "kl_in": "reward"}),
+    ],
+)
+def test_what_is_compared_with_the_policy_in_training_keeps_the_decoupled_form(loss, compared, settings):
+    correction, form, said = resolved(LAG, ONE_STEP, loss=loss, **settings)
+    assert (correction, form) == ("token_tis", "decoupled")
+    assert said[1].startswith(f"algorithm.correction_form = decoupled ({compared} is compared with the policy")
+    assert resolved("", "", loss=loss, **settings)[:2] == ("none", "decoupled")
+    assert resolved(LAG, ONE_STEP, loss=loss, correction_form="bypass", **settings)[0] == "none", "written out"
+
+
 @pytest.mark.parametrize(
     "written", [{"tis_cap": 3.0}, {"normalise_weights": True}, {"correction": "token_tis"}, {"correction": "none"}]
 )

@@ -8,6 +8,10 @@ With one optimizer step an update that clip never acts: nothing then bounds how 
 sampled. So where samples are of older weights, ppo_clip takes the bypass form instead: its ratio, and its clip, are
 against the sampler. Measured: docs/losses.md, "What is corrected by default".
 
+A teacher and a KL penalty in the reward are compared with the policy in training. In the bypass form they would be
+compared with the sampler: a policy that equals its teacher would still be moved, by as much as it has moved since.
+There the form is decoupled for every loss.
+
 The weight is of a token for every loss, also for those whose ratio is of a sequence (gspo, sapo, gmpo). Their gradient
 is a sum over tokens, each of which gets the weight of its own probability. The product over a sequence is the exact
 weight, with a variance that grows with the length: where log r of a token has the deviation s, the effective sample
@@ -54,6 +58,9 @@ def resolve_correction(
 
 
 def _choose_form(config: AlgorithmConfig, unclipped: str) -> tuple[str, str]:
+    if config.compares_train_logprobs:
+        compared = "the teacher" if config.needs_teacher else "the KL penalty in the reward"
+        return "decoupled", f"{compared} is compared with the policy in training, in bypass with the one that sampled"
     asks_for_weights = config.tis_cap is not None or config.normalise_weights
     if unclipped and config.loss == "ppo_clip" and config.correction == AUTO and not asks_for_weights:
         return "bypass", unclipped

@@ -128,7 +128,8 @@ class AlgorithmConfig:
         AUTO,
         "decoupled: the loss's ratio is against the trainer's policy before the update, recomputed where an update has "
         "several steps; bypass: against the rollout's log-probabilities, and nothing is recomputed. auto: bypass for "
-        "dppo_tv and dppo_kl, which bound the distance to the sampler, else decoupled.",
+        "dppo_tv and dppo_kl, which bound the distance to the sampler, and ppo_clip with one step on older samples; "
+        "decoupled for others, and with a teacher or a KL penalty in the reward.",
         choices=(AUTO, "decoupled", "bypass"),
     )
     mismatch_alarm_nats: float | None = setting(
@@ -219,8 +220,12 @@ class AlgorithmConfig:
         """
         if self.correction_form == "bypass":
             return False
-        is_needed_before = self.normalise_weights or self.needs_teacher
-        return not single_step or is_needed_before or (self.needs_reference and self.kl_in == "reward")
+        return not single_step or self.normalise_weights or self.compares_train_logprobs
+
+    @property
+    def compares_train_logprobs(self) -> bool:
+        """Return whether a teacher, or a KL penalty in the reward, is compared with the policy in training."""
+        return self.needs_teacher or (self.needs_reference and self.kl_in == "reward")
 
     @property
     def corrects(self) -> bool:
