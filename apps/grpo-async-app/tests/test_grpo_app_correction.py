@@ -122,17 +122,38 @@ def test_a_correction_of_the_only_step_asks_the_engine_for_nothing(correction: s
     assert "correction/weight_mean" in metrics
 
 
-def test_a_run_clips_around_its_sampler_by_default_and_its_folder_says_so(
+def test_a_run_clips_around_its_sampler_by_default_and_a_resume_under_other_settings_chooses_anew(
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     output = run_to_its_end(forked_main, "train", config, "--out", run, "--eval.every_updates=0")
-    assert "algorithm.correction_form = bypass" in " ".join(output.split())
-    written = load_config(RunFolder.open(run, write=False).config, GrpoConfig, ())
-    assert (written.algorithm.correction, written.algorithm.correction_form) == ("none", "bypass")
     updates = set(values_of(run, "train/reward"))
     for measured in ("mismatch/kl", "train/ratio_mean", "train/ratio_max", "train/clip_fraction"):
         assert set(values_of(run, measured)) == updates, measured
+    resumed = run_to_its_end(forked_main, "resume", run, TWO_STEPS)
+    for said, form in ((output, "bypass"), (resumed, "decoupled")):
+        assert f"algorithm.correction_form = {form}" in " ".join(said.split())
+    assert f"algorithm.correction = token_tis ({STALE})" in (run / "plan.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("begun", "more", "chosen"),
+    [
+        (ON_POLICY, "--async.staleness_threshold=0.5", {"correction": "none", "correction_form": "bypass"}),
+        ((), "--async.require_batches=2", {"correction": "token_tis", "correction_form": "decoupled"}),
+        ((*ON_POLICY, "--rollout.dtype=float32"), "--rollout.dtype=bfloat16", {"mismatch_alarm_nats": 0.5}),
+        ((), "--rollout.weight_format=fp8", {"correction": "token_tis", "mismatch_alarm_nats": 2.0}),
+    ],
+)
+def test_what_was_left_open_is_chosen_anew_for_a_run_folder_under_other_settings(
+    config: Path, tmp_path: Path, begun: tuple[str, ...], more: str, chosen: dict[str, object]
+) -> None:
+    with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
+        run.write_config(check_run(load_config(config, GrpoConfig, begun)).written)
+        again = check_run(load_config(run.config, GrpoConfig, (more,))).config
+        fresh = check_run(load_config(config, GrpoConfig, (*begun, more))).config
+    assert {key: getattr(again.algorithm, key) for key in chosen} == chosen
+    assert (again.algorithm, again.rollout) == (fresh.algorithm, fresh.rollout)
 
 
 def test_a_run_with_weights_shows_them_and_no_ratio_that_is_always_one(
@@ -152,7 +173,7 @@ def test_a_run_folder_from_before_the_choice_goes_on_as_it_was_written(config: P
     older = ("--algorithm.correction=none", "--algorithm.correction_form=decoupled")
     checked = check_run(load_config(config, GrpoConfig, older))
     with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
-        run.write_config(checked.config)
+        run.write_config(checked.written)
         again = check_run(load_config(run.config, GrpoConfig, ()))
     assert (again.config.algorithm.correction, again.config.algorithm.correction_form) == ("none", "decoupled")
     assert not [choice for choice in again.choices if "correction" in choice]

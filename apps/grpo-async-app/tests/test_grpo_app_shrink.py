@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._commands.shrink import shrink_run
-from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_run import load_config, read_metrics
 from offbeat_testing import CommandLine, RunningCommand
@@ -102,8 +101,7 @@ def test_a_recipe_is_rehearsed_with_real_processes(
     assert ("trainer-1" in logs) == (whole.engine.num_ranks > 1)
     assert ("rollout-1" in logs) == (whole.rollout.num_engines > 1)
     assert ("teacher-0" in logs) == whole.teacher.is_set
-    chosen, _ = choose_correction(replace(config, algorithm=whole.algorithm))
-    assert config.algorithm.correction == chosen.algorithm.correction
+    assert config.algorithm.correction == whole.algorithm.correction
     assert config.async_.staleness_threshold == whole.async_.staleness_threshold
     steps = [line.step for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert max(steps) == config.engine.max_updates, output

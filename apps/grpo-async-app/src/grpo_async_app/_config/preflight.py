@@ -62,6 +62,8 @@ class Preflight:
     """What a run will work with, checked.
 
     Args:
+        config: with what was chosen for what was left open.
+        written: the same before the choices, which the run folder keeps: a resume under other settings chooses anew.
         prompts: training prompts of all sources, held-out prompts and their counts.
         sources: of the training prompts, in the order in which draws count them; one without a mix.
         sets: that a validation uses; that of the held-out prompts first, where there are any.
@@ -79,6 +81,7 @@ class Preflight:
     """
 
     config: GrpoConfig
+    written: GrpoConfig
     model: ModelFolder
     prompts: PromptSet
     sources: tuple[TrainingSource, ...]
@@ -173,6 +176,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         check_processes(config.processes)
     objective_trial = _try_objective(config)
     kind = sampling_kind(config, view)
+    written = config
     config, choices = choose_for_platform(config, kind)
     config, chosen = choose_correction(config)
     notices = (*notices, *_check_correction(config, notices))
@@ -201,6 +205,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     notices = (*notices, *prompts.notices, *shared_notices(own_sets, prompts.train), *_eval_notices(config, sets))
     return Preflight(
         config=config,
+        written=written,
         model=model,
         prompts=prompts,
         sources=sources,

@@ -150,6 +150,8 @@ _IN_RECIPES: Final = (
     ("rollout", "num_engines", "machines", "rollout", "tensor_parallel"),
     ("engine", "num_ranks", "machines", "trainer", ""),
 )
+_LEFT_OPEN: Final = ("max_running", 0)
+"""Left to the machine that a run starts on, which is not known here: the scenario's number stays."""
 
 
 def read_scenario(path: Path | None, overrides: Sequence[tuple[str, str]] = (), recipe: Path | None = None) -> Scenario:
@@ -204,7 +206,7 @@ def _settings_of(recipe: Path) -> dict[str, dict[str, Any]]:
     settings = {"async": said.get("async", {})}
     for theirs, their_key, section, key, factor in _IN_RECIPES:
         table = said.get(theirs, {})
-        if their_key in table:
+        if their_key in table and (their_key, table[their_key]) != _LEFT_OPEN:
             settings.setdefault(section, {})[key] = table[their_key] * table.get(factor, 1)
     return settings
 
