@@ -168,7 +168,12 @@ def test_everything_is_written_and_cut_where_the_run_resumes(run):
             log.alarm(step, f"slow at {step}")
             answers = [ItemAnswers(step=step, item=0, prompt="2+2?", answer="4", samples=())]
             log.write_validation(step, {"eval/reward": 0.5}, {"sums": answers})
+            run.checkpoints.set_score(step, step / 4)
     with RunLog(run, LogConfig(), 3, 1) as log:
+        for step in (1, 2):
+            with run.checkpoints.write(step):
+                pass
+        assert [each.score for each in run.checkpoints.all()] == [0.25, None], "other weights had the second score"
         log.write(2, {"train/loss": 7.0})
         with pytest.raises(ZeroDivisionError), log.measure("trainer-0", "fails"):
             print(1 // 0)

@@ -179,7 +179,16 @@ class Checkpoints:
 
     def set_score(self, step: int, score: float) -> None:
         """Note the validation score of a step, before or after its checkpoint; higher is better."""
-        scores = {**self._scores(), str(step): score}
+        self._write_scores({**self._scores(), str(step): score})
+
+    def forget_scores(self, after_step: int) -> None:
+        """Drop the scores of later steps, whose weights are made anew."""
+        scores = self._scores()
+        kept = {step: score for step, score in scores.items() if int(step) <= after_step}
+        if kept != scores:
+            self._write_scores(kept)
+
+    def _write_scores(self, scores: dict[str, float]) -> None:
         with atomic_write(self.path / _SCORES) as file:
             json.dump(scores, file)
 

@@ -168,6 +168,7 @@ class RunLog:
             self._generations = opened.enter_context(generations)
             if resume_step is not None:
                 cut_lines(run.alarms, lambda line: int(line["step"]) <= resume_step)
+                run.checkpoints.forget_scores(resume_step)
             self._answers = opened.enter_context(AnswersLog(run.validation, resume_step=resume_step))
             if log.timeline:
                 self._timeline = opened.enter_context(Timeline(run.timeline))
