@@ -1,13 +1,17 @@
 """Runs whose samples are episodes of a program that knows OpenAI's client and nothing of offbeat."""
 
+import asyncio
 import json
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from string import ascii_letters
+from typing import Any
 
 import httpx
 import openai
@@ -15,8 +19,13 @@ import pytest
 from grpo_runs import Main, run_to_its_end, statistics_of, trained_prompts, values_of
 
 from grpo_async_app._commands import quickstart
-from offbeat_run import RunFolder, read_generations
+from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.agents import Agents
+from offbeat_data import Prompt
+from offbeat_run import RunFolder, load_config, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
+from offbeat_types import GenerateRequest, RecordedSession, SamplingParams
 
 NUM_TRAIN = 20
 
@@ -210,6 +219,54 @@ def test_agents_elsewhere_ask_for_sessions_and_post_rewards(forked_main: Main, c
     assert len(worker.rows) == 2 * NUM_TRAIN
     assert all("answer" not in row for row in worker.rows)
     assert max(values_of(run, "train/reward").values()) > 0
+
+
+class OpenedSessions:
+    """Engines whose sessions are over at once; keeps the rows that they were opened with."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+
+    async def call(self, name: str, method: str, *arguments: Any, **_: Any) -> Any:
+        if method == "open_session":
+            self.rows.append(arguments[0].row)
+            return "http://127.0.0.1", "key"
+        ended = {"ended_by": "call", "reward": None, "reward_parts": {}, "num_calls": 1, "num_aborted": 1}
+        return RecordedSession(trajectories=(), answer="", **ended) if method == "take_session" else None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shows_answer", [False, True])
+def test_an_agent_gets_the_row_without_the_answer_of_its_own_source(
+    config: Path, tmp_path: Path, shows_answer: bool
+) -> None:
+    rows = {"solved": {"prompt": "3+4?", "solution": "7"}, "judged": {"prompt": "4+4?", "rule": {"truth": "8", "n": 1}}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    words = [
+        *("--data.path=", "--data.eval_size=0", "--engine.max_updates=1"),
+        *("--agent.is_outside=true", "--rollout.serve_port=0", f"--agent.shows_answer={str(shows_answer).lower()}"),
+        *(f"--data.mix.solved.path={tmp_path}/solved.jsonl", "--data.mix.solved.answer_column=solution"),
+        *("--data.mix.drawn.path=reasoning-gym:chain_sum", "--data.mix.drawn.max_prompts=1"),
+        *("--data.mix.drawn.answer_column=solution", "--rollout.max_model_len=512", "--data.max_prompt_tokens=400"),
+        *(f"--eval.sets.judged.path={tmp_path}/judged.jsonl", "--eval.sets.judged.answer_column=rule.truth"),
+    ]
+    checked = check_run(load_config(config, GrpoConfig, words))
+    engines = OpenedSessions()
+    agents = Agents(checked.config, engines, None, lambda name: nullcontext())  # type: ignore[arg-type]
+
+    async def play(prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, params=SamplingParams())
+            await agents.play("rollout-0", prompt, request, 0)
+
+    asyncio.run(play([*checked.prompts.train, *checked.sets[0].prompts]))
+    drawn, *others = engines.rows
+    if shows_answer:
+        assert {"answer", "reasoning_gym"} <= drawn.keys()
+        assert others == [rows["solved"], rows["judged"]]
+    else:
+        assert drawn.keys() == {"prompt"}
+        assert others == [{"prompt": "3+4?"}, {"prompt": "4+4?", "rule": {"n": 1}}]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,22 @@ def test_a_text_becomes_a_chat_when_there_is_a_template(make_tokenizer, write_js
     assert prompts.eval == ()
 
 
+@pytest.mark.parametrize(
+    ("column", "row", "shown"),
+    [
+        ("solution", {"solution": "12", "answer": "a draft"}, {"answer": "a draft"}),
+        ("judge.truth", {"judge": {"truth": "12", "style": "rule"}}, {"judge": {"style": "rule"}}),
+        ("judge.truth", {"judge.truth": "12", "judge": {"truth": "another"}}, {"judge": {"truth": "another"}}),
+    ],
+)
+def test_whoever_answers_gets_the_row_without_the_answer_of_its_source(column, row, shown, make_tokenizer, write_jsonl):
+    asked = {"prompt": "What?"}
+    [prompt] = _load(make_tokenizer(None), write_jsonl([{**asked, **row}]), answer_column=column).train
+    assert prompt.answer == "12"
+    assert prompt.fields_to_answer == {**asked, **shown}
+    assert prompt.fields == {**asked, **row}, "rewards read all of it"
+
+
 def test_bos_comes_once_whoever_writes_it(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("llama3")
     for template in ("on", "off"):

@@ -22,6 +22,7 @@ def test_a_task_judges_its_own_answers_after_a_trip_through_json(task, make_toke
         assert prompt.answer is not None
         assert REWARD.score(travelled, prompt.answer).value == 1.0
         assert REWARD.score(travelled, "no idea at all").value < 1.0
+        assert travelled.fields_to_answer.keys() == {"prompt"}, "the entry holds the answer"
 
 
 def test_entries_come_back_exactly_as_they_were(make_tokenizer):

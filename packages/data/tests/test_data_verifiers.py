@@ -103,6 +103,8 @@ def test_rows_hold_prompts_answers_and_tools():
     assert row["prompt"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "0+0"}]
     assert row["answer"] == "0"
     assert row["tools"][0]["function"]["name"] == "double"
+    asked = Prompt(index=0, ids=np.array([1], np.int32), text="0+0", answer="0", fields=row, answer_column="solution")
+    assert asked.fields_to_answer.keys() == {"prompt", "tools"}, "the row of the environment holds the answer"
     [held_out] = draw_rows("own-env", split="eval", options={})
     assert held_out["answer"] == "2"
 

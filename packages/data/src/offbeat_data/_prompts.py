@@ -16,8 +16,10 @@ from offbeat_data._rows import (
     naming_row,
     require_column,
     to_plain,
+    without_column,
 )
 from offbeat_data._sources import DataConfig, SourceConfig, read_sources
+from offbeat_data._task_libraries import without_judgement
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_types import ConfigError, DataError, Ids, Image
 
@@ -34,6 +36,7 @@ class Prompt:
         fields: the row it came from, as plain JSON data.
         pictures: its images, in the order of their placeholders.
         column: of `fields`, or a part of one, that holds what is asked.
+        answer_column: of `fields`, or a part of one, that holds the reference answer.
         escaped: `text` with the marks of `Tokenizer.escape` in the words of users, for models that encode it anew;
             empty where no control token is written in them.
     """
@@ -45,6 +48,7 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()
     column: str = "prompt"
+    answer_column: str = "answer"
     escaped: str = ""
 
     @property
@@ -52,6 +56,11 @@ class Prompt:
         """What is asked, as the data has it: a text, or chat messages. `text` where the row does not say."""
         asked = find_column(self.fields, self.column)
         return asked if isinstance(asked, str | list) else self.text
+
+    @property
+    def fields_to_answer(self) -> dict[str, Any]:
+        """`fields` without the reference answer, nor what a library of tasks judges by: for whoever is to answer."""
+        return without_judgement(without_column(self.fields, self.answer_column))
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -189,6 +198,7 @@ class _PromptBuilder:
                 fields=fields,
                 pictures=made.pictures,
                 column=self.config.prompt_column,
+                answer_column=self.config.answer_column,
                 escaped=made.escaped,
             )
         ]

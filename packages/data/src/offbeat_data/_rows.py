@@ -198,6 +198,15 @@ def find_column(row: Row, column: str) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
+def without_column(row: Row, column: str) -> Row:
+    """A row without one column, or without a part of one, such as "reward_model.ground_truth"."""
+    if column in row:
+        return {name: value for name, value in row.items() if name != column}
+    outer, _, inner = column.partition(".")
+    part = row.get(outer)
+    return {**row, outer: without_column(part, inner)} if inner and isinstance(part, dict) else row
+
+
 @contextmanager
 def naming_row(source: str, number: int) -> Iterator[None]:
     """Name the row in the text of a DataError that comes of it."""

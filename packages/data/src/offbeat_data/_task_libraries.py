@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final
 
-from offbeat_data._rows import pack, to_plain, unpack
+from offbeat_data._rows import Row, pack, to_plain, unpack
 from offbeat_types import BackendError, ConfigError, DataError
 
 REASONING_GYM = "reasoning_gym"
@@ -74,6 +74,13 @@ def _make_dataset(task: str, size: int, seed: int, options_json: str) -> Any:
 
 VERIFIERS: Final = "verifiers"
 """Field of a prompt that holds its environment, the environment's arguments and the row; `reset` reads it."""
+
+
+def without_judgement(row: Row) -> Row:
+    """A row without what these libraries judge by, which holds the answer; other rows as they are."""
+    if REASONING_GYM not in row and VERIFIERS not in row:
+        return row
+    return {name: value for name, value in row.items() if name not in (REASONING_GYM, VERIFIERS, "answer")}
 
 
 def draw_rows(name: str, *, split: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:

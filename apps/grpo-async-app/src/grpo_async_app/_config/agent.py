@@ -30,7 +30,11 @@ class AgentConfig:
     prompt_in: str = setting(
         "stdin", "Where the program finds the row of the data, as JSON.", choices=("stdin", "file")
     )
-    shows_answer: bool = setting(False, "Leave data.answer_column in the row.")
+    shows_answer: bool = setting(
+        False,
+        "Leave the reference answer in the row: the answer_column of its source, and what reasoning-gym and verifiers "
+        "judge by.",
+    )
     answer: str = setting(
         "last_turn",
         "What the `reward` section scores where the agent posts no reward: what the model said last, or what the "

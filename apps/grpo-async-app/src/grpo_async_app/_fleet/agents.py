@@ -111,7 +111,7 @@ class Agents:
             AgentFailedError: it has not.
             PeerFailedError: the engine is gone.
         """
-        row = _row(prompt, self._config)
+        row = prompt.fields if self._config.agent.shows_answer else prompt.fields_to_answer
         async with self._places:
             plan = SessionPlan(
                 params=_params(request.params, index),
@@ -187,16 +187,3 @@ def _checked(recorded: RecordedSession, ended: AgentExit | None, config: GrpoCon
 def _params(params: SamplingParams, index: int) -> SamplingParams:
     """Those of one sample of a group."""
     return params if params.seed is None else replace(params, seed=params.seed + index)
-
-
-def _row(prompt: Prompt, config: GrpoConfig) -> dict[str, Any]:
-    """What the agent is told: the row of the data, without the answer."""
-    return prompt.fields if config.agent.shows_answer else _without(prompt.fields, config.data.answer_column)
-
-
-def _without(row: Mapping[str, Any], column: str) -> dict[str, Any]:
-    """A row without one column, or without a part of one, such as "reward_model.ground_truth"."""
-    outer, _, inner = column.partition(".")
-    if column in row or not isinstance(row.get(outer), Mapping):
-        return {name: value for name, value in row.items() if name != column}
-    return {name: _without(value, inner) if name == outer else value for name, value in row.items()}
