@@ -432,20 +432,25 @@ def test_a_run_that_goes_on_from_any_checkpoint_trains_each_group_once(which):
     assert second.engine_version == policy.version
 
 
-def test_what_cannot_be_trained_after_all_is_replaced_by_others():
+@pytest.mark.parametrize("is_sampled_anew", [False, True])
+def test_what_cannot_be_trained_after_all_is_replaced_by_others_or_sampled_anew(is_sampled_anew):
     config = AsyncConfig(**QUICK, staleness_threshold=1.0, partial_rollout=True)
     first = Backend(checkpoint_every=2)
     run(AsyncPolicy(config, 80), first)
     state, samples, trained = next(saved for saved in first.saved if saved[0]["finished"])
     policy = AsyncPolicy.restore(config, state, 80)
     flawed = int(state["finished"][0][0])
-    policy.discard([flawed])
+    give_up = policy.reissue if is_sampled_anew else policy.discard
+    give_up([flawed])
     with pytest.raises(ValueError, match="not finished"):
-        policy.discard([flawed])
+        give_up([flawed])
+    assert policy.state()["waiting"] == sorted([*state["waiting"], *([flawed] if is_sampled_anew else [])])
     second = Backend(seed=1)
-    second.samples, second.trained = dict(samples), Counter(trained)
+    second.samples, second.trained = {**samples, flawed: None}, Counter(trained)
     run(policy, second)
-    assert sorted(second.trained) == [group for group in range(80) if group % 7 != 3 and group != flawed]
+    replaced = set() if is_sampled_anew else {flawed}
+    assert sorted(second.trained) == [group for group in range(80) if group % 7 != 3 and group not in replaced]
+    assert set(second.trained.values()) == {1}
 
 
 def test_an_engine_that_comes_back_with_old_weights_is_synced_on_request():

@@ -253,10 +253,23 @@ class AsyncPolicy:
             ValueError: a group is not finished.
         """
         for group_id in group_ids:
-            if group_id not in self._finished:
-                raise ValueError(f"group {group_id} is not finished")
-            del self._finished[group_id]
+            self._remove_finished(group_id)
             self.statistics.filtered += 1
+
+    def reissue(self, group_ids: Iterable[int]) -> None:
+        """Finished groups that must be sampled anew are issued again, before all new groups.
+
+        Raises:
+            ValueError: a group is not finished.
+        """
+        for group_id in group_ids:
+            self._remove_finished(group_id)
+            insort(self._waiting, group_id)
+
+    def _remove_finished(self, group_id: int) -> None:
+        if group_id not in self._finished:
+            raise ValueError(f"group {group_id} is not finished")
+        del self._finished[group_id]
 
     # ── where it stands ───────────────────────────────────────────────────────────────────────────────────────────
 

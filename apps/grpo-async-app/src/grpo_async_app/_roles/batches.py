@@ -206,7 +206,9 @@ def _advantages(
 ) -> tuple[Floats, Metrics]:
     greedy_S = None
     if config.needs_greedy_reward:
-        greedy_S = torch.tensor([group.greedy_reward for group in groups], dtype=torch.float64)[layout.group_S]
+        greedy = [group.greedy_reward for group in groups]
+        assert None not in greedy, "groups without a greedy reward are sampled anew on resume"
+        greedy_S = torch.tensor(greedy, dtype=torch.float64)[layout.group_S]
     parts = [each for group in groups for each in group.parts]
     advantages_N, metrics = compute_advantages(
         config,

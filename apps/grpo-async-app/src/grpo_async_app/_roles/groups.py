@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from offbeat_data import Picture
+from offbeat_objectives import AlgorithmConfig
 from offbeat_types import Completion, Floats, Ids, Reply, Trajectory, VersionSegment
 
 
@@ -27,7 +28,7 @@ class SampledGroup:
         rewards: one per sample, shaping included.
         parts: the reward's parts per sample, for the log.
         sizes: how many trajectories each sample has, more than one where an agent has branched; empty: one each.
-        greedy_reward: reward of the prompt's greedy completion, where the advantage needs it.
+        greedy_reward: reward of the prompt's greedy completion; None where the advantage did not need it.
         teacher_logprobs: [N] float32 per trajectory, nats, of its sampled tokens; empty without a teacher.
         pictures: images of the prompt, as the files they came in: smaller than their pixels on the way to every rank.
     """
@@ -38,7 +39,7 @@ class SampledGroup:
     trajectories: list[Trajectory]
     rewards: list[float]
     parts: list[dict[str, float]]
-    greedy_reward: float = 0.0
+    greedy_reward: float | None = None
     teacher_logprobs: list[Floats] = field(default_factory=list)
     pictures: tuple[Picture, ...] = ()
     sizes: list[int] = field(default_factory=list)
@@ -66,7 +67,7 @@ class SampledGroup:
     @property
     def flaw(self) -> str:
         """Why it cannot be trained on; empty when it can."""
-        numbers = [*self.rewards, self.greedy_reward]
+        numbers = [*self.rewards, *([] if self.greedy_reward is None else [self.greedy_reward])]
         if not all(map(math.isfinite, numbers)):
             return f"a reward that is no finite number: {numbers}"
         logprobs = [*(turn.logprobs for each in self.trajectories for turn in each.turns), *self.teacher_logprobs]
@@ -74,6 +75,20 @@ class SampledGroup:
             return "a log-probability that is no finite number"
         if not all(each.num_tokens for each in self.trajectories):
             return "a trajectory without a token"
+        return ""
+
+    def lack(self, config: AlgorithmConfig, reward_names: Iterable[str]) -> str:
+        """Return what the objective reads and the group does not have; empty where it has all.
+
+        A group lacks something where it was sampled for another objective, before the run was resumed with this one.
+        """
+        if config.needs_greedy_reward and self.greedy_reward is None:
+            return f"no greedy reward, which algorithm.advantage = {config.advantage} subtracts"
+        if config.needs_teacher and len(self.teacher_logprobs) < len(self.trajectories):
+            return "no log-probabilities of the teacher"
+        named = {name for parts in self.parts for name in parts}
+        if config.advantage == "gdpo" and (missing := sorted(set(reward_names) - named)):
+            return f"no reward {missing[0]}, which algorithm.advantage = gdpo looks at by itself"
         return ""
 
 

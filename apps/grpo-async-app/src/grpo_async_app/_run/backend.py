@@ -182,7 +182,7 @@ class GrpoBackend:
             sizes=[len(sample.trajectories) for sample in samples],
             rewards=[self._worth(sample, draw) for sample in samples],
             parts=[sample.score.parts for sample in samples],
-            greedy_reward=self._worth(greedy, draw) if greedy else 0.0,
+            greedy_reward=self._worth(greedy, draw) if greedy else None,
         )
 
     def _worth(self, sample: Scored, draw: Draw) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,12 @@ def resume(preflight: Preflight, run: RunFolder) -> LoopSummary:
 
 @dataclass(frozen=True)
 class _Session:
-    """A run from one point on, with one trainer; `known` is what a checkpoint says of the prompts' success."""
+    """A run from one point on, with one trainer.
+
+    Args:
+        known: what a checkpoint says of the prompts' success.
+        notices: what it does not take over from the checkpoint.
+    """
 
     preflight: Preflight
     run: RunFolder
@@ -46,6 +52,7 @@ class _Session:
     groups: dict[int, SampledGroup]
     checkpoint: Checkpoint | None
     known: dict[str, Any]
+    notices: tuple[str, ...] = ()
 
     @classmethod
     def from_start(cls, preflight: Preflight, run: RunFolder) -> "_Session":
@@ -59,14 +66,22 @@ class _Session:
         checkpoint = run.checkpoints.latest()
         if checkpoint is None:
             return cls.from_start(preflight, run)
-        config, state = preflight.config.async_, read_loop_state(checkpoint.path)
+        config, state = preflight.config, read_loop_state(checkpoint.path)
         check_same_prompts(state, preflight.prompts.train, run.path)
-        policy = AsyncPolicy.restore(config, state["policy"], preflight.num_groups, preflight.max_updates)
+        policy = AsyncPolicy.restore(config.async_, state["policy"], preflight.num_groups, preflight.max_updates)
         groups = load_groups(checkpoint.path / LOOP_FOLDER)
         flawed = {group_id for group_id, group in groups.items() if group.flaw}
         policy.discard(flawed)  # of a run that was begun before rewards were looked at
-        sound = {group_id: group for group_id, group in groups.items() if group_id not in flawed}
-        return cls(preflight, run, policy, sound, checkpoint, state.get("curriculum", {}))
+        names = config.reward.all_weights if config.reward.is_set else {}
+        lacks = {group_id: group.lack(config.algorithm, names) for group_id, group in groups.items()}
+        anew = {group_id: lack for group_id, lack in lacks.items() if lack and group_id not in flawed}
+        policy.reissue(anew)
+        sound = {group_id: group for group_id, group in groups.items() if group_id not in {*flawed, *anew}}
+        notices = tuple(
+            f"{count} finished groups of the checkpoint are sampled anew: they have {lack}"
+            for lack, count in Counter(anew.values()).items()
+        )
+        return cls(preflight, run, policy, sound, checkpoint, state.get("curriculum", {}), notices)
 
     @property
     def folder(self) -> Path | None:
@@ -135,6 +150,8 @@ async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
 async def _start(session: _Session, fleet: Fleet, logger: RunLogger, death: PeerFailedError | None) -> None:
     """Start all roles, or the trainer alone after its death."""
     num_updates = session.preflight.num_updates
+    for notice in session.notices:
+        logger.message(notice)
     if death is not None:
         await fleet.restart_trainer(f"{death.peer} failed: {death.reason}", num_updates, session.folder)
         logger.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
