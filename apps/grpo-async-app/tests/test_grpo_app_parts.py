@@ -1,7 +1,7 @@
 """The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,16 +14,15 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._fleet.busy import BusyClock, BusyShares
 from grpo_async_app._fleet.engines import Engines
-from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
 from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.run_logger import RunLogger, _group_metrics
-from grpo_async_app._run.sampling import Rollouts, Scored, _later_turn
+from grpo_async_app._run.sampling import Rollouts, Scored
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import Statistics
-from offbeat_data import Prompt, RewardScore, TurnTemplate, Written
+from offbeat_data import Prompt, RewardScore
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
 from offbeat_rollout_torch import TorchRolloutEngine
@@ -284,103 +283,6 @@ def test_corrections_reach_the_loss() -> None:
     ratio = np.exp((-1.0 - sequence.extras["rollout_logprobs"][sequence.loss_mask]).sum())
     assert sequence.extras["correction_weights"][sequence.loss_mask] == pytest.approx(min(ratio, 2.0), rel=1e-5)
     assert "correction/share_sequences_rejected" in metrics
-
-
-def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:
-    """Whoever trained it would teach that an answer may break off anywhere."""
-    ended, aborted = (
-        Completion(
-            ids=np.arange(num, dtype=np.int32),
-            logprobs=np.zeros(num, np.float32),
-            segments=(VersionSegment(version=3, num_tokens=num),) if num else (),
-            stop_reason=reason,
-            text=reason,
-        )
-        for num, reason in ((4, "length"), (0, "aborted"))
-    )
-    scored: list[str] = []
-
-    class Asked:
-        async def score(self, _: Prompt, written: list[Written], _judge: str) -> list[RewardScore]:
-            scored.extend(each.text for each in written)
-            return [RewardScore(value=1.0, parts={}) for _ in written]
-
-        @property
-        def engines(self) -> "Asked":
-            return self
-
-        async def generate(self, *_: object) -> list[Completion]:
-            return [ended, aborted]
-
-    rollouts = Rollouts(load_config(config, GrpoConfig), cast("Fleet", Asked()), {})
-    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
-    request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
-    samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
-    assert [sample.trajectories[0].stop_reason for sample in samples] == scored == ["length"]
-    assert [sample.answer for sample in samples] == scored
-    assert rollouts.left_out == {"rollout/aborted": 1}
-
-
-def test_each_turn_of_an_episode_may_be_as_long_as_the_set_that_asks_says(config: Path) -> None:
-    asked: list[int] = []
-
-    class TwoTurns:
-        """As much of `Fleet`, of its engines and of an environment as an episode asks; it answers the first turn."""
-
-        @property
-        def engines(self) -> "TwoTurns":
-            return self
-
-        @property
-        def environments(self) -> "dict[str, TwoTurns]":
-            return {"": self}
-
-        async def generate(self, _name: str, request: GenerateRequest, _: float) -> list[Completion]:
-            asked.append(request.params.max_tokens)
-            return [Completion.join([5], [-1.0], [(0, 1)], "eos", "x")]
-
-        def episode(self, _: Prompt) -> AbstractAsyncContextManager["TwoTurns"]:
-            return nullcontext(self)
-
-        async def step(self, _: str) -> list[dict[str, str]] | None:
-            return [{"role": "user", "content": "and now?"}] if len(asked) == 1 else None
-
-        async def finish(self) -> RewardScore:
-            return RewardScore(value=1.0, parts={})
-
-        def reply(self, *_: object) -> Reply:
-            return Reply(ids=np.array([6], np.int32), text="and now?")
-
-    of_the_run = ["--rollout.max_tokens=8", "--environment.name=own:TwoTurns", "--environment.max_tokens=40"]
-    settings, fake = load_config(config, GrpoConfig, of_the_run), TwoTurns()
-    rollouts = Rollouts(settings, cast("Fleet", fake), {"": cast("TurnTemplate", fake)})
-    prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
-    for of_the_set, turns in ((32, [32, 32]), (4, [4, 4]), (80, [40, 38])):
-        request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, params=SamplingParams(max_tokens=of_the_set))
-        [sample] = asyncio.run(rollouts.sample("rollout-0", prompt, request))
-        assert (asked, sample.num_turns) == (turns, 2)
-        asked.clear()
-
-
-def test_each_turn_of_each_sample_has_a_name_and_a_seed_of_its_own_and_sees_all_images_so_far() -> None:
-    first, later = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
-    request = GenerateRequest(
-        request_id="group-3",
-        prompt_ids=np.array([1, 2], np.int32),
-        num_samples=2,
-        params=SamplingParams(max_tokens=50, seed=10),
-        images=(first,),
-    )
-    context = np.array([1, 2, 7, 60], np.int32)
-    turns = [_later_turn(request, context, (later,), index, turn, 9) for index in (0, 1) for turn in (1, 2)]
-    assert len({each.request_id for each in turns} | {request.request_id}) == 5
-    assert len({each.params.seed for each in turns} | {10, 11}) == 6, "the first turns draw with 10 and 11"
-    for each in turns:
-        assert (each.num_samples, each.params.max_tokens) == (1, 9)
-        assert [image is shown for image, shown in zip(each.images, (first, later), strict=True)] == [True, True]
-        np.testing.assert_array_equal(each.prompt_ids, context)
-    unseeded = replace(request, params=SamplingParams(max_tokens=50))
-    assert _later_turn(unseeded, context, (), 1, 1, 9).params.seed is None
 
 
 def test_shares_of_samples_count_a_sample_once_however_often_it_has_branched() -> None:
