@@ -30,8 +30,11 @@ from bench.harness import Row
 from grpo_async_app._commands.quickstart import MODEL_VARIABLE, find_lesson
 from offbeat_run import MetricsLine, read_metrics
 
-UPDATES: Final = {"addition": 100, "calculator": 12}
-"""Where training on policy has learned nearly everything, and the learning rate has gone down on the way."""
+UPDATES: Final = {"addition": 100, "calculator": 24}
+"""Where training on policy has learned nearly everything, and the learning rate has gone down on the way.
+
+At least three times the largest lag: in fewer updates a lagged run shows little but that it begins later.
+"""
 CORRECTIONS: Final = {"auto": "default", "token_tis": "token weights", "none": "none"}
 """Those that can be compared, and how the page calls them. All but the default in the decoupled form."""
 RUN_TIMEOUT_S: Final = 3600
@@ -187,14 +190,16 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / "lags.jsonl"
-    rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lengths = {lesson: args.updates or num_updates for lesson, num_updates in UPDATES.items()}
+    kept: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [row for row in kept if row["updates"] == lengths[row["lesson"]]]  # equal samples, or no comparison
     wanted = list(missing_runs(rows, args.lessons, args.lags, args.seeds, args.corrections))
     missing = [] if args.only_page else wanted
     with ThreadPoolExecutor(args.at_once) as pool:
         lessons = {(key[0], key[3]): None for key in missing}
         for _ in pool.map(lambda each: warm_model(each[0], each[1], args.folder), lessons):
             pass  # an error is raised here
-        made = [pool.submit(run_lesson, *key, args.folder, args.updates or UPDATES[key[0]]) for key in missing]
+        made = [pool.submit(run_lesson, *key, args.folder, lengths[key[0]]) for key in missing]
         for each in as_completed(made):
             row = each.result()
             rows.append(row)
