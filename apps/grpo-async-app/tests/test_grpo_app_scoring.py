@@ -145,7 +145,7 @@ async def test_a_function_has_the_main_thread_and_may_use_signals_and_event_loop
 def test_a_scorer_is_sent_no_picture() -> None:
     prompt = replace(PROMPT, pictures=(Picture(data=b"", height=8, width=8),))
     assert sorted(json.loads(prompt_to_json(prompt))) == [
-        *("answer", "column", "escaped", "fields", "ids", "index", "text"),
+        *("answer", "answer_column", "column", "escaped", "fields", "ids", "index", "text"),
     ]
 
 
