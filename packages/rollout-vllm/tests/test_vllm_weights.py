@@ -172,11 +172,12 @@ class LateWorker:
             self.held[name] = self._arena.tensor(offset, dtype, tuple(shape)).clone()
 
     def _locate(self, names, adapter):
-        return [[list(self.held[name].shape), 0, [[0, len(self.held[name])]]] for name in names]
+        found = [self.held[name] for name in names]
+        return [[list(held.shape), 0, [[0, len(held)]], str(held.dtype).removeprefix("torch.")] for held in found]
 
     def _read(self, tensors, adapter):
-        for name, offset in tensors[0]:
-            self._arena.tensor(offset, "float32", tuple(self.held[name].shape)).copy_(self.held[name])
+        for name, offset, dtype in tensors[0]:
+            self._arena.tensor(offset, dtype, tuple(self.held[name].shape)).copy_(self.held[name])
 
 
 class LateAnswer(Future):
