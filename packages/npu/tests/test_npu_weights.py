@@ -41,14 +41,15 @@ class WorkerInProcess:
             self.held[name] = self._arena.tensor(offset, dtype, tuple(shape)).clone()
 
     def locate(self, names, adapter):
-        return [[list(self.held[name].shape), 0, [[0, len(self.held[name])]]] for name in names]
+        found = [self.held[name] for name in names]
+        return [[list(held.shape), 0, [[0, len(held)]], str(held.dtype).removeprefix("torch.")] for held in found]
 
     def read(self, tensors, adapter):
-        for name, offset in tensors[0]:
+        for name, offset, dtype in tensors[0]:
             held = self.held[name]
             if self._flushes:
                 held = torch.where(held.abs() < torch.finfo(held.dtype).tiny, 0.0, held)
-            self._arena.tensor(offset, "float32", tuple(held.shape)).copy_(held)
+            self._arena.tensor(offset, dtype, tuple(held.shape)).copy_(held)
 
 
 def updated(folder, change=lambda held: None, *, on_cpu):
