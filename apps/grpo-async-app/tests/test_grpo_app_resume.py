@@ -1,4 +1,4 @@
-"""What a resumed run takes over of its checkpoint, and what it samples anew."""
+"""A resumed run takes over its checkpoint, and samples anew what cannot be trained."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ from offbeat_types import Completion, GenerateRequest, Reply, SamplingParams, Ve
 
 
 def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:
-    """Whoever trained it would teach that an answer may break off anywhere."""
+    """Training on it would teach that an answer may break off anywhere."""
     ended, aborted = (
         Completion(
             ids=np.arange(num, dtype=np.int32),

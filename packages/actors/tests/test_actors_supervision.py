@@ -1,4 +1,4 @@
-"""Who is ended, who is started again and how often, and who is asked next: with handles that do as they are told."""
+"""Supervision ends, restarts and picks actors as its rules say: with handles that do as they are told."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -94,7 +94,7 @@ class _Cast:
 
 
 _ROUTER: Final = re.compile(r"(Router|Gate|Gating)$")
-"""What the names of transformers' classes of routers end in."""
+"""Endings of the names of transformers' router classes."""
 
 
 def route_as_the_family(whole: Any) -> None:
@@ -140,7 +140,7 @@ class _Routing:
 
     @torch.no_grad()
     def _multiplies_in_float32(self, kind: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-        """Whether it does so although activations and weights come in another format; found out at the first call."""
+        """Return whether it does so even for activations and weights of another format; found out at the first call."""
         router_class = type(self._router)
         if router_class not in self._in_float32:
             with self._as_the_family(kind) as dtype, _Products() as products:

@@ -140,7 +140,7 @@ def estimate_memory(
 
 
 def _estimate_reward_model(options: RewardModelOptions) -> MemoryEstimate:
-    """Of one replica, when each text of a batch is as long as it may be."""
+    """Return the memory of one replica when each text of a batch is as long as it may be."""
     tokens = options.max_batch * options.max_tokens
     memory = ClassifierMemory(weight_bytes=NUMBER_BYTES[options.dtype], tokens=tokens)
     return memory.estimate(read_shape(options.path, has_head=False))
