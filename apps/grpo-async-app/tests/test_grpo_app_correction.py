@@ -134,6 +134,8 @@ def test_a_run_clips_around_its_sampler_by_default_and_a_resume_under_other_sett
     for said, form in ((output, "bypass"), (resumed, "decoupled")):
         assert f"algorithm.correction_form = {form}" in " ".join(said.split())
     assert f"algorithm.correction = token_tis ({STALE})" in (run / "plan.txt").read_text()
+    assert 'correction = "auto"' in (run / "config.toml").read_text()
+    assert 'correction = "token_tis"' in (run / "settled.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def fake_run(folder, mini_batch_size, *, sigma=0.0, num_updates=10, generate_s=N
     config += f"staleness_threshold = {sigma}\n[engine]\nnum_ranks = 1\n"
     config += "[rollout]\nnum_engines = 1\nsamples_per_prompt = 4\nmax_tokens = 64\nmax_running = 0\n"
     write(folder, config, "config.toml")
-    write(folder, "asynchrony: on-policy\nchosen: rollout.max_running = 512 (samples on a GPU)\n", "plan.txt")
+    write(folder, config.replace("max_running = 0", "max_running = 512"), "settled.toml")
     events, now = [], 100.0
     for _ in range(num_updates):
         for name, seconds in (("sync", 0.2), ("generate", generate_s), ("train", update_s)):
@@ -206,7 +206,7 @@ def test_two_synchronous_runs_give_the_costs_back(tmp_path):
     assert (scenario.engines.step_s, scenario.engines.sample_s) == pytest.approx((0.01, 0.001), rel=1e-3)
     assert (scenario.trainer.step_s, scenario.trainer.group_s) == pytest.approx((1, 0.5), rel=1e-3)
     assert scenario.sync.sync_s == pytest.approx(0.2, rel=1e-3)
-    assert scenario.engines.max_running == 512, "what the run's configuration leaves open is in its plan"
+    assert scenario.engines.max_running == 512, "what config.toml leaves open is in settled.toml"
     simulated = ScenarioModel.of(replace(scenario, work=replace(scenario.work, num_syncs=10))).run()
     assert simulated.groups_per_s == pytest.approx(runs[-1].groups_per_s, rel=0.05)
     assert simulated.trainer_idle_share == pytest.approx(runs[-1].trainer_idle_share, abs=0.05)

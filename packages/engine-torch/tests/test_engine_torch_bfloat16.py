@@ -129,7 +129,7 @@ def test_experts_compute_in_bfloat16(tmp_path, make_groups, monkeypatch):
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "qwen3_moe"])
 def test_routers_choose_as_those_of_transformers_in_bfloat16(family, tmp_path, make_groups):
-    """Compare on equal activations: in float32 where the family computes so, else in bfloat16, with weights as they travel."""
+    """Compare on equal activations: in float32 where the family does, else in bfloat16; weights as they travel."""
     sizes = {"hidden_size": 32, "vocab_size": 300, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 8}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.2}
     sizes |= {"num_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "n_routed_experts": 8, "moe_k": 2}

@@ -33,10 +33,11 @@ def test_a_new_folder_has_a_name_for_everything(tmp_path):
     with RunFolder.create(tmp_path / "deep" / "run") as run:
         inside = {
             str(path.relative_to(run.path))
-            for path in (run.config, run.plan, run.metrics, run.timeline, run.report, run.log("rollout-0"))
+            for path in (run.config, run.settled, run.plan, run.metrics, run.timeline, run.report, run.log("rollout-0"))
         }
         assert inside == {
-            "config.toml", "plan.txt", "metrics.jsonl", "timeline.json", "report.html", "logs/rollout-0.log",
+            "config.toml", "settled.toml", "plan.txt", "metrics.jsonl", "timeline.json", "report.html",
+            "logs/rollout-0.log",
         }  # fmt: skip
         assert all(folder.is_dir() for folder in (run.tensorboard, run.generations, run.logs, run.checkpoints.path))
 
@@ -52,6 +53,8 @@ def test_a_reader_sees_if_a_process_writes_to_a_folder_and_keeps_no_writer_out(t
         assert began_s <= writer.since_s <= time.time()
         (run.path / ".lock").write_text("17\n")  # as version 0.1.0 writes it
         assert str(writer_of(run.path)) == "process 17"
+        (run.path / ".lock").write_text("one of us\n")  # damaged
+        assert str(writer_of(run.path)) == "process unknown"
         (run.path / ".lock").write_text("")  # another process has taken the lock, and is about to write
         assert str(writer_of(run.path)) == "process unknown"
     assert not writer_of(tmp_path / "run")

@@ -74,6 +74,10 @@ def test_the_card_tells_figures_data_and_configuration_of_this_checkpoint(run):
     assert "validated on aime: `reasoning-gym:basic_arithmetic`" in text
     assert 'path = ".../sums.jsonl"' in text
     assert "/home/somebody" not in card
+    run.write_text(run.settled, run.config.read_text() + '\n[algorithm]\ncorrection = "token_tis"\n')
+    card = model_card(run, run.checkpoints.find(4), "grpo-async-app")
+    assert 'correction = "token_tis"' in card, "what a run has chosen for itself"
+    assert "/home/somebody" not in card
 
 
 def test_a_base_model_of_the_hub_is_named_as_there(run):

@@ -49,14 +49,16 @@ class Writer:
 
     @classmethod
     def parse(cls, text: str) -> "Writer":
-        """Read the text of a lock file."""
-        match text.split():
-            case [pid, host, since_s]:
-                return cls(pid=int(pid), host=host, since_s=float(since_s))
-            case [pid]:
-                return cls(pid=int(pid), host="", since_s=0.0)
-            case _:
-                return cls(pid=0, host="", since_s=0.0)
+        """Read the text of a lock file; of one that holds anything else nobody is known."""
+        try:
+            match text.split():
+                case [pid, host, since_s]:
+                    return cls(pid=int(pid), host=host, since_s=float(since_s))
+                case [pid]:
+                    return cls(pid=int(pid), host="", since_s=0.0)
+        except ValueError:
+            pass
+        return cls(pid=0, host="", since_s=0.0)
 
     def __str__(self) -> str:
         return f"process {self.pid or 'unknown'}" + (f" on {self.host}" if self.host else "")
@@ -305,6 +307,7 @@ class RunFolder:
         self.path, self._lock = path, lock
         self._stays, self._was_there = True, True
         self.config = path / "config.toml"
+        self.settled = path / "settled.toml"
         self.plan = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
         self.alarms = path / "alarms.jsonl"
@@ -382,9 +385,16 @@ class RunFolder:
                     f"{folder}: must be a folder that can be written: {error.strerror}; move what is there away"
                 ) from error
 
-    def write_config(self, config: Any) -> None:
-        """Write the resolved configuration to config.toml."""
+    def write_config(self, config: Any, settled: Any = None) -> None:
+        """Write the configuration to config.toml, and to settled.toml the same with what was chosen for open settings.
+
+        Args:
+            config: that a resume goes on with.
+            settled: that the run works with; None where nothing was open.
+        """
         self.write_text(self.config, dump_config(config))
+        if settled is not None:
+            self.write_text(self.settled, dump_config(settled))
 
     def write_plan(self, rows: Sequence[tuple[str, str]]) -> None:
         """Write rows of (what, how much) to plan.txt."""

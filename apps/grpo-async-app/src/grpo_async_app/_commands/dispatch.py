@@ -52,7 +52,7 @@ def _train(words: CommandWords, file: str) -> int:
     preflight = check_run(config)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
-        run.write_config(preflight.written)
+        run.write_config(preflight.written, preflight.config)
         return _conclude(preflight, train(preflight, run), run, words)
 
 
@@ -61,7 +61,7 @@ def _rehearse(words: CommandWords, config: GrpoConfig, name: str) -> int:
     with RunFolder.create(new_run_folder(words, name), required_bytes=REHEARSAL_BYTES) as run:
         preflight = shrink_run(config, run.path / "model").prepare()
         _show_plan(preflight, run)
-        run.write_config(preflight.written)
+        run.write_config(preflight.written, preflight.config)
         return _conclude(preflight, train(preflight, run), run, words)
 
 
@@ -76,7 +76,7 @@ def _quickstart(words: CommandWords) -> int:
         warm_folder = run.path / "model-warm"
         warm_up(lesson, run.path / "model", warm_folder, preflight.prompts.train, seed)
         preflight = check_run(with_model(config, warm_folder))
-        run.write_config(preflight.written)
+        run.write_config(preflight.written, preflight.config)
         return _conclude(preflight, train(preflight, run), run, words)
 
 
@@ -90,7 +90,7 @@ def _resume(words: CommandWords, folder: str) -> int:
             check_critic_is_kept(checkpoint.path)
         preflight = check_run(config)
         _show_plan(preflight, run)  # what is left open may be chosen otherwise now
-        run.write_config(preflight.written)  # the next resume goes on with it
+        run.write_config(preflight.written, preflight.config)  # the next resume goes on with it
         return _conclude(preflight, resume(preflight, run), run, words)
 
 

@@ -1,5 +1,7 @@
 """What an evaluation works with: weights, sets and engines, checked without anything of training."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -63,7 +65,7 @@ def _asked_of(agent: AgentConfig) -> dict[str, Any] | None:
 def _asked(each: ValidationSet) -> dict[str, Any]:
     return {
         "prompts": mark_of(each.prompts),
-        "references": [prompt.answer for prompt in each.prompts],
+        "references": hashlib.sha256(json.dumps([prompt.answer for prompt in each.prompts]).encode()).hexdigest(),
         "params": asdict(each.params),
         "num_samples": each.num_samples,
         "success_reward": each.success_reward,

@@ -9,20 +9,16 @@ One run gives one equation of each kind: then all of the time is taken as sample
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Any
 
 from offbeat_async_policy._simulation.calibration import length_moments
 from offbeat_async_policy._simulation.scenario import read_tables
 from offbeat_async_policy._simulation.workload import Lengths, read_lengths
 from offbeat_types import ConfigError, DataError
-
-_CHOSEN: Final = re.compile(r"^chosen: rollout\.max_running = (\d+)", re.MULTILINE)
-"""A line of plan.txt, which says what was chosen for what config.toml leaves open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,7 @@ class RunMeasures:
 
     Args:
         folder: of the run.
-        recipe: the run's configuration; what it leaves open was chosen for the run.
+        recipe: the run's configuration, with what was chosen for open settings.
         generate_s: time in which engines were busy, for each sync.
         update_s: median time of one update.
         sync_s: median time of one weight sync.
@@ -71,7 +67,8 @@ def read_run(folder: Path) -> RunMeasures:
     Raises:
         DataError: a file is missing or holds something else.
     """
-    recipe = read_tables(folder / "config.toml")
+    settled = folder / "settled.toml"
+    recipe = read_tables(settled if settled.is_file() else folder / "config.toml")
     spans = _spans(folder / "timeline.json")
     updates, syncs = spans.get("train", []), spans.get("sync", [])
     if len(updates) < 3 or len(syncs) < 3:
@@ -107,7 +104,6 @@ def scenario_text(runs: Sequence[RunMeasures]) -> str:
     _check_runs(runs)
     last = runs[-1]
     rollout, settings = last.recipe["rollout"], last.recipe["async"]
-    max_running = rollout["max_running"] or _chosen_max_running(last.folder)
     decode_step_s, sample_s = _solve([_generation_terms(run) for run in runs], [run.generate_s for run in runs])
     num_ranks = last.recipe["engine"]["num_ranks"]
     update_terms = [
@@ -121,7 +117,7 @@ def scenario_text(runs: Sequence[RunMeasures]) -> str:
         f"[work]\ngroup_size = {rollout['samples_per_prompt']}\nfiltered_share = {last.filtered_share:.4f}\n\n"
         f"[lengths]\nlongest = {rollout['max_tokens']}\nfile = {json.dumps(str(last.folder.resolve()))}\n\n"
         f"[machines]\ntrainer = {num_ranks}\nrollout = {last.num_engines}\n\n"
-        f"[engines]\nmax_running = {max_running}\n"
+        f"[engines]\nmax_running = {rollout['max_running']}\n"
         f"step_s = {decode_step_s:.3e}\nsample_s = {sample_s:.3e}\n\n"
         f"[trainer]\nstep_s = {train_step_s:.3e}\ngroup_s = {group_s:.3e}\n\n"
         f"[sync]\nsync_s = {fmean(run.sync_s for run in runs):.3e}\n"
@@ -137,19 +133,6 @@ def _check_runs(runs: Sequence[RunMeasures]) -> None:
             )
     if len({run.groups_per_sync for run in runs}) < len(runs):
         raise ConfigError("two runs to measure need different async.mini_batch_size")
-
-
-def _chosen_max_running(folder: Path) -> int:
-    try:
-        found = _CHOSEN.search((folder / "plan.txt").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{folder / 'plan.txt'}: {error.strerror}") from error
-    if found is None:
-        raise DataError(
-            f"{folder}: config.toml leaves rollout.max_running to the machine, and plan.txt does not say what was "
-            "chosen: write the number into config.toml"
-        )
-    return int(found[1])
 
 
 def _generation_terms(run: RunMeasures) -> tuple[float, float]:

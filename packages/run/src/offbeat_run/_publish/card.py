@@ -36,7 +36,8 @@ def model_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> str:
     Returns:
         The text. Folders of this machine are told by their last name, and secrets of the environment by theirs.
     """
-    text = run.config.read_text()
+    shown = run.settled if run.settled.is_file() else run.config
+    text = shown.read_text()
     config = tomllib.loads(text)
     base = str(config.get("model", {}).get("path", ""))
     parts = [
@@ -51,7 +52,7 @@ def model_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> str:
         "## Use\n",
         _USE,
         "## Configuration\n",
-        f"<details><summary>config.toml</summary>\n\n{_fenced(_without_folders(text))}\n</details>\n",
+        f"<details><summary>{shown.name}</summary>\n\n{_fenced(_without_folders(text))}\n</details>\n",
     ]
     return hide_secrets("\n".join(parts))
 
