@@ -1,5 +1,6 @@
 """The rollout correction that a run has by default: chosen before it starts, with its reason, and what that costs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def test_the_alarm_allows_what_rounding_does_in_the_coarser_of_two_formats(
     chosen, said = choose_correction(load_config(config, GrpoConfig, words))
     assert chosen.algorithm.mismatch_alarm_nats == bound_nats
     assert any("mismatch_alarm_nats" in line for line in said) == (bound_nats != 0.3), "what is written is not chosen"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound_nats"),
+    [
+        ({"num_local_experts": 8}, 2.0),
+        ({"text_config": {"n_routed_experts": 64}}, 2.0),
+        ({"num_experts": 0, "num_experts_per_tok": 2}, 0.5),
+        ({"num_experts": None, "text_config": None}, 0.5),
+    ],
+)
+def test_the_alarm_allows_a_token_other_experts_in_a_rounded_format(
+    config: Path, tmp_path: Path, sizes: dict[str, Any], bound_nats: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some", **sizes}))
+    words = (f"--model.path={tmp_path}", "--rollout.dtype=bfloat16")
+    chosen, said = choose_correction(load_config(config, GrpoConfig, words))
+    assert chosen.algorithm.mismatch_alarm_nats == bound_nats
+    assert ("other experts" in said[-1]) == (bound_nats == 2.0)
+    in_float32, _ = choose_correction(load_config(config, GrpoConfig, (*words, "--rollout.dtype=float32")))
+    assert in_float32.algorithm.mismatch_alarm_nats == 0.05, "routers agree there"
 
 
 def test_plan_prints_the_choice_and_its_reason(command: CommandLine, config: Path) -> None:

@@ -1,12 +1,16 @@
 """The rollout correction, and the alarm about a mismatch, of a run that leaves them open: by how tokens are sampled."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_objectives import resolve_correction
+from offbeat_types import ModelError, read_model_json
 
-_ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "fp8": 2.0}
+_ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "half with experts": 2.0, "fp8": 2.0}
 """Twice or more what rounding alone was measured to do: docs/decisions.md."""
 
 
@@ -33,7 +37,21 @@ def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
         return _ALARMS_NATS["fp8"], "the engines sample with fp8 weights"
     if {rollout.dtype, engine.dtype} == {"float32"}:
         return _ALARMS_NATS["float32"], "trainer and engines compute in float32"
-    return _ALARMS_NATS["half"], f"engine.dtype = {engine.dtype}, rollout.dtype = {rollout.dtype}"
+    formats = f"engine.dtype = {engine.dtype}, rollout.dtype = {rollout.dtype}"
+    if _has_experts(config.model.path):
+        return _ALARMS_NATS["half with experts"], f"{formats}, and a token may go to other experts on the two sides"
+    return _ALARMS_NATS["half"], formats
+
+
+def _has_experts(folder: str) -> bool:
+    """Whether the model has experts; False where its config.json is not on this machine, as in `plan --cluster`."""
+    model: Mapping[str, Any] = {}
+    with suppress(ModelError):
+        model = read_model_json(Path(folder).expanduser() / "config.json")
+    text = model.get("text_config")
+    sizes = {**model, **(text if isinstance(text, Mapping) else {})}
+    # num_experts, num_local_experts, n_routed_experts, moe_num_experts: each family has a name of its own.
+    return any(name.endswith("experts") and isinstance(size, int) and size > 1 for name, size in sizes.items())
 
 
 def off_policy_reason(config: GrpoConfig) -> str:
