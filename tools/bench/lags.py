@@ -35,6 +35,11 @@ UPDATES: Final = {"addition": 100, "calculator": 24}
 
 At least three times the largest lag: in fewer updates a lagged run shows little but that it begins later.
 """
+STEPS: Final = {
+    "addition": ("--engine.learning_rate=2.5e-4", "--engine.min_learning_rate_ratio=0.1", "--engine.warmup_steps=5"),
+    "calculator": ("--engine.learning_rate=3e-4",),
+}
+"""Written out, so that a lesson may be tuned without another study of lag."""
 CORRECTIONS: Final = {"auto": "default", "token_tis": "token weights", "none": "none"}
 """Those that can be compared, and how the page calls them. All but the default in the decoupled form."""
 RUN_TIMEOUT_S: Final = 3600
@@ -71,7 +76,7 @@ def run_lesson(lesson: str, lag: int, correction: str, seed: int, folder: Path, 
     run = folder / f"{lesson}-{lag}-{correction}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
     seeds = [f"--{section}.seed={seed}" for section in ("data", "rollout", "engine")]
-    words = [*words_of(lag, correction, num_updates), *seeds, f"--out={run}"]
+    words = [*words_of(lag, correction, num_updates), *STEPS[lesson], *seeds, f"--out={run}"]
     run_command(["train", str(files("grpo_async_app") / find_lesson(lesson).config_file), *words], model)
     return {
         "lesson": lesson, "lag": lag, "correction": correction, "seed": seed, "updates": num_updates,
