@@ -1,13 +1,18 @@
 """Experts in one product, or one after the other: the same weights under the same names, whatever holds them."""
 
+import json
+import shutil
+
+import numpy as np
 import pytest
 import torch
 from megatron_layouts import Layout, copied, same
-from megatron_yardstick import train_steps
+from megatron_yardstick import make_sequences, train_steps
 from safetensors.torch import load_file
 from torch import nn
 
 from offbeat_engine_megatron._layers import GroupedExperts
+from offbeat_testing import reference_logprobs, reference_model
 
 FORMS = [Layout(model="qwen3-moe", options={"experts": form}) for form in ("grouped", "sequential")]
 
@@ -26,6 +31,18 @@ def test_each_form_goes_on_from_what_the_other_saved(create, models, tmp_path):
         reader.load(tmp_path / "saved")
         assert same(copied(reader), copied(writer))
         assert train_steps(reader, 2, 4) == pytest.approx(train_steps(writer, 2, 4), rel=1e-6)
+
+
+def test_weights_of_the_chosen_experts_are_those_of_transformers_where_they_do_not_add_up_to_1(
+    create, models, tmp_path
+):
+    folder = shutil.copytree(models["qwen3-moe"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
+    model, asked = reference_model(folder), make_sequences(0)
+    for sequence, found in zip(asked, create(folder=folder).logprobs(asked), strict=True):
+        wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
