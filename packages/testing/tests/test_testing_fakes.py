@@ -40,6 +40,9 @@ def test_keep_splits_versions():
         while (await engine.health()).num_tokens < 2:
             await asyncio.sleep(0.001)
         await engine.pause("keep")
+        sampled = (await engine.health()).num_tokens
+        await asyncio.sleep(0.05)  # long enough for the whole script
+        assert (await engine.health()).num_tokens == sampled
         stream = FakeWeightStream([("w", np.ones(3))], version=4)
         assert await engine.update_weights(stream, 4) == stream.expected()
         await engine.resume()
