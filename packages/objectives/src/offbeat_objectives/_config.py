@@ -135,8 +135,8 @@ class AlgorithmConfig:
     mismatch_alarm_nats: float | None = setting(
         None,
         "Say so once the 99th percentile of |log r| of tokens without lag is above this. If not given, by the formats "
-        "of trainer and engines: 0.05 where both are float32, 0.5 with bfloat16 or float16 (with experts "
-        "2), 2 with fp8 weights.",
+        "of trainer and engines: 0.05 where both are float32, 0.5 with bfloat16 or float16, 2 with "
+        "experts in these or with fp8 weights.",
         "nats",
         gt=0,
     )

@@ -192,7 +192,7 @@ def warm_up(lesson: Lesson, folder: Path, warm_folder: Path, prompts: Sequence[P
             next_problems = (prompts[order(place)[1]] for place in range(first, first + WARMUP_CHECKED))
             wanted = [lesson.wanted(problem, tokenizer) for problem in next_problems]
             chance = fmean(math.exp(logprobs.sum()) for logprobs in engine.logprobs(wanted))
-            if step % 45 == 0:
+            if step % (3 * WARMUP_FAR_STEPS) == 0:
                 print(f"warm-up step {step}: what is wanted has probability {chance:.3f}, until {lesson.enough}")
             if chance >= lesson.enough:
                 break

@@ -44,7 +44,7 @@ def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
 
 
 def _has_experts(folder: str) -> bool:
-    """Whether the model has experts; False where its config.json is not on this machine, as in `plan --cluster`."""
+    """Return whether the model has experts; False where its config.json is not here, as in `plan --cluster`."""
     model: Mapping[str, Any] = {}
     with suppress(ModelError):
         model = read_model_json(Path(folder).expanduser() / "config.json")
