@@ -14,6 +14,7 @@ from role_faults import signal_role
 from safetensors.torch import load_file
 from test_grpo_app_parts import FixedLogprobs, group
 
+from grpo_async_app._commands.quickstart import LESSONS
 from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
@@ -246,16 +247,20 @@ def test_a_run_whose_trainer_is_killed_goes_on_with_the_critic_of_its_checkpoint
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-def test_the_quickstart_is_learned_with_a_critic(forked_main: Main, tmp_path: Path) -> None:
+def test_the_quickstart_is_learned_with_a_critic(
+    forked_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # From the lesson's own beginning, 0.29 held out, a critic's advantages need far more than 80 updates.
+    monkeypatch.setitem(LESSONS, "addition", replace(LESSONS["addition"], enough=0.28))
     run = tmp_path / "run"
     words = ["--algorithm.advantage=gae", "--critic.learning_rate=2e-3", "--critic.warmup_updates=40"]
-    words += ["--algorithm.gae_lambda=1", "--algorithm.filter_groups=false", "--engine.max_updates=160"]
-    words += ["--engine.learning_rate=2.5e-4", "--eval.stop_at_accuracy=0"]
+    words += ["--algorithm.gae_lambda=1", "--algorithm.filter_groups=false", "--engine.max_updates=120"]
+    words += ["--engine.learning_rate=2.5e-4", "--engine.min_learning_rate_ratio=0.1", "--eval.every_updates=20"]
     with RunningCommand(forked_main, "quickstart", "--out", run, *words) as process:
         assert process.wait(1200) == 0, process.output
     accuracy = values_of(run, "eval/accuracy")
-    assert accuracy[0] == accuracy[25] <= 0.55, "the policy learns nothing while the critic does so alone"
-    assert accuracy[160] >= 0.8, accuracy
+    assert accuracy[0] == accuracy[20] <= 0.55, "the policy learns nothing while the critic does so alone"
+    assert accuracy[120] >= 0.8, accuracy
     explained = list(values_of(run, "critic/explained_variance").values())
     assert explained[0] < 0.02 < 0.05 < np.mean(explained[20:40]), explained[:40]
 
