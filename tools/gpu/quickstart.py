@@ -15,7 +15,7 @@ from gpu.piece import Figures, Place, main, require
 
 from offbeat_run import read_metrics
 
-UPDATES = 100
+UPDATES = 60
 RISE_AT_LEAST = 0.2
 LIMIT_S = 460
 IN_TURNS = (
@@ -29,7 +29,7 @@ def run(place: Place) -> Figures:
     kind = place.device.kind
     devices = ("--engine.device", kind, "--rollout.device", kind, "--rollout.dtype", "float32")
     colocate = ("--cluster.colocate", "true") * place.is_accelerator
-    sizes = ("--engine.max_updates", str(place.pick(6, UPDATES)), "--data.eval_size", str(place.pick(16, 256)))
+    sizes = ("--engine.max_updates", str(place.pick(12, UPDATES)), "--data.eval_size", str(place.pick(16, 256)))
     command = [sys.executable, "-m", "grpo_async_app", "quickstart", "--seed", "0", *devices, *colocate, *sizes]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

@@ -14,7 +14,6 @@ from role_faults import signal_role
 from safetensors.torch import load_file
 from test_grpo_app_parts import FixedLogprobs, group
 
-from grpo_async_app._commands.quickstart import LESSONS
 from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
@@ -247,11 +246,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_with_the_critic_of_its_checkpoint
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-def test_the_quickstart_is_learned_with_a_critic(
-    forked_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # From the lesson's own beginning, 0.29 held out, a critic's advantages need far more than 80 updates.
-    monkeypatch.setitem(LESSONS, "addition", replace(LESSONS["addition"], enough=0.28))
+def test_the_quickstart_is_learned_with_a_critic(forked_main: Main, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--algorithm.advantage=gae", "--critic.learning_rate=2e-3", "--critic.warmup_updates=40"]
     words += ["--algorithm.gae_lambda=1", "--algorithm.filter_groups=false", "--engine.max_updates=120"]
