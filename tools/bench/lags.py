@@ -65,6 +65,7 @@ def warm_model(lesson: str, seed: int, folder: Path) -> Path:
     run = folder / f"{lesson}-warm-{seed}"
     if not (run / "report.html").exists():
         shutil.rmtree(run, ignore_errors=True)
+        # Only the warm-up is wanted; a run has to be longer than the lesson's engine.warmup_steps.
         words = [f"--lesson={lesson}", f"--seed={seed}", f"--out={run}", "--engine.max_updates=12"]
         run_command(["quickstart", *words, "--eval.every_updates=0", "--eval.stop_at_accuracy=0"])
     return run / "model-warm"

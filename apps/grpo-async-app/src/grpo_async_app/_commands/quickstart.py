@@ -214,5 +214,10 @@ def warm_up(lesson: Lesson, folder: Path, warm_folder: Path, prompts: Sequence[P
         batch = [show(problem, tokenizer) for show, problem in zip(shown, problems, strict=True)]
         engine.forward_backward(batch, sft_loss)
         engine.step()
+    else:
+        print(
+            f"notice: the warm-up ended after {WARMUP_MAX_STEPS} steps at probability {chance:.3f}, less than the "
+            f"{lesson.enough} that the lesson begins with: the run may learn little; try another --seed than {seed}"
+        )
     engine.save_weights(warm_folder)
     engine.close()
