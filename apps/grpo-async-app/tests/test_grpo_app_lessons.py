@@ -1,12 +1,17 @@
 """The warm-up of the quickstart: what a lesson shows its model, and a warm-up that is not enough."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 
 from grpo_async_app._commands import quickstart
 from grpo_async_app._commands.quickstart import LESSONS, carries_forgotten, make_model, warm_up
 from offbeat_data import Prompt, Tokenizer, load_tokenizer
+from offbeat_types import TrainEngine, TrainSequence
 
 
 @pytest.fixture
@@ -37,6 +42,22 @@ def test_what_is_watched_is_shown_more_often_than_the_warm_up_asks_for(name: str
     lesson = LESSONS[name]
     shown = sum(lesson.transcripts.count(each) for each in lesson.watched) / len(lesson.transcripts)
     assert 0 < lesson.enough < shown, "or the warm-up might never end"
+
+
+class Sure:
+    """Says every transcript it is asked about with probability 0.5."""
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+        return [np.array([math.log(0.5), 0.0]) for _ in sequences]
+
+
+def test_a_sum_without_a_carry_is_one_way_to_answer(tokenizer: Tokenizer) -> None:
+    problems = [prompt(text, answer, tokenizer) for text, answer in (("12+34=", "46"), ("38+94=", "132"))]
+    seen = [
+        quickstart._chance(cast("TrainEngine", Sure()), LESSONS["addition"], each, tokenizer)
+        for each in (problems[:1], problems[1:], problems, problems[:1] * 2)
+    ]
+    assert seen == pytest.approx([0.5, 1.0, 0.75, 0.5])
 
 
 def test_a_warm_up_that_does_not_get_there_says_so(
