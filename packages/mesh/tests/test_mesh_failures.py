@@ -1,5 +1,6 @@
 """A rank that fails, dies, stops, leaves or does not come: the others raise, and the error names it."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from offbeat_mesh import Mesh, join_world
-from offbeat_mesh._control import ControlClient, ControlServer
+from offbeat_mesh._control import Bye, ControlClient, ControlServer, Hello, Record, pack
 from offbeat_types import DeadlineError, PeerFailedError
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
@@ -427,4 +428,38 @@ def test_the_control_server_outlives_a_lack_of_descriptors():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         stranger.close()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [Record(kind="failed", rank=0, reason="made up")],
+        [Bye(0)],
+        [Hello(1, "another token"), Record(kind="failed", rank=0, reason="made up")],
+    ],
+    ids=["a failure", "a good-bye", "a failure after a hello with a wrong token"],
+)
+def test_a_stranger_is_cut_off_and_ends_no_rank(frames):
+    server = ControlServer("127.0.0.1", "token")
+    client = ControlClient(0, server.address, "token", LONG_S)
+    try:
+        with socket.create_connection(server.address, timeout=PROMPT_S) as stranger:
+            stranger.sendall(b"".join(map(pack, frames)))
+            with contextlib.suppress(ConnectionResetError):  # closed before it had read everything
+                assert stranger.recv(1) == b""
+        client.ask("", [0])  # answered after whatever the server has relayed
+        assert client.records == []
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_client_with_a_wrong_token_does_not_take_the_place_of_a_rank():
+    server = ControlServer("127.0.0.1", "token")
+    try:
+        with pytest.raises(DeadlineError, match="the control server closed the connection"):
+            ControlClient(1, server.address, "another token", PROMPT_S)
+        ControlClient(1, server.address, "token", PROMPT_S).close()
+    finally:
         server.close()

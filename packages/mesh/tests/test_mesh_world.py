@@ -10,13 +10,14 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from offbeat_mesh import Mesh, _world, current_world, join_world, open_store
+from offbeat_mesh import Mesh, _world, current_world, join_world, open_device, open_store
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -241,6 +242,19 @@ def test_torchrun_says_who_is_who(tmp_path):
     assert done.returncode == 0, done.stderr
     said = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     assert said == {"rank 0 of 2": "3", "rank 1 of 2": "3"}
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("abacus", "abacus:1"), ("auto", "abacus:1"), ("cpu", "cpu"), ("abacus:0", "abacus:0")],
+)
+def test_a_kind_alone_takes_the_device_of_its_local_rank(monkeypatch, device, expected):
+    """torchrun starts all ranks of a host alike; without a number all of them would compute on the first device."""
+    monkeypatch.setattr("offbeat_mesh._world.available_devices", lambda: {"abacus": 2, "cpu": 1})
+    monkeypatch.setattr("offbeat_mesh._world.open_device", opened := Mock(return_value=open_device("cpu")))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    join_world(device=device).leave()
+    opened.assert_called_once_with(expected)
 
 
 def test_importing_the_package_does_not_import_torch():
