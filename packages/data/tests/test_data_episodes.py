@@ -1,6 +1,7 @@
 """Turns and episodes: tokens are kept as sampled, limits hold, and between turns stands what the template writes."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from offbeat_data import (
     EpisodeLimits,
     TurnTemplate,
     build_character_tokenizer,
+    load_tokenizer,
     play_episode,
 )
 from offbeat_types import Completion, DataError, Ids, ModelError, VersionSegment
@@ -21,6 +23,14 @@ USER = {"role": "user", "content": "And the product?"}
 
 def turn_template(tokenizer, **settings):
     return TurnTemplate(tokenizer, DataConfig(path="", **settings))
+
+
+def spelling_tokenizer(folder, template, alphabet):
+    """One token per character, with this chat template or without any."""
+    build_character_tokenizer(folder, alphabet)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return load_tokenizer(folder)
 
 
 def encode(tokenizer, text):
@@ -114,6 +124,24 @@ def test_without_a_template_words_follow_words(make_tokenizer):
     tokenizer = make_tokenizer(None)
     reply_ids = turn_template(tokenizer).reply_ids(encode(tokenizer, "ask"), [TOOL])
     assert tokenizer.decode(reply_ids) == TOOL["content"]
+
+
+@pytest.mark.parametrize(("said", "told"), [("add 2 2\n", "\n4\n"), ("6*7=4", "42"), ("4", "4")])
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"])
+def test_words_that_begin_with_the_last_token_said_are_read_whole(said, told, template, tmp_path):
+    """A stop text has ended the turn, and nothing but the environment's words follows it."""
+    tokenizer = spelling_tokenizer(tmp_path, template, said + told)
+    reply_ids = turn_template(tokenizer).reply_ids(encode(tokenizer, said), [{"role": "tool", "content": told}])
+    assert tokenizer.decode(reply_ids) == told
+
+
+def test_a_separator_of_the_template_that_was_said_already_is_not_repeated(tmp_path):
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer = spelling_tokenizer(tmp_path, template, "42\n")
+    [four, two, line] = encode(tokenizer, "42\n")
+    answer = [{"role": "tool", "content": "42"}]
+    assert turn_template(tokenizer).reply_ids(np.array([two, line], np.int32), answer).tolist() == [four, two, line]
+    assert turn_template(tokenizer).reply_ids(np.array([two], np.int32), answer).tolist() == [line, four, two, line]
 
 
 def test_a_reply_is_kept_with_its_words(tmp_path):

@@ -40,13 +40,15 @@ class TurnTemplate:
         self._tokenizer, self._options = tokenizer, escape_tools(tokenizer, config.template_options)
         self._template = tokenizer.require_template() if uses_template(config, tokenizer) else None
         self._checked: set[tuple[str, ...]] = set()
+        self._separators: dict[tuple[str, ...], str] = {}
         self._images = RowImages(tokenizer)
 
     def reply_ids(self, said_ids: Ids, messages: Sequence[Message]) -> Ids:
         """Tokens to put after the model's.
 
         Args:
-            said_ids: [T] int32, tokens of the turn as sampled; the end token is not repeated when they hold it.
+            said_ids: [T] int32, tokens of the turn as sampled; an end token, or the separator that the template
+                writes after a turn, is not repeated when they end with it.
             messages: what the environment says, with `role` and `content`. Control tokens in the content are
                 encoded as words, and so in all other keys: a tool that returns "<|im_end|>" must not end a turn, nor
                 must one that a model has called by such a name. A content may be a list of
@@ -84,8 +86,19 @@ class TurnTemplate:
         text = self._images.expand(RenderedChat(text=text, spans=()), pictures).text
         [ids] = self._tokenizer.encode([text], add_special_tokens=False)
         self._images.check(ids, pictures)
-        has_ended = len(ids) and len(said_ids) and ids[0] == said_ids[-1]
-        return ids[1:] if has_ended else ids
+        if not (len(ids) and len(said_ids) and ids[0] == said_ids[-1]):
+            return ids
+        is_end = ids[0] in self._tokenizer.end_ids or self._separator([str(message.get("role")) for message in plain])
+        return ids[1:] if is_end else ids  # else it is the first of the environment's words
+
+    def _separator(self, roles: Sequence[str]) -> str:
+        """The text that the template writes between a turn and the words of messages that follow it."""
+        if self._template is None:
+            return ""
+        if (key := tuple(roles)) not in self._separators:
+            text = self._render(self._template, STAND_IN, [{"role": role, "content": STAND_IN} for role in roles])
+            self._separators[key] = text.split(STAND_IN)[1]
+        return self._separators[key]
 
     def _as_words(self, message: Message) -> Message:
         """A message whose control tokens are words, those in its name and other keys too."""
