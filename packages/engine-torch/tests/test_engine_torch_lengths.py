@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_engine_torch._lengths import find_thresholds
 from offbeat_testing import reference_logprobs, reference_model
 from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
 
@@ -52,6 +53,21 @@ LIMITED = {
     "phimoe window": (
         transformers.PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=ORIGINAL),
         "beyond sliding_window = 32",
+    ),
+    "phimoe window before longrope": (
+        transformers.PhimoeConfig(
+            **SMALL,
+            num_local_experts=4,
+            sliding_window=ORIGINAL,
+            **rope("longrope", **FACTORS | {"original_max_position_embeddings": 2 * ORIGINAL}, **MSCALES),
+        ),
+        "beyond sliding_window = 32",
+    ),
+    "phimoe longrope before window": (
+        transformers.PhimoeConfig(
+            **SMALL, num_local_experts=4, sliding_window=2 * ORIGINAL, **rope("longrope", **FACTORS, **MSCALES)
+        ),
+        "rope_type 'longrope'",
     ),
 }
 """Settings that limit what can be trained, and what is said of a longer sequence."""
@@ -139,6 +155,14 @@ def test_the_check_leaves_the_configuration_as_it_was(tmp_path):
     create(folder).save_weights(tmp_path / "saved")
     before, after = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "saved"))
     assert before["sliding_window"] == after["sliding_window"] == ORIGINAL
+
+
+@pytest.mark.parametrize("windows", [(64, 32), (32, 64)], ids=str)
+def test_where_layers_differ_in_a_threshold_the_lowest_counts(windows):
+    decoder = torch.nn.Sequential(*(torch.nn.Identity() for _ in windows))
+    for layer, window in zip(decoder, windows, strict=True):
+        layer.sliding_window = window
+    assert find_thresholds(decoder, transformers.LlamaConfig(**SMALL)) == {"sliding_window": 32}
 
 
 @pytest.mark.mesh(dp=2, compare=False)

@@ -16,6 +16,7 @@ from offbeat_types import (
     LoraAdapter,
     RolloutCapabilities,
     SamplingParams,
+    ScoreRequest,
     ShapeError,
     TrainSequence,
     VersionSegment,
@@ -111,6 +112,18 @@ def test_the_edges_are_served():
     params = SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0)
     ids = np.array([0, 49] * 9 + [0], np.int32)
     GenerateRequest(request_id="r", prompt_ids=ids, params=params).check(VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+def test_what_is_scored_may_fill_the_model_and_not_be_longer():
+    """A prompt leaves room for a token that is sampled; of what is scored, no token is still to come."""
+
+    def scored(*lengths):
+        continuations = tuple(np.zeros(length, np.int32) for length in lengths)
+        return ScoreRequest(request_id="r", prompt_ids=np.array([1] * 5, np.int32), continuations=continuations)
+
+    scored(3, MAX_MODEL_LEN - 5).check(VOCAB_SIZE, MAX_MODEL_LEN)
+    with pytest.raises(DataError, match="prompt and continuation have 21 tokens and max_model_len is 20; raise it"):
+        scored(3, MAX_MODEL_LEN - 4).check(VOCAB_SIZE, MAX_MODEL_LEN)
 
 
 def completion(num_ids, num_logprobs, segments):
