@@ -1,5 +1,6 @@
 """`import verl` keeps what a script leaves to the environment, and says what it sets there."""
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +118,93 @@ def test_quantized_rollouts_and_generations_of_a_validation_are_taken_over(impor
     assert "vllm takes its place" in imported.told
     assert "attention_backend" in imported.told
     assert "SGLang's own" in imported.told
+
+
+def written(lines: str, options: str, tmp_path: Path) -> dict[str, str]:
+    """Paths of the file that a script becomes, as its text has them.
+
+    Args:
+        lines: of the script, before the command.
+        options: of the command, beside the least.
+    """
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+    (tmp_path / "paths.sh").write_text(f"{lines}\n{command} {options}\n")
+    target = tmp_path / "paths.toml"
+    target.unlink(missing_ok=True)
+    assert import_command(CommandWords(options={"out": str(target)}), "verl", str(tmp_path / "paths.sh")) == 0
+    held = tomllib.loads(target.read_text())
+    keys = {f"{section}.{key}": value for section, table in held.items() for key, value in table.items()}
+    return {key: str(value) for key, value in keys.items() if key.endswith("path")}
+
+
+SAME = "TRAIN_FILE=${TRAIN_FILE:-/data/a.parquet}\nTEST_FILE=${TEST_FILE:-/data/a.parquet}"
+MODEL = "actor_rollout_ref.model.path"
+UNUSED = "HF_MODEL=${HF_MODEL:-$HOME/models/q}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "expected"),
+    [
+        pytest.param(
+            SAME,
+            "data.train_files=$TRAIN_FILE data.val_files=\"['$TEST_FILE']\"",
+            {"data.path": "${TRAIN_FILE:-/data/a.parquet}", "data.eval_path": "${TEST_FILE:-/data/a.parquet}"},
+            id="two with the same default",
+        ),
+        pytest.param(
+            SAME,
+            "data.train_files=/data/a.parquet data.val_files=$TEST_FILE",
+            {"data.path": "/data/a.parquet", "data.eval_path": "${TEST_FILE:-/data/a.parquet}"},
+            id="one as it is written and one by its variable",
+        ),
+        pytest.param(UNUSED, f"{MODEL}=/models/q", {"model.path": "/models/q"}, id="a path as it is written"),
+        pytest.param(
+            UNUSED,
+            f"{MODEL}=$HOME/models/q",
+            {"model.path": "${OFFBEAT_MODELS:-~/models}/q"},
+            id="below the home folder, beside a variable that is not used",
+        ),
+        pytest.param(
+            UNUSED, f"{MODEL}=$HF_MODEL", {"model.path": "${HF_MODEL:-~/models/q}"}, id="with the home folder in it"
+        ),
+        pytest.param(
+            "MODEL=${HF_MODEL:-/models/q}\nWORDS=(\n  actor_rollout_ref.model.path=$MODEL\n)",
+            '"${WORDS[@]}"',
+            {"model.path": "${HF_MODEL:-/models/q}"},
+            id="by way of another variable and of an array",
+        ),
+        pytest.param(
+            "ROOT=${ROOT:-/mnt}\nACTOR=${ACTOR:-$ROOT/q}\nTEACHER=${TEACHER:-$ROOT/q}",
+            f"{MODEL}=$ACTOR distillation.enabled=True data.train_files=$ROOT/q/train.parquet "
+            "distillation.teacher_models.teacher_model.model_path=$TEACHER",
+            {"model.path": "${ACTOR:-/mnt/q}", "teacher.path": "${TEACHER:-/mnt/q}"}
+            | {"data.path": "${ROOT:-/mnt}/q/train.parquet"},
+            id="a default that has a variable in it",
+        ),
+        pytest.param(
+            "ROOT=${ROOT:-/mnt}\nROOT=/own",
+            f"{MODEL}=$ROOT/q",
+            {"model.path": "/own/q"},
+            id="a variable that the script sets later",
+        ),
+        pytest.param(
+            "MODEL=${MODEL:-/models/Qwen3-8B}\nTEST_FILE=${TEST_FILE:-/data/a.parquet}",
+            f"{MODEL}=/other/$(basename $MODEL) data.train_files=/data/a.parquet",
+            {"model.path": "/other/Qwen3-8B", "data.path": "/data/a.parquet"},
+            id="a part of a variable",
+        ),
+        pytest.param(
+            "A=${A:-/models/q}\nB=${B:-$A}",
+            f"{MODEL}=$B",
+            {"model.path": "${B:-/models/q}"},
+            id="two of which one stands for the other",
+        ),
+    ],
+)
+def test_a_path_has_the_variable_that_its_option_refers_to_and_no_other(
+    lines: str, options: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRAIN_FILE", "TEST_FILE", "HF_MODEL", "ROOT", "ACTOR", "TEACHER"):
+        monkeypatch.delenv(name, raising=False)
+    found = written(lines, options, tmp_path)
+    assert {key: found.get(key) for key in expected} == expected

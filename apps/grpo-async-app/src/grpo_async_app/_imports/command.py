@@ -147,13 +147,11 @@ def _read_plain(path: Path, _: Mapping[str, str]) -> Source:
 
 
 def _translate_verl(source: Source) -> Draft:
-    return import_verl(source.options, source.program, source.defaults)
+    return import_verl(source.options, source.program, source.variables)
 
 
 _FRAMEWORKS: Final = {
-    "verl": Framework(
-        _read_verl, _check_verl, lambda source: import_verl(source.options, source.program, source.defaults)
-    ),
+    "verl": Framework(_read_verl, _check_verl, _translate_verl),
     "trl": Framework(_read_plain, _check_trl, lambda source: import_trl(source.options)),
     "openrlhf": Framework(read_command_line, _check_openrlhf, lambda source: import_openrlhf(source.options)),
     "prime-rl": Framework(_read_plain, _check_prime_rl, lambda source: import_prime_rl(source.options)),

@@ -68,14 +68,16 @@ MISSING: Final[Mapping[str, str]] = {
 
 
 def import_verl(
-    options: Mapping[str, Any], program: Program = _NO_PROGRAM, defaults: Mapping[str, str] | None = None
+    options: Mapping[str, Any],
+    program: Program = _NO_PROGRAM,
+    variables: Mapping[str, tuple[str, str]] | None = None,
 ) -> Draft:
     """Translate verl's options, and what is known of the program that they are given to.
 
     Args:
         options: by full name; `async.…` is read as `async_training.…`, which is what the trainer calls it.
         program: that they are given to.
-        defaults: of variables that a script leaves to the environment.
+        variables: by option, the variable of the environment that its path begins with, and the default of the script.
     """
     draft = Draft({_ASYNC.sub("async_training.", name): value for name, value in options.items()})
     mode = _find_mode(draft, program)
@@ -89,7 +91,7 @@ def import_verl(
     _write_rhythm(draft, mode)
     _write_optimizer(draft)
     write_teacher(draft)
-    write_portable_paths(draft, defaults or {})
+    write_portable_paths(draft, variables or {})
     draft.finish(ALWAYS, MISSING)
     return draft
 

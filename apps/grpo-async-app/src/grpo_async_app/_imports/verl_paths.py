@@ -15,33 +15,33 @@ _UNSET: Final = "~/verl"
 """Place of a variable that nothing sets. Source: verl, scripts of DAPO (RAY_DATA_HOME is ${HOME}/verl)."""
 
 
-def write_portable_paths(draft: Draft, defaults: Mapping[str, str]) -> None:
+def write_portable_paths(draft: Draft, variables: Mapping[str, tuple[str, str]]) -> None:
     """Write paths with variables of the environment: those of the script, with its defaults, and those of our recipes.
 
     Args:
         draft: with the paths as the script has them.
-        defaults: of variables that the script leaves to the environment.
+        variables: by option, the variable that its path begins with, and the default of the script.
     """
     for key in _KEYS:
         entry = draft.entries.get(key)
         if entry is not None and isinstance(entry.value, str):
-            draft.entries[key] = Entry(_portable(draft, entry, defaults), entry.source)
+            draft.entries[key] = Entry(_portable(draft, entry, variables), entry.source)
 
 
-def _portable(draft: Draft, entry: Entry, defaults: Mapping[str, str]) -> str:
+def _portable(draft: Draft, entry: Entry, variables: Mapping[str, tuple[str, str]]) -> str:
     path = str(entry.value)
-    known = [name for name, default in defaults.items() if "/" in default and f"{path}/".startswith(f"{default}/")]
-    if not known:
+    found = variables.get(_option(entry))
+    if found is None:
         return _outer(draft, entry, path)
-    name = max(known, key=lambda each: len(defaults[each]))
-    default = _inner(draft, entry, defaults[name])
+    name, usual = found
+    default = _inner(draft, entry, usual)
     if "${" in default:  # a default in our files holds no other variable
         return path
-    return f"${{{name}:-{default}}}{path[len(defaults[name]) :]}"
+    return f"${{{name}:-{default}}}{path.removeprefix(usual)}"
 
 
 def _outer(draft: Draft, entry: Entry, path: str) -> str:
-    """A path that no default of the script begins."""
+    """A path that begins with no variable to which the script gives a default."""
     found = _REFERENCE.match(path)
     if found is None:
         return path
@@ -70,4 +70,9 @@ def _inner(draft: Draft, entry: Entry, default: str) -> str:
 
 
 def _tell(draft: Draft, entry: Entry, text: str) -> None:
-    draft.change(entry.source.partition(" and ")[0], text)
+    draft.change(_option(entry), text)
+
+
+def _option(entry: Entry) -> str:
+    """The option that a path comes from: the first, where several set it."""
+    return entry.source.partition(" and ")[0]

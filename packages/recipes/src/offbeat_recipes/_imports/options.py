@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 from offbeat_recipes._imports.exports import describe_defaults, describe_exports
-from offbeat_recipes._imports.shell.reading import read_shell
+from offbeat_recipes._imports.shell.reading import ShellReading, read_shell
 from offbeat_types import ConfigError
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/.-]*)=(?P<value>.*)", re.DOTALL)
@@ -88,6 +88,8 @@ _MAX_REFERENCES: Final = 8
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".toml": tomllib.loads}
 _STRUCTURED: Final = (".yaml", ".yml", ".json", ".toml")
+_PROBE: Final = "\1"
+"""A character that no script has."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Source:
         program: of a script, that they are given to.
         undecided: conditions of a script that only the machine decides, and what stands.
         not_understood: words and lines of a script that were not read.
-        defaults: of variables that a script leaves to the environment.
+        variables: by option, of a path that begins with a variable of the environment: its name, and the default that
+            the script gives it; of a list, its first.
         exports: variables that a script gives to what it starts, each with what to do about it.
     """
 
@@ -107,7 +110,7 @@ class Source:
     program: Program = field(default_factory=Program)
     undecided: tuple[str, ...] = ()
     not_understood: tuple[str, ...] = ()
-    defaults: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     exports: tuple[str, ...] = ()
 
 
@@ -161,7 +164,8 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
     told += [f"{each.name}: another command, not read" for each in others]
     options = {name: read_value(value) for name, value in chosen.options.items()}
     undecided = (*reading.undecided, *describe_defaults(reading, options))
-    return Source(options, chosen, undecided, tuple(told), reading.defaults, tuple(describe_exports(reading, text)))
+    exports = tuple(describe_exports(reading, text))
+    return Source(options, chosen, undecided, tuple(told), exports=exports)
 
 
 def _told(word: str) -> str:
@@ -176,23 +180,58 @@ def _read_text(path: Path) -> str:
 
 
 def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
-    """The first command of a script that trains by RL; where there is none, the first that has options."""
     reading = read_shell(text, given)
-    programs = [found for words in reading.commands if (found := read_program(words)).options]
-    trains = [each for each in programs if any(name.startswith("actor_rollout_ref.") for name in each.options)]
-    chosen = (trains or programs or [Program()])[0]
+    chosen, others = _choose_program(reading)
     told = [*reading.not_understood, *map(_told, chosen.others)]
-    told += [f"{each.name or 'a command'}: another command, not read" for each in programs if each is not chosen]
-    options = {name: read_value(value) for name, value in chosen.options.items()}
-    options = _resolved(options)
+    told += [f"{each.name or 'a command'}: another command, not read" for each in others]
+    options = _read_overrides(chosen)
     return Source(
         options,
         chosen,
         (*reading.undecided, *describe_defaults(reading, options)),
         tuple(dict.fromkeys(told)),
-        reading.defaults,
+        _find_variables(text, given, reading.defaults, options),
         tuple(describe_exports(reading, text)),
     )
+
+
+def _choose_program(reading: ShellReading) -> tuple[Program, list[Program]]:
+    """The first command of a script that trains by RL, or the first that has options; and the others that have some."""
+    programs = [found for words in reading.commands if (found := read_program(words)).options]
+    trains = [each for each in programs if any(name.startswith("actor_rollout_ref.") for name in each.options)]
+    chosen = (trains or programs or [Program()])[0]
+    return chosen, [each for each in programs if each is not chosen]
+
+
+def _read_overrides(program: Program) -> dict[str, Any]:
+    return _resolved({name: read_value(value) for name, value in program.options.items()})
+
+
+def _find_variables(
+    text: str, given: Mapping[str, str] | None, defaults: Mapping[str, str], options: Mapping[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """Find the options whose paths begin with a variable, by reading the script again with all of them set.
+
+    Two paths that are equal tell nothing of where they come from: an option refers to a variable, be it by way of
+    others, where it begins with what that was set to.
+    """
+    paths = {name: f"/{_PROBE}{name}{_PROBE}" for name, default in defaults.items() if "/" in default}
+    if not paths:
+        return {}
+    program, _ = _choose_program(read_shell(text, {**(given or {}), **paths}))
+    found = {}
+    for option, value in _read_overrides(program).items():
+        probed, usual = _first_text(value), _first_text(options.get(option))
+        for name, path in paths.items():
+            rest = probed.removeprefix(path)
+            if probed.startswith(path) and _PROBE not in rest and usual and usual.endswith(rest):
+                found[option] = (name, usual.removesuffix(rest))
+    return found
+
+
+def _first_text(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, str) else ""
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
