@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offbeat_serve._calls import RecordedCall, trajectories_of
+from offbeat_serve._calls import RecordedCall, RefusedCall, trajectories_of
 from offbeat_types import Completion
 
 NO_PROMPT = np.array([], np.int32)
@@ -93,3 +93,17 @@ def test_a_compacted_context_begins_a_trajectory_and_a_branch_holds_what_it_left
     assert (main.prompt_ids.tolist(), main.ids.tolist()) == ([1], [2, 9, 3])
     assert (branch.prompt_ids.tolist(), branch.ids.tolist()) == ([1, 2, 8], [4])
     assert (compacted.prompt_ids.tolist(), compacted.ids.tolist()) == ([7], [5])
+
+
+def test_a_refused_call_ends_the_trajectory_that_it_would_have_gone_on_with():
+    main, sub_agent = call([1], [2], 1), call([7], [5], 2)
+    for prompt, ends in (([1, 2, 9], ["max_turns", "done"]), ([8], ["done", "max_turns"])):
+        refused = RefusedCall(prompt_ids=np.array(prompt, np.int32), ended="max_turns")
+        assert [each.ended for each in trajectories_of([main, sub_agent], str, refused)] == ends
+        assert trajectories_of([], str, refused) == ()
+
+
+def test_a_last_turn_that_is_too_long_stays_cut_off_whatever_was_refused_after_it():
+    last = RecordedCall(prompt_ids=np.array([1], np.int32), completion=said([2], -1.0, stop_reason="length"))
+    refused = RefusedCall(prompt_ids=np.array([1, 2, 3], np.int32), ended="max_tokens")
+    assert [each.ended for each in trajectories_of([last], str, refused)] == ["cut_off"]

@@ -104,6 +104,39 @@ async def test_what_is_as_short_as_the_agent_asked_was_not_cut_off(served, agent
     assert [each.ended for each in recorded] == ["done", "done", "cut_off", "cut_off", "cut_off"]
 
 
+FILLING = "so " * 512
+
+
+async def test_an_episode_whose_last_call_a_limit_refused_was_cut_off(served, agent):
+    """The agent has handled the refusal and ended its session, as it does when it is done."""
+    asked = {"role": "user", "content": "yes or no?"}
+    for max_calls, told, code, ended in (
+        (1, "why?", "session_limit", "max_turns"),
+        (9, FILLING, "context_length_exceeded", "max_tokens"),
+    ):
+        session, client = agent(max_calls=max_calls)
+        said = await chat(client, [asked], max_tokens=1)
+        follow = [asked, {"role": "assistant", "content": said.content}, {"role": "user", "content": told}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await chat(client, follow, max_tokens=1)
+        assert refused.value.code == code
+        session.end("call")
+        [trajectory] = taken(served, session).trajectories
+        assert (trajectory.ended, len(trajectory.turns)) == (ended, 1)
+
+
+async def test_an_agent_that_compacts_a_full_context_and_goes_on_was_not_cut_off(served, agent):
+    session, client = agent(max_calls=2)
+    await chat(client, [{"role": "user", "content": "yes or no?"}], max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        await chat(client, [{"role": "user", "content": FILLING}])
+    await chat(client, [{"role": "user", "content": "in short: yes or no?"}], max_tokens=1)
+    session.end("call")
+    with pytest.raises(openai.BadRequestError, match="context"):  # what comes after the end does not count
+        await chat(client, [{"role": "user", "content": FILLING}])
+    assert [each.ended for each in taken(served, session).trajectories] == ["done", "done"]
+
+
 async def test_a_stream_and_tool_messages_go_on_with_what_was_sampled(served, agent):
     session, client = agent()
     messages = [{"role": "user", "content": "add"}]

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from offbeat_types import Completion, Ids, Reply, Trajectory
+from offbeat_types import Completion, Ids, Reply, Trajectory, TrajectoryEnd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,32 @@ class RecordedCall:
         return np.concatenate([self.prompt_ids, self.completion.ids])
 
 
-def trajectories_of(calls: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> tuple[Trajectory, ...]:
+@dataclass(frozen=True, kw_only=True)
+class RefusedCall:
+    """A call that was not sampled, because a limit has ended the episode.
+
+    Args:
+        prompt_ids: [P] int32, all that the model would have read.
+        ended: which limit that was.
+    """
+
+    prompt_ids: Ids
+    ended: TrajectoryEnd
+
+
+def trajectories_of(
+    calls: Sequence[RecordedCall], decode: Callable[[Ids], str], refused: RefusedCall | None = None
+) -> tuple[Trajectory, ...]:
     """The trajectories of an episode, in the order of their first calls.
 
     Args:
         calls: in the order in which they ended, each with at least one sampled token.
         decode: the text of what the model was told between two turns, for people.
+        refused: what the agent asked for last, where a limit refused that: the trajectory that it goes on with is not
+            done, nor is the one with the last call where it goes on with none.
     """
     chains: list[list[RecordedCall]] = []
+    chain: list[RecordedCall] | None = None
     ends = _OpenEnds()
     for call in calls:
         chain = ends.take_before(call.prompt_ids)
@@ -55,7 +73,8 @@ def trajectories_of(calls: Sequence[RecordedCall], decode: Callable[[Ids], str])
             chains.append(chain)
         chain.append(call)
         ends.add(chain)
-    return tuple(_trajectory(chain, decode) for chain in chains)
+    cut = (ends.take_before(refused.prompt_ids) or chain) if refused else None
+    return tuple(_trajectory(each, decode, refused if each is cut else None) for each in chains)
 
 
 class _OpenEnds:
@@ -83,12 +102,14 @@ def _bytes(ids: Ids) -> bytes:
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
-def _trajectory(chain: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> Trajectory:
+def _trajectory(chain: Sequence[RecordedCall], decode: Callable[[Ids], str], refused: RefusedCall | None) -> Trajectory:
     last = chain[-1]
+    is_whole = last.is_as_asked or last.completion.stop_reason in ("eos", "stop")
+    done: TrajectoryEnd = refused.ended if refused else "done"
     return Trajectory(
         turns=tuple(call.completion for call in chain),
         replies=tuple(_replies(chain, decode)),
-        ended="done" if last.is_as_asked or last.completion.stop_reason in ("eos", "stop") else "cut_off",
+        ended=done if is_whole else "cut_off",
         prompt_ids=chain[0].prompt_ids,
     )
 

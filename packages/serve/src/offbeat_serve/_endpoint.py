@@ -297,12 +297,14 @@ class Endpoint:
         default_max_tokens: int,
     ) -> list[GenerateRequest]:
         wanted, limit = max_tokens or self._settings.default_max_tokens or default_max_tokens, self._model.max_model_len
+        session = session_of(asked)
         if (longest := max(map(len, prompts), default=0)) >= limit:
+            if session:
+                session.note_refusal(prompts, "max_tokens")
             message = f"the prompt has {longest} tokens and the model's context {limit}, of which one must be left"
             raise RefusedError(HTTPStatus.BAD_REQUEST, message, code="context_length_exceeded")
-        session = session_of(asked)
         if session:
-            session.admit(len(prompts) * body.num_samples)
+            session.admit(prompts, body.num_samples)
 
         def params(room: int) -> SamplingParams:
             return session.params(body, min(wanted, room)) if session else body.sampling(min(wanted, room))

@@ -23,7 +23,7 @@ import numpy as np
 
 from offbeat_data import Tokenizer
 from offbeat_serve._answers import AnsweredMessage, answered_message, text_before
-from offbeat_serve._calls import RecordedCall, trajectories_of
+from offbeat_serve._calls import RecordedCall, RefusedCall, trajectories_of
 from offbeat_serve._requests import (
     ChatMessage,
     ChatRequest,
@@ -43,6 +43,7 @@ from offbeat_types import (
     SamplingParams,
     SessionEnd,
     SessionPlan,
+    TrajectoryEnd,
 )
 
 KEY_PREFIX: Final = "session-"
@@ -73,18 +74,28 @@ class Session:
         self._reward: float | None = None
         self._reward_parts: dict[str, float] = {}
         self._calls: list[RecordedCall] = []
+        self._refused: RefusedCall | None = None
         self._num_calls = self._num_aborted = self._num_seeds = 0
         self._spoken: dict[bytes, _Spoken] = {}
 
     # ── what an agent asks ────────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self, num_samples: int) -> None:
-        """Count samples, unless there are too many or the session is over."""
+    def admit(self, prompts: Sequence[Ids], num_samples: int) -> None:
+        """Count samples, `num_samples` of each prompt, unless there are too many or the session is over."""
         self.check_open()
+        num_samples *= len(prompts)
         if self._num_calls + num_samples > self.plan.max_calls:
             message = f"this session may have {self.plan.max_calls} samples (max_calls), and has had {self._num_calls}"
+            self.note_refusal(prompts, "max_turns")
             raise RefusedError(HTTPStatus.BAD_REQUEST, message, code="session_limit")
         self._num_calls += num_samples
+        # Here and not where the samples are recorded: calls that were in flight when another was refused came before.
+        self._refused = None
+
+    def note_refusal(self, prompts: Sequence[Ids], ended: TrajectoryEnd) -> None:
+        """Remember that a limit has refused a call: with no other call after it, the episode was cut off there."""
+        if not self.over.is_set():
+            self._refused = RefusedCall(prompt_ids=max(prompts, key=len), ended=ended)
 
     def check_open(self) -> None:
         if self.over.is_set():
@@ -163,7 +174,7 @@ class Session:
 
     def result(self) -> RecordedSession:
         return RecordedSession(
-            trajectories=trajectories_of(self._calls, self._tokenizer.decode),
+            trajectories=trajectories_of(self._calls, self._tokenizer.decode, self._refused),
             answer=self._calls[-1].completion.text if self._calls else "",
             ended_by=self._ended_by,
             reward=self._reward,
