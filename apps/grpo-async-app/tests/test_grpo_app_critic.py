@@ -303,6 +303,9 @@ def test_the_plan_counts_the_critic(command: CommandLine, config: Path) -> None:
     assert "critic from the policy's weights and a new head, on the trainer's ranks" in with_critic
     assert "+ critic" in with_critic
     assert "critic" not in without
+    planned = json.loads(command("plan", config, "--algorithm.advantage=gae", "--json").out)
+    trainer = planned["memory_bytes"]["trainer"]
+    assert trainer["critic"] == sum(trainer[name] for name in ("weights", "gradients", "optimizer"))
 
 
 def test_a_critic_without_effect_is_refused_wherever_the_run_will_be(config: Path) -> None:

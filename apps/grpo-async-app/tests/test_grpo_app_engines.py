@@ -86,9 +86,9 @@ def settings(config: Path, *changes: str) -> GrpoConfig:
     return load_config(config, GrpoConfig, ["--rollout.num_engines=2", "--cluster.silent_after_s=2", *changes])
 
 
-def open_engines(config: GrpoConfig, start: Any, told: list[str]) -> Engines:
+def open_engines(config: GrpoConfig, start: Any, told: list[str], turns: ColocationSchedule | None = None) -> Engines:
     budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-    engines = Engines(config, start, budget, told.append)
+    engines = Engines(config, start, budget, told.append, turns)
     engines._all_started = True
     return engines
 
@@ -279,6 +279,36 @@ def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wake
         await turns.to_training([bad])
         assert not bad.actor.alive
         assert trainer.calls == ["wake"]
+
+    run(scenario)
+
+
+def test_a_colocated_engine_whose_sync_was_cut_short_sleeps_again(config: Path) -> None:
+    async def scenario() -> None:
+        engine = Engine("rollout-0", Handle("rollout-0"))  # type: ignore[arg-type]
+        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        await turns._put_to_sleep(engine.actor)
+        await turns.make_room(engine.actor)  # and the trainer is lost before it has sent its weights
+        await turns.trainer_is_gone([engine])
+        assert engine.actor.calls == ["sleep", "wake", "wake", "sleep"]  # type: ignore[attr-defined]
+
+    run(scenario)
+
+
+def test_a_colocated_engine_that_comes_up_while_the_trainer_trains_waits_for_the_next_sync(config: Path) -> None:
+    async def scenario() -> None:
+        trainer, late, offer = Handle("trainer-0"), Handle("rollout-0"), Offer()
+        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+        engines = open_engines(settings(config), None, [], turns)
+        engines._add("rollout-0", late)  # type: ignore[arg-type]
+        await engines.sync_one("rollout-0", offer)
+        assert (offer.sent, trainer.calls) == ([], []), "the trainer keeps its memory"
+        await engines.sync(offer, interrupt=False)
+        assert offer.sent == [1]
+        engines._add("rollout-1", Handle("rollout-1"))  # type: ignore[arg-type]
+        await engines.sync_one("rollout-1", offer)
+        assert (offer.sent, engines.versions) == ([1, 1], {"rollout-0": 1, "rollout-1": 1}), "in the engines' turn"
+        await engines.close()
 
     run(scenario)
 

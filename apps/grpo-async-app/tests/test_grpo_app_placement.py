@@ -38,6 +38,12 @@ staleness_threshold = 10
 trigger_parameter_sync_step = 5
 """
 
+IN_TURN = (
+    "--async.staleness_threshold=0",
+    "--async.trigger_parameter_sync_step=1",
+    "--async.partial_rollout=false",
+)
+
 
 def recipe(folder: Path, lag: str = OF_SMALL_LAG, cluster: str = "num_nodes = 2\naccelerators_per_node = 16") -> Path:
     """16 + 16 accelerators on nodes of 16, as the recipe of the incident asks for."""
@@ -174,9 +180,8 @@ def test_a_reward_model_and_a_teacher_that_shares_its_devices_are_estimated(
     held = json.loads(ended.out)["memory_bytes"]["reward_model"]
     assert held["weights"] == 4 * (8_190_735_360 - 151_936 * 4096)  # in float32, without the rows that predict tokens
     taught = [f"--teacher.path={models}/Qwen3-8B", "--teacher.colocate=true", "--teacher.num_replicas=16"]
-    turns = ["--cluster.colocate=true", "--async.staleness_threshold=0", "--async.trigger_parameter_sync_step=1"]
     taught += ["--teacher.dtype=bfloat16", "--algorithm.distillation_coefficient=1"]
-    words = [*turns, "--async.partial_rollout=false", *taught]
+    words = ["--cluster.colocate=true", *IN_TURN, *taught]
     ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", nodes, *words, *scored)
     assert ended.code == 0, ended.err
     text = " ".join(ended.out.split())
@@ -199,11 +204,14 @@ def test_a_reward_model_and_a_teacher_that_shares_its_devices_are_estimated(
             "may take 32 GiB of the 80 GiB of its device: a larger rollout.tensor_parallel, a smaller "
             "rollout.max_model_len, or a larger gpu_memory_utilization in rollout.options",
         ),
+        # Where it takes turns with the trainer, vLLM leaves room for what a sleeping trainer keeps.
+        (["--rollout.backend=vllm"], "rollout memory 73.6 GiB a rank"),
+        (["--rollout.backend=vllm", "--cluster.colocate=true", *IN_TURN], "rollout memory 68 GiB a rank"),
         # The embedded engine takes what its samples need, up to a quarter of the device, or what it is told.
         (["--rollout.backend=torch"], "KV cache 20 GiB"),
         (["--rollout.backend=torch", "--rollout.options={kv_cache_tokens = 65536}"], "KV cache 9 GiB"),
     ],
-    ids=["vllm", "vllm-too-small", "torch", "torch-tokens"],
+    ids=["vllm", "vllm-too-small", "vllm-apart", "vllm-in-turn", "torch", "torch-tokens"],
 )
 def test_the_cache_of_an_engine_is_what_the_engine_sets_aside(
     command: CommandLine, tmp_path: Path, words: list[str], said: str
