@@ -2,10 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from offbeat_actors import ClusterConfig, LocalLauncher, RoleSpec, find_view
+from offbeat_actors.ray._agent import _whereabouts
 from offbeat_placement import RankGroup, grid_nodes, plan_placement
 from offbeat_types import BackendError
 
@@ -79,6 +81,15 @@ def test_devices_of_a_kind_that_nobody_knows_are_refused() -> None:
     plan = plan_placement(grid_nodes(1, 1, "abacus"), groups)
     with pytest.raises(BackendError, match=r"offbeat\.device backend 'abacus' is not installed"):
         asyncio.run(LocalLauncher("test-run").place(plan, groups))
+
+
+def test_devices_of_a_ray_worker_are_ordered_by_number_and_those_with_names_come_last() -> None:
+    held = {"GPU": ["10", "GPU-b", "2", "GPU-a"]}
+    context = SimpleNamespace(get_accelerator_ids=lambda: held, get_node_id=lambda: "n")
+    ray = SimpleNamespace(
+        get_runtime_context=lambda: context, util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    )
+    assert _whereabouts(ray).devices == ["2", "10", "GPU-a", "GPU-b"]
 
 
 @pytest.mark.parametrize(("shown", "number"), [(None, 4), ("2,3", 2), ("", 0)])

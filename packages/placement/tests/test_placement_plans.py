@@ -97,6 +97,12 @@ def test_six_and_two_free_hold_no_group_of_eight():
     assert "1 more node with 8 GPU free" in text
 
 
+@pytest.mark.parametrize("lacking", range(1, 10))
+def test_no_more_nodes_are_asked_for_than_it_takes(lacking):
+    with pytest.raises(PlacementError, match=rf"or {lacking} more nodes? with 8 GPU free"):
+        plan_placement(grid_nodes(1, 8), [rollout(1 + lacking, 8)])
+
+
 def test_a_group_wider_than_a_node_takes_whole_nodes_and_only_when_asked_to():
     nodes = [*grid_nodes(3, 8), Node(name="node-9", free={"GPU": tuple(range(7))}, total={"GPU": 8})]
     with pytest.raises(PlacementError, match=r"rollout\.spans_nodes False -> True"):
