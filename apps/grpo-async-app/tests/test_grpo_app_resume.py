@@ -1,19 +1,30 @@
 """A resumed run takes over its checkpoint, and samples anew what cannot be trained."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_grpo_app_parts import group
 
-from grpo_async_app._config.preflight import check_run
+from grpo_async_app._config.preflight import Preflight, check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import mark_of
-from grpo_async_app._roles.groups import save_groups
+from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.backend import LOOP_FOLDER
 from grpo_async_app._run.session import _Session
 from offbeat_async_policy import AsyncPolicy, Submit
 from offbeat_run import RunFolder, load_config
+
+
+def resumed(path: Path, preflight: Preflight, policy: AsyncPolicy, finished: list[SampledGroup]) -> _Session:
+    """Go on under other settings from a checkpoint of a policy with these finished groups."""
+    with RunFolder.create(path, required_bytes=0) as run:
+        with run.checkpoints.write(policy.version) as folder:
+            save_groups(folder / LOOP_FOLDER, finished)
+            state = {"policy": policy.state(), "prompts": mark_of(preflight.prompts.train)}
+            (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(state))
+        return _Session.from_latest(preflight, run)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +49,7 @@ def test_a_resume_samples_groups_anew_that_lack_what_its_objective_reads(
     finished = [group(number, [3, 2], [1.0, 0.0]) for number in submitted[:2]]
     for each in finished:
         policy.group_finished(each.group_id, 0)
-    with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
-        with run.checkpoints.write(0) as folder:
-            save_groups(folder / LOOP_FOLDER, finished)
-            state = {"policy": policy.state(), "prompts": mark_of(preflight.prompts.train)}
-            (folder / LOOP_FOLDER / "state.json").write_text(json.dumps(state))
-        session = _Session.from_latest(preflight, run)
+    session = resumed(tmp_path / "run", preflight, policy, finished)
     anew = submitted if lack else submitted[2:]
     after = session.policy.state()
     assert after["waiting"] == anew
@@ -55,3 +61,28 @@ def test_a_resume_samples_groups_anew_that_lack_what_its_objective_reads(
     session.policy.sync_finished()
     again = [action.group_id for action in session.policy.actions() if isinstance(action, Submit)]
     assert again[: len(anew)] == anew, "before all new groups"
+
+
+@pytest.mark.parametrize(("threshold", "form"), [(0.0, "decoupled"), (1.0, "bypass")])
+def test_a_resume_without_staleness_trains_no_group_of_older_weights(
+    config: Path, tmp_path: Path, threshold: float, form: str
+) -> None:
+    """The correction is chosen by the settings alone, so groups of a run with staleness must not need one."""
+    words = (f"--async.staleness_threshold={threshold}", "--async.partial_rollout=false")
+    preflight = check_run(load_config(config, GrpoConfig, words))
+    chosen = preflight.config.algorithm
+    assert (chosen.correction, chosen.correction_form) == ("none", form), "only bypass clips around the sampler"
+    policy = AsyncPolicy(replace(preflight.config.async_, staleness_threshold=1.0), preflight.num_groups)
+    num_trained = policy.config.groups_per_update
+    started = [action.group_id for action in policy.actions() if isinstance(action, Submit)]
+    for number in started:
+        policy.group_finished(number, 0)
+    policy.actions()
+    policy.update_finished()
+    older = started[num_trained:]
+    session = resumed(tmp_path / "run", preflight, policy, [group(number, [3, 2], [1.0, 0.0]) for number in older])
+    kept = older if threshold else []
+    assert list(session.groups) == [number for number, _ in session.policy.state()["finished"]] == kept
+    assert session.policy.state()["waiting"] == [number for number in older if number not in kept]
+    said = f"{len(older)} finished groups of the checkpoint are sampled anew: they are older than "
+    assert session.notices == (() if kept else (f"{said}async.staleness_threshold = 0 admits",))

@@ -96,6 +96,34 @@ def test_restoring_under_a_lag_bound_that_can_no_longer_be_kept_is_refused_or_dr
     assert dropped == [group for group, oldest in state["finished"] if 3 - oldest > 1]
 
 
+@pytest.mark.parametrize(
+    ("sync_every", "batch", "kept"), [(1, 2, []), (1, 4, []), (2, 2, [6, 7]), (3, 2, [4, 5, 6, 7])]
+)
+def test_groups_older_than_a_threshold_of_0_admits_are_sampled_anew(sync_every, batch, kept):
+    """At version 2, groups 4 and 5 are of version 0, and 6 and 7 of version 1."""
+    policy = drive(AsyncPolicy(AsyncConfig(staleness_threshold=2.0, mini_batch_size=2), 40), until=2)
+    state = policy.state()
+    assert state["finished"] == [[4, 0], [5, 0], [6, 1], [7, 1]]
+    config = AsyncConfig(staleness_threshold=0, mini_batch_size=batch, trigger_parameter_sync_step=sync_every)
+    restored = AsyncPolicy.restore(config, json.loads(json.dumps(state)), 40)
+    after = restored.state()
+    assert [group for group, _ in after["finished"]] == kept
+    assert after["waiting"] == sorted({4, 5, 6, 7} - set(kept)), "none is lost"
+    before = restored.statistics.max_lag
+    drive(restored)
+    assert restored.statistics.trained == 40
+    assert restored.statistics.max_lag == max(before, sync_every - 1)
+    assert restored.statistics.reissued == 4 - len(kept)
+
+
+def test_more_groups_than_fit_one_update_are_not_all_kept_where_nothing_may_be_stale():
+    """All four are of the version that trains next, but two of them would be trained after an update."""
+    state = policy_in_an_update().state()
+    restored = AsyncPolicy.restore(AsyncConfig(staleness_threshold=0, mini_batch_size=2), state, 20)
+    assert restored.state()["finished"] == [[0, 0], [1, 0]]
+    assert drive(restored).statistics.max_lag == 0
+
+
 @pytest.mark.parametrize(("batch", "max_updates", "ends_at"), [(4, 10, 10), (16, 10, 10), (8, 14, 14), (8, 5, 9)])
 def test_a_restored_run_ends_at_the_updates_it_is_told_now_whatever_their_size(batch, max_updates, ends_at):
     policy = drive(AsyncPolicy(AsyncConfig(mini_batch_size=8), None, max_updates=10), until=8)

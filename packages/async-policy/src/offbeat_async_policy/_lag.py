@@ -87,6 +87,17 @@ def can_train_in_time(
     )
 
 
+def fit_in_time(
+    oldest_versions: Mapping[int, int], *, next_version: int, groups_per_update: int, max_version_lag: int
+) -> dict[int, int]:
+    """Return as many groups as can all be trained before they are too old; the arguments are of `can_train_in_time`."""
+    kept: dict[int, int] = {}
+    for group, oldest in sorted(oldest_versions.items(), key=lambda item: (item[1], item[0])):
+        if next_version + len(kept) // groups_per_update <= oldest + max_version_lag:
+            kept[group] = oldest
+    return kept
+
+
 def room_for_new_groups(
     num_outstanding: int, *, engine_version: int, next_version: int, groups_per_update: int, max_version_lag: int
 ) -> int:

@@ -373,14 +373,16 @@ class AsyncPolicy:
         """Go on from a checkpoint: what was finished stays finished, what was in flight is issued again first.
 
         The first action is a Sync, as the engines may hold any weights. Settings may differ from those of the state;
-        when fewer groups are wanted now, those that were finished or in flight are trained nevertheless. A run that
-        had ended early for lack of signal begins to count anew: whoever resumes it has mended something.
+        when fewer groups are wanted now, those that were finished or in flight are trained nevertheless. With a
+        staleness threshold of 0, finished groups that are older than it admits are issued again too: the driver
+        forgets samples of groups that `state` no longer lists as finished. A run that had ended early for lack of
+        signal begins to count anew: whoever resumes it has mended something.
 
         Raises:
             RunFolderError: the state is damaged or of another format.
             ConfigError: max_version_lag is too small for the groups that are finished already.
         """
-        snapshot = Snapshot.from_plain(state)
+        snapshot = Snapshot.from_plain(state).without_outdated(config)
         snapshot.check_fits(config)
         policy = cls(config, num_groups, max_updates)
         policy.statistics = snapshot.statistics

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._lag import LagBound
+from offbeat_async_policy._lag import LagBound, fit_in_time
 from offbeat_types import ConfigError, RunFolderError
 
 
@@ -233,6 +233,21 @@ class Snapshot:
             raise RunFolderError(f"state of the async policy is damaged: {type(error).__name__}: {error}") from error
         snapshot._check_consistent()
         return snapshot
+
+    def without_outdated(self, config: AsyncConfig) -> "Snapshot":
+        """Return the state in which finished groups wait to be issued again that a threshold of 0 does not admit.
+
+        With σ = 0 no group outlives a regular sync, so its lag is below K. Groups of a run with σ > 0 may be older.
+        """
+        if config.staleness_threshold > 0:
+            return self
+        kept = fit_in_time(
+            self.finished,
+            next_version=self.version,
+            groups_per_update=config.groups_per_update,
+            max_version_lag=config.trigger_parameter_sync_step - 1,
+        )
+        return replace(self, waiting=sorted([*self.waiting, *(self.finished.keys() - kept)]), finished=kept)
 
     def check_fits(self, config: AsyncConfig) -> None:
         """Refuse settings under which a group that is finished already could never be trained.

@@ -69,7 +69,9 @@ class _Session:
         config, state = preflight.config, read_loop_state(checkpoint.path)
         check_same_prompts(state, preflight.prompts.train, run.path)
         policy = AsyncPolicy.restore(config.async_, state["policy"], preflight.num_groups, preflight.max_updates)
-        groups = load_groups(checkpoint.path / LOOP_FOLDER)
+        stored = load_groups(checkpoint.path / LOOP_FOLDER)
+        finished = {group_id for group_id, _ in policy.state()["finished"]}
+        groups = {group_id: group for group_id, group in stored.items() if group_id in finished}
         flawed = {group_id for group_id, group in groups.items() if group.flaw}
         policy.discard(flawed)  # of a run that was begun before rewards were looked at
         names = config.reward.all_weights if config.reward.is_set else {}
@@ -77,9 +79,12 @@ class _Session:
         anew = {group_id: lack for group_id, lack in lacks.items() if lack and group_id not in flawed}
         policy.reissue(anew)
         sound = {group_id: group for group_id, group in groups.items() if group_id not in {*flawed, *anew}}
+        reasons = Counter(f"they have {lack}" for lack in anew.values())
+        reasons["they are older than async.staleness_threshold = 0 admits"] = len(stored) - len(groups)
         notices = tuple(
-            f"{count} finished groups of the checkpoint are sampled anew: they have {lack}"
-            for lack, count in Counter(anew.values()).items()
+            f"{count} finished groups of the checkpoint are sampled anew: {reason}"
+            for reason, count in reasons.items()
+            if count
         )
         return cls(preflight, run, policy, sound, checkpoint, state.get("curriculum", {}), notices)
 
