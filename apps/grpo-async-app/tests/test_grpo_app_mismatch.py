@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.rollout import RolloutRole
 from grpo_async_app._run.mismatch_alarm import ALARM_METRIC, MismatchAlarm
+from grpo_async_app._run.run_logger import RunLogger
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import MetricsLine, RunFolder, read_alarms, read_metrics
+from offbeat_run import MetricsLine, RunFolder, load_config, read_alarms, read_metrics
 from offbeat_types import Completion, Floats, GenerateRequest, Metric
 
 FIGURES = ("kl", "abs_p99_nats", "abs_max_nats", "ess_share")
@@ -136,11 +138,46 @@ def test_the_alarm_says_once_since_when() -> None:
     assert "since update 3 (until then at most 0.1 nats)" in later[2]
 
 
-def test_a_resumed_run_does_not_repeat_the_alarm_and_knows_what_was_before() -> None:
-    def line(step: int, value: float) -> MetricsLine:
-        return MetricsLine(step=step, time_s=0.0, values={ALARM_METRIC: value})
+def line(step: int, value: float) -> MetricsLine:
+    return MetricsLine(step=step, time_s=0.0, values={ALARM_METRIC: value})
 
-    told = MismatchAlarm(0.5, [line(1, 0.1), line(2, 3.0)])
+
+def test_a_resumed_run_does_not_repeat_the_alarm_and_knows_what_was_before() -> None:
+    given = looks(MismatchAlarm(0.5), [0.1, 3.0])
+    told = MismatchAlarm(0.5, [line(1, 0.1), line(2, 3.0)], given)
     assert not any(looks(told, [4.0], first=3))
     quiet = MismatchAlarm(0.5, [line(1, 0.1), line(2, 0.2)])
     assert "since update 3 (until then at most 0.2 nats)" in looks(quiet, [4.0], first=3)[0]
+
+
+def test_a_resume_under_another_bound_gives_the_alarm_of_that_bound_once() -> None:
+    """A value of before that is above the new bound alone was never told; the run may stay above it to its end."""
+    before = [line(1, 0.1), line(2, 0.4), line(3, 0.2)]
+    [lower, again] = looks(MismatchAlarm(0.3, before), [5.0, 6.0], first=4)
+    assert "since update 2 (until then at most 0.1 nats)" in lower
+    assert "differ by 5 nats" in lower
+    assert again == ""
+    assert not any(looks(MismatchAlarm(0.3, [*before, line(4, 5.0)], [lower]), [6.0], first=5))
+    [higher] = looks(MismatchAlarm(2.0, [*before, line(4, 5.0)], [lower]), [6.0], first=5)
+    assert "since update 4 (until then at most 0.4 nats)" in higher
+    assert any(looks(MismatchAlarm(0.0, before, [higher, lower]), [0.1], first=5)), "0.3 begins with another bound"
+    assert not any(looks(MismatchAlarm(None, before, [lower]), [9.0], first=5))
+
+
+def test_what_was_told_is_taken_from_the_alarms_of_the_run(config: Path, tmp_path: Path) -> None:
+    measured = {ALARM_METRIC: Metric(value=0.4)}
+
+    def look(run: RunFolder, bound: str, update: int) -> str:
+        chosen = load_config(config, GrpoConfig, [f"--algorithm.mismatch_alarm_nats={bound}"])
+        logger: Any = RunLogger(run, chosen, num_updates=20)
+        with logger.opened(update - 1):
+            alarm: str = logger._mismatch_alarm.look(update, measured)
+            logger._opened.write(update, measured)
+            if alarm:
+                logger._opened.alarm(update, alarm)
+        return alarm
+
+    with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
+        given = [bool(look(run, *at)) for at in (("0.5", 1), ("0.3", 2), ("0.3", 3), ("0.2", 4), ("0.3", 5))]
+        assert given == [False, True, False, True, False]
+        assert [alarm.step for alarm in read_alarms(run)] == [2, 4]

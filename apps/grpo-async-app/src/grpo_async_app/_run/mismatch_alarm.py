@@ -1,7 +1,7 @@
 """The alarm about rollout engines whose log-probabilities are not those of the trainer's weights."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from offbeat_run import MetricsLine
@@ -15,36 +15,53 @@ _CAUSES: Final = (
 
 
 class MismatchAlarm:
-    """Says once that tokens without lag are further apart than a bound, and since when.
+    """Says once for a bound that tokens without lag are further apart than it, and since when.
 
     Args:
         bound_nats: on the 99th percentile of |log r| of tokens that the trainer scored with the weights that sampled
             them; None: no alarm.
-        past: what earlier processes of this run have measured; an alarm that they gave is not repeated.
+        past: what earlier processes of this run have measured.
+        told: alarms that they gave, in words; one under this bound is not repeated, one under another bound is.
     """
 
-    def __init__(self, bound_nats: float | None, past: Sequence[MetricsLine] = ()) -> None:
+    def __init__(self, bound_nats: float | None, past: Sequence[MetricsLine] = (), told: Iterable[str] = ()) -> None:
         self._bound_nats = math.inf if bound_nats is None else bound_nats
-        values = [line.values.get(ALARM_METRIC) for line in past]
-        self._measured = [value for value in values if isinstance(value, float)]
-        self._is_told = any(value > self._bound_nats for value in self._measured)
+        self._most_before, self._first_above = 0.0, 0  # nats; update, 0 for none
+        self._begun_at = 0  # first update with a token without lag
+        for line in past:
+            if isinstance(value := line.values.get(ALARM_METRIC), float):
+                self._take(line.step, value)
+        self._is_told = any(self._names_bound in text for text in told)
 
     def look(self, update: int, metrics: Mapping[str, Metric]) -> str:
         """Take the metrics of an update; the alarm in words if it is the first one, else an empty text."""
-        if self._is_told or ALARM_METRIC not in metrics:
+        if ALARM_METRIC not in metrics:
             return ""
         value = metrics[ALARM_METRIC].value
-        if value <= self._bound_nats:
-            self._measured.append(value)
+        self._take(update, value)
+        if self._is_told or value <= self._bound_nats:
             return ""
         self._is_told = True
         return (
-            f"mismatch alarm {self._since(update)}: trainer and rollout engines differ by {value:.3g} nats (99th "
+            f"mismatch alarm {self._since}: trainer and rollout engines differ by {value:.3g} nats (99th "
             f"percentile of |log r|, {ALARM_METRIC}) on tokens sampled by the very weights in training; "
-            f"algorithm.mismatch_alarm_nats is {self._bound_nats:g}. Possible causes: {_CAUSES}"
+            f"{self._names_bound}Possible causes: {_CAUSES}"
         )
 
-    def _since(self, update: int) -> str:
-        if not self._measured:
-            return f"from the first update on ({update})"
-        return f"since update {update} (until then at most {max(self._measured):.3g} nats)"
+    def _take(self, update: int, value: float) -> None:
+        self._begun_at = self._begun_at or update
+        if not self._first_above and value > self._bound_nats:
+            self._first_above = update
+        elif not self._first_above:
+            self._most_before = max(self._most_before, value)
+
+    @property
+    def _names_bound(self) -> str:
+        """The part of an alarm by which a resumed run knows under which bound it was given."""
+        return f"algorithm.mismatch_alarm_nats is {self._bound_nats:g}. "
+
+    @property
+    def _since(self) -> str:
+        if self._first_above == self._begun_at:
+            return f"from the first update on ({self._first_above})"
+        return f"since update {self._first_above} (until then at most {self._most_before:.3g} nats)"

@@ -14,7 +14,7 @@ from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.validation import Validation, accuracy_metric
 from offbeat_async_policy import Statistics
 from offbeat_data import Prompt
-from offbeat_run import HELD_OUT, Generation, MetricsLine, RunFolder, RunLog, clock_s, read_metrics
+from offbeat_run import HELD_OUT, Generation, MetricsLine, RunFolder, RunLog, clock_s, read_alarms, read_metrics
 from offbeat_types import Metric, Metrics, WeightPart
 
 WAIT_SHOWN_AFTER_S = 120.0
@@ -52,7 +52,8 @@ class RunLogger:
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
             lines = read_metrics(self._run.metrics)
             self._read_last_validation(lines)
-            self._mismatch_alarm = MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, lines)
+            told = [alarm.text for alarm in read_alarms(self._run)]
+            self._mismatch_alarm = MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, lines, told)
             yield
 
     def _read_last_validation(self, lines: list[MetricsLine]) -> None:
