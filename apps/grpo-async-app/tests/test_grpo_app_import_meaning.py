@@ -15,6 +15,8 @@ MAIN = Program("verl.trainer.main_ppo")
 CORRECTION = "algorithm.rollout_correction."
 ENGINE = f"{PREFIX}rollout.engine_kwargs"
 MEGATRON = {f"{PREFIX}actor.megatron.tensor_model_parallel_size": 4}
+AGGREGATION = f"{PREFIX}actor.loss_agg_mode"
+MODEL_DTYPE = f"{PREFIX}actor.fsdp_config.model_dtype"
 TEACHER = "distillation.teacher_models.teacher_model."
 
 
@@ -324,6 +326,88 @@ def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> No
             {"engine.adam_beta2": 0.999},
             {f"{PREFIX}actor.optim.betas": "no pair of numbers"},
             id="a list of another length",
+        ),
+        *(
+            pytest.param(
+                MAIN,
+                {AGGREGATION: f"seq-mean-token-sum{norm}", f"{PREFIX}actor.loss_scale_factor": scale},
+                {"algorithm.aggregation": "fixed_length", "algorithm.fixed_length": length},
+                {AGGREGATION: told} if told else {},
+                id=f"sums of sequences{norm}, by {scale}",
+            )
+            for norm, scale, length, told in (
+                ("-norm", 8192, 8192, "the sum before"),
+                ("-norm", None, 512, "the sum before"),
+                ("", None, 1, ""),
+            )
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.loss_scale_factor": 8192},
+            {"algorithm.aggregation": "token_mean", "algorithm.fixed_length": None},
+            {f"{PREFIX}actor.loss_scale_factor": "with seq-mean-token-sum-norm alone"},
+            id="a divisor that nothing is divided by",
+        ),
+        *(
+            pytest.param(MAIN, {f"{PREFIX}actor.{name}": value, **more}, {"engine.dtype": ours}, told, id=f"{name}")
+            for name, value, more, ours, told in (
+                ("fsdp_config.dtype", "float32", {}, "float32", {}),
+                ("fsdp_config.mixed_precision.param_dtype", "fp32", {}, "float32", {}),
+                ("megatron.dtype", "float32", MEGATRON, "float32", {}),
+                ("fsdp_config.model_dtype", "bf16", {}, "bfloat16", {MODEL_DTYPE: "in float32"}),
+                (
+                    "fsdp_config.dtype",
+                    "float16",
+                    {},
+                    "bfloat16",
+                    {f"{PREFIX}actor.fsdp_config.dtype": "bfloat16 takes its place"},
+                ),
+            )
+        ),
+        pytest.param(
+            MAIN,
+            {**MEGATRON, f"{PREFIX}model.lora.rank": 16},
+            {"engine.lora_rank": 16, "engine.lora_alpha": 32.0},
+            {},
+            id="adapters of Megatron",
+        ),
+        pytest.param(
+            MAIN,
+            {"reward_model.enable": True, "reward_model.model.path": "/judge", "data.max_response_length": 8192},
+            {"reward.name": "reward_model", "reward.reward_model.path": "/judge", "reward.signature": None}
+            | {"reward.reward_model.dtype": "bfloat16", "reward.reward_model.max_tokens": 8704},
+            {},
+            id="a reward model is the reward",
+        ),
+        pytest.param(
+            MAIN,
+            {"reward.reward_model.enable": True, "reward.reward_model.model_path": "/judge"}
+            | {"reward.custom_reward_function.path": "my.py"},
+            {"reward.name": "my.py:compute_score", "reward.reward_model.path": None},
+            {"reward.reward_model.model_path": "reward.weights"},
+            id="a reward model beside a function",
+        ),
+        pytest.param(
+            MAIN,
+            {"reward_model.enable": True},
+            {"reward.name": "reward_model", "reward.reward_model.path": None},
+            {"reward_model.enable": "set reward.reward_model.path"},
+            id="a reward model without a name",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}actor.fsdp_config.entropy_checkpointing": True, f"{PREFIX}actor.fsdp_config.fsdp_size": 8},
+            {},
+            {f"{PREFIX}actor.fsdp_config.entropy_checkpointing": "no counterpart"}
+            | {f"{PREFIX}actor.fsdp_config.fsdp_size": "always sharded"},
+            id="each option of FSDP with its own reason",
+        ),
+        pytest.param(
+            MAIN,
+            {f"{PREFIX}rollout.val_kwargs.{name}": value for name, value in (("n", 16), ("top_p", 0.7), ("top_k", -1))},
+            {},
+            {f"{PREFIX}rollout.val_kwargs.{name}": "[eval.sets.NAME]" for name in ("n", "top_p")},
+            id="validation with several samples",
         ),
         pytest.param(MAIN, MEGATRON, {"engine.backend": "megatron"}, {}, id="the sizes of megatron name it"),
         pytest.param(

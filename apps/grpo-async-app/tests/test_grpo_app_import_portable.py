@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
 from offbeat_run import CommandWords, load_config
@@ -133,6 +134,7 @@ def written(lines: str, options: str, tmp_path: Path) -> dict[str, str]:
     target.unlink(missing_ok=True)
     assert import_command(CommandWords(options={"out": str(target)}), "verl", str(tmp_path / "paths.sh")) == 0
     held = tomllib.loads(target.read_text())
+    held["reward.reward_model"] = held.get("reward", {}).pop("reward_model", {})
     keys = {f"{section}.{key}": value for section, table in held.items() for key, value in table.items()}
     return {key: str(value) for key, value in keys.items() if key.endswith("path")}
 
@@ -194,6 +196,12 @@ UNUSED = "HF_MODEL=${HF_MODEL:-$HOME/models/q}"
             id="a part of a variable",
         ),
         pytest.param(
+            "",
+            f"{MODEL}=m reward_model.enable=True reward_model.model.path=$HOME/models/judge",
+            {"reward.reward_model.path": "${OFFBEAT_MODELS:-~/models}/judge"},
+            id="of a reward model",
+        ),
+        pytest.param(
             "A=${A:-/models/q}\nB=${B:-$A}",
             f"{MODEL}=$B",
             {"model.path": "${B:-/models/q}"},
@@ -208,3 +216,10 @@ def test_a_path_has_the_variable_that_its_option_refers_to_and_no_other(
         monkeypatch.delenv(name, raising=False)
     found = written(lines, options, tmp_path)
     assert {key: found.get(key) for key in expected} == expected
+
+
+def test_a_reward_model_is_one_of_the_run(tmp_path: Path) -> None:
+    written("", f"{MODEL}=m reward_model.enable=True reward_model.model.path=/models/judge", tmp_path)
+    model = reward_model_of(load_config(tmp_path / "paths.toml", GrpoConfig).reward)
+    assert model is not None
+    assert (model.path, model.dtype, model.max_tokens) == ("/models/judge", "bfloat16", 1024)

@@ -18,6 +18,7 @@ _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."
 _MODEL: Final = "actor_rollout_ref.model."
 _MEGATRON: Final = f"{_ACTOR}megatron."
+_FSDP: Final = f"{_ACTOR}fsdp_config."
 _ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "dp": "torch", "megatron": "megatron"}
 _SAMPLERS: Final = {"vllm": "vllm", "hf": "torch", "trtllm": "trtllm"}
 _SCHEDULES: Final = ("constant", "linear", "cosine")
@@ -29,8 +30,13 @@ _AXES: Final = {
     "expert_parallel": "expert_model_parallel_size",
 }
 
+_FORMATS: Final = dict.fromkeys(("float32", "fp32", "float", "32"), "float32") | dict.fromkeys(
+    ("bfloat16", "bf16"), "bfloat16"
+)
+"""Source: verl, verl/utils/torch_dtypes.py, which compares with names, and hydra, which reads 32 as a number."""
 _REWARDS: Final = ("custom_reward_function", "reward.custom_reward_function")
 """The section until 2026, and the one after."""
+_MODEL_IS_ON: Final = ("reward_model.enable", "reward.reward_model.enable")
 _NO_PROGRAM: Final = Program()
 _ASYNC: Final = re.compile(r"\Aasync\.")
 """The section as texts about the trainer call it; in its configuration it is async_training."""
@@ -41,6 +47,7 @@ ALWAYS: Final[Mapping[str, str]] = {
     f"{_MODEL}use_remove_padding": "sequences are always packed",
     f"{_ROLLOUT}calculate_log_probs": "engines always give the log-probabilities of what they sample",
     f"{_ROLLOUT}mode": "engines always serve asynchronously",
+    f"{_ROLLOUT}val_kwargs.do_sample": "eval.temperature alone decides: 0 is greedy",
     f"{_ROLLOUT}log_prob_* actor_rollout_ref.ref.log_prob_*": "the trainer's token budget bounds every pass",
     f"{_ACTOR}use_dynamic_bsz {_ACTOR}ppo_micro_batch_size*": "micro-batches are always filled by tokens",
     "trainer.resume_mode": "`grpo-async-app resume RUN` goes on from the latest checkpoint",
@@ -56,9 +63,12 @@ MISSING: Final[Mapping[str, str]] = {
     "critic.* trainer.critic_warmup": "a critic is trained with gae alone, and but for section critic as engine says",
     "trainer.val_before_train": "the first validation comes after eval.every_updates",
     "trainer.experiment_name trainer.default_local_dir": "name the run folder: --out FOLDER",
-    f"{_ACTOR}fsdp_config.*": "weights, gradients and moments are always sharded, and stay on the device",
+    f"{_FSDP}model_dtype {_FSDP}mixed_precision.* {_FSDP}dtype {_MEGATRON}dtype": "engine.dtype is the format of the "
+    "matrix products; weights and moments are updated in float32",
+    f"{_FSDP}*offload* {_FSDP}reshard_* {_FSDP}fsdp_size {_FSDP}wrap_policy* {_FSDP}forward_prefetch "
+    f"{_FSDP}use_orig_params": "weights, gradients and moments are always sharded, and stay on the device",
     "actor_rollout_ref.ref.*": "the reference policy is kept by the trainer, and shared out as it is",
-    f"{_ACTOR}ulysses_sequence_parallel_size": 'engine.backend = "megatron" cuts sequences: context_parallel',
+    f"{_ACTOR}ulysses_* {_FSDP}ulysses_*": 'engine.backend = "megatron" cuts sequences: context_parallel',
     f"{_ROLLOUT}multi_turn.*": "see section environment",
     f"{_ROLLOUT}engine_kwargs.sglang.*": "SGLang's own: vllm takes its place, with rollout.options",
     f"{_ROLLOUT}load_format": "weights come from the trainer before anything is sampled",
@@ -84,6 +94,7 @@ def import_verl(
     _write_data(draft)
     _write_reward(draft)
     _write_rollout(draft)
+    _write_reward_model(draft)
     _write_trainer(draft, "megatron" if "megatron" in program.config else "fsdp")
     write_objective(draft, bypasses=mode in ("fully_async", "one_step_off"))
     _write_batches(draft, mode)
@@ -137,9 +148,40 @@ def _write_reward(draft: Draft) -> None:
     if path:
         draft.put("reward.name", f"{path}:{function or 'compute_score'}", *paths)
         draft.put("reward.signature", "verl", *paths)
+    elif _has_reward_model(draft):
+        draft.put("reward.name", "reward_model", *_MODEL_IS_ON)
     else:
         draft.put("reward.name", "math_verify", name)
         draft.change(name, "the reward is chosen by data_source there; here by reward.name: choose yours")
+
+
+def _has_reward_model(draft: Draft) -> bool:
+    return True in [draft.take(name) for name in _MODEL_IS_ON]
+
+
+def _write_reward_model(draft: Draft) -> None:
+    """Write the table of the model that is the reward; the longest prompt and answer are written.
+
+    Source: verl, reward_model/reward_model.yaml until 2026 and reward/reward.yaml after.
+    """
+    paths = ("reward_model.model.path", "reward.reward_model.model_path", "reward_model.model_path")
+    formats = ("reward.reward_model.rollout.dtype", "reward_model.rollout.dtype", "reward_model.inference.dtype")
+    if not _has_reward_model(draft):
+        return
+    if draft.entries["reward.name"].value != "reward_model":
+        draft.take(*paths)
+        draft.miss(
+            draft.named(*paths),
+            "the function gives the reward; with both, reward.weights names it and reward_model, in place of "
+            "reward.name, and reward.reward_model.path the model",
+        )
+        return
+    draft.copy("reward.reward_model.path", *paths)
+    if "reward.reward_model.path" not in draft.entries:
+        draft.miss(draft.named(*_MODEL_IS_ON), "no model is named: set reward.reward_model.path")
+    draft.copy("reward.reward_model.dtype", *formats, default="bfloat16")
+    longest = draft.entries["data.max_prompt_tokens"].value + draft.entries["rollout.max_tokens"].value
+    draft.put("reward.reward_model.max_tokens", longest, "data.max_prompt_length", "data.max_response_length")
 
 
 def _write_rollout(draft: Draft) -> None:
@@ -167,8 +209,21 @@ def _write_rollout(draft: Draft) -> None:
         f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes",
         convert=lambda mib: mib * 2**20,
     )
-    draft.copy("eval.temperature", f"{_ROLLOUT}val_kwargs.temperature")
+    _write_validation(draft)
     _write_engine_arguments(draft, wanted)
+
+
+def _write_validation(draft: Draft) -> None:
+    """How held-out prompts are sampled; verl's defaults, in rollout/rollout.yaml, are what is always done here."""
+    prefix = f"{_ROLLOUT}val_kwargs."
+    draft.copy("eval.temperature", f"{prefix}temperature")
+    for name, usual in (("n", (1,)), ("top_p", (1,)), ("top_k", (-1, 0))):
+        if draft.take(f"{prefix}{name}", default=usual[0]) not in usual:
+            draft.miss(
+                f"{prefix}{name}",
+                "held-out prompts get one sample each, from all tokens; a table [eval.sets.NAME] with the path of "
+                "data.eval_path has n, temperature, top_p and top_k",
+            )
 
 
 def _write_quantization(draft: Draft) -> None:
@@ -214,15 +269,33 @@ def _write_trainer(draft: Draft, usual: str) -> None:
     if strategy not in _ENGINES:
         draft.change(draft.named(*names), "there is no such training engine here: torch takes its place")
     draft.put("engine.backend", _ENGINES.get(strategy, "torch"), f"{_ACTOR}strategy")
-    draft.put("engine.dtype", "bfloat16", f"{_ACTOR}strategy")
+    _write_format(draft, strategy)
     if strategy == "megatron":
         _write_axes(draft)
     draft.copy("engine.max_tokens_per_microbatch", f"{_ACTOR}ppo_max_token_len_per_gpu", default=16384)
     draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
-    rank, alpha = draft.number(f"{_MODEL}lora_rank", default=0), draft.number(f"{_MODEL}lora_alpha", default=16)
-    if rank:  # there the scale of adapters may be given without any
-        draft.put("engine.lora_rank", rank, f"{_MODEL}lora_rank")
-        draft.put("engine.lora_alpha", float(alpha), f"{_MODEL}lora_alpha")
+    _write_adapters(draft)
+
+
+def _write_format(draft: Draft, strategy: str) -> None:
+    """Source: verl, verl/workers/fsdp_workers.py, in which mixed_precision comes before dtype, and megatron.yaml."""
+    is_megatron = strategy == "megatron"
+    names = (f"{_MEGATRON}dtype",) if is_megatron else (f"{_FSDP}mixed_precision.param_dtype", f"{_FSDP}dtype")
+    name = next(filter(draft.has, names), names[-1])
+    wanted = str(draft.take(*names, default="bfloat16"))
+    draft.put("engine.dtype", _FORMATS.get(wanted, "bfloat16"), name)
+    if wanted not in _FORMATS:
+        draft.change(name, f"{wanted} is not there: bfloat16 takes its place")
+
+
+def _write_adapters(draft: Draft) -> None:
+    """Source: verl, model/hf_model.yaml, and ppo_megatron_trainer.yaml for the names with a dot."""
+    for dot, usual in (("_", 16), (".", 32)):
+        names = f"{_MODEL}lora{dot}rank", f"{_MODEL}lora{dot}alpha"
+        rank, alpha = draft.number(names[0], default=0), draft.number(names[1], default=usual)
+        if rank > 0:  # there the scale of adapters may be given without any
+            draft.put("engine.lora_rank", rank, names[0])
+            draft.put("engine.lora_alpha", float(alpha), names[1])
 
 
 def _write_axes(draft: Draft) -> None:

@@ -186,8 +186,11 @@ def _write_clips(draft: Draft, loss: str) -> None:
 
 
 def _write_aggregation(draft: Draft, loss: str) -> None:
-    name = f"{_ACTOR}loss_agg_mode"
+    name, scale_name = f"{_ACTOR}loss_agg_mode", f"{_ACTOR}loss_scale_factor"
     mode = draft.take(name, default="token-mean")
+    if draft.has(scale_name) and (loss in _OF_SEQUENCES or mode != "seq-mean-token-sum-norm"):
+        draft.take(scale_name)
+        draft.miss(scale_name, "has an effect with seq-mean-token-sum-norm alone")
     if loss in _OF_SEQUENCES:
         draft.put("algorithm.aggregation", "sequence_mean", f"{_ACTOR}policy_loss.loss_mode")
         if draft.has(name) and mode != "seq-mean-token-mean":
@@ -198,10 +201,27 @@ def _write_aggregation(draft: Draft, loss: str) -> None:
         mode = "token-mean"
     if mode.startswith("seq-mean-token-sum"):
         draft.put("algorithm.aggregation", "fixed_length", name)
-        draft.put("algorithm.fixed_length", draft.entries["rollout.max_tokens"].value, name, "data.max_response_length")
-        draft.change(name, "the sum over a sequence's tokens, divided by the longest answer: a learning rate apart")
+        _write_fixed_length(draft, mode, name, scale_name)
         return
     draft.put("algorithm.aggregation", "token_mean" if mode == "token-mean" else "sequence_mean", name)
+
+
+def _write_fixed_length(draft: Draft, mode: str, name: str, scale_name: str) -> None:
+    """What the sum over a sequence's tokens is divided by, before the mean over sequences.
+
+    Source: verl at 1dda039, verl/trainer/ppo/core_algos.py, agg_loss: with -norm loss_scale_factor, or else the width
+    of the batch's answers, which are filled up to the longest; without it nothing.
+    """
+    if mode != "seq-mean-token-sum-norm":
+        draft.put("algorithm.fixed_length", 1, name)
+        return
+    scale = draft.number(scale_name, default=draft.entries["rollout.max_tokens"].value)
+    length = max(round(scale), 1)
+    if length != scale:
+        draft.change(scale_name, f"a whole number of tokens here: {length}")
+    names = (scale_name,) if draft.has(scale_name) else (name, "data.max_response_length")
+    draft.put("algorithm.fixed_length", length, *names)
+    draft.change(name, "the mean over sequences, as in verl since early 2026; there it was the sum before")
 
 
 def _write_penalty(draft: Draft) -> None:

@@ -9,7 +9,15 @@ from typing import Any, Final
 from offbeat_recipes._imports.options import is_open
 from offbeat_run import toml_value
 
-_TEXTS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path", "data.split", "log.project")
+_TEXTS: Final = (
+    "model.path",
+    "teacher.path",
+    "reward.reward_model.path",
+    "data.path",
+    "data.eval_path",
+    "data.split",
+    "log.project",
+)
 """Keys that may refer to the environment: our own files do so in the same way."""
 
 
