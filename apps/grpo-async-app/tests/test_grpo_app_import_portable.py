@@ -202,6 +202,18 @@ UNUSED = "HF_MODEL=${HF_MODEL:-$HOME/models/q}"
             id="of a reward model",
         ),
         pytest.param(
+            "CRITIC=${CRITIC:-/models/critic}",
+            f"{MODEL}=m algorithm.adv_estimator=gae critic.model.path=$CRITIC",
+            {"critic.path": "${CRITIC:-/models/critic}"},
+            id="of a critic",
+        ),
+        pytest.param(
+            "",
+            f"{MODEL}=m algorithm.adv_estimator=gae critic.model.path=$HOME/models/critic",
+            {"critic.path": "${OFFBEAT_MODELS:-~/models}/critic"},
+            id="of a critic below the home folder",
+        ),
+        pytest.param(
             "A=${A:-/models/q}\nB=${B:-$A}",
             f"{MODEL}=$B",
             {"model.path": "${B:-/models/q}"},

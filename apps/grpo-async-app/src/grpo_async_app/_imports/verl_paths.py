@@ -7,7 +7,7 @@ from typing import Final
 
 from offbeat_recipes import Draft, Entry
 
-_KEYS: Final = ("model.path", "teacher.path", "data.path", "data.eval_path", "reward.reward_model.path")
+_KEYS: Final = ("model.path", "teacher.path", "critic.path", "data.path", "data.eval_path", "reward.reward_model.path")
 _FOLDERS: Final = {"data": ("OFFBEAT_DATA", "data"), "models": ("OFFBEAT_MODELS", "models")}
 """Folders below the home folder, with the variable that names another in the recipes here, and what it holds."""
 _REFERENCE: Final = re.compile(r"\$\{(\w+)\}")

@@ -12,6 +12,7 @@ from offbeat_run import toml_value
 _TEXTS: Final = (
     "model.path",
     "teacher.path",
+    "critic.path",
     "reward.reward_model.path",
     "data.path",
     "data.eval_path",
