@@ -3,13 +3,20 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import wide_standin
 
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._run.engine_probe import ProbeOutcome, _WidthProbe, widths_to_probe
+from offbeat_actors import Launcher
+from offbeat_placement import ClusterView, Node, Plan, RankGroup
+from offbeat_run import load_config
 from offbeat_testing import CommandLine, ray_nodes
+from offbeat_types import PeerFailedError
 
 
 def probe(config: Path, *words: str, env: dict[str, str] = {}) -> subprocess.CompletedProcess[str]:  # noqa: B006  never changed
@@ -26,8 +33,6 @@ def left_over() -> list[str]:
 
 
 def test_widths_go_up_in_powers_of_two_to_that_of_the_configuration() -> None:
-    from grpo_async_app._run.engine_probe import widths_to_probe
-
     assert [widths_to_probe(width) for width in (1, 2, 3, 8, 12)] == [
         [1],
         [1, 2],
@@ -75,6 +80,25 @@ def test_an_engine_that_dies_is_named_with_its_last_words(config: Path, tmp_path
     assert ended.returncode == 3, ended.stderr
     assert f"stops at tensor parallel 2 on {os.uname().nodename}: its process exited with code 7" in ended.stderr
     assert "NCCL WARN no route to the other ranks" in ended.stderr
+
+
+@pytest.mark.asyncio
+async def test_the_nodes_that_an_engine_spans_have_room_for_it(config: Path, tmp_path: Path) -> None:
+    words = ["--rollout.device=cuda", "--rollout.tensor_parallel=16", "--cluster.spans_nodes=true"]
+    nodes = [Node(name=f"node-{n}", free={"GPU": tuple(range(size))}) for n, size in enumerate((8, 8, 2))]
+    launcher = cast("Launcher", PlacesNothing())
+    found: list[ProbeOutcome] = []
+    view = ClusterView(nodes=tuple(nodes), reserves=True)
+    settings = load_config(config, GrpoConfig, words)
+    await _WidthProbe(settings, launcher, view, tmp_path, 16, found.append).run()
+    assert [(each.node, each.no_room) for each in found] == [("node-0+node-1", ("node-2",))]
+
+
+class PlacesNothing:
+    """A launcher whose cluster is gone by the time that it is asked."""
+
+    async def place(self, plan: Plan, groups: Sequence[RankGroup]) -> None:
+        raise PeerFailedError("cluster", "it is gone")
 
 
 def test_settings_without_a_probe_are_refused(command: CommandLine) -> None:

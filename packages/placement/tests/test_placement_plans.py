@@ -103,6 +103,18 @@ def test_no_more_nodes_are_asked_for_than_it_takes(lacking):
         plan_placement(grid_nodes(1, 8), [rollout(1 + lacking, 8)])
 
 
+def test_cpus_and_memory_that_are_short_are_named_and_not_the_devices():
+    node = Node(name="node-0", free={"GPU": tuple(range(8))}, num_cpus=8, memory_bytes=64 * 2**30)
+    with pytest.raises(PlacementError) as caught:
+        plan_placement([node], [rollout(4, 1, cpus_per_rank=4)])
+    assert "4 GPU wanted, 8 free; 16 CPUs wanted, 8 free" in str(caught.value)
+    assert "in such pieces" not in str(caught.value)
+    with pytest.raises(PlacementError) as caught:
+        plan_placement([node], [rollout(4, 1, memory_bytes_per_rank=24 * 2**30)])
+    assert "4 GPU wanted, 8 free; 96 GiB of memory wanted, 64 GiB free" in str(caught.value)
+    assert "in such pieces" not in str(caught.value)
+
+
 def test_a_group_wider_than_a_node_takes_whole_nodes_and_only_when_asked_to():
     nodes = [*grid_nodes(3, 8), Node(name="node-9", free={"GPU": tuple(range(7))}, total={"GPU": 8})]
     with pytest.raises(PlacementError, match=r"rollout\.spans_nodes False -> True"):

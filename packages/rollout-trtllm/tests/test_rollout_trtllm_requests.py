@@ -41,6 +41,14 @@ def test_a_stop_string_of_many_tokens_is_found_beside_a_short_one(tokenizer, sto
     assert sample.completion().text == f"well, {LONG}"
 
 
+def test_a_special_token_can_stop_a_sample(tokenizer):
+    ids = tokens(tokenizer, "well,<|im_end|> and more")
+    sample = Sample(SamplingParams(stop=("<|im_end|>",), ignore_eos=True), frozenset(), tokenizer)
+    count = sample.add(Delta(ids, [-1.0] * len(ids), version=3))
+    assert sample.completion().stop_reason == "stop"
+    assert tokenizer.decode(ids[:count], skip_special_tokens=False) == "well,<|im_end|>"
+
+
 @pytest.mark.asyncio
 async def test_an_engine_is_busy_as_long_as_all_of_its_samples_took(monkeypatch):
     now_s = 0.0

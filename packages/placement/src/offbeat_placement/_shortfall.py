@@ -17,6 +17,7 @@ from offbeat_types import PlacementError
 _MOST_LINES: Final = 12
 MAX_SUGGESTIONS: Final = 5
 _MAX_MORE_NODES: Final = 4096
+_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,14 +314,27 @@ def _wanted_text(groups: Sequence[RankGroup]) -> str:
 
 def _totals_text(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> str:
     """Where sums alone say that it cannot be, or that sums are not the matter."""
-    texts = []
+    texts, short = [], _short_of(nodes, groups)
     for kind in kinds_of(groups):
         own = [group for group in groups if group.accelerator == kind]
         if any(group.shares_devices_with for group in own):
             continue
         wanted, free = sum(group.num_ranks for group in own), sum(node.num_free(kind) for node in nodes)
-        texts.append(f"{wanted} {kind} wanted, {free} free" + ("" if wanted > free else ", but not in such pieces"))
-    return "; ".join(texts)
+        pieces = "" if wanted > free or short else ", but not in such pieces"
+        texts.append(f"{wanted} {kind} wanted, {free} free{pieces}")
+    return "; ".join(texts + short)
+
+
+def _short_of(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> list[str]:
+    """Of what beside accelerators all ranks together want more than all nodes have free."""
+    cpus = sum(group.num_ranks * group.cpus_per_rank for group in groups)
+    free_cpus = sum(node.num_cpus for node in nodes)
+    memory = sum(group.num_ranks * group.memory_bytes_per_rank for group in groups)
+    free_memory = sum(node.memory_bytes for node in nodes)
+    texts = [f"{cpus:g} CPUs wanted, {free_cpus:g} free"] if cpus > free_cpus else []
+    if memory > free_memory:
+        texts.append(f"{memory / _GIB:.3g} GiB of memory wanted, {free_memory / _GIB:.3g} GiB free")
+    return texts
 
 
 def _misfit_line(node: Node, groups: Sequence[RankGroup]) -> str:

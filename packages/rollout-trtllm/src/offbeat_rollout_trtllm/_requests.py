@@ -108,7 +108,8 @@ class Sample:
         return Completion.join(self.ids, self._logprobs, [(version, 1) for version in self._versions], self.ended, text)
 
     def _holds_stop(self) -> bool:
-        text = self._tokenizer.decode(self.ids[-self._window :], skip_special_tokens=True)
+        # Special tokens count as text here, so that "<|im_end|>" can stop a sample.
+        text = self._tokenizer.decode(self.ids[-self._window :], skip_special_tokens=False)
         return any(stop in text for stop in self._stops)
 
     def _reason(self, delta: Delta) -> StopReason:

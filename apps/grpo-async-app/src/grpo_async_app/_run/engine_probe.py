@@ -138,11 +138,11 @@ class _WidthProbe:
         return group, plan_placement(nodes, [group])
 
     async def _probe(self, group: RankGroup, plan: Plan) -> ProbeOutcome:
-        nodes = "+".join(dict.fromkeys(rank.node for rank in plan.ranks))
+        nodes = list(dict.fromkeys(rank.node for rank in plan.ranks))
         outcome = ProbeOutcome(
             width=self._width,
-            node=nodes,
-            no_room=self._no_room,
+            node="+".join(nodes),
+            no_room=tuple(name for name in self._no_room if name not in nodes),  # a node spanned has room for its part
             log=self._log_folder / f"{group.role}-tp{self._width}.log",
         )
         try:
