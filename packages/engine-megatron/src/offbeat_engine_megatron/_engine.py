@@ -181,7 +181,7 @@ class MegatronTrainEngine(StepCounts):
         with self._shim:
             packs = self._updates.packs("forward_backward", with_loss)
             losses = LossCalls(with_loss, loss)
-            self._optimizer.begin_pass()
+            self._optimizer.begin_pass(learns=bool(with_loss))
             mtp_loss = self._policy.mtp_loss
             if mtp_loss is not None:
                 mtp_loss.begin(with_loss)

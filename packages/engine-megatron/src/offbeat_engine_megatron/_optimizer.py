@@ -55,7 +55,7 @@ class ClippedOptimizer:
         self.steps_taken = 0
         self._has_copies = config.dtype == "bfloat16"
         self._overlaps = options.overlap_grad_reduce
-        self._reducing = False
+        self._reducing = self._learns = False
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -95,8 +95,11 @@ class ClippedOptimizer:
         """The buffers into which gradients are added up."""
         return [buffer.grad_data for part in self.parts for buffer in (*part.buffers, *part.expert_parallel_buffers)]
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, learns: bool) -> None:
         """A forward and backward pass comes; its gradients are added to what is there.
+
+        Args:
+            learns: some rank has a token to learn from.
 
         Raises:
             ConfigError: the gradients of the update were reduced already.
@@ -107,6 +110,7 @@ class ClippedOptimizer:
                 "forward_backward and one step: call step(), or set overlap_grad_reduce = false"
             )
         self._reducing = True
+        self._learns |= learns
 
     def grad_norm(self) -> float:
         """Reduce the gradients over all ranks, and take the L2 norm of all; may be infinite or NaN. A call of all."""
@@ -119,22 +123,28 @@ class ClippedOptimizer:
         return float(self.megatron.get_grad_norm())
 
     def step(self, grad_norm: float) -> None:
-        """Clip from `grad_norm` to the configured norm, and update. A call of all."""
+        """Clip from `grad_norm` to the configured norm, and update. A call of all.
+
+        Where no pass had a token to learn from, the weights and the moments stay.
+        """
+        rate = self.learning_rate
+        self.steps_taken += 1
+        if not self._learns:
+            return  # gradients of 0 would let momentum and weight decay move them
         grads = [p.grad for each in self.each for p in each.get_parameters() if p.grad is not None]
         clip_gradients(grads, grad_norm, self.config.max_grad_norm)
         for each in self.each:
             for group in each.param_groups:
-                group["lr"] = self.learning_rate * group["lr_mult"]
+                group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
-        self.steps_taken += 1
 
     def clear(self) -> None:
         """Drop all gradients."""
         if self._overlaps and self._reducing:  # a reduction under way has to end first
             for part in self.parts:
                 part.finish_grad_sync()
-        self._reducing = False
+        self._reducing = self._learns = False
         for part in self.parts:
             part.zero_grad_buffer()
         self.megatron.zero_grad()

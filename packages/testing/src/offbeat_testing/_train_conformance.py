@@ -176,6 +176,19 @@ class TrainEngineConformance:
         assert not _same(before, _copy(engine))
         assert all(np.isfinite(array).all() for array in _copy(engine).values())
 
+    def test_a_step_without_a_token_to_learn_from_moves_nothing(self, engine: TrainEngine) -> None:
+        """Neither momentum nor weight decay does; the schedule goes on."""
+        engine.forward_backward(_sequences(), _nll)
+        engine.step()
+        before = _copy(engine)
+        nothing = [dataclasses.replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in _sequences()]
+        engine.forward_backward(nothing, _nll)
+        assert engine.step()["steps_refused"].value == 0
+        assert _same(before, _copy(engine))
+        engine.forward_backward(_sequences(), _nll)
+        engine.step()
+        assert not _same(before, _copy(engine))
+
     def test_steps_learn(self, engine: TrainEngine) -> None:
         losses = []
         for _ in range(5):
