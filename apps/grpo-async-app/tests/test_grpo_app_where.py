@@ -1,11 +1,13 @@
 """`where` says which node holds which role of a run: while it trains, after a role was killed, and afterwards."""
 
+import asyncio
 import json
 import os
 import re
 import signal
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from grpo_runs import Main, role_of, values_of, where, where_once
@@ -14,7 +16,8 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.places import PlacesFile
 from grpo_async_app._run.run_logger import RunLogger
-from offbeat_run import RunFolder
+from offbeat_actors import RolePlace
+from offbeat_run import RunFolder, load_config
 from offbeat_testing import CommandLine, RunningCommand
 
 
@@ -95,6 +98,36 @@ def test_where_after_a_run_that_ended_well(config: Path, tmp_path: Path, command
     assert places["driver_lives"] is False
     assert {role["state"] for role in places["roles"]} == {"ended"}
     assert role_of(places, "trainer-0")["version"] == 1
+
+
+def test_where_names_every_device_that_a_role_takes_by_number(
+    config: Path, tmp_path: Path, command: CommandLine
+) -> None:
+    words = [
+        *("--engine.device=cuda:1", "--rollout.device=cuda:2", "--rollout.tensor_parallel=2"),
+        *("--teacher.path=t", "--teacher.device=cuda:4", "--teacher.tensor_parallel=3"),
+        *("--reward.name=reward_model", "--reward.reward_model={path = 'r', device = 'cuda:7'}"),
+    ]
+    places = [RolePlace(role=f"{kind}-0", node="n") for kind in ("trainer", "rollout", "teacher", "reward_model")]
+    engines = SimpleNamespace(versions={"rollout-0": 0})
+    fleet: Any = SimpleNamespace(places=lambda: places, engines=engines, num_restarts=lambda _: 0)
+    logger: Any = SimpleNamespace(version=0)
+    run = tmp_path / "run"
+
+    async def scenario() -> None:
+        with RunFolder.create(run) as folder:
+            (run / "config.toml").write_text(config.read_text())
+            with PlacesFile(folder, fleet, load_config(config, GrpoConfig, words), logger) as places_file:
+                async with places_file.following():
+                    pass
+
+    asyncio.run(scenario())
+    assert {role["role"]: role["devices"]["n"] for role in where(command, run)["roles"]} == {
+        "trainer-0": ["cuda 1"],
+        "rollout-0": ["cuda 2", "cuda 3"],
+        "teacher-0": ["cuda 4", "cuda 5", "cuda 6"],
+        "reward_model-0": ["cuda 7"],
+    }
 
 
 def test_where_without_places_says_why(config: Path, tmp_path: Path, command: CommandLine) -> None:

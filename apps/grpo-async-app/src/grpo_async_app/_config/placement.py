@@ -31,8 +31,12 @@ _REWARD_MODEL_KEYS: Final = {
 
 def find_view(config: GrpoConfig, words: str = "") -> ClusterView:
     """The nodes to plan for: see `offbeat_actors.find_view`."""
-    widths = {"rollout.device": config.rollout.tensor_parallel, "teacher.device": config.teacher.tensor_parallel}
-    return find_nodes(config.cluster, config.devices, words, widths=widths)
+    return find_nodes(config.cluster, config.devices, words, widths=device_widths(config))
+
+
+def device_widths(config: GrpoConfig) -> dict[str, int]:
+    """Return how many devices a role takes from its numbered one on, by the setting of the device; others take one."""
+    return {"rollout.device": config.rollout.tensor_parallel, "teacher.device": config.teacher.tensor_parallel}
 
 
 def place_run(config: GrpoConfig, view: ClusterView) -> Placement:

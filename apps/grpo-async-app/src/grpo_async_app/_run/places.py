@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from grpo_async_app._config.placement import device_widths
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
@@ -133,18 +134,21 @@ class PlacesFile:
     def _status(self, place: RolePlace) -> RoleStatus:
         kind = place.role.partition("-")[0]
         version = self._logger.version if kind == "trainer" else self._fleet.engines.versions.get(place.role)
-        named = {} if place.devices else self._named_device(kind, place.node)
+        named = {} if place.devices else self._named_devices(kind, place.node)
         return RoleStatus(
             **{**vars(place), "devices": {**place.devices, **named}},
             restarts=self._fleet.num_restarts(place.role),
             version=version,
         )
 
-    def _named_device(self, kind: str, node: str) -> Mapping[str, tuple[str, ...]]:
-        """The device that the configuration names by number, which no plan gives out."""
+    def _named_devices(self, kind: str, node: str) -> Mapping[str, tuple[str, ...]]:
+        """The devices from the one on that the configuration names by number, which no plan gives out."""
         key = {"trainer": "engine.device", "reward_model": "reward.reward_model.device"}.get(kind, f"{kind}.device")
-        device = self._config.devices.get(key, "")
-        return {node: (device.replace(":", " "),)} if ":" in device else {}
+        name, _, first = self._config.devices.get(key, "").partition(":")
+        if not first.isdecimal():
+            return {}
+        width = device_widths(self._config).get(key, 1)
+        return {node: tuple(f"{name} {number}" for number in range(int(first), int(first) + width))}
 
     def _write(self, roles: list[RoleStatus]) -> None:
         if roles == self._written or self._fails:
