@@ -57,7 +57,15 @@ def picky(prompt, completion):
     raise ValueError("no bread today")
 def fine(prompt, completion):
     return 0.5
+def longest(prompt, completions):
+    return [float(len(each) == max(map(len, completions))) for each in completions]
 """
+COMPARES = "--reward.name=own_tried:longest"
+CALCULATOR = ["--environment.name=calculator", "--environment.max_tokens=24"]
+SET = ["--eval.sets.own.path=arithmetic:2", "--eval.sets.own.reward.name=own_tried:longest"]
+BY_ITSELF = (
+    "are scored one by one, each when it ends: it would have nothing to compare; take a reward of one completion"
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +90,55 @@ def test_a_reward_function_is_tried_once_before_anything_starts(
     ended = command("plan", config, f"--reward.name=own_tried:{name}", "--data.shuffle=false", *words)
     assert ended.code == code, ended.err
     assert said in " ".join((ended.err if code else ended.out).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([COMPARES, *CALCULATOR], f"and episodes of environment.name = 'calculator' {BY_ITSELF}"),
+        ([COMPARES, '--agent.command=["true"]'], f"and episodes of section agent {BY_ITSELF}"),
+        (
+            [COMPARES, "--algorithm.advantage=remax"],
+            "algorithm.advantage = remax has the greedy completion scored by it",
+        ),
+        (
+            [COMPARES, "--algorithm.advantage=gae", "--rollout.samples_per_prompt=1"],
+            "samples_per_prompt = 1 makes groups",
+        ),
+        (
+            [*SET, "--eval.sets.own.environment.name=calculator"],
+            f"eval.sets.own: reward own_tried:longest compares the completions of a group, and episodes of "
+            f"environment.name = 'calculator' {BY_ITSELF}",
+        ),
+        ([*SET, '--agent.command=["true"]'], "eval.sets.own: reward own_tried:longest compares the completions of a "),
+    ],
+)
+def test_a_reward_that_compares_is_refused_where_it_would_see_one_completion(
+    command: CommandLine, config: Path, own_module: Callable[[str, str], None], words: list[str], why: str
+) -> None:
+    own_module("own_tried", OWN)
+    ended = command("plan", config, *words)
+    assert ended.code == 2, ended.out
+    assert why in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([COMPARES], "held-out"),
+        ([*SET, "--eval.sets.own.n=1"], "own"),
+        ([*SET, "--eval.sets.own.n=2", "--eval.sets.own.temperature=1"], ""),
+    ],
+)
+def test_a_plan_says_where_a_reward_that_compares_has_nothing_to_compare(
+    command: CommandLine, config: Path, own_module: Callable[[str, str], None], words: list[str], name: str
+) -> None:
+    own_module("own_tried", OWN)
+    ended = command("plan", config, *words)
+    assert ended.code == 0, ended.err
+    told = " ".join(ended.out.split())
+    assert (f"compares the completions of a prompt, and validation set {name} samples one" in told) == bool(name)
+    assert ("compares the completions" in told) == bool(name)
 
 
 def test_an_engine_that_refuses_its_settings_leaves_the_runs_name_free(

@@ -89,7 +89,7 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     check_positions(config, model)
     check_engine_model(config.rollout.backend, model)
     if config.reward.is_set or config.environment.name:
-        check_reward(config)
+        check_reward(config, trains=False)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     tools = tools_of(config)
     sets = _sets(config, tokenizer, names, tools)

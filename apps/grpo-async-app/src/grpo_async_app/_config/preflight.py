@@ -18,18 +18,21 @@ from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.sources import (
     SourceSettings,
     TrainingSource,
+    check_comparing,
     check_end,
     check_lengths,
     check_own_data,
     check_sources,
     load_sources,
     naming,
+    scored_alone,
     source_settings,
     tools_of,
+    trained_alone,
     turn_templates,
     with_tools,
 )
-from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, shared_notices
+from grpo_async_app._config.validation_sets import ValidationSet, alone_notices, held_out_set, load_sets, shared_notices
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_kinds, check_processes
@@ -203,6 +206,7 @@ def check_run(config: GrpoConfig) -> Preflight:
             "[eval.sets.NAME], or set it to 0"
         )
     notices = (*notices, *prompts.notices, *shared_notices(own_sets, prompts.train), *_eval_notices(config, sets))
+    notices = (*notices, *alone_notices(sets))
     return Preflight(
         config=config,
         written=written,
@@ -350,8 +354,12 @@ def _data_settings(config: GrpoConfig) -> dict[str, object]:
     return own | of_mix
 
 
-def check_reward(config: GrpoConfig) -> tuple[str, ...]:
+def check_reward(config: GrpoConfig, *, trains: bool = True) -> tuple[str, ...]:
     """Whoever judges is there: the reward section, or the environment, with prompts that it can judge.
+
+    Args:
+        config: of the run.
+        trains: it judges groups that are trained on, not validation sets alone.
 
     Returns:
         How functions of the user's own are called, and programs of the model run, in words.
@@ -359,13 +367,13 @@ def check_reward(config: GrpoConfig) -> tuple[str, ...]:
     notes: dict[str, None] = {}
     for source in source_settings(config):
         with naming(source):
-            notes |= dict.fromkeys(_check_judge(config, source))
+            notes |= dict.fromkeys(_check_judge(config, source, trains))
     if (model := reward_model_of(config.reward)) is not None:
         notes[f"reward_model: {model.num_replicas} x {model.path}, in processes of its own"] = None
     return tuple(notes)
 
 
-def _check_judge(config: GrpoConfig, source: SourceSettings) -> Sequence[str]:
+def _check_judge(config: GrpoConfig, source: SourceSettings, trains: bool) -> Sequence[str]:
     """What `check_reward` does for one source."""
     reward, name = source.reward, source.environment.name
     is_judged = reward.is_set or bool(name) or config.agent.is_set
@@ -373,11 +381,7 @@ def _check_judge(config: GrpoConfig, source: SourceSettings) -> Sequence[str]:
     if reward.is_set or (config.algorithm.needs_reward and not is_judged):
         built = build_reward(reward)
         notes = built.notes
-        if name and built.comparing:
-            raise ConfigError(
-                f"reward {', '.join(built.comparing)} compares the completions of a group, and episodes of "
-                "environment.name are scored one by one, each when it ends: leave one of them out"
-            )
+        check_comparing(built, (trained_alone if trains else scored_alone)(config, source.environment))
     if source.judge:
         check_one_reward_model(config.reward, reward)
     if name:

@@ -12,6 +12,7 @@ from offbeat_data import (
     EnvironmentConfig,
     Prompt,
     PromptSet,
+    Reward,
     RewardConfig,
     RowCounts,
     Tokenizer,
@@ -131,6 +132,33 @@ def check_own_data(environment: EnvironmentConfig, path: str, key: str) -> None:
     name = environment.name
     if path and not path.startswith(OWN_DATA.get(name, "")):
         raise ConfigError(f'environment.name = {name!r} needs {key} = "{OWN_DATA[name]}NAME", got {path!r}')
+
+
+def check_comparing(reward: Reward, alone: str) -> None:
+    """Refuse a reward that compares the completions of a group where it is `alone`, in words, with one of them."""
+    if reward.comparing and alone:
+        raise ConfigError(
+            f"reward {', '.join(reward.comparing)} compares the completions of a group, and {alone}: it would have "
+            "nothing to compare; take a reward of one completion, f(prompt, completion), or set that otherwise"
+        )
+
+
+def scored_alone(config: GrpoConfig, environment: EnvironmentConfig) -> str:
+    """Return why episodes are scored one at a time; empty where there are only completions of groups."""
+    where = f"environment.name = {environment.name!r}" if environment.name else "section agent"
+    has_episodes = environment.name or config.agent.is_set
+    return f"episodes of {where} are scored one by one, each when it ends" if has_episodes else ""
+
+
+def trained_alone(config: GrpoConfig, environment: EnvironmentConfig) -> str:
+    """Return why a completion for training is scored without the others of its group; empty where none is."""
+    if alone := scored_alone(config, environment):
+        return alone
+    if config.algorithm.needs_greedy_reward:
+        return f"algorithm.advantage = {config.algorithm.advantage} has the greedy completion scored by itself"
+    if config.rollout.samples_per_prompt == 1:
+        return "rollout.samples_per_prompt = 1 makes groups of one"
+    return ""
 
 
 @contextmanager

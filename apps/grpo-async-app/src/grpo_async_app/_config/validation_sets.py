@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from grpo_async_app._config.reward_model import check_one_reward_model
 from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig, set_environment_key
-from grpo_async_app._config.sources import Tools, check_own_data, own_data, reward_beside, with_tools
+from grpo_async_app._config.sources import (
+    Tools,
+    check_comparing,
+    check_own_data,
+    own_data,
+    reward_beside,
+    scored_alone,
+    with_tools,
+)
 from offbeat_data import (
     EnvironmentConfig,
     Prompt,
@@ -105,7 +113,10 @@ def _load(config: GrpoConfig, name: str, own: EvalSetConfig, tokenizer: Tokenize
     if not reward.is_set and not environment.name:
         raise ConfigError(f"eval.sets.{name} needs something that judges: set reward.name, or eval.sets.{name}.reward")
     if reward.is_set:
-        build_reward(reward)
+        try:
+            check_comparing(build_reward(reward), scored_alone(config, environment))
+        except ConfigError as error:
+            raise ConfigError(f"eval.sets.{name}: {error}") from error
     check_one_reward_model(config.reward, reward, f"eval.sets.{name}.reward")
     key = set_environment_key(name) if own.environment is not None else ""
     source = with_tools(own_data(data, own), tools.get(key, []))
@@ -159,6 +170,16 @@ def shared_notices(sets: Sequence[ValidationSet], train: Sequence[Prompt]) -> li
         f"{count} prompts of eval.sets.{name} are trained on too: what it measures there is memory"
         for name, count in counts.items()
         if count
+    ]
+
+
+def alone_notices(sets: Sequence[ValidationSet]) -> list[str]:
+    """Of sets in which a reward that compares has nothing to compare with."""
+    return [
+        f"reward {', '.join(comparing)} compares the completions of a prompt, and validation set {each.name} samples "
+        "one: its reward there says nothing; give a table of eval.sets n above 1, or a reward of its own"
+        for each in sets
+        if each.num_samples == 1 and each.reward.is_set and (comparing := build_reward(each.reward).comparing)
     ]
 
 
