@@ -6,7 +6,6 @@ wants token ids. The `tokenizers` library underneath it reads the same `tokenize
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,8 @@ import numpy.typing as npt
 import tokenizers
 
 from offbeat_data._chat_template import MARKS, ChatTemplate
-from offbeat_types import BackendError, DataError, Ids, ModelError, read_eos_ids, read_model_json
+from offbeat_data._turn_markers import find_markers
+from offbeat_types import BackendError, Ids, ModelError, read_eos_ids, read_model_json
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
@@ -117,7 +117,7 @@ class Tokenizer:
         return ids[is_kept], offsets_T2[is_kept]
 
     def escape(self, text: str) -> str:
-        """Mark a text as words, so that `encode` makes no control token of it, nor a token that opens a turn.
+        """Mark a text as words, so that `encode` makes no control token of it, nor a marker of the chat template.
 
         Every such token written in it is broken by a mark behind its first character, which no token crosses.
         The marks are in the text until it is encoded; `unescape` takes them out for people.
@@ -175,24 +175,16 @@ class Tokenizer:
         return {at: token.content for at, token in self._backend.get_added_tokens_decoder().items() if token.special}
 
     @cached_property
-    def _turn_openers(self) -> frozenset[str]:
-        """Texts of added tokens that open turns and are not declared as special, such as DeepSeek's `<｜User｜>`.
-
-        Tags of thoughts, which a generation prompt may end with, are none: answers and instructions hold them.
-        """
+    def _markers(self) -> frozenset[str]:
+        """Texts of added tokens that are not declared as special and control all the same; see `find_markers`."""
         if self.chat_template is None:
             return frozenset()
-        written = ""
-        for roles in (["user"], ["system", "user"]):
-            messages = [{"role": role, "content": ""} for role in roles]
-            with suppress(DataError):  # a template may know no system message
-                written += self.chat_template.render(messages, add_generation_prompt=True, options={}).text
         added = (token.content for token in self._backend.get_added_tokens_decoder().values() if not token.special)
-        return frozenset(text for text in added if text.strip() and text in written and "think" not in text.lower())
+        return find_markers(self.chat_template, added)
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        texts = self.special_texts | self._turn_openers
+        texts = self.special_texts | self._markers
         return re.compile("|".join(re.escape(text) for text in sorted(texts) if text) or "(?!)")
 
     @cached_property
