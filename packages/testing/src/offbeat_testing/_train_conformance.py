@@ -176,18 +176,22 @@ class TrainEngineConformance:
         assert not _same(before, _copy(engine))
         assert all(np.isfinite(array).all() for array in _copy(engine).values())
 
-    def test_a_step_without_a_token_to_learn_from_moves_nothing(self, engine: TrainEngine) -> None:
+    def test_a_step_without_a_token_to_learn_from_moves_nothing(self, config: TrainEngineConfig) -> None:
         """Neither momentum nor weight decay does; the schedule goes on."""
+        engine = self.make_engine(dataclasses.replace(config, weight_decay=0.1, warmup_steps=8))
         engine.forward_backward(_sequences(), _nll)
-        engine.step()
+        rates = [engine.step()["learning_rate"].value]
         before = _copy(engine)
         nothing = [dataclasses.replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in _sequences()]
         engine.forward_backward(nothing, _nll)
-        assert engine.step()["steps_refused"].value == 0
+        metrics = engine.step()
+        assert metrics["steps_refused"].value == 0
         assert _same(before, _copy(engine))
         engine.forward_backward(_sequences(), _nll)
-        engine.step()
+        rates += [metrics["learning_rate"].value, engine.step()["learning_rate"].value]
         assert not _same(before, _copy(engine))
+        assert rates[0] < rates[1] < rates[2]
+        engine.close()
 
     def test_steps_learn(self, engine: TrainEngine) -> None:
         losses = []

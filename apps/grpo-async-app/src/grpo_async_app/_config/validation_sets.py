@@ -174,7 +174,7 @@ def shared_notices(sets: Sequence[ValidationSet], train: Sequence[Prompt]) -> li
 
 
 def alone_notices(sets: Sequence[ValidationSet]) -> list[str]:
-    """Of sets in which a reward that compares has nothing to compare with."""
+    """Return notices about sets in which a reward that compares has nothing to compare with."""
     return [
         f"reward {', '.join(comparing)} compares the completions of a prompt, and validation set {each.name} samples "
         "one: its reward there says nothing; give a table of eval.sets n above 1, or a reward of its own"

@@ -207,7 +207,7 @@ def _write_aggregation(draft: Draft, loss: str) -> None:
 
 
 def _write_fixed_length(draft: Draft, mode: str, name: str, scale_name: str) -> None:
-    """What the sum over a sequence's tokens is divided by, before the mean over sequences.
+    """Write the number that the sum over a sequence's tokens is divided by, before the mean over sequences.
 
     Source: verl at 1dda039, verl/trainer/ppo/core_algos.py, agg_loss: with -norm loss_scale_factor, or else the width
     of the batch's answers, which are filled up to the longest; without it nothing.
