@@ -38,6 +38,7 @@ staleness_threshold = 10
 trigger_parameter_sync_step = 5
 """
 
+SERVER = 'server = "engine.example:8000"'
 IN_TURN = (
     "--async.staleness_threshold=0",
     "--async.trigger_parameter_sync_step=1",
@@ -227,6 +228,35 @@ def test_the_cache_of_an_engine_is_what_the_engine_sets_aside(
     text = " ".join(ended.out.split())
     assert said in text
     assert "layout of" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "blocks", "cache"),
+    [
+        (["--rollout.backend=vllm"], 2, 2),
+        (["--rollout.backend=vllm", "--rollout.weight_format=fp8"], 1, 2),
+        (["--rollout.backend=vllm", '--rollout.options={kv_cache_dtype = "fp8_e4m3"}'], 2, 1),
+        (["--rollout.backend=trtllm", f"--rollout.options={{{SERVER}}}"], 2, 2),
+        (["--rollout.backend=trtllm", f'--rollout.options={{{SERVER}, weights = "fp8_blocks"}}'], 1, 2),
+        (["--rollout.backend=trtllm", f"--rollout.options={{{SERVER}, fp8_kv_cache = true}}"], 2, 1),
+        # The embedded engine computes with what the blocks stand for.
+        (["--rollout.backend=torch", "--rollout.weight_format=fp8"], 2, 2),
+    ],
+    ids=["vllm", "vllm-weights", "vllm-cache", "trtllm", "trtllm-weights", "trtllm-cache", "torch"],
+)
+def test_numbers_that_an_engine_holds_in_fp8_are_counted_as_one_byte(
+    command: CommandLine, tmp_path: Path, words: list[str], blocks: int, cache: int
+) -> None:
+    model = large_model_configs(tmp_path) / "Qwen3-8B"
+    common = ["--rollout.dtype=bfloat16", "--rollout.max_model_len=32768", "--rollout.tensor_parallel=1", "--json"]
+    # Nobody knows the devices' memory, so vLLM and TensorRT-LLM are said to hold the cache of one sample.
+    ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "4x8", *common, "--model.path", model, *words)
+    assert ended.code == 0, ended.err
+    held = json.loads(ended.out)["memory_bytes"]["rollout"]
+    in_blocks = 8_190_735_360 - 2 * 151_936 * 4096 - 4096
+    assert held["weights"] == blocks * in_blocks + 2 * (8_190_735_360 - in_blocks)
+    if "torch" not in words[0]:
+        assert held["KV cache of one sample"] == cache * 32768 * 2 * 8 * 128 * 36
 
 
 def test_a_plan_for_elsewhere_refuses_a_reward_that_does_not_exist(command: CommandLine, tmp_path: Path) -> None:

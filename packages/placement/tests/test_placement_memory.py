@@ -97,6 +97,7 @@ def test_parameters_are_those_of_the_real_model(name, tmp_path):
     blocks = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
     assert shape.num_layers == len(blocks)
     assert shape.block_parameters == max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
+    assert shape.decoder_parameters == sum(weight.numel() for block in blocks for weight in block.parameters())
     vision = [weight for key, weight in model.named_parameters() if ".visual." in key]
     assert shape.num_vision_parameters == sum(weight.numel() for weight in vision)
 
@@ -344,6 +345,13 @@ def test_the_kv_cache_is_what_is_set_aside_and_holds_one_sample_of_the_longest(t
     assert cache(10**6) == {"KV cache": 10**6}
     assert cache(10) == {"KV cache": longest}
     assert cache(0) == {"KV cache of one sample": longest}
+
+
+def test_weights_of_the_blocks_may_be_held_in_another_format_than_the_rest(tmp_path):
+    shape = shape_of("qwen3", tmp_path)
+    in_blocks = 3 * shape.block_parameters
+    held = [RolloutMemory(weight_bytes=4, matrix_bytes=size).held_weights(shape) for size in (0, 4, 1)]
+    assert held == [4 * shape.num_parameters, 4 * shape.num_parameters, 4 * shape.num_parameters - 3 * in_blocks]
 
 
 def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path):

@@ -146,6 +146,8 @@ class RolloutMemory:
 
     Args:
         weight_bytes: of one weight.
+        matrix_bytes: of one weight of the decoder blocks; 0: `weight_bytes`. Scales of FP8 blocks are not counted: they
+            add 4 bytes to 16384.
         kv_bytes: of one number in the KV cache.
         tensor_parallel: ranks that share each matrix and the heads.
         pipeline_parallel: ranks that share the blocks.
@@ -157,6 +159,7 @@ class RolloutMemory:
     """
 
     weight_bytes: int = 2
+    matrix_bytes: int = 0
     kv_bytes: int = 2
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -178,7 +181,9 @@ class RolloutMemory:
 
     def held_weights(self, shape: ModelShape) -> int:
         """Bytes of the weights on one rank."""
-        return int(shape.num_parameters * self.weight_bytes / (self.tensor_parallel * self.pipeline_parallel))
+        in_blocks = shape.decoder_parameters * (self.matrix_bytes or self.weight_bytes)
+        others = (shape.num_parameters - shape.decoder_parameters) * self.weight_bytes
+        return int((in_blocks + others) / (self.tensor_parallel * self.pipeline_parallel))
 
     def kv_bytes_per_token(self, shape: ModelShape) -> float:
         """Keys and values of one token on one rank; with more ranks than heads each head is held several times.

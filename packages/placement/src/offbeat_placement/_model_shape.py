@@ -45,6 +45,7 @@ class ModelShape:
     Args:
         family: `model_type` of its config.
         num_parameters: all, tied ones once, vision tower included.
+        decoder_parameters: of all decoder blocks.
         num_vision_parameters: of the vision tower; 0 without one.
         expert_parameters: of all experts, without their routers; 0 for a dense model.
         num_layers: decoder blocks.
@@ -61,6 +62,7 @@ class ModelShape:
 
     family: str
     num_parameters: int
+    decoder_parameters: int
     num_vision_parameters: int
     expert_parameters: int
     num_layers: int
@@ -124,6 +126,7 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
     return cls(
         family=family,
         num_parameters=sum(blocks) + hidden + embeddings + vision,
+        decoder_parameters=sum(blocks),
         num_vision_parameters=vision,
         expert_parameters=sum(_count_experts(text, layer, hidden) for layer in range(num_layers)),
         num_layers=num_layers,

@@ -11,7 +11,7 @@ import numpy as np
 from offbeat_rollout_trtllm._handles import open_cuda_handles
 from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._local_link import LocalLink
-from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, load_tokenizer
+from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, held_bytes, load_tokenizer
 from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
 from offbeat_rollout_trtllm._server_link import EngineLink, ServerLink
 from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
@@ -56,6 +56,7 @@ class TrtllmRolloutEngine:
     """
 
     cache_budget = staticmethod(cache_budget)
+    held_bytes = staticmethod(held_bytes)
 
     def __init__(
         self, config: RolloutEngineConfig, link: EngineLink, release: Release, open_handles: OpenHandles

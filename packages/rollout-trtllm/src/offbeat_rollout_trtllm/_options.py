@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from offbeat_types import (
     CacheBudget,
     CacheNeeds,
+    HeldBytes,
     ModelError,
     RolloutEngineSettings,
     read_options,
@@ -52,6 +53,13 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     left = max(needs.device_bytes - needs.weight_bytes, 0)
     advice = "a larger {0}.tensor_parallel, a smaller {0}.max_model_len, or a larger kv_cache_fraction in {0}.options"
     return CacheBudget(cache_bytes=int(options.kv_cache_fraction * left), advice=advice)
+
+
+def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
+    """What TensorRT-LLM holds in FP8. See `HeldBytes`."""
+    options = TrtllmOptions.parse(settings.options)
+    in_blocks = options.weights == "fp8_blocks"
+    return HeldBytes(matrices=1 if in_blocks else None, cache=1 if options.fp8_kv_cache else None)
 
 
 FP8_QUANTIZATION: Final = {

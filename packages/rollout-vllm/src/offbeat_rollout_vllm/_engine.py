@@ -31,6 +31,7 @@ from offbeat_rollout_vllm._setup import (
     Setup,
     cache_budget,
     check_torchvision,
+    held_bytes,
     installed_engine,
     notices_of,
     refuses_adapters,
@@ -217,6 +218,7 @@ class VllmRolloutEngine:
     notices_of = staticmethod(notices_of)
     refuses_adapters = staticmethod(refuses_adapters)
     cache_budget = staticmethod(cache_budget)
+    held_bytes = staticmethod(held_bytes)
     dropped_settings = DROPPED_SETTINGS
 
     def __init__(self, config: RolloutEngineConfig) -> None:

@@ -26,6 +26,7 @@ from offbeat_types import (
     BackendError,
     CacheBudget,
     CacheNeeds,
+    HeldBytes,
     ModelFolder,
     RolloutCapabilities,
     RolloutEngineConfig,
@@ -210,6 +211,14 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     fixed = options.engine.get("kv_cache_memory_bytes")
     left = int(fixed) if fixed else max(limit - needs.weight_bytes, 0)
     return CacheBudget(cache_bytes=left, limit_bytes=0 if fixed else limit, advice=advice)
+
+
+def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
+    """What vLLM holds in FP8. See `HeldBytes`. On a CPU, which computes with no blocks, it holds them in `dtype`."""
+    options, _ = VllmRolloutOptions.parse(settings.options)
+    in_blocks = settings.weight_format == FP8 and settings.device != "cpu"
+    in_fp8_cache = str(options.engine.get("kv_cache_dtype", "")).startswith("fp8")
+    return HeldBytes(matrices=1 if in_blocks else None, cache=1 if in_fp8_cache else None)
 
 
 def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:

@@ -237,6 +237,22 @@ class RolloutEngineSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """Bytes of one number as a rollout engine holds it.
+
+    A backend may have a static `held_bytes(settings: RolloutEngineSettings) -> HeldBytes`, which a plan asks. Of a
+    backend without it the plan says that all numbers have the format of `dtype`.
+
+    Args:
+        matrices: of one weight of the layers' matrices; None: the format of `dtype`.
+        cache: of one number of keys and values; None: the format of `dtype`.
+    """
+
+    matrices: int | None = None
+    cache: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
     """What a rollout backend is told of a model, and of a device, to say what its cache will take there.
 
