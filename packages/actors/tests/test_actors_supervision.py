@@ -1,6 +1,7 @@
 """Supervision ends, restarts and picks actors as its rules say: with handles that do as they are told."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,23 @@ def test_an_actor_that_answers_again_is_not_held_to_its_errors_of_before() -> No
 
         found = await wait_gone(handle, ask, SILENT_AFTER_S)  # type: ignore[arg-type]
         assert found == "its process exited with code 0"
+
+    run(scenario)
+
+
+def test_an_actor_is_asked_several_times_within_the_silence_that_it_is_allowed() -> None:
+    """Else one that stands still right after an answer is found a whole deadline late."""
+
+    async def scenario() -> None:
+        handle, asked_s = Handle(), list[float]()
+
+        async def ask(*, deadline_s: float) -> None:
+            asked_s.append(time.monotonic())
+            if len(asked_s) == 2:
+                raise StuckError("no token was sampled")
+
+        await wait_gone(handle, ask, 4.0)  # type: ignore[arg-type]
+        assert asked_s[1] - asked_s[0] < 3.0
 
     run(scenario)
 
@@ -300,5 +318,22 @@ def test_of_ranks_that_fail_the_one_that_died_first_is_named() -> None:
             group.raise_if_dead()
         await group.destroy()
         assert not any(actor.alive for actor in actors)
+
+    run(scenario)
+
+
+def test_of_two_ranks_that_are_gone_the_first_to_die_is_named_whatever_its_number() -> None:
+    async def scenario() -> None:
+        actors = [Handle(f"trainer-{rank}") for rank in range(3)]
+        group = ActorGroup(actors, silent_after_s=30.0)  # type: ignore[arg-type]
+        for rank, cause in ((2, "its process was killed by SIGKILL"), (0, "its process exited with code 1")):
+            actors[rank].end(cause)
+            await asyncio.sleep(0.1)
+        first = await group.death()
+        assert first is not None
+        assert (first.peer, first.reason) == ("trainer-2", "its process was killed by SIGKILL")
+        with pytest.raises(PeerFailedError, match="trainer-2"):
+            group.raise_if_dead()
+        await group.destroy()
 
     run(scenario)

@@ -101,6 +101,9 @@ class ActorGroup:
             each.name: asyncio.create_task(wait_gone(each, partial(each.call, "beat"), silent_after_s))
             for each in actors
         }
+        self._gone: list[str] = []  # in the order of their ends
+        for name, end in self._ends.items():
+            end.add_done_callback(partial(self._note_end, name))
 
     @property
     def address(self) -> str:
@@ -128,20 +131,25 @@ class ActorGroup:
             log_tail: what is known of its last words.
         """
         await asyncio.wait(self._ends.values(), timeout=DEATH_SEEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
-        for name, end in self._ends.items():
-            if end.done():
-                return PeerFailedError(name, end.result(), log_tail)
-        return None
+        return self._first_death(log_tail)
 
     def raise_if_dead(self) -> None:
         """Raise when one is gone.
 
         Raises:
-            PeerFailedError: with its name.
+            PeerFailedError: with the name of the one that died first.
         """
-        for name, end in self._ends.items():
-            if end.done():
-                raise PeerFailedError(name, end.result())
+        if (death := self._first_death()) is not None:
+            raise death
+
+    def _note_end(self, name: str, _: object) -> None:
+        self._gone.append(name)
+
+    def _first_death(self, log_tail: str = "") -> PeerFailedError | None:
+        if not self._gone:
+            return None
+        name = self._gone[0]
+        return PeerFailedError(name, self._ends[name].result(), log_tail)
 
     async def destroy(self) -> None:
         """Kill all, and wait until none is left."""
