@@ -14,6 +14,7 @@ from string import ascii_letters
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from grpo_runs import Main, run_to_its_end, statistics_of, trained_prompts, values_of
@@ -222,14 +223,16 @@ def test_agents_elsewhere_ask_for_sessions_and_post_rewards(forked_main: Main, c
 
 
 class OpenedSessions:
-    """Engines whose sessions are over at once; keeps the rows that they were opened with."""
+    """Engines whose sessions are over at once; keeps the rows and the parameters that they were opened with."""
 
     def __init__(self) -> None:
         self.rows: list[Mapping[str, Any]] = []
+        self.params: list[SamplingParams] = []
 
     async def call(self, name: str, method: str, *arguments: Any, **_: Any) -> Any:
         if method == "open_session":
             self.rows.append(arguments[0].row)
+            self.params.append(arguments[0].params)
             return "http://127.0.0.1", "key"
         ended = {"ended_by": "call", "reward": None, "reward_parts": {}, "num_calls": 1, "num_aborted": 1}
         return RecordedSession(trajectories=(), answer="", **ended) if method == "take_session" else None  # type: ignore[arg-type]
@@ -267,6 +270,23 @@ def test_an_agent_gets_the_row_without_the_answer_of_its_own_source(
     else:
         assert drawn.keys() == {"prompt"}
         assert others == [{"prompt": "3+4?"}, {"prompt": "4+4?", "rule": {"n": 1}}]
+
+
+@pytest.mark.parametrize(("seed", "seeds"), [(40, [40, 41, 42]), (None, [None] * 3)])
+def test_samples_of_a_group_draw_with_seeds_of_their_own(
+    config: Path, seed: int | None, seeds: list[int | None]
+) -> None:
+    engines, prompt = OpenedSessions(), Prompt(index=0, ids=np.array([1], np.int32), text="")
+    settings = load_config(config, GrpoConfig, ["--agent.is_outside=true", "--rollout.serve_port=0"])
+    agents = Agents(settings, engines, None, lambda name: nullcontext())  # type: ignore[arg-type]
+    request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=3, params=SamplingParams(seed=seed))
+
+    async def play() -> None:
+        for index in range(request.num_samples):
+            await agents.play("rollout-0", prompt, request, index)
+
+    asyncio.run(play())
+    assert [params.seed for params in engines.params] == seeds
 
 
 @pytest.mark.parametrize(

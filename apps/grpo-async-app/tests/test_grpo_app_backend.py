@@ -4,7 +4,9 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,12 +23,20 @@ from grpo_async_app._run.backend import GrpoBackend, check_same_prompts
 from grpo_async_app._run.ending import EarlyEnd
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.sampling import Scored
-from grpo_async_app._run.session import _Session, resume
+from grpo_async_app._run.session import _Session, _train_on, resume
 from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import AsyncPolicy, GroupResult, Sync
 from offbeat_data import Prompt, RewardScore, RowCounts
 from offbeat_run import load_config, summarize
-from offbeat_types import Completion, ConfigError, GenerateRequest, RunFolderError, Trajectory, VersionSegment
+from offbeat_types import (
+    Completion,
+    ConfigError,
+    GenerateRequest,
+    PeerFailedError,
+    RunFolderError,
+    Trajectory,
+    VersionSegment,
+)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -172,6 +182,21 @@ def test_wrong_answers_of_different_lengths_are_filtered(config: Path, model: Pa
     assert not is_filtered(chosen, model, tmp_path, [*wrong[1:], scored(1.0)])
 
 
+def test_a_prompt_succeeds_by_its_reward_before_anything_is_taken_off_for_length(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    chosen, learned = settings(config, "--algorithm.overlong_buffer_tokens=8"), list[list[float]]()
+
+    async def scenario() -> None:
+        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend._stream.record = lambda _, rewards: learned.append([*rewards])  # type: ignore[method-assign]
+        await backend._take_in(0, backend._stream.draw(0), [scored(1.0, 8), scored(0.5, 1)], None)
+        assert backend._groups[0].rewards == [0.0, 0.375], "a whole buffer over, and an eighth of it"
+
+    run(scenario)
+    assert learned == [[1.0, 0.5]]
+
+
 GDPO = ("--algorithm.advantage=gdpo", "--reward.name=", "--reward.weights={number_match = 1.0, contains = 2.0}")
 
 
@@ -236,10 +261,10 @@ def test_a_reward_that_is_no_number_is_counted_as_untrainable_before_it_is_filte
 
 
 def test_no_two_samples_of_a_run_draw_with_the_same_seed(config: Path, model: Path, tmp_path: Path) -> None:
-    """Sample i of a request draws with its seed plus i."""
-    chosen, requests = settings(config, "--rollout.samples_per_prompt=4"), list[GenerateRequest]()
+    """Sample i of a request draws with its seed plus i; another rollout.seed makes another run."""
+    requests: list[GenerateRequest] = []
 
-    async def scenario() -> None:
+    async def scenario(chosen: GrpoConfig) -> None:
         backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
 
         async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
@@ -250,9 +275,11 @@ def test_no_two_samples_of_a_run_draw_with_the_same_seed(config: Path, model: Pa
         for group_id in range(5):
             await backend._sample(group_id, backend._stream.draw(group_id), "rollout-0")
 
-    run(scenario)
+    for seed in (0, 1):
+        chosen = settings(config, "--rollout.samples_per_prompt=4", f"--rollout.seed={seed}")
+        run(partial(scenario, chosen))
     seeds = [request.params.first_seed() + number for request in requests for number in range(request.num_samples)]
-    assert len(set(seeds)) == len(seeds) == 20
+    assert len(set(seeds)) == len(seeds) == 2 * 20
 
 
 def of_versions(*versions: int) -> Scored:
@@ -428,3 +455,30 @@ def sampled(group_id: int, reward: float) -> SampledGroup:
         rewards=[reward, 0.0],
         parts=[{}, {}],
     )
+
+
+def test_the_time_of_a_run_does_not_begin_anew_with_another_trainer(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, given = opened_session(config, tmp_path, None), list[EarlyEnd]()
+    killed = PeerFailedError("trainer-0", "its process was killed by SIGKILL")
+
+    async def start(*_: Any) -> None:
+        pass
+
+    async def go_on(*arguments: Any) -> None:
+        given.append(arguments[-1])
+        if len(given) < 3:
+            raise killed
+
+    async def death() -> PeerFailedError:
+        return killed
+
+    monkeypatch.setattr("grpo_async_app._run.session._start", start)
+    monkeypatch.setattr("grpo_async_app._run.session._go_on", go_on)
+    monkeypatch.setattr(_Session, "from_latest", staticmethod(lambda *_: session))
+    fleet: Any = SimpleNamespace(trainer_death=death)
+    logger: Any = SimpleNamespace(opened=lambda _: nullcontext())
+    asyncio.run(_train_on(session, fleet, logger))
+    assert len(given) == 3
+    assert len(set(map(id, given))) == 1

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
+from test_grpo_app_engines import Handle, run, settings
 
+from grpo_async_app._fleet.colocation import ColocationSchedule
+from grpo_async_app._fleet.engines import Engine
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import CommandLine, RunningCommand, tiny_model
@@ -179,3 +182,49 @@ def test_what_cannot_take_turns_is_refused_before_anything_starts(
     ended = command(*words, *IN_TURN)
     assert ended.code == 2
     assert "engine.backend = 'torch' cannot give its memory back between updates" in ended.err
+
+
+def test_while_the_trainer_has_the_devices_no_engine_is_given_work_and_none_starts(config: Path) -> None:
+    async def scenario() -> None:
+        engine, trainer = Engine("rollout-0", Handle("rollout-0")), Handle("trainer-0")  # type: ignore[arg-type]
+        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+
+        async def start() -> None:
+            async with turns.starting("rollout-1"):
+                pass
+
+        await turns.to_generation([engine])
+        assert engine.serves.is_set()
+        await turns.to_training([engine])
+        assert not engine.serves.is_set()
+        starting = asyncio.create_task(start())
+        await asyncio.sleep(0.01)
+        assert not starting.done()
+        await turns.to_generation([engine])
+        await starting
+
+    run(scenario)
+
+
+def test_seconds_of_handing_over_are_those_since_they_were_last_asked_for(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `perf/handover_s` of each update."""
+    now_s = 0.0
+
+    class Slow(Handle):
+        async def call(self, method: str, *arguments: Any, **words: Any) -> Any:
+            nonlocal now_s
+            now_s += 2.0
+            return await super().call(method, *arguments, **words)
+
+    async def scenario() -> None:
+        trainer = Slow("trainer-0")
+        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+        for _ in range(2):
+            await turns.to_generation([])
+            await turns.to_training([])
+            assert turns.take_spent_s() == 4.0
+
+    monkeypatch.setattr("grpo_async_app._fleet.colocation.clock_s", lambda: now_s)
+    run(scenario)

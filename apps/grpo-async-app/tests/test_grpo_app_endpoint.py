@@ -11,7 +11,9 @@ import httpx
 import numpy as np
 import pytest
 
-from offbeat_run import RunFolder
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._roles.rollout import RolloutRole
+from offbeat_run import RunFolder, load_config
 from offbeat_testing import RunningCommand, reference_logprobs, reference_model
 
 Main = Callable[[], object]
@@ -102,3 +104,14 @@ def test_a_port_in_use_ends_the_run_with_one_clear_line(forked_main: Main, confi
         ) as training:
             assert training.wait() == 2, training.output
             assert f"cannot listen on 127.0.0.1, port {port}" in training.output
+
+
+def test_each_engine_has_a_port_of_its_own(config: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    monkeypatch.setattr("offbeat_serve.RolloutServer", lambda *given, **_: ports.append(given[3].port))
+    settings = load_config(config, GrpoConfig, ["--rollout.serve_port=8100", "--rollout.num_engines=3"])
+    for number in range(3):
+        role: Any = RolloutRole(config=settings, name=f"rollout-{number}", model_path=str(model), num_threads=1)
+        role._engine = None
+        role._endpoint()
+    assert ports == [8100, 8101, 8102]

@@ -2,8 +2,10 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_grpo_app_engines import Handle, open_engines, run, settings
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engine_watch import EngineSpeeds, TokenWatch
@@ -41,6 +43,30 @@ def test_an_engine_that_has_become_slow_is_named_however_fast_it_was() -> None:
         for _ in range(4):
             speeds.took(name, 100, 1.0)
     assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.4, abs=0.1)}
+
+
+def test_a_straggler_is_told_of_once_and_its_next_process_begins_anew(config: Path) -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+
+        async def start(name: str) -> Any:
+            return Handle(name)
+
+        engines = open_engines(settings(config), start, told)
+        for name in ("rollout-0", "rollout-1"):
+            engines._add(name, Handle(name))  # type: ignore[arg-type]
+        for _ in range(8):
+            engines._note_speed("rollout-0", 100, 1.0)
+            engines._note_speed("rollout-1", 100, 10.0)
+        assert told == ["rollout-1 is a straggler: 10.0 times slower than the others; it gets less to do"]
+        assert list(engines.stragglers) == ["rollout-1"]
+        engines._engines["rollout-1"].actor.kill()
+        assert await engines.next_without_weights() == "rollout-1"
+        engines._note_speed("rollout-0", 100, 1.0)
+        assert engines.stragglers == {}
+        await engines.close()
+
+    run(scenario)
 
 
 def answers(*pairs: tuple[int, int], every_s: float = 2.5) -> list[tuple[EngineHealth, float]]:

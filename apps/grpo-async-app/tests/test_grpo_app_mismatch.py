@@ -136,6 +136,7 @@ def test_the_alarm_says_once_since_when() -> None:
     later = looks(MismatchAlarm(0.5), [0.1, 0.02, 3.0, 4.0])
     assert [bool(text) for text in later] == [False, False, True, False]
     assert "since update 3 (until then at most 0.1 nats)" in later[2]
+    assert "since update 2 (until then at most 0.5 nats)" in looks(MismatchAlarm(0.5), [0.5, 3.0])[1]
 
 
 def line(step: int, value: float) -> MetricsLine:

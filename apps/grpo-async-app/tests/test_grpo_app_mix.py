@@ -228,6 +228,19 @@ def test_what_is_known_comes_back_for_the_sources_it_is_of(config: Path) -> None
         PromptStream(settings, sources[:1], known)
 
 
+def test_what_a_curriculum_draws_depends_on_the_seed_of_the_data(config: Path) -> None:
+    """Also where the order of the prompts does not."""
+
+    def drawn(seed: int) -> list[int]:
+        words = ["--curriculum.high=0.5", "--engine.max_updates=9", "--data.shuffle=false", f"--data.seed={seed}"]
+        settings = load_config(config, GrpoConfig, words)
+        sources = [made_source(settings, "a", 8)]
+        stream = PromptStream(settings, sources, {"a": [[item, float(item % 2)] for item in range(8)]})
+        return [stream.draw(number).item for number in range(100)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
 def test_without_a_mix_every_group_has_the_prompt_it_always_had(config: Path) -> None:
     stream = stream_of(load_config(config, GrpoConfig))
     order = EpochOrder(20, 0)

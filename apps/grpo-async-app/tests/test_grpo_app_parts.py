@@ -18,7 +18,7 @@ from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
 from grpo_async_app._run.mismatch_alarm import MismatchAlarm
-from grpo_async_app._run.run_logger import RunLogger, _group_metrics
+from grpo_async_app._run.run_logger import RunLogger, _group_metrics, _turn_metrics
 from grpo_async_app._run.sampling import Rollouts, Scored
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import Statistics
@@ -152,6 +152,8 @@ def test_busy_shares_add_up() -> None:
     assert (shares.wall_s, shares.trainer_idle, shares.rollout_idle) == pytest.approx((10.0, 0.6, 0.3))
     assert shares.overlap == pytest.approx(0.3)
     assert spans == [("rollout-0", 0.0, 6.0), ("trainer-0", 4.0, 8.0), ("rollout-0", 7.0, 8.0)]
+    now[0] = 12.0
+    assert clock.lap() == BusyShares(wall_s=2.0, trainer_idle=1.0, rollout_idle=1.0, overlap=0.0), "of this lap alone"
 
 
 def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
@@ -256,6 +258,32 @@ def test_what_is_written_of_an_update_counts_lags_against_the_policy_before_it(c
     assert {name: values[name].value for name in wanted} == pytest.approx(wanted)
 
 
+def test_what_is_said_of_waits_and_of_samples_left_out_is_not_said_all_the_time(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, told = [1000.0], list[str]()
+    monkeypatch.setattr("grpo_async_app._run.run_logger.clock_s", lambda: now_s[0])
+    with RunFolder.create(tmp_path / "run") as run:
+        logger: Any = RunLogger(run, load_config(config, GrpoConfig), num_updates=20)
+        with logger.opened(-1):
+            monkeypatch.setattr(logger._opened, "message", told.append)
+            for idle_s in range(0, 300, 10):  # at each look
+                now_s[0] += 10.0
+                logger.waiting("rollout-0.generate", float(idle_s))
+            assert [text.partition(":")[0] for text in told] == [f"nothing moved for {n} s" for n in (120, 180, 240)]
+            told.clear()
+            for total in range(1, 10):
+                logger.left_out({"reward/dropped": total}, "no number")
+    assert [text.split()[3] for text in told] == ["1", "2", "4", "8"]
+
+
+def test_what_a_sample_has_read_is_told_apart_from_what_it_has_said() -> None:
+    """Each reply has three tokens."""
+    found = _turn_metrics([group(0, [3, 2], [1.0, 0.0], num_turns=3), group(1, [4], [1.0])])
+    values = {name: metric.value for name, metric in found.items()}
+    assert values == {"train/turns": 7 / 3, "train/read_tokens": 4.0, "train/trajectories": 1.0}
+
+
 def test_parts_of_a_loss_are_means_over_the_steps_of_an_update_as_the_loss_is() -> None:
     """Within a step the parts of micro-batches add up; so do not the steps."""
     step = {"loss": Metric(value=3.0, how="sum"), "loss/policy": Metric(value=3.0, how="sum")}
@@ -349,12 +377,12 @@ class Answering:
 
     def __init__(self, *versions: int) -> None:
         self._versions, self.requests = versions, list[GenerateRequest]()
-        self._in_flight, self.most_in_flight = 0, 0
+        self._in_flight, self.in_flight = 0, list[int]()  # samples, after each request
 
     async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
         self.requests.append(request)
         self._in_flight += request.num_samples
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        self.in_flight.append(self._in_flight)
         await asyncio.sleep(0)
         self._in_flight -= request.num_samples
         turns = [Completion.join([7], [-1.0], [(version, 1)], "eos", "x") for version in self._versions]
@@ -376,19 +404,20 @@ def validated(asked: Answering, settings: GrpoConfig, num_samples: int, version:
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_each_sample_of_a_validation_draws_with_a_seed_of_its_own(config: Path, num_samples: int) -> None:
     asked = Answering()
-    validated(asked, load_config(config, GrpoConfig), num_samples, version=0)
+    validated(asked, load_config(config, GrpoConfig, ["--rollout.seed=7"]), num_samples, version=0)
+    assert asked.requests[0].params.seed == 7
     seeds = [request.params.first_seed() + number for request in asked.requests for number in range(num_samples)]
     assert len(set(seeds)) == len(seeds) == 4 * num_samples
 
 
-@pytest.mark.parametrize(("at_sync", "most"), [("wait", 8), ("go_on", 4)])
-def test_a_validation_beside_training_asks_for_no_more_than_the_engines_decode(
-    config: Path, at_sync: str, most: int
+@pytest.mark.parametrize(("at_sync", "in_flight"), [("wait", [2, 4, 6, 8]), ("go_on", [2, 4, 2, 4])])
+def test_a_validation_beside_training_asks_for_as_much_as_the_engines_decode_and_no_more(
+    config: Path, at_sync: str, in_flight: list[int]
 ) -> None:
     """A sync waits for what is in flight; where training waits instead, engines have as many again to begin with."""
     asked, words = Answering(), [f"--eval.at_sync={at_sync}", "--rollout.max_running=4"]
     validated(asked, load_config(config, GrpoConfig, words), num_samples=2, version=0)
-    assert asked.most_in_flight == most
+    assert asked.in_flight == in_flight
 
 
 @pytest.mark.parametrize(("at_sync", "may_differ"), [("wait", False), ("go_on", True)])

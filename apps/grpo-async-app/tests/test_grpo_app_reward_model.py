@@ -19,7 +19,7 @@ from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptio
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.teachers import RewardModels
-from grpo_async_app._roles.reward_model import RewardModelRole
+from grpo_async_app._roles.reward_model import RewardModelRole, _Waiting
 from offbeat_data import DataConfig, RewardError, load_prompts, load_tokenizer
 from offbeat_placement import ClusterView, grid_nodes
 from offbeat_run import load_config, read_metrics
@@ -163,6 +163,14 @@ def test_control_tokens_that_a_policy_has_written_are_text_to_a_reward_model(
     with torch.no_grad():
         wanted = float(reference(input_ids=torch.from_numpy(ids).long()[None]).logits[0, 0])
     assert asyncio.run(score()) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_text_that_has_waited_longest_is_read_next_whatever_its_length(config: Path) -> None:
+    role: Any = RewardModelRole(config=with_model(config, Path("nowhere")), num_threads=1)
+    role._pad_id = 0
+    role._waiting = [_Waiting(np.zeros(length, np.int32), cast("Any", None)) for length in (20, 1, 1, 1, 1, 2)]
+    batches = [[len(each.ids) for each in role._take_batch()] for _ in range(3)]
+    assert batches == [[20, 2, 1], [1, 1, 1], []]
 
 
 def test_a_reward_model_without_padding_token_scores_each_alone(config: Path, scorer: Path, tmp_path: Path) -> None:

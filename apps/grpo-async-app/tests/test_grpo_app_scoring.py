@@ -351,6 +351,16 @@ async def test_a_run_ends_when_too_many_cannot_be_scored_or_none_may(config: Rew
             await score_of(pool, "raise")
 
 
+def test_completions_of_long_ago_that_could_not_be_scored_end_no_run() -> None:
+    """At most 1 % of the last 200 may be so."""
+    pool = ScorerPool(RewardConfig(name="exact_match", max_error_share=0.01), ClusterConfig())
+    sound, failed = RewardScore(value=1.0, parts={}), RewardError("no bread today")
+    for judged in (failed, failed, *[sound] * 199, failed, failed):
+        pool._counted(judged)
+    with pytest.raises(RewardError, match="3 of the last 200 completions could not be scored"):
+        pool._counted(failed)
+
+
 @in_loop
 async def test_one_scorer_serves_a_quick_reward(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", num_processes=3)) as pool:

@@ -3,13 +3,26 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import EvalFolder, ItemAnswers, load_config, parse_config, read_answers, read_metrics
+from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.validation import Validation
+from offbeat_run import (
+    EvalFolder,
+    ItemAnswers,
+    RunFolder,
+    SampledAnswer,
+    load_config,
+    parse_config,
+    read_answers,
+    read_metrics,
+    summarize,
+)
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 from offbeat_types import ConfigError, RunFolderError
 
@@ -42,6 +55,31 @@ def sets(config: Path, tmp_path: Path, own_module: Callable[[str, str], None]) -
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config.write_text(config.read_text() + SETS.format(rows=rows))
     return config
+
+
+def test_a_run_that_goes_on_knows_its_last_validation_and_what_came_of_it(sets: Path, tmp_path: Path) -> None:
+    config = load_config(sets, GrpoConfig, ["--eval.score_set=words"])
+    with RunFolder.create(tmp_path / "run") as run:
+        logger: Any = RunLogger(run, config, num_updates=20)
+        with logger.opened(-1):
+            for step, accuracy in ((0, 0.25), (4, 0.5), (8, 0.75)):
+                logger._opened.write(step, {"eval/words/accuracy": accuracy, "eval/accuracy": 1.0})
+                logger._opened.write(step + 1, {"train/reward": 0.0})
+            assert (logger.last_validated, logger.last_accuracy) == (-1, None)
+        with logger.opened(6):
+            assert (logger.last_validated, logger.last_accuracy) == (4, 0.5)
+
+
+@pytest.mark.parametrize(("score_set", "reward"), [("words", 0.75), ("held-out", 0.5), ("", 0.5), ("other", 0.25)])
+def test_a_checkpoint_is_as_good_as_the_set_that_is_named_or_the_prompts_held_out(
+    score_set: str, reward: float
+) -> None:
+    def summary(name: str, reward: float) -> Any:
+        samples = (SampledAnswer(reward=reward, right=False),)
+        return summarize(name, 1, [ItemAnswers(step=1, item=0, prompt="", samples=samples)], 1)
+
+    summaries = [summary("sums", 0.25), summary("held-out", 0.5), summary("words", 0.75)]
+    assert Validation(version=1, answered=[], items={}, summaries=summaries).score(score_set) == reward
 
 
 def by_step(run: Path, name: str) -> dict[int, list[ItemAnswers]]:

@@ -3,13 +3,15 @@
 import asyncio
 import os
 import signal
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from conftest import Launchers, ray_at_night
 from test_actors_failures import error_of, needs_linux
 
-from offbeat_actors import RoleSpec, call_all
+from offbeat_actors import ActorHandle, LocalLauncher, RoleSpec, call_all
+from offbeat_actors._spec import Wait
 from offbeat_types import ConfigError, DeadlineError
 
 
@@ -76,3 +78,12 @@ def test_a_deadline_inside_a_role_is_not_taken_for_silence(launchers: Launchers,
             assert "rollout-0.hang" in str(await error_of(roles[0], "hang", deadline_s=0.2))
 
     asyncio.run(scenario())
+
+
+def test_of_those_that_are_waited_for_the_longest_come_first() -> None:
+    """Errors name the first few."""
+    launcher = LocalLauncher("test-run")
+    for name, lasted_s in (("rollout-0", 1.0), ("rollout-1", 9.0), ("rollout-2", 4.0)):
+        wait = Wait(name=f"{name}.sleep", on=name, lasted_s=lasted_s, deadline_s=30.0)
+        launcher._actors[name] = cast("ActorHandle", SimpleNamespace(waits=lambda wait=wait: [wait]))
+    assert [wait.on for wait in launcher.waits()] == ["rollout-1", "rollout-2", "rollout-0"]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_actors import available_cpus, split_threads
+from offbeat_actors import available_cpus, check_processes, split_threads
+from offbeat_types import ConfigError
 
 WEIGHTS = st.dictionaries(st.text(max_size=3), st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -44,3 +45,14 @@ def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
 
 def test_available_cpus_are_at_least_one_and_at_most_what_is_there() -> None:
     assert 1 <= available_cpus() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(("num_cpus", "gib", "room"), [(2, 1024, 64), (64, 2, 10)], ids=["by CPUs", "by memory"])
+def test_more_processes_than_cpus_or_memory_have_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, num_cpus: int, gib: int, room: int
+) -> None:
+    monkeypatch.setattr("offbeat_actors._machine.available_cpus", lambda: num_cpus)
+    monkeypatch.setattr("offbeat_actors._machine.memory_bytes", lambda: gib * 2**30)
+    check_processes({"engine.num_ranks": 2, "rollout.num_engines": room - 2})
+    with pytest.raises(ConfigError, match=rf"have room for {room}; lower rollout\.num_engines$"):
+        check_processes({"engine.num_ranks": 2, "rollout.num_engines": room - 1})

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
-from offbeat_engine_megatron._layout import Parallel, choose_parallel, plan_engine
+from offbeat_engine_megatron._layout import Parallel, choose_parallel, plan_engine, plan_layout
 from offbeat_engine_megatron._shape import ModelShape, read_model
 from offbeat_engine_megatron._weights import list_adapted, list_adapter_slots, list_slots
 from offbeat_testing import tiny_model
@@ -47,6 +47,7 @@ def test_a_mesh_with_axes_of_its_own_says_it_all():
 LAYOUTS = {
     "ranks that the product does not divide": (6, {"tensor_parallel": 4}, "must divide the ranks: got 6"),
     "experts over more than a stage": (4, {"expert_parallel": 3}, "choose one of 1, 2, 4"),
+    "experts over several stages": (4, {"pipeline_parallel": 2, "expert_parallel": 4}, "the 2 ranks of a pipeline"),
     "tokens sent to experts twice": (
         4,
         {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": False},
@@ -67,6 +68,20 @@ LAYOUTS = {
 def test_a_layout_is_refused(num_ranks, options, told):
     with pytest.raises(ConfigError, match=told):
         choose_parallel(ALONE | {"dp": num_ranks}, MegatronEngineOptions.parse(options))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sequence", "pack"),
+    [
+        (Parallel(dp=4), 1, 1),
+        (Parallel(cp=2), 4, 4),
+        (Parallel(tp=4, sp=True), 1, 4),
+        (Parallel(tp=4), 1, 1),
+        (Parallel(tp=2, cp=3, sp=True), 6, 12),
+    ],
+)
+def test_packs_divide_among_the_ranks_that_share_them(parallel, sequence, pack):
+    assert (parallel.sequence_multiple, parallel.pack_multiple) == (sequence, pack)
 
 
 def test_a_mesh_and_options_that_differ_are_refused():
@@ -148,6 +163,7 @@ def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(fold
 SETTINGS = {
     "a number format": ({"dtype": "float16"}, "float32 or bfloat16: got dtype = float16"),
     "a score head": ({"head": "score"}, "the megatron engine trains no score head"),
+    "later tokens with adapters": ({"lora_rank": 4, "options": {"mtp_layers": 1}}, "set one of them to 0"),
     "a schedule without an end": ({"schedule": "cosine"}, "total_steps above warmup_steps"),
 }
 
@@ -190,6 +206,31 @@ def test_a_model_is_refused(folders, changes, told):
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         plan_engine(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ({"dtype": "bfloat16"}, (1, 2, 12)),
+        ({"dtype": "bfloat16", "options": {"distributed_optimizer": False}}, (0, 2, 12)),
+        ({"dtype": "float32"}, (1, 4, 8)),
+    ],
+)
+def test_a_plan_says_what_a_rank_holds_of_each_number(folders, settings, held):
+    """In bfloat16 the optimizer has two moments and a copy of the weights in float32."""
+    layout = plan_layout(config_of(folders(), **settings), 4)
+    assert (layout.dp, layout.zero_stage, layout.weight_bytes, layout.optimizer_bytes) == (4, *held)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_interleaved_stages_hold_every_other_part_of_the_model(tied):
+    slots = {slot.name: slot for slot in list_slots(shape(num_layers=8, tied=tied), Parallel(pp=2, vpp=2))}
+    places = [slots[f"model.layers.{number}.input_layernorm.weight"].place for number in range(8)]
+    assert [place[:2] for place in places] == [(0, 0)] * 2 + [(1, 0)] * 2 + [(0, 1)] * 2 + [(1, 1)] * 2
+    assert [place.path.split(".")[2] for place in places] == ["0", "1"] * 4
+    assert slots["model.norm.weight"].place[:2] == (1, 1)
+    copies = slots["model.embed_tokens.weight"].copies
+    assert copies == (((1, 1, "output_layer.weight"),) if tied else ()), "the last stage has a tied head of its own"
 
 
 def test_adapters_lie_beside_the_weights_that_they_change():

@@ -57,6 +57,8 @@ def test_a_machine_with_everything_is_described(tmp_path):
     found = findings(tmp_path, {"ASCEND_HOME_PATH": str(home)})
     assert (found["npu driver"], found["npu devices"], found["npu CANN"]) == ("25.2.0", "2 here", "8.5.0")
     assert cann_version(home) == "8.5.0"
+    both = {"ASCEND_TOOLKIT_HOME": str(tmp_path / "gone"), "ASCEND_HOME_PATH": str(home)}
+    assert findings(tmp_path, both)["npu CANN"] == "8.5.0", "the one that CANN's own set_env.sh sets counts first"
 
 
 def test_an_old_cann_and_a_wrong_path_are_said(tmp_path):

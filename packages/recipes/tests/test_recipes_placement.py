@@ -1,5 +1,7 @@
 """What a run wants meets the nodes that words name."""
 
+from dataclasses import replace
+
 from offbeat_placement import (
     ClusterView,
     MemoryEstimate,
@@ -52,8 +54,30 @@ def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is_added_to_each(t
     assert notices(*groups, trainer=20, rollout=60, teacher=40) == [
         text.format("rollout", 100) + ", or teacher.colocate = false"
     ]
+    # And half of the engines have none beside them.
+    few = (groups[0], replace(groups[1], num_replicas=8), replace(groups[2], num_replicas=4))
+    assert notices(*few, trainer=20, rollout=60, teacher=40) == [
+        text.format("rollout", 100) + ", or teacher.colocate = false"
+    ]
     [alone] = notices(*groups, trainer=90, rollout=20, teacher=30)
     assert alone == "a trainer rank needs about 90 GiB and its device has 80 GiB: less of the trainer"
+
+
+def test_a_role_that_takes_a_share_of_its_device_is_held_to_it(tmp_path):
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[[nodes]]\nname = "n"\naccelerators = 8\naccelerator_memory_gib = 80\n')
+    request = ResourceRequest(groups=(RankGroup(role="rollout", num_replicas=8),))
+    placement = request.place(ClusterView.named(str(nodes), ["cuda"]))
+    shape = read_shape(str(large_model_configs(tmp_path) / "Qwen3-8B"))
+
+    def notices(limit_gib):
+        roles, advice = {"rollout": MemoryEstimate({"weights": 50 * 2**30})}, {"rollout": "a larger share"}
+        return RunMemory(shape, roles, advice, {"rollout": limit_gib * 2**30}).notices(placement)
+
+    assert notices(50) == notices(0) == [], "0: all of it"
+    assert notices(40) == [
+        "a rollout rank needs about 50 GiB and may take 40 GiB of the 80 GiB of its device: a larger share"
+    ]
 
 
 def test_a_layout_needs_no_weights(tmp_path):

@@ -17,10 +17,18 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Section `trial`."""
+
+    num_ranks: int = setting(1, "Ranks.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Of a run."""
 
     engine: Engine = field(default_factory=Engine)
+    trial: Trial = field(default_factory=Trial)
 
 
 def test_a_changed_setting_says_what_it_was_and_the_rest_stays():
@@ -35,6 +43,12 @@ def test_a_changed_setting_says_what_it_was_and_the_rest_stays():
         "num_ranks = 4".ljust(36) + "# was 8",
         "# after",
     ]
+
+
+def test_a_key_of_the_same_name_in_another_section_stays():
+    text = "[engine]\nwide = true\n[trial]\nnum_ranks = 8\n"
+    wanted = "[engine]\nnum_ranks = 4\nwide = true\n[trial]\nnum_ranks = 8\n"
+    assert change_recipe(text, {"engine.num_ranks": 4}, Config) == wanted
 
 
 def test_a_section_that_is_missing_is_added():

@@ -1,12 +1,16 @@
 """Samples that are added up and counted, without an engine."""
 
+import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from offbeat_rollout_trtllm._local_link import Delta
 from offbeat_rollout_trtllm._requests import InFlight, Sample
+from offbeat_rollout_trtllm._weights import WeightLoader
 from offbeat_types import SamplingParams
 
 LONG = "never this, and never that"
@@ -60,3 +64,50 @@ async def test_an_engine_is_busy_as_long_as_all_of_its_samples_took(monkeypatch)
             now_s += seconds
         now_s += 5.0  # idle
     assert flight.busy_s == 4.0
+
+
+def test_the_first_samples_of_all_are_being_decoded_from_their_second_token_on():
+    """Until then the engine may get its kernels ready: whoever watches for tokens would take it for a stuck one."""
+    flight = InFlight()
+    flight.note_tokens("a/0", 1)
+    flight.note_tokens("a/1", 1)
+    assert flight.num_decoding == 0
+    flight.note_tokens("a/0", 0)
+    assert flight.num_decoding == 0
+    flight.note_tokens("a/0", 1)
+    assert flight.num_decoding == 2
+    for sample_id in ("a/0", "a/1"):
+        flight.forget_sample(sample_id)
+    flight.note_tokens("b/0", 1)
+    assert flight.num_decoding == 1
+
+
+@pytest.mark.asyncio
+async def test_a_sample_waits_until_no_reason_is_left_for_it_to():
+    """As when an engine is resumed while it takes weights."""
+    flight = InFlight()
+    flight.shut("paused")
+    flight.shut("loading")
+
+    async def sample():
+        async with flight.request("a") as aborted, flight.sampling(aborted) as may_sample:
+            return may_sample, flight.num_waiting, flight.num_running
+
+    sampling = asyncio.create_task(sample())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    flight.open("paused")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (sampling.done(), flight.num_waiting, flight.num_running) == (False, 1, 0)
+    flight.open("loading")
+    assert await sampling == (True, 0, 1)
+    assert (flight.num_waiting, flight.num_running) == (0, 0)
+
+
+def test_each_flush_is_filled_up_to_a_bucket():
+    nothing: Any = None
+    loader = WeightLoader(nothing, nothing, nothing, bucket_bytes=64, fp8_blocks=False)
+    loader._in_parts = True
+    tensors = iter([(str(number), torch.zeros(4)) for number in range(10)])
+    assert [len(flush) for flush in loader._flushes(tensors)] == [4, 4, 2]

@@ -128,6 +128,16 @@ def test_an_adapter_that_comes_again_takes_its_own_place_and_there_is_room_for_s
     adapters.check_room("third")
     with pytest.raises(WeightSyncError, match="rank 5 is more than max_lora_rank = 4"):
         adapters.load(LoraAdapter(name="third", scale=1.0), poet(rank=5), "it")
+    adapters.load(LoraAdapter(name="third", scale=1.0), poet(rank=4), "it")
+
+
+def test_an_adapter_without_usable_weights_serves_when_it_has_come_again(adapters):
+    adapters.load(LoraAdapter(name="poet", scale=1.0), poet(), "it")
+    adapters.mark_unusable("poet", "the update failed half way")
+    with pytest.raises(WeightSyncError, match="'poet' has no usable weights: the update failed half way; send it"):
+        adapters.number("poet")
+    adapters.load(LoraAdapter(name="poet", scale=1.0), poet(), "it")
+    assert adapters.number("poet") == 1
 
 
 class Held(dict):

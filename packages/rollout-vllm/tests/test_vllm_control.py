@@ -219,6 +219,38 @@ async def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it
     assert (await engine.health()).version == 0
 
 
+async def test_an_update_that_fails_before_anything_was_loaded_leaves_what_is_served(engine, form, weights):
+    with pytest.raises(WeightSyncError, match="nobody"):
+        await engine.update_weights(FakeWeightStream([("nobody", weights[0][1])], 4), 4)
+    (one,) = await engine.generate(request())
+    assert [segment.version for segment in one.segments] == [0]
+
+
+async def test_an_update_within_a_pause_that_keeps_samples_lets_none_go_on(engine, form, weights):
+    sampling = asyncio.create_task(engine.generate(request(max_tokens=300)))
+    while not (await engine.health()).num_tokens:
+        await asyncio.sleep(0.001)
+    await engine.pause("keep")
+    stream = SlowStream(weights, 4)
+    stream.go_on.set()
+    await engine.update_weights(stream, 4)
+    assert form.frozen
+    await engine.resume()
+    assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
+
+
+async def test_after_a_deep_sleep_nothing_is_served_before_a_whole_update(engine, form, weights):
+    await engine.sleep(2)
+    await engine.wake()
+    with pytest.raises(WeightSyncError, match=r"given back by sleep\(2\)"):
+        await engine.generate(request())
+    stream = SlowStream(weights, 4)
+    stream.go_on.set()
+    await engine.update_weights(stream, 4)
+    (one,) = await engine.generate(request())
+    assert [segment.version for segment in one.segments] == [4]
+
+
 async def test_closing_during_an_update_takes_no_memory_from_under_it(engine, form, weights):
     stream = SlowStream(weights, 4)
     await given_up(engine, form, stream)

@@ -190,10 +190,11 @@ class Noted:
     lost = ""
 
     def __init__(self):
-        self.added, self.aborted, self.unusable = [], [], []
+        self.added, self.aborted, self.unusable, self.params = [], [], [], []
 
     def add(self, sample_id, prompt, params, use):
         self.added.append((sample_id, use))
+        self.params.append(params)
 
     def abort(self, sample_ids):
         self.aborted += sample_ids
@@ -217,6 +218,23 @@ def test_an_adapter_of_two_versions_ends_what_uses_it_and_weights_of_two_end_all
     assert noted.aborted[1:] == ["poet/0", "clerk/0", "plain/0"]
     with pytest.raises(WeightSyncError, match="no usable weights: the update failed half way"):
         requests.submit(RequestState(request("next"), [5, 6]))
+
+
+def test_each_sample_has_a_seed_of_its_own_and_the_room_that_its_prompt_leaves():
+    noted = Noted()
+    requests = Requests(noted, noted, RequestTable(EOS), noted, max_model_len=100)
+    requests.submit(RequestState(request(num_samples=3, seed=7, max_tokens=500), [5, 6]))
+    wanted = [vllm_params(SamplingParams(max_tokens=98), seed, EOS, 98) for seed in (7, 8, 9)]
+    assert noted.params == wanted
+
+
+def test_what_is_held_is_counted_by_samples_and_uses_its_adapter():
+    noted = Noted()
+    requests = Requests(noted, noted, RequestTable(EOS), noted, max_model_len=100)
+    requests.pause("wait")
+    requests.submit(RequestState(replace(request(num_samples=3), adapter="poet"), [5, 6]))
+    assert (noted.added, requests.num_waiting) == ([], 3)
+    assert (requests.use("poet"), requests.use("clerk")) == (True, False)
 
 
 def test_a_label_says_the_version_of_the_model_or_of_an_adapter_that_was_served():

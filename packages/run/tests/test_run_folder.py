@@ -172,9 +172,13 @@ def test_opening_clears_what_a_kill_left_half_written(tmp_path):
         aside = run.checkpoints.path / ".old-1234-step-000002"
         aside.mkdir()
         (aside / "whole").write_text("kept")
+        for name in (".old-5678-step-000003", "step-000003"):  # a kill after the new one had got its name
+            (run.checkpoints.path / name).mkdir()
+            (run.checkpoints.path / name / "whole").write_text(name)
     with RunFolder.open(tmp_path / "run") as run:
         assert not (run.path / ".tmp-1234-config.toml").exists()
-        assert [path.name for path in run.checkpoints.path.iterdir()] == ["step-000002"]
+        assert sorted(path.name for path in run.checkpoints.path.iterdir()) == ["step-000002", "step-000003"]
+        assert (run.checkpoints.path / "step-000003" / "whole").read_text() == "step-000003"
         assert (run.checkpoints.path / "step-000002" / "whole").read_text() == "kept"
 
 

@@ -26,6 +26,7 @@ from offbeat_run import (
     read_metrics,
     read_timeline,
 )
+from offbeat_run._metrics import Tracker
 from offbeat_types import BackendError, Metric, RunFolderError
 
 
@@ -188,6 +189,36 @@ def test_everything_is_written_and_cut_where_the_run_resumes(run):
         "fails",
     ]
     assert len(list(run.tensorboard.iterdir())) >= 1
+
+
+def test_trackers_get_each_completion_once_and_numbers_that_are_finite(run):
+    numbers, tables = [], []
+    tracker = Tracker(
+        lambda values, step: numbers.append((step, values)),
+        lambda: None,
+        lambda name, step, rows: tables.append((name, step, [row["step"] for row in rows])),
+    )
+    with GenerationsLog(run, trackers=[tracker]) as log:
+        for step in range(1, 66):
+            log.write([generation(step)])
+        log.write([generation(65, "validation"), generation(65, "validation")])
+    validated = ("generations/validation", 65, [65, 65])
+    assert tables == [
+        ("generations/train", 64, [*range(1, 65)]),
+        validated,
+        ("generations/train", 65, [65]),
+    ], "those trained on in tables of 64"
+    with MetricsLog(run, tensorboard=False, trackers=[tracker]) as log:
+        log.write(3, {"a": 1.0, "nan": math.nan, "h": [1, 2]})
+        log.write(4, {"inf": math.inf})
+    assert numbers == [(3, {"a": 1.0})]
+
+
+@pytest.mark.parametrize(("resume_step", "steps"), [(None, [0, 5]), (-1, [0, 5]), (4, [4, 5])])
+def test_the_pace_of_a_resumed_run_is_that_of_its_own_updates(run, resume_step, steps):
+    with RunLog(run, LogConfig(tensorboard=False), 10, resume_step) as log:
+        log.write(5, {"train/loss": 1.0})
+        assert [step for _, step in log._progress._marks] == steps
 
 
 def test_what_is_turned_off_is_not_written(run):

@@ -127,6 +127,8 @@ def test_items_that_changed_most_often_come_first():
                for number, right in enumerate(map(int, row))]  # fmt: skip
     histories = item_histories(answers)
     assert [(each.item, each.flips, each.change) for each in histories] == [(0, 1, -1.0), (1, 1, 1.0), (2, 0, 0.0)]
+    [halves] = item_histories([item(0, ["7", "8"], "7", step=0), item(0, ["8", "8"], "7", step=4)])
+    assert halves.flips == 1, "half of the samples right is right"
 
 
 def test_the_report_shows_items_that_turned_and_answers_side_by_side(tmp_path):
@@ -165,6 +167,8 @@ def test_an_evaluation_goes_on_with_its_own_answers_only(tmp_path):
         assert held.answered("other") == {}
         with pytest.raises(RunFolderError, match="is working in this"):
             EvalFolder(tmp_path / "a", {}, {}).__enter__()
+    with EvalFolder(tmp_path / "a", {"model": "a"}, {"other": {"n": 1}}):
+        pass  # which says nothing of the answers of aime
     with pytest.raises(RunFolderError, match="answers of the set aime from other weights"):
         EvalFolder(tmp_path / "a", {"model": "a"}, {"aime": {"n": 4}}).__enter__()
     table = json.loads((tmp_path / "a" / "table.json").read_text())
@@ -173,8 +177,8 @@ def test_an_evaluation_goes_on_with_its_own_answers_only(tmp_path):
 
 
 def test_two_evaluations_stand_side_by_side_item_by_item(tmp_path):
-    first = [item(0, ["8", "8"], "7"), item(1, ["1", "1"], "1"), item(2, ["1", "2"], "1")]
-    second = [item(0, ["7", "7"], "7"), item(1, ["1", "2"], "1"), item(2, ["1", "2"], "1")]
+    first = [item(0, ["8", "8"], "7"), item(1, ["1", "1"], "1"), item(2, ["1", "2"], "1"), item(3, ["1"], "1")]
+    second = [item(0, ["7", "7"], "7"), item(1, ["1", "2"], "1"), item(2, ["1", "2"], "1"), item(3, [], "1")]
     folders = folder(tmp_path / "a", first), folder(tmp_path / "b", second, model="/models/b")
     said = write_comparison(*folders, tmp_path / "page.html")
     assert said.startswith("aime: 0.5000 -> 0.6667, by +0.1667 (95% interval ")
