@@ -28,6 +28,10 @@ TAGGED = OPENS.replace(
     "{{ '<think>\n' }}{% generation %}{{ r + '\n</think>\n\n' + c + ' <|im_end|>' }}{% endgeneration %}"
     "{%- else %}{{ c + ' <|im_end|>' }}{%- endif %}{{ '\n' }}",
 )
+# As those that are made for training: the block holds what the generation prompt has written.
+TAGGED_FROM_THE_TAG = TAGGED.replace(
+    "{{ '<think>\n' }}{% generation %}{{ r + ", "{% generation %}{{ '<think>\n' + r + "
+)
 ANSWER = "x\n</think>\n\nyes"
 ASKED = "<|im_start|> user a <|im_end|> <|im_start|> assistant"
 LEARNED = f"{ASKED} <think> *x *</think> *yes *<|im_end|>"
@@ -47,7 +51,9 @@ def row(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-@pytest.mark.parametrize("template", [OPENS, VERBATIM, TAGGED], ids=["opens", "verbatim", "tagged"])
+@pytest.mark.parametrize(
+    "template", [OPENS, VERBATIM, TAGGED, TAGGED_FROM_THE_TAG], ids=["opens", "verbatim", "tagged", "tag in the block"]
+)
 @pytest.mark.parametrize("answer", [ANSWER, f"<think>\n{ANSWER}"])
 def test_an_answer_with_or_without_the_opening_tag_is_learned_as_it_is_sampled(answer, template, thinker, write_jsonl):
     tokenizer = thinker(template)

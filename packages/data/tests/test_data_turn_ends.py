@@ -18,6 +18,23 @@ TAGGED = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CHATML = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As Phi-3's: the end token closes each turn, and another one the conversation.
+TWICE_ENDED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+TWICE_ENDED_TAGGED = TWICE_ENDED.replace(
+    "{{ m.content }}<|end|>\n",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}\n"
+    "{% if loop.last %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    "{% else %}{{ m.content }}<|end|>\n{% endif %}",
+).replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}")
+# As some that are made for training: the block holds the role too.
+TAGGED_FROM_THE_ROLE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|assistant|>\n{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 # As GLM-4.5's: thoughts of earlier turns are dropped, here all words but the last one.
 FORGETS = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
@@ -105,6 +122,34 @@ def test_a_template_with_end_tokens_is_left_as_it_is(chat_tokenizer, write_jsonl
     [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT)}]))
     assert found == ("<|user|> hi <|end|> <|assistant|> *yes *<|end|> <|user|> you <|end|> <|assistant|> *no *<|end|>")
     assert notices == ()
+
+
+@pytest.mark.parametrize("template", [TWICE_ENDED, TWICE_ENDED_TAGGED], ids=["found", "tagged"])
+def test_what_comes_after_the_first_end_token_of_a_turn_is_not_learned(template, chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(template, end_ids=["<|endoftext|>", "<|end|>"])
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT)}]))
+    assert found == (
+        "<|user|> hi <|end|> <|assistant|> *yes *<|end|> <|user|> you <|end|> <|assistant|> *no *<|end|> <|endoftext|>"
+    )
+    assert notices == ()
+
+
+def test_an_end_token_at_which_engines_do_not_stop_is_learned_with_the_one_after_it(chat_tokenizer, write_jsonl):
+    tokenizer = chat_tokenizer(TWICE_ENDED)
+    [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))
+    assert found == "<|user|> hi <|end|> <|assistant|> *yes *<|end|> *<|endoftext|>"
+    assert notices == ()
+
+
+def test_what_the_generation_prompt_writes_is_not_learned_where_a_generation_block_holds_it(
+    chat_tokenizer, write_jsonl
+):
+    tokenizer = chat_tokenizer(TAGGED_FROM_THE_ROLE, eos="<|end|>")
+    chat = messages(CHAT)
+    learned = "<|user|> hi <|end|> <|assistant|> *yes *<|end|> <|user|> you <|end|> <|assistant|> *no *<|end|>"
+    assert load(tokenizer, write_jsonl([{"messages": chat}])) == ([learned], ())
+    completed = learned.replace("*yes *<|end|>", "yes <|end|>")
+    assert load(tokenizer, write_jsonl([{"prompt": chat[:3], "completion": chat[3:]}])) == ([completed], ())
 
 
 def test_an_end_token_of_the_template_alone_is_said(chat_tokenizer, write_jsonl):

@@ -1,8 +1,9 @@
 """Conversations for supervised fine-tuning: rows of a data set as token sequences with a loss mask.
 
-The tokens to learn are what the assistant said. Where the template has `{% generation %}` blocks, they say it. Else
-each turn is found by rendering: the conversation up to the turn with the generation prompt is what the model will see,
-and what the turn adds to it is what the model has to write.
+The tokens to learn are what the assistant said. Where the template has `{% generation %}` blocks, they say it, but for
+what the generation prompt writes itself, which the model will see. Else each turn is found by rendering: the
+conversation up to the turn with the generation prompt is what the model will see, and what the turn adds to it, up to
+its end token, is what the model has to write.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_data._chat_reader import ChatReader
-from offbeat_data._chat_template import STAND_IN, ChatTemplate, Message, RenderedChat
+from offbeat_data._chat_template import STAND_IN, Message, RenderedChat
 from offbeat_data._escaping import RowNotes
 from offbeat_data._images import RowImages, refuse_images, with_images
 from offbeat_data._prompts import RowCounts, uses_template
@@ -29,7 +30,7 @@ from offbeat_data._rows import (
 from offbeat_data._sources import ConversationConfig, read_sources
 from offbeat_data._thoughts import check_thoughts
 from offbeat_data._tokenizer import Tokenizer
-from offbeat_data._turn_ends import encode_turns, with_next_marker
+from offbeat_data._turn_ends import encode_turns, find_end, with_next_marker
 from offbeat_types import DataError, Ids, TrainSequence
 
 _USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -283,10 +284,11 @@ def mark_assistant_turns(
         raise DataError("the conversation has no assistant message to learn from: add one or drop the row")
     whole = template.render(messages, add_generation_prompt=False, options=options)
     if whole.spans:
-        marked = [_marked_turn(template, messages[: at + 1], options) for at in turns]
-        if all(whole.text.startswith(turn.text[: turn.spans[-1][1]]) for turn in marked if turn.spans):
-            return [_drop_spans_before(template, whole, messages[:first], options)]
-        return [turn for turn in marked if turn.spans]
+        found = [_marked_turn(tokenizer, messages[: at + 1], options) for at in turns]
+        marked = [turn for turn in found if turn.spans]
+        if all(whole.text.startswith(turn.text[: turn.spans[-1][1]]) for turn in marked):
+            return [RenderedChat(text=whole.text, spans=tuple(span for turn in marked for span in turn.spans))]
+        return marked
     found = [_find_turn(tokenizer, messages[: at + 1], options) for at in turns]
     if all(whole.text.startswith(turn.text[: turn.spans[0][1]]) for turn in found):
         return [RenderedChat(text=whole.text, spans=tuple(turn.spans[0] for turn in found))]
@@ -294,31 +296,26 @@ def mark_assistant_turns(
     return [with_next_marker(tokenizer, turn, text) for turn, text in zip(found, longer, strict=True)]
 
 
-def _marked_turn(template: ChatTemplate, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
-    """The conversation, with the spans of the last of its messages alone, as `{% generation %}` blocks mark them."""
-    closed, before, start = template.render(messages, add_generation_prompt=False, options=options), messages[:-1], 0
+def _marked_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
+    """The conversation, with the spans of the last of its messages alone, as `{% generation %}` blocks mark them.
+
+    What the generation prompt has written before the turn is left out of them, and what comes after its end token.
+    """
+    template, before = tokenizer.require_template(), messages[:-1]
+    closed, start, num_earlier = template.render(messages, add_generation_prompt=False, options=options), 0, 0
     if before:
-        opening = template.render(before, add_generation_prompt=True, options=options).text
-        if closed.text.startswith(opening):
-            check_thoughts(opening, closed.text[len(opening) :], messages[-1], len(messages))
+        opening = template.render(before, add_generation_prompt=True, options=options)
+        if closed.text.startswith(opening.text):
+            check_thoughts(opening.text, closed.text[len(opening.text) :], messages[-1], len(messages))
         else:  # such as one that ends with an empty thought
-            opening = template.render(before, add_generation_prompt=False, options=options).text
-        start = len(opening)
-    return RenderedChat(text=closed.text, spans=tuple(span for span in closed.spans if span[1] > start))
-
-
-def _drop_spans_before(
-    template: ChatTemplate, whole: RenderedChat, prompt: Sequence[Message], options: Mapping[str, Any]
-) -> RenderedChat:
-    if not prompt:
-        return whole
-    opening = template.render(prompt, add_generation_prompt=False, options=options).text
-    if not whole.text.startswith(opening):
-        raise DataError(
-            "the chat template renders the prompt differently once it is completed, so the completion cannot be found: "
-            "give whole conversations in the messages column"
-        )
-    return RenderedChat(text=whole.text, spans=tuple(span for span in whole.spans if span[0] >= len(opening)))
+            opening = template.render(before, add_generation_prompt=False, options=options)
+        if closed.text.startswith(opening.text):
+            start = len(opening.text)
+        else:
+            num_earlier = len(opening.spans)
+    end = find_end(tokenizer, closed.text, start, len(closed.text))
+    cut = ((max(first, start), min(last, end)) for first, last in closed.spans[num_earlier:])
+    return RenderedChat(text=closed.text, spans=tuple(span for span in cut if span[0] < span[1]))
 
 
 def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
@@ -341,4 +338,4 @@ def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mappi
     start, end = len(opening), len(closed.rstrip())
     if end <= start or not any(closed.endswith(text, start, end) for text in tokenizer.special_texts if text):
         end = len(closed)
-    return RenderedChat(text=closed, spans=((start, end),))
+    return RenderedChat(text=closed, spans=((start, find_end(tokenizer, closed, start, end)),))

@@ -1,5 +1,6 @@
 """Rendered conversations as token ids with a loss mask, in which every turn is learned up to its end token."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,24 @@ def _up_to_the_end(
     """The tokens of a span without white space after an end token, with which some templates close a turn."""
     words = tokens[~is_space_T[tokens]]
     return tokens[tokens <= words[-1]] if len(words) and is_end_T[words[-1]] else tokens
+
+
+def find_end(tokenizer: Tokenizer, text: str, start: int, end: int) -> int:
+    """Return where a turn of the model ends: behind its end token, where others follow that one.
+
+    Some templates close each turn by an end token and the conversation by another (Phi-3's `<|end|>` and eos). Engines
+    stop at the first, so that nobody samples the second.
+
+    Args:
+        tokenizer: of the model.
+        text: a conversation that ends with the turn.
+        start: of the turn, in characters.
+        end: of the turn with all that may close it.
+    """
+    texts = filter(None, map(tokenizer.token_text, tokenizer.end_ids))
+    ends = "|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True))
+    found = re.compile(rf"({ends})(?:\s|{ends})*\Z").search(text, start, end) if ends else None
+    return found.end(1) if found else end
 
 
 def with_next_marker(tokenizer: Tokenizer, turn: RenderedChat, longer: str) -> RenderedChat:
