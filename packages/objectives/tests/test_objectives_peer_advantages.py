@@ -106,6 +106,29 @@ def test_pass_at_k_of_right_and_wrong_is_the_papers_analytical_form(rewards, k):
     assert sum(found) == pytest.approx(0.0, abs=1e-4)
 
 
+def test_samples_that_are_left_out_of_the_loss_are_in_no_mean_over_the_batch():
+    """With `mask_truncated` a loss divides by what is trained: so must what makes up for a division by more."""
+    batch = {"rewards": [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], "prompts": [1] * 4 + [2] * 2, "lengths": [2] * 6}
+    trained = [True, True, True, False, False, False]
+    in_loss_N = torch.tensor(at_tokens(trained, batch))
+    found = computed(batch, AlgorithmConfig(advantage="gpg"), in_loss_N=in_loss_N)
+    assert found == pytest.approx(at_tokens([0.5, -0.5, 0.5, -0.5, 0.0, 0.0], batch))
+    parts = {"parts_S": {"a": torch.tensor(batch["rewards"])}, "weights": {"a": 1.0}}
+    found = computed(batch, AlgorithmConfig(advantage="gdpo"), in_loss_N=in_loss_N, **parts)
+    kept = [value for value, is_trained in zip(found[::2], trained, strict=True) if is_trained]
+    assert statistics.fmean(kept) == pytest.approx(0.0, abs=1e-5)
+    assert statistics.stdev(kept) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpg", "gdpo"])
+@settings(max_examples=30)
+@given(batch=samples())
+def test_where_all_is_in_the_loss_nothing_changes_by_saying_so(name, batch):
+    parts = {"parts_S": {"a": torch.tensor(batch["rewards"])}, "weights": {"a": 1.0}} if name == "gdpo" else {}
+    config, in_loss_N = AlgorithmConfig(advantage=name), torch.ones(sum(batch["lengths"]), dtype=torch.bool)
+    assert computed(batch, config, in_loss_N=in_loss_N, **parts) == computed(batch, config, **parts)
+
+
 def test_grpo_passk_without_the_deviation_is_what_the_best_sample_adds():
     batch = {"rewards": [0.2, 0.9, 0.5, 0.1], "prompts": [1] * 4, "lengths": [1] * 4}
     config = AlgorithmConfig(advantage="grpo_passk", options={"divide_by_std": False})

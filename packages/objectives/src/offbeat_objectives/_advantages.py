@@ -54,9 +54,9 @@ def compute_advantages(
         bootstrap_N: [N], its value after each trajectory that was cut off, at the last token; 0 elsewhere. None: 0.
         trajectory_N: [N] int64, sorted: the trajectory of each token, where samples have several; None: one each.
         greedy_rewards_S: [S], reward of the prompt's greedy completion; needed by remax.
-        in_loss_N: [N] bool, which tokens enter the loss, where some do not (`mask_truncated`): those that advantages
-            are normalised over. None: all.
-        group: ranks over which reinforce_plus_plus and gdpo normalise; all must call. None: this process holds the
+        in_loss_N: [N] bool, which tokens enter the loss, where some do not (`mask_truncated`): those, or their samples,
+            that advantages are normalised over. None: all.
+        group: ranks over which reinforce_plus_plus, gpg and gdpo normalise; all must call. None: this process holds the
             batch.
 
     Returns:

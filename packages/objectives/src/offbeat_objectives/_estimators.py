@@ -39,7 +39,7 @@ class RewardedSamples:
         values_N: [N] float64, what a critic expects at each token; None without one.
         bootstrap_N: [N] float64, what it expects after a trajectory that was cut off, at its last token; 0 elsewhere.
         greedy_rewards_S: [S] float64, reward of the prompt's greedy completion; None unless `advantage = "remax"`.
-        in_loss_N: [N] bool, which tokens enter the loss: what is normalised over tokens is over these; None: all do.
+        in_loss_N: [N] bool, which tokens enter the loss: what is a mean over the batch is over these; None: all do.
         ranks: over which a batch is shared out; None where this process holds all of it.
     """
 
@@ -123,13 +123,15 @@ def opo(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
 def gpg(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
     """α (reward - group mean), with α = S / (S - M), M the samples of prompts whose rewards are all equal.
 
-    They have no gradient and still count in the mean that the loss takes: α takes them out of it.
+    They have no gradient and still count in the mean that the loss takes: α takes them out of it. Both are counts of
+    samples in the loss.
 
     Source: GPG, 2504.02546, with F_norm = 1.
     """
     centred_S = _centred(samples)
-    has_signal_S = (samples.prompt_sum((centred_S.abs() > SAME_REWARD).double()) > 0).double()
-    total = _sum_over(torch.stack([has_signal_S.sum(), has_signal_S.new_tensor(float(len(centred_S)))]), samples.ranks)
+    has_signal_S = samples.prompt_sum((centred_S.abs() > SAME_REWARD).double()) > 0
+    in_loss_S = _in_loss(samples).double()
+    total = _sum_over(torch.stack([(has_signal_S * in_loss_S).sum(), in_loss_S.sum()]), samples.ranks)
     return Advantages(advantages_N=samples.spread(centred_S * total[1] / total[0].clamp(min=1)))
 
 
@@ -137,7 +139,7 @@ def gdpo(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
     """Σ weight · (part - group mean) / (group standard deviation + 1e-6), then (x - mean) / (deviation + 1e-6).
 
     Each reward is normalised within its group by itself, so that a wide one does not drown a narrow one; the sum is
-    normalised over the samples of the batch. Deviations are with n - 1.
+    normalised over the samples of the batch that are in the loss. Deviations are with n - 1.
 
     Source: GDPO, 2601.05242.
     """
@@ -149,7 +151,7 @@ def gdpo(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
     sum_S = torch.zeros_like(samples.rewards_S)
     for name, weight in samples.weights.items():
         sum_S = sum_S + weight * _standardised(samples, samples.parts_S[name])
-    return Advantages(advantages_N=samples.spread(_normalise(sum_S, samples.ranks, less=1)))
+    return Advantages(advantages_N=samples.spread(_normalise(sum_S, samples.ranks, less=1, among=_in_loss(samples))))
 
 
 def grpo_passk(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
@@ -285,6 +287,17 @@ def gae_advantages(
     next_N = torch.zeros_like(values_N) if bootstrap_N is None else bootstrap_N.to(values_N.dtype).clone()
     next_N[:-1] = torch.where(sequence_N[1:] == sequence_N[:-1], values_N[1:], next_N[:-1])
     return reverse_scan(rewards_N.double() + gamma * next_N - values_N, gamma * lam, sequence_N, num_sequences)
+
+
+def _in_loss(samples: RewardedSamples) -> Tensor:
+    """[S] bool: which samples enter the loss; one without tokens, which was not left out of it, counts."""
+    if samples.in_loss_N is None:
+        return torch.ones_like(samples.rewards_S, dtype=torch.bool)
+    num_in_S, num_out_S = (
+        segment_sum(each_N.double(), samples.sequence_N, len(samples.rewards_S))
+        for each_N in (samples.in_loss_N, ~samples.in_loss_N)
+    )
+    return (num_in_S > 0) | (num_out_S == 0)
 
 
 def _trajectories_of(samples: RewardedSamples) -> Tensor:
