@@ -561,9 +561,61 @@ def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft
             {"algorithm.gamma": None},
             {"algo.advantage.gamma": "set to 1 there too"},
         ),
+        (
+            {"algo.advantage.estimator": "reinforce_baseline"},
+            {"algorithm.advantage": "reinforce_plus_plus_baseline"},
+            {},
+        ),
+        (
+            {"algo.advantage.estimator": "reinforce_baseline", "algo.advantage.no_std_norm": True},
+            {"algorithm.advantage": "dr_grpo"},
+            {"algo.advantage.no_std_norm": "mean over the batch"},
+        ),
+        (
+            {"algo.advantage.estimator": "group_norm", "algo.advantage.no_std_norm": True},
+            {"algorithm.advantage": "grpo"},
+            {"algo.advantage.no_std_norm": "no effect"},
+        ),
+        (
+            {"algo.advantage.no_std_norm": True},
+            {"algorithm.advantage": "gae", "algorithm.options": {"normalise": False}},
+            {"algo.advantage.no_std_norm": "mean over the batch"},
+        ),
+        (
+            {"algo.advantage.estimator": "reinforce", "algo.advantage.no_std_norm": True},
+            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.options": None},
+            {"algo.advantage.no_std_norm": "divided by"},
+        ),
     ],
 )
 def test_passes_discounts_and_the_weight_of_the_penalty_come_from_openrlhf(
+    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+) -> None:
+    holds(import_openrlhf(options), expected, told)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "told"),
+    [
+        (
+            {"reward.model_name_or_path": "/judge", "data.max_len": 4096},
+            {"reward.name": "reward_model", "reward.reward_model.path": "/judge", "critic.path": "/judge"}
+            | {"reward.reward_model.dtype": "bfloat16", "reward.reward_model.max_tokens": 4096},
+            {"reward.model_name_or_path": "nothing is fetched"},
+        ),
+        (
+            {"reward.model_name_or_path": "/judge", "critic.model_name_or_path": "/critic"},
+            {"reward.name": "reward_model", "critic.path": "/critic"},
+            {},
+        ),
+        (
+            {"reward.model_name_or_path": "/judge", "reward.remote_url": "f.py"},
+            {"reward.name": "f.py:reward_func", "reward.reward_model.path": None, "critic.path": None},
+            {"reward.model_name_or_path": "not read there"},
+        ),
+    ],
+)
+def test_a_reward_model_of_openrlhf_is_ours_and_what_the_critic_starts_from(
     options: dict[str, object], expected: dict[str, object], told: dict[str, str]
 ) -> None:
     holds(import_openrlhf(options), expected, told)

@@ -13,7 +13,7 @@ _ADVANTAGES: Final = {
     "dr_grpo": "dr_grpo",
     "rloo": "rloo",
     "reinforce": "reinforce_plus_plus",
-    "reinforce_baseline": "dr_grpo",
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
     "gae": "gae",
 }
 _CORRECTIONS: Final = {"tis": "token_tis", "icepop": "icepop", "seq-mask-tis": "token_tis_geometric_rs"}
@@ -41,7 +41,6 @@ MISSING: Final[Mapping[str, str]] = {
     "ds.ring_attn_*": 'engine.backend = "megatron" cuts sequences: context_parallel',
     "ds.tensor_parallel_size": 'engine.backend = "megatron" cuts layers: tensor_parallel',
     "train.agent_func_path": "see section environment",
-    "reward.model_name_or_path": "there are no reward models: reward.name",
     "reward.normalize_enable": "advantages are compared within a prompt",
     "reward.stop_properly_penalty_coef": "completions that were cut off are scored as they stand",
     "ckpt.output_dir ckpt.path": "name the run folder: --out FOLDER",
@@ -53,8 +52,8 @@ def import_openrlhf(options: Mapping[str, Any]) -> Draft:
     """Translate OpenRLHF's options, named without dashes, such as "rollout.batch_size"."""
     draft = Draft(options)
     _write_data(draft)
-    _write_reward(draft)
     _write_rollout(draft)
+    _write_reward(draft)
     _write_trainer(draft)
     _write_batches(draft)
     _write_objective(draft)
@@ -78,15 +77,33 @@ def _write_data(draft: Draft) -> None:
     draft.copy(("engine.seed", "rollout.seed", "data.seed"), "train.seed", default=42)
 
 
+_REWARD_MODEL: Final = "reward.model_name_or_path"
+
+
 def _write_reward(draft: Draft) -> None:
+    """Source: openrlhf/cli/train_ppo_ray.py, which loads a reward model where there is no remote_url."""
     name = "reward.remote_url"
     path = str(draft.take(name, default=""))
+    if draft.take(_REWARD_MODEL) and not path:
+        _write_reward_model(draft)
+        return
+    if path and draft.has(_REWARD_MODEL):
+        draft.miss(_REWARD_MODEL, f"not read there beside {name}")
     if path.endswith(".py"):
         draft.put("reward.name", f"{path}:reward_func", name)
         draft.put("reward.signature", "openrlhf", name)
         return
     draft.put("reward.name", "math_verify", name)
     draft.change(name, "rewards come from a model, a server or an agent there; here by reward.name: choose yours")
+
+
+def _write_reward_model(draft: Draft) -> None:
+    draft.put("reward.name", "reward_model", _REWARD_MODEL)
+    told = f"{FETCHED}; it reads the tokens of the policy there, here by default messages: reward.reward_model.input"
+    draft.copy("reward.reward_model.path", _REWARD_MODEL, told=told)
+    is_half = draft.take("ds.param_dtype", default="bf16") == "bf16"
+    draft.put("reward.reward_model.dtype", "bfloat16" if is_half else "float32", "ds.param_dtype")
+    draft.put("reward.reward_model.max_tokens", draft.entries["rollout.max_model_len"].value, "data.max_len")
 
 
 def _write_rollout(draft: Draft) -> None:
@@ -164,10 +181,8 @@ def _write_objective(draft: Draft) -> None:
         draft.copy("algorithm.gamma", "algo.advantage.gamma", default=1.0)
     if wanted == "gae":
         _write_critic(draft)
-    if wanted == "reinforce_baseline":
-        draft.change(name, "divided by the batch's spread there; dr_grpo, which leaves it out, takes its place")
-    if wanted == "group_norm" and draft.take("algo.advantage.no_std_norm"):
-        draft.put("algorithm.advantage", "dr_grpo", "algo.advantage.no_std_norm")
+    if draft.take("algo.advantage.no_std_norm"):
+        _write_no_spread(draft, wanted)
     loss = "gspo" if draft.take("actor.policy_loss_type", default="ppo") == "gspo" else "ppo_clip"
     draft.put("algorithm.loss", loss, "actor.policy_loss_type")
     draft.put("algorithm.aggregation", "sequence_mean" if loss == "gspo" else "token_mean", "actor.policy_loss_type")
@@ -198,9 +213,31 @@ def _write_objective(draft: Draft) -> None:
         draft.put("algorithm.overlong_penalty_factor", float(factor), "reward.overlong_penalty_factor")
 
 
+def _write_no_spread(draft: Draft, wanted: str) -> None:
+    """Advantages that are not divided by their spread over the batch; their mean over it is taken off all the same.
+
+    Source: openrlhf/trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns.
+    """
+    name = "algo.advantage.no_std_norm"
+    if wanted == "reinforce_baseline":
+        draft.put("algorithm.advantage", "dr_grpo", name)
+    elif wanted == "gae":
+        draft.put("algorithm.options", {"normalise": False}, name)
+    elif wanted == "reinforce":
+        draft.miss(name, "reinforce_plus_plus is always divided by its spread over the batch")
+        return
+    else:
+        draft.miss(name, f"it has no effect there with {wanted}")
+        return
+    draft.change(name, "the mean over the batch is taken off there all the same, and not here")
+
+
 def _write_critic(draft: Draft) -> None:
     draft.copy("algorithm.gae_lambda", "algo.advantage.lambd", default=1.0)
-    draft.copy("critic.path", "critic.model_name_or_path", told=FETCHED)
+    name = "critic.model_name_or_path"
+    draft.copy("critic.path", name, told=FETCHED)
+    if not draft.has(name) and "reward.reward_model.path" in draft.entries:
+        draft.copy("critic.path", _REWARD_MODEL)
     draft.copy("critic.learning_rate", "critic.adam.lr", default=9e-6)
     draft.copy("critic.clip", "critic.value_clip", default=0.5)
     draft.put(
