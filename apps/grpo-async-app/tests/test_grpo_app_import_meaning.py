@@ -1,6 +1,7 @@
 """Options of verl and TRL keep what they mean there, or it is told; read in their sources at the commits named."""
 
 import pytest
+from import_meaning import holds
 
 from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
@@ -18,13 +19,6 @@ MEGATRON = {f"{PREFIX}actor.megatron.tensor_model_parallel_size": 4}
 AGGREGATION = f"{PREFIX}actor.loss_agg_mode"
 MODEL_DTYPE = f"{PREFIX}actor.fsdp_config.model_dtype"
 TEACHER = "distillation.teacher_models.teacher_model."
-
-
-def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> None:
-    """Keys of ours have these values, None for one that is not set, and of options this is told."""
-    assert {key: draft.entries[key].value if key in draft.entries else None for key in expected} == expected
-    for name, text in told.items():
-        assert text in {**draft.changed, **draft.missing}[name]
 
 
 @pytest.mark.parametrize(
@@ -439,6 +433,16 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_import
         ),
         ({"vllm_max_model_length": 2048}, {"data.max_prompt_tokens": 1536, "rollout.max_model_len": 2048}, {}),
         (
+            {"max_completion_length": None},
+            {"rollout.max_tokens": 512, "data.max_prompt_tokens": 1024},
+            {"max_completion_length": "no limit there"},
+        ),
+        (
+            {"max_completion_length": None, "max_prompt_length": 512, "vllm_max_model_length": 4096},
+            {"rollout.max_tokens": 3584, "data.max_prompt_tokens": 512, "rollout.max_model_len": 4096},
+            {"max_completion_length": "no limit there"},
+        ),
+        (
             {"use_vllm": True, "num_processes": 8, "vllm_tensor_parallel_size": 2},
             {"cluster.colocate": True, "rollout.num_engines": 4, "engine.num_ranks": 8},
             {},
@@ -538,84 +542,3 @@ def test_options_and_defaults_of_trl_keep_their_meaning(
 def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft, correction: str, form: str) -> None:
     """The default may choose weights that the other framework does not have."""
     holds(draft, {"algorithm.correction": correction, "algorithm.correction_form": form}, {})
-
-
-@pytest.mark.parametrize(
-    ("options", "expected", "told"),
-    [
-        ({"train.max_epochs": 2}, {"algorithm.num_passes": 2}, {"train.max_epochs": "keep their order"}),
-        ({"algo.kl.use_loss": True}, {"algorithm.kl_in": "loss", "algorithm.kl_ratio_weight": False}, {}),
-        (
-            {"algo.kl.use_loss": True, "algo.kl.estimator": "k2", "algo.kl.unbiased_gradient": True},
-            {"algorithm.kl_estimator": "k2", "algorithm.kl_ratio_weight": True},
-            {},
-        ),
-        ({}, {"algorithm.kl_in": "reward", "algorithm.kl_ratio_weight": None, "algorithm.num_passes": 1}, {}),
-        (
-            {"algo.advantage.estimator": "reinforce", "algo.advantage.gamma": 0.9},
-            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.gamma": 0.9},
-            {},
-        ),
-        (
-            {"algo.advantage.estimator": "group_norm", "algo.advantage.gamma": 0.9},
-            {"algorithm.gamma": None},
-            {"algo.advantage.gamma": "set to 1 there too"},
-        ),
-        (
-            {"algo.advantage.estimator": "reinforce_baseline"},
-            {"algorithm.advantage": "reinforce_plus_plus_baseline"},
-            {},
-        ),
-        (
-            {"algo.advantage.estimator": "reinforce_baseline", "algo.advantage.no_std_norm": True},
-            {"algorithm.advantage": "dr_grpo"},
-            {"algo.advantage.no_std_norm": "mean over the batch"},
-        ),
-        (
-            {"algo.advantage.estimator": "group_norm", "algo.advantage.no_std_norm": True},
-            {"algorithm.advantage": "grpo"},
-            {"algo.advantage.no_std_norm": "no effect"},
-        ),
-        (
-            {"algo.advantage.no_std_norm": True},
-            {"algorithm.advantage": "gae", "algorithm.options": {"normalise": False}},
-            {"algo.advantage.no_std_norm": "mean over the batch"},
-        ),
-        (
-            {"algo.advantage.estimator": "reinforce", "algo.advantage.no_std_norm": True},
-            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.options": None},
-            {"algo.advantage.no_std_norm": "divided by"},
-        ),
-    ],
-)
-def test_passes_discounts_and_the_weight_of_the_penalty_come_from_openrlhf(
-    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
-) -> None:
-    holds(import_openrlhf(options), expected, told)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected", "told"),
-    [
-        (
-            {"reward.model_name_or_path": "/judge", "data.max_len": 4096},
-            {"reward.name": "reward_model", "reward.reward_model.path": "/judge", "critic.path": "/judge"}
-            | {"reward.reward_model.dtype": "bfloat16", "reward.reward_model.max_tokens": 4096},
-            {"reward.model_name_or_path": "nothing is fetched"},
-        ),
-        (
-            {"reward.model_name_or_path": "/judge", "critic.model_name_or_path": "/critic"},
-            {"reward.name": "reward_model", "critic.path": "/critic"},
-            {},
-        ),
-        (
-            {"reward.model_name_or_path": "/judge", "reward.remote_url": "f.py"},
-            {"reward.name": "f.py:reward_func", "reward.reward_model.path": None, "critic.path": None},
-            {"reward.model_name_or_path": "not read there"},
-        ),
-    ],
-)
-def test_a_reward_model_of_openrlhf_is_ours_and_what_the_critic_starts_from(
-    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
-) -> None:
-    holds(import_openrlhf(options), expected, told)

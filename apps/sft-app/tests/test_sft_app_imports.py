@@ -1,11 +1,15 @@
 """Options of verl's and TRL's supervised trainers become a configuration that loads; what is no such run is refused."""
 
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from offbeat_recipes import Draft, Source
 from offbeat_testing import CommandLine
+from sft_app._import_trl import import_preferences, import_supervised
 
 # Options of verl b178a3cd (2026-01-29), of a script of examples/sft/gsm8k that trains adapters.
 VERL = """
@@ -98,6 +102,15 @@ def test_options_of_trls_preference_trainers_become_ours(
     assert held["engine"]["learning_rate"] == learning_rate
     assert held["engine"]["batch_size"] == 32
     assert "no counterpart" not in said, said
+
+
+@pytest.mark.parametrize("read", [import_supervised, partial(import_preferences, "dpo")])
+def test_no_longest_sequence_of_trl_is_none_here(read: Callable[[Source], Draft]) -> None:
+    draft = read(Source(options={"max_length": None}))
+    held = {key: entry.value for key, entry in draft.entries.items()}
+    assert held["data.max_sequence_tokens"] >= 10**6
+    assert held["data.too_long"] == "filter"
+    assert "no limit" in draft.changed["max_length"]
 
 
 def test_shares_of_all_steps_and_a_least_rate_are_not_lost(command: CommandLine, tmp_path: Path) -> None:

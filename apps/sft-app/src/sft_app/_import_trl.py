@@ -7,7 +7,7 @@ TrainingArguments; names of its scripts (`model_name_or_path`, `dataset_name`) f
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from offbeat_recipes import (
     FETCHED,
@@ -24,6 +24,8 @@ _OF_PREFERENCES: Final = (
     *("beta", "desirable_weight", "rpo_alpha", "precompute_ref_log_probs", "reference_free", "simpo_gamma"),
     "center_rewards_coefficient",
 )
+
+_NO_LIMIT: Final = 10**6
 
 
 def check_supervised(source: Source, file: Path) -> None:
@@ -58,7 +60,7 @@ _MISSING: Final[Mapping[str, str]] = {
 def import_supervised(source: Source) -> Draft:
     """Translate fields of SFTConfig, and of the script that makes one."""
     draft = Draft(source.options)
-    _write_data(draft)
+    _write_data(draft, source.options)
     draft.copy("data.text_column", "dataset_text_field", default="text")
     draft.copy("data.shuffle", "shuffle_dataset", default=True)
     if not draft.take("assistant_only_loss", default=False):
@@ -75,16 +77,25 @@ def _write_training(draft: Draft, learning_rate: float) -> None:
     write_rhythm(draft)
 
 
-def _write_data(draft: Draft) -> None:
+def _write_data(draft: Draft, options: Mapping[str, Any]) -> None:
     draft.copy("model.path", "model_name_or_path", told=FETCHED)
     draft.copy("model.trust_remote_code", "trust_remote_code")
     draft.copy("data.path", "dataset_name", told=FETCHED)
     draft.copy("data.split", "dataset_train_split", default="train")
-    longest = draft.number("max_length", "max_seq_length", default=1024)
-    draft.put("data.max_sequence_tokens", longest, "max_length", "max_seq_length")
-    draft.put("data.too_long", "truncate", "truncation_mode")
+    _write_longest(draft, options)
     if draft.take("truncation_mode", default="keep_start") != "keep_start":
         draft.change("truncation_mode", "the end is cut off, not the beginning")
+
+
+def _write_longest(draft: Draft, options: Mapping[str, Any]) -> None:
+    """Write the longest sequence; null, as TRL wants it of rows with images, is no limit there."""
+    names = ("max_length", "max_seq_length")
+    unbounded = [name for name in names if options.get(name, 0) is None]
+    longest = draft.number(*names, default=_NO_LIMIT if unbounded else 1024)
+    draft.put("data.max_sequence_tokens", longest, *names)
+    draft.put("data.too_long", "filter" if longest == _NO_LIMIT else "truncate", "truncation_mode")
+    if longest == _NO_LIMIT:
+        draft.change(unbounded[0], f"no limit there; here so many tokens that none is reached: {_NO_LIMIT}")
 
 
 _PREFERENCES_MISSING: Final[Mapping[str, str]] = {
@@ -111,7 +122,7 @@ def import_preferences(trainer: str, source: Source) -> Draft:
         ConfigError: a loss that is not there.
     """
     draft = Draft(source.options)
-    _write_data(draft)
+    _write_data(draft, source.options)
     PREFERENCE_TRAINERS[trainer](draft)
     _write_training(draft, 1e-4 if trainer == "reward" else 1e-6)
     finish_training_arguments(draft, _PREFERENCES_ALWAYS, _PREFERENCES_MISSING)

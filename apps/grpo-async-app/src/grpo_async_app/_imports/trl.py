@@ -52,7 +52,7 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     """Translate fields of GRPOConfig, and of the script that makes one."""
     draft = Draft(options)
     _write_data(draft)
-    _write_rollout(draft)
+    _write_rollout(draft, options)
     write_training_arguments(draft, learning_rate=1e-6, roles=("engine", "rollout"))
     _write_objective(draft)
     _write_correction(draft)
@@ -104,7 +104,18 @@ def _write_prompt_length(draft: Draft) -> None:
         draft.change("max_prompt_length", text)
 
 
-def _write_rollout(draft: Draft) -> None:
+def _write_completion_length(draft: Draft, options: Mapping[str, Any]) -> None:
+    """Null is no limit there: a completion takes what a prompt leaves of the engine's length."""
+    name = "max_completion_length"
+    room = draft.number("vllm_max_model_length", default=0) - draft.entries["data.max_prompt_tokens"].value
+    is_unbounded = options.get(name, 0) is None
+    usual = room if is_unbounded and room > 0 else _MAX_COMPLETION
+    draft.put("rollout.max_tokens", draft.number(name, default=usual), name)
+    if is_unbounded:
+        draft.change(name, f"no limit there; here completions end after {usual} tokens")
+
+
+def _write_rollout(draft: Draft, options: Mapping[str, Any]) -> None:
     uses_vllm, mode = draft.take("use_vllm", default=False), draft.take("vllm_mode", default="colocate")
     draft.put("rollout.backend", "vllm" if uses_vllm else "torch", "use_vllm")
     if uses_vllm and mode == "colocate":
@@ -114,7 +125,7 @@ def _write_rollout(draft: Draft) -> None:
     if share is not None and uses_vllm:
         draft.put("rollout.options", {"gpu_memory_utilization": share}, "vllm_gpu_memory_utilization")
     draft.copy("rollout.samples_per_prompt", "num_generations", default=8)
-    draft.copy("rollout.max_tokens", "max_completion_length", default=_MAX_COMPLETION)
+    _write_completion_length(draft, options)
     longest = draft.entries["data.max_prompt_tokens"].value + draft.entries["rollout.max_tokens"].value
     draft.copy("rollout.max_model_len", "vllm_max_model_length", default=longest)
     for name in ("temperature", "top_p", "min_p"):

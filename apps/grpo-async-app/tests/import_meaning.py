@@ -1,0 +1,10 @@
+"""What an import of another framework's options is checked for."""
+
+from offbeat_recipes import Draft
+
+
+def holds(draft: Draft, expected: dict[str, object], told: dict[str, str]) -> None:
+    """Keys of ours have these values, None for one that is not set, and of options this is told."""
+    assert {key: draft.entries[key].value if key in draft.entries else None for key in expected} == expected
+    for name, text in told.items():
+        assert text in {**draft.changed, **draft.missing}[name]
