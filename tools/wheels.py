@@ -30,18 +30,19 @@ for name in getattr(it, '__all__', ()):
 """
 
 
+def built() -> Path:
+    """Return the folder of the working tree's wheels, made once in a run of nox."""
+    make_once(BUILT, lambda: build_all(BUILT))
+    return BUILT
+
+
 def offered(which: Literal["oldest", "newest"]) -> Path:
     """Return a folder of wheels of the working tree and kept ones, made once in a run of nox.
 
     Where a released version has changed since, "oldest" has it as it was released, and "newest" as it is here.
     """
     folder = NOX / f"wheels-{which}"
-
-    def make() -> None:
-        make_once(BUILT, lambda: build_all(BUILT))
-        offer(which, BUILT, folder)
-
-    make_once(folder, make)
+    make_once(folder, lambda: offer(which, built(), folder))
     return folder
 
 
@@ -61,14 +62,14 @@ def test_wheel(session: nox.Session, package: Package) -> None:
 def use_wheel(session: nox.Session, venv: Path, package: Package) -> None:
     """Check an environment, and load every public name of the package installed in it."""
     run(session, "uv", "pip", "check", "--quiet", f"--python={venv}")
-    with session.chdir(BUILT):
+    with session.chdir(built()):
         code = IMPORT.format(module=package.import_name, has_extras=bool(package.extras))
         run(session, venv / "bin" / "python", "-P", "-c", code)
 
 
 def wheel_of(package: Package) -> Path:
     """Return the wheel of a package as the working tree has it."""
-    (path,) = BUILT.glob(f"{package.import_name}-*.whl")
+    (path,) = built().glob(f"{package.import_name}-*.whl")
     return path
 
 

@@ -8,7 +8,7 @@ import pytest
 from own_versions import build_all, choose, offer
 from ranges import edges
 from released import Range, Version, kept_wheels, version_of
-from wheels import TYPES
+from wheels import TYPES, wheel_of
 from workspace import ROOT, packages
 
 PACKAGES = packages()
@@ -105,6 +105,22 @@ def test_a_parameter_that_an_older_version_lacks_is_found_by_types(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     assert 'Unexpected keyword argument "deadline_s" for "f"' in done.stdout
+
+
+def test_a_wheel_is_built_by_the_first_session_that_asks_for_it(tmp_path, monkeypatch):
+    """As `nox -s versions` does in a fresh clone."""
+    package, folder, num_built = packages()[0], tmp_path / "wheels", []
+
+    def build(to):
+        num_built.append(1)
+        to.mkdir()
+        (to / f"{package.import_name}-0.1.0-py3-none-any.whl").touch()
+
+    monkeypatch.setattr("environments.NOX", tmp_path)
+    monkeypatch.setattr("wheels.BUILT", folder)
+    monkeypatch.setattr("wheels.build_all", build)
+    assert [wheel_of(package).parent for _ in range(2)] == [folder] * 2
+    assert num_built == [1]
 
 
 def test_the_first_release_that_not_all_follow():
