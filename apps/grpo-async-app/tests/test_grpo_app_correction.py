@@ -16,6 +16,10 @@ from offbeat_run import RunFolder, load_config
 from offbeat_testing import CommandLine
 
 ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false")
+VLLM = ("--rollout.backend=vllm",)
+CACHE_IN_FP8 = '--rollout.options={kv_cache_dtype = "fp8"}'
+TRTLLM = ("--rollout.backend=trtllm", "--rollout.options.server=engine.example:8000")
+WEIGHTS_IN_FP8 = "--rollout.options.weights=fp8_blocks"
 TWO_STEPS = "--algorithm.num_passes=2"
 STALE = "async.staleness_threshold = 0.5: some samples are of older weights"
 BETWEEN_SYNCS = "async.trigger_parameter_sync_step = 2: the engines sample with older weights between two syncs"
@@ -45,6 +49,10 @@ def test_one_step_on_tokens_of_older_weights_is_clipped_around_them(
             (*ON_POLICY, "--rollout.weight_format=fp8"),
             "rollout.weight_format = fp8: the engines sample with rounded weights",
         ),
+        ((*VLLM, CACHE_IN_FP8), STALE),
+        ((*ON_POLICY, *VLLM, CACHE_IN_FP8), "rollout.options: the engines hold keys and values in FP8"),
+        ((*TRTLLM, WEIGHTS_IN_FP8), STALE),
+        ((*ON_POLICY, *TRTLLM, WEIGHTS_IN_FP8), "rollout.options: the engines hold weights in FP8"),
         (
             (*ON_POLICY, "--rollout.dtype=bfloat16"),
             "rollout.dtype = bfloat16, engine.dtype = float32: two number formats",
@@ -77,6 +85,8 @@ def test_tokens_of_the_same_policy_are_not_corrected(config: Path) -> None:
         (("--rollout.dtype=float32", "--engine.dtype=bfloat16"), 0.5),
         (("--rollout.dtype=bfloat16", "--engine.dtype=bfloat16"), 0.5),
         (("--rollout.dtype=float32", "--rollout.weight_format=fp8"), 2.0),
+        ((*VLLM, "--rollout.dtype=bfloat16", CACHE_IN_FP8), 2.0),
+        ((*TRTLLM, "--rollout.dtype=bfloat16", WEIGHTS_IN_FP8), 2.0),
         (("--rollout.dtype=float32", "--algorithm.mismatch_alarm_nats=0.3"), 0.3),
     ],
 )

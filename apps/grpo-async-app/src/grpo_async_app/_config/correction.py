@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from grpo_async_app._config.engine_formats import rounding_reason
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_objectives import resolve_correction
 from offbeat_types import ModelError, read_model_json
@@ -33,8 +34,8 @@ def choose_correction(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
 
 def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
     rollout, engine = config.rollout, config.engine
-    if rollout.weight_format == "fp8":
-        return _ALARMS_NATS["fp8"], "the engines sample with fp8 weights"
+    if rounding := rounding_reason(rollout):
+        return _ALARMS_NATS["fp8"], rounding
     if {rollout.dtype, engine.dtype} == {"float32"}:
         return _ALARMS_NATS["float32"], "trainer and engines compute in float32"
     formats = f"engine.dtype = {engine.dtype}, rollout.dtype = {rollout.dtype}"
@@ -59,8 +60,8 @@ def off_policy_reason(config: GrpoConfig) -> str:
     rollout, engine = config.rollout, config.engine
     if lag := _lag_reason(config):
         return lag
-    if rollout.weight_format != "dtype":
-        return f"rollout.weight_format = {rollout.weight_format}: the engines sample with rounded weights"
+    if rounding := rounding_reason(rollout):
+        return rounding
     if rollout.dtype != engine.dtype:
         return f"rollout.dtype = {rollout.dtype}, engine.dtype = {engine.dtype}: two number formats"
     if rollout.backend != engine.backend:
@@ -83,9 +84,9 @@ def _lag_reason(config: GrpoConfig) -> str:
 def _unclipped_reason(config: GrpoConfig) -> str:
     """Return why a clip around the policy before the update bounds nothing; see `resolve_correction`.
 
-    The rounding of fp8 weights moves ratios further than a clip is wide: there weights correct, not the clip.
+    The rounding of FP8 moves ratios further than a clip is wide: there weights correct, not the clip.
     """
     lag = _lag_reason(config)
-    if not lag or config.steps_per_update > 1 or config.rollout.weight_format != "dtype":
+    if not lag or config.steps_per_update > 1 or rounding_reason(config.rollout):
         return ""
     return f"{lag}, and with one optimizer step an update only a clip around the policy that sampled acts"

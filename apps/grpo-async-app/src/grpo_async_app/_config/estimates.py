@@ -2,8 +2,9 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
+from grpo_async_app._config.engine_formats import held_bytes
 from grpo_async_app._config.placement import trainer_width
 from grpo_async_app._config.reward_model import RewardModelOptions, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
@@ -22,7 +23,6 @@ from offbeat_recipes import RunMemory
 from offbeat_types import (
     CacheBudget,
     CacheNeeds,
-    HeldBytes,
     ModelError,
     RolloutEngineSettings,
     TrainLayout,
@@ -170,9 +170,7 @@ def _estimate_engine(
 ) -> tuple[MemoryEstimate, CacheBudget | None]:
     """Of one rank of an engine, and what its backend says of its cache, where it can be asked."""
     number_bytes = NUMBER_BYTES[settings.dtype]
-    is_here = backend in installed_backends("offbeat.rollout")
-    engine: Any = load_backend("offbeat.rollout", backend) if is_here else None
-    held = engine.held_bytes(settings) if hasattr(engine, "held_bytes") else HeldBytes()
+    held = held_bytes(backend, settings)
     memory = RolloutMemory(
         weight_bytes=number_bytes,
         matrix_bytes=held.matrices or number_bytes,
@@ -182,7 +180,10 @@ def _estimate_engine(
         max_model_len=settings.max_model_len,
         sync_bytes=sync_bytes,
     )
-    if not hasattr(engine, "cache_budget"):
+    tell = None
+    if backend in installed_backends("offbeat.rollout"):
+        tell = getattr(load_backend("offbeat.rollout", backend), "cache_budget", None)
+    if tell is None:
         return memory.estimate(shape), None
     needs = CacheNeeds(
         device_bytes=device_bytes,
@@ -190,5 +191,5 @@ def _estimate_engine(
         token_bytes=memory.kv_bytes_per_token(shape),
         shares_device=shares_device,
     )
-    budget: CacheBudget = engine.cache_budget(settings, needs)
+    budget: CacheBudget = tell(settings, needs)
     return replace(memory, cache_bytes=budget.cache_bytes).estimate(shape), budget

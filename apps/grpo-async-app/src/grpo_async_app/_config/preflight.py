@@ -8,6 +8,7 @@ from functools import partial
 
 from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.critic import check_bootstrap, check_critic, check_critic_folder, load_critic_backend
+from grpo_async_app._config.engine_formats import rounding_reason
 from grpo_async_app._config.engine_models import check_engine_model, check_positions, check_teacher
 from grpo_async_app._config.estimates import estimate_memory
 from grpo_async_app._config.placement import find_view, place_run
@@ -306,12 +307,10 @@ def _engine_notices(config: GrpoConfig) -> list[str]:
 
 
 def _fp8_notice(config: GrpoConfig) -> list[str]:
-    if config.rollout.weight_format != "fp8" or config.algorithm.correction != "none":
+    rounding = rounding_reason(config.rollout)
+    if not rounding or config.algorithm.correction != "none":
         return []
-    return [
-        "rollout.weight_format = fp8 samples from coarser weights than are trained, and algorithm.correction = none "
-        "leaves it at that; token_tis is usual"
-    ]
+    return [f"{rounding}, and algorithm.correction = none leaves it at that; token_tis is usual"]
 
 
 def _eval_notices(config: GrpoConfig, sets: Sequence[ValidationSet]) -> list[str]:
