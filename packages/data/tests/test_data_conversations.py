@@ -146,6 +146,16 @@ def test_rows_that_are_too_long_are_left_out_or_cut_and_counted(make_tokenizer, 
     assert cut.train[1].loss_mask.any()
 
 
+@pytest.mark.parametrize("too_long", ["filter", "truncate"])
+def test_a_sequence_of_exactly_the_longest_length_is_learned_whole(too_long, make_tokenizer, write_jsonl):
+    tokenizer, path = make_tokenizer("chatml"), write_jsonl([{"messages": TURNS[:2]}])
+    [whole] = _load(tokenizer, path)
+    config = ConversationConfig(path=path, max_sequence_tokens=len(whole.ids), too_long=too_long)
+    loaded = load_conversations(config, tokenizer)
+    assert [sequence.ids.tolist() for sequence in loaded.train] == [whole.ids.tolist()]
+    assert (loaded.train_counts.too_long, loaded.train_counts.truncated) == (0, 0)
+
+
 def test_held_out_conversations_are_not_trained_on(make_tokenizer, write_jsonl):
     path = write_jsonl([{"text": f"The answer is {number}."} for number in range(10)])
     tokenizer = make_tokenizer("chatml")

@@ -281,6 +281,18 @@ def test_a_turn_gets_what_is_left_of_all_tokens(make_tokenizer):
     assert 80 - used < 70
 
 
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_an_episode_goes_on_for_as_long_as_one_token_is_left(num_left, make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    said = one_by_one(tokenizer, "is")
+    whole = play(ScriptedModel(tokenizer, [(said, "eos")] * 2), Answers("12", None), tokenizer)
+    used = len(said) + len(whole.replies[0].ids)
+    model = ScriptedModel(tokenizer, [(said, "eos"), (said[:1], "length")])
+    trajectory = play(model, Answers("12", None), tokenizer, max_tokens=used + num_left)
+    assert trajectory.ended == ("cut_off" if num_left else "max_tokens")
+    assert model.limits == [min(99, used + num_left), *[1] * num_left]
+
+
 def test_a_template_that_cannot_be_continued_ends_the_run_and_not_only_the_episode(make_tokenizer):
     tokenizer = make_tokenizer("trims_start")
     model = ScriptedModel(tokenizer, [(one_by_one(tokenizer, "is"), "eos")])

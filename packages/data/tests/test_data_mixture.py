@@ -105,6 +105,17 @@ def test_draws_are_a_function_of_what_is_known_and_the_number(known, seed, numbe
         assert not 0.2 <= share <= 0.8 or item == number % 10, "what is neither too easy nor too hard keeps its turn"
 
 
+def test_sources_of_other_seeds_draw_other_prompts():
+    def draws(seed):
+        rates = SuccessRates(20, BAND, seed)
+        for item in range(20):
+            rates.record(item, 0.0)
+        return [rates.choose(number % 20, number) for number in range(100)]
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
 def test_prompts_are_drawn_in_proportion_to_their_weights():
     rates = SuccessRates(6, BAND, seed=3)
     rates.record(0, 1.0)  # too easy

@@ -153,3 +153,16 @@ def test_ratings_of_one_prompt_alone_are_refused(make_tokenizer, write_jsonl):
     rows = [{"prompt": "a", "completion": f"b {n}", "label": True} for n in range(3)]
     with pytest.raises(DataError, match="all prompts are the same"):
         load_ratings(ConversationConfig(path=write_jsonl(rows)), make_tokenizer("chatml"))
+
+
+def test_a_prompt_with_the_answer_of_another_is_cut_off_at_the_limit(make_tokenizer, write_jsonl):
+    """Each row fits, and a long prompt with a long answer would not."""
+    rows = [
+        {"prompt": "a", "completion": "b" * 40, "label": True},
+        {"prompt": "c" * 40, "completion": "d", "label": False},
+    ]
+    config = ConversationConfig(path=write_jsonl(rows), max_sequence_tokens=70, chat_template="off")
+    first, second = load_ratings(config, make_tokenizer("chatml")).train
+    assert len(second.mismatched.ids) == 70 < len(first.answer.ids) + len(second.answer.ids) - 4
+    assert second.mismatched.loss_mask.sum() == 30
+    assert len(first.mismatched.ids) < 70

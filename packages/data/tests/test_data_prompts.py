@@ -90,6 +90,12 @@ def test_long_prompts_are_left_out_and_counted(make_tokenizer, write_jsonl):
     assert prompts.eval_counts == RowCounts()
 
 
+def test_a_prompt_of_exactly_the_longest_length_is_kept(make_tokenizer, write_jsonl):
+    tokenizer, path = make_tokenizer(None), write_jsonl(ROWS)
+    longest = max(len(prompt.ids) for prompt in _load(tokenizer, path).train)
+    assert [len(_load(tokenizer, path, max_prompt_tokens=longest - short).train) for short in (0, 1)] == [2, 1]
+
+
 def test_when_every_prompt_is_too_long_lengths_and_limit_are_named(make_tokenizer, write_jsonl):
     tokenizer, path = make_tokenizer(None), write_jsonl(ROWS)
     lengths = [len(prompt.ids) for prompt in _load(tokenizer, path).train]

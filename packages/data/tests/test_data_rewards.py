@@ -13,6 +13,7 @@ from hypothesis import given
 
 from offbeat_data import Prompt, Reward, RewardConfig, RewardError, build_reward
 from offbeat_data._scoring.answers import last_boxed, last_number, to_number
+from offbeat_data._scoring.votes import vote_of
 from offbeat_types import ConfigError, DataError
 
 
@@ -304,3 +305,21 @@ def test_right_answers_are_right(reward: Reward, answer: str, written: str) -> N
 @pytest.mark.parametrize(("answer", "written"), [(answer, each) for answer, many in WRONG.items() for each in many])
 def test_wrong_answers_are_wrong(reward: Reward, answer: str, written: str) -> None:
     assert score(reward, answer, written) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "vote"),
+    [
+        (["so 7", "7.0", " 7.00 "], {"name": "number_match"}, "7"),
+        (["1,000", "1000", "1e3"], {"weights": {"number_match": 1.0}}, "1000"),
+        (["no idea", ""], {"name": "number_match"}, None),
+        (["Two  thirds", " Two\nthirds"], {"name": "exact_match"}, "Two thirds"),
+        (["PARIS", "Paris"], {"name": "exact_match", "ignore_case": True}, "paris"),
+        (["x <answer> 7.0 </answer>"], {"name": "exact_match", "extract": "tag"}, "7.0"),
+        (["7", "<answer> </answer>"], {"name": "exact_match", "extract": "tag"}, None),
+    ],
+)
+def test_answers_that_mean_the_same_are_the_same_vote(
+    texts: list[str], settings: dict[str, Any], vote: str | None
+) -> None:
+    assert {vote_of(text, RewardConfig(**settings)) for text in texts} == {vote}

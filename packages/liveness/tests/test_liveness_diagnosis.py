@@ -114,6 +114,17 @@ def test_a_mismatch_is_found_where_it_began_even_if_one_side_has_gone_on() -> No
     assert (verdict.kind, verdict.seq) == ("different-op", 4)
 
 
+def test_of_several_mismatches_the_earliest_is_told() -> None:
+    world, begun = (0, 1, 2), entry(5, "broadcast", done=True)
+    verdict = found(
+        head(0, member("0", world, begun, entry(7, "gather")), waits=(in_collective("0", 7, "gather"),)),
+        head(1, member("0", world, begun, entry(7, "reduce")), waits=(in_collective("0", 7, "reduce"),)),
+        head(2, member("0", world, entry(5, "barrier")), waits=(in_collective("0", 5, "barrier"),)),
+    )
+    assert (verdict.kind, verdict.seq) == ("different-op", 5)
+    assert "barrier Float[4] on rank 2" in verdict.headline
+
+
 def test_shapes_that_must_be_alike_and_are_not() -> None:
     world = (0, 1)
     verdict = found(
@@ -317,6 +328,17 @@ def test_a_failure_is_told_apart_from_the_errors_it_causes() -> None:
     assert (verdict.kind, verdict.missing, verdict.axes) == ("dead-peer", ("rank 1",), ("dp",))
     assert verdict.arrived == ("rank 0", "rank 2")
     assert "rank 1 raised ValueError: bad batch" in verdict.headline
+
+
+def test_of_two_that_fail_by_themselves_the_earlier_is_named_first() -> None:
+    waits = head(0, member("0", (0, 1, 2), entry(1)), waits=(in_collective("0", 1, age_s=0.1),))
+    late, early = (
+        head(rank, member("0", (0, 1, 2)), state="failed", error=f"ValueError: {word}", time_s=time_s)
+        for rank, word, time_s in ((1, "then this", 20.0), (2, "first this", 10.0))
+    )
+    verdict = find_failure(WaitGraph(heads=(waits, late, early), stall_after_s=STALL_S))
+    assert verdict is not None
+    assert [party.name for party in verdict.parties[:2]] == ["rank 2", "rank 1"]
 
 
 def test_only_losses_of_a_peer_are_secondary() -> None:

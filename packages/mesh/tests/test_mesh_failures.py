@@ -463,3 +463,36 @@ def test_a_client_with_a_wrong_token_does_not_take_the_place_of_a_rank():
         ControlClient(1, server.address, "token", PROMPT_S).close()
     finally:
         server.close()
+
+
+class Heard:
+    """A group that notes what it hears."""
+
+    key = "a group"
+
+    def __init__(self):
+        self.records = []
+
+    def hear(self, record):
+        self.records.append(record)
+
+    def standing(self):
+        return 0, "", False
+
+
+def test_a_failure_is_heard_by_a_rank_that_comes_later_and_by_a_group_that_is_made_later():
+    server, failed = ControlServer("127.0.0.1", "token"), Record(kind="failed", rank=0, reason="no more")
+    first = ControlClient(0, server.address, "token", LONG_S)
+    try:
+        first.post(failed)
+        first.ask("", [0])  # answered after the server has taken the record
+        late = ControlClient(1, server.address, "token", LONG_S)
+        try:
+            late.wait_until(lambda: bool(late.records), PROMPT_S)
+            late.listen(group := Heard())
+            assert (late.records, group.records) == ([failed], [failed])
+        finally:
+            late.close()
+    finally:
+        first.close()
+        server.close()

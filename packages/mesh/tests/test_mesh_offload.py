@@ -125,3 +125,25 @@ def test_parts_of_an_engine_are_away_by_level_and_refused_until_they_are_back():
     assert weights.sum() == moments.sum() == 10
     assert gradients.untyped_storage().nbytes() == 40
     assert not away.restore([])
+
+
+def test_what_is_longer_than_a_chunk_comes_back_whole(monkeypatch):
+    monkeypatch.setattr(_offload, "_CHUNK_BYTES", 24)
+    blocks = [torch.arange(25.0), torch.arange(6.0), torch.arange(7.0)]
+    away = offloader()
+    away.offload("weights", blocks)
+    away.restore()
+    assert [block.tolist() for block in blocks] == [list(range(25)), list(range(6)), list(range(7))]
+
+
+def test_a_file_that_takes_a_part_at_a_time_is_given_all():
+    """As a disk that is nearly full does; the next write says so."""
+    held = bytearray()
+
+    class Disk:
+        def write(self, chunk):
+            held.extend(chunk[:7])
+            return min(len(chunk), 7)
+
+    _offload._write_all(Disk(), memoryview(b"twenty-two bytes of it"))
+    assert bytes(held) == b"twenty-two bytes of it"

@@ -177,3 +177,8 @@ def test_the_first_token_cannot_be_learnt():
 def test_wire_types_do_not_change_once_made():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().temperature = 0.5
+
+
+def test_samples_without_a_seed_draw_from_another_one_each_time():
+    assert [SamplingParams(seed=seed).first_seed() for seed in (0, 5)] == [0, 5]
+    assert len({SamplingParams().first_seed() for _ in range(5)}) == 5

@@ -1,19 +1,27 @@
 """What every training engine does with an update: the same values reach the same tokens, and all ranks hear of all."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_types import (
+    ConfigError,
     LossTokens,
     Metric,
     ModelError,
     OffbeatError,
     PeerFailedError,
+    TrainEngineConfig,
+    TrainLayout,
     TrainSequence,
     call_loss,
+    check_schedule,
     check_token_ids,
+    digest_sequences,
+    learning_rate_at,
     loss_extras,
     merge_over_ranks,
     spread_values,
@@ -122,3 +130,66 @@ def test_all_ranks_hear_of_the_one_that_failed():
         for other in (found[0], found[1], found[3]):
             assert isinstance(other, PeerFailedError)
             assert "trainer rank 2" in str(other)
+
+
+CHANGES = {
+    "ids": {"ids": np.array([5, 6, 8], np.int32)},
+    "loss mask": {"loss_mask": np.array([False, False, True])},
+    "extras": {"extras": {"a": np.ones(3, np.float32)}},
+    "name of an extra": {"extras": {"b": np.zeros(3, np.float32)}},
+    "images": {"images": (np.ones((2, 2, 3), np.uint8),)},
+    "group": {"group": 1},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_digest_is_of_all_that_an_update_reads(change):
+    image = np.zeros((2, 2, 3), np.uint8)
+    sequence = dataclasses.replace(sequence_of([5, 6, 7], 1, a=np.zeros(3, np.float32)), images=(image,))
+    same, other = dataclasses.replace(sequence), dataclasses.replace(sequence, **change)
+    assert digest_sequences([sequence]) == digest_sequences([same]) != digest_sequences([other])
+
+
+def train_config(**settings):
+    return TrainEngineConfig(model_path="", learning_rate=1.0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({}, {0: 1.0, 10**6: 1.0}),
+        ({"warmup_steps": 3}, {0: 0.25, 2: 0.75, 3: 1.0, 99: 1.0}),
+        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 15}, {4: 5 / 6, 5: 1.0, 10: 0.5, 14: 0.1, 99: 0.0}),
+        ({"schedule": "cosine", "total_steps": 8, "min_learning_rate_ratio": 0.2}, {0: 1.0, 4: 0.6, 8: 0.2, 9: 0.2}),
+    ],
+    ids=["constant", "warm-up", "linear", "cosine"],
+)
+def test_a_learning_rate_rises_to_its_peak_and_falls_to_its_end(settings, rates):
+    config = train_config(**settings)
+    assert {step: learning_rate_at(step, config) for step in rates} == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps above warmup_steps: got 5 and 5"),
+        ({"lora_alpha": 8.0}, "lora_alpha has no effect while lora_rank is 0"),
+    ],
+)
+def test_a_schedule_that_ends_with_its_warm_up_and_a_scale_of_no_adapters_are_refused(settings, told):
+    check_schedule(train_config(schedule="linear", warmup_steps=5, total_steps=6, lora_rank=4, lora_alpha=8.0))
+    check_schedule(train_config(warmup_steps=5))
+    with pytest.raises(ConfigError, match=told):
+        check_schedule(train_config(**settings))
+
+
+def test_the_scale_of_adapters_is_2_unless_it_is_set():
+    assert train_config(lora_rank=4).lora_scale == train_config(lora_rank=16).lora_scale == 2.0
+    assert train_config(lora_rank=4, lora_alpha=2.0).lora_scale == 0.5
+
+
+def test_ranks_hold_their_share_of_what_is_shared_out():
+    """Of 120 weights on 2 x 3 ranks, each of 4 bytes, with a gradient of 4 and moments of 8."""
+    held = [TrainLayout(dp=3, tp=2, zero_stage=stage).held_bytes(120) for stage in range(4)]
+    assert held == [60 * 16, 60 * 8 + 20 * 8, 60 * 4 + 20 * 12, 20 * 16]
+    assert TrainLayout(dp=3, tp=2, zero_stage=2).held_bytes(120, trains_all=False) == 60 * 4
