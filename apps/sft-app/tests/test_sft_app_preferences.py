@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from sft_runs import RANKS, assert_same, latest_checkpoint, values_of
 
 from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand
-from offbeat_types import Floats
+from offbeat_types import Floats, Metric, Metrics, TrainSequence
 from sft_app import _cli
 from sft_app._config import SftConfig
-from sft_app._examples import Example
+from sft_app._examples import Example, _scored
+from sft_app._learners import PreferenceLearner
 from sft_app._preflight import check_run
-from sft_app._reference import REFERENCE_FILE, Reference, save_reference
+from sft_app._reference import REFERENCE_FILE, Reference, compute_reference, load_reference, save_reference
 
 NUM_HELD_OUT = 4
 CONSTANT = ["--engine.schedule=constant", "--engine.learning_rate=1e-3"]
@@ -204,6 +206,85 @@ def test_what_the_first_policy_says_is_on_the_disk_before_it_has_its_name(
     save_reference(folder, preflight, reference)
     [kept], [last] = folder.iterdir(), synced
     assert (last.st_ino, last.st_size) == (kept.stat().st_ino, kept.stat().st_size)
+
+
+class Asked:
+    """An engine of which the log-probability of every token is -1, and which notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.sequences: list[TrainSequence] = []
+        self.reference: set[bool] = set()
+
+    def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
+        self.reference.add(reference)
+        return [np.where(each.loss_mask, -1, 0).astype(np.float32) for each in sequences]
+
+    def forward_backward(self, sequences: Sequence[TrainSequence], loss: object) -> Metrics:
+        self.sequences = list(sequences)
+        return {"loss/total": Metric(value=0.0)}
+
+
+def extra(sequences: list[TrainSequence], name: str) -> list[list[float]]:
+    return [each.extras[name][each.loss_mask].tolist() for each in sequences]
+
+
+def test_the_likelihood_of_orpo_is_a_mean_over_the_tokens_of_the_chosen_answers(
+    preferences: Path, tmp_path: Path
+) -> None:
+    preflight = check_run(load_config(preferences, SftConfig, words_of("orpo", tmp_path)))
+    engine = Asked()
+    PreferenceLearner(preflight, engine, None, 0, None).learn(preflight.batch(0))  # type: ignore[arg-type]
+    shares = extra(engine.sequences, "likelihood")
+    assert math.fsum(share for each in shares for share in each) == pytest.approx(1.0)
+    assert len({share for each in shares[::2] for share in each}) == 1, "each token counts alike"
+    assert not any(share for each in shares[1::2] for share in each)
+
+
+def test_the_baseline_of_kto_is_measured_on_answers_of_others(preferences: Path, tmp_path: Path) -> None:
+    """Only there the policy has moved, by 2 nats a token."""
+    preflight = check_run(load_config(preferences, SftConfig, words_of("kto", tmp_path)))
+    engine, examples = Asked(), preflight.examples.train
+    before = [
+        tuple(np.full(each.loss_mask.sum(), at, np.float32) for at, each in zip((-1, -3), one.all, strict=True))
+        for one in examples
+    ]
+    reference, indices = Reference(train=tuple(before), held_out=()), preflight.batch(0)
+    PreferenceLearner(preflight, engine, None, 0, reference).learn(indices)  # type: ignore[arg-type]
+    moved = [2.0 * int(one.mismatched.loss_mask.sum()) for index in indices if (one := examples[index]).mismatched]
+    for baseline in extra(engine.sequences, "baseline"):
+        assert baseline == pytest.approx([sum(moved) / len(indices)] * len(baseline))
+    assert extra(engine.sequences, "reference") == [[-1.0] * len(each) for each in extra(engine.sequences, "sign")]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_first_policy_is_asked_where_the_run_has_begun(preferences: Path, has_begun: bool) -> None:
+    preflight, engine = check_run(load_config(preferences, SftConfig)), Asked()
+    compute_reference(preflight, engine, has_begun=has_begun, is_asked_to_end=lambda: False)  # type: ignore[arg-type]
+    assert engine.reference == {has_begun}
+
+
+def test_what_the_first_policy_says_of_other_data_is_not_taken(preferences: Path, tmp_path: Path) -> None:
+    preflight = check_run(load_config(preferences, SftConfig))
+    engine: Any = Asked()
+    reference = compute_reference(preflight, engine, has_begun=False, is_asked_to_end=lambda: False)
+    save_reference(tmp_path, preflight, reference)
+    kept = load_reference(tmp_path, preflight)
+    assert kept is not None
+    for name in ("train", "held_out"):
+        assert [[each.tolist() for each in one] for one in getattr(kept, name)] == [
+            [each.tolist() for each in one] for one in getattr(reference, name)
+        ]
+    swapped = ["--data.chosen_column=rejected", "--data.rejected_column=chosen"]
+    assert load_reference(tmp_path, check_run(load_config(preferences, SftConfig, swapped))) is None
+
+
+def test_padding_at_the_end_of_an_answer_is_not_what_a_score_is_read_off() -> None:
+    """As transformers' classifiers look for the last token of a padded sequence."""
+    answer = TrainSequence(ids=np.array([2, 5, 6, 2, 2], np.int32), loss_mask=np.arange(5) > 1)
+    for padding, read in ((2, [2, 5, 6]), (9, [2, 5, 6, 2, 2]), (None, [2, 5, 6, 2, 2])):
+        scored = _scored(answer, padding)
+        assert scored.ids.tolist() == [*read, 0]
+        assert np.flatnonzero(scored.loss_mask).tolist() == [len(read)]
 
 
 @pytest.mark.nightly

@@ -126,12 +126,16 @@ def test_a_finished_run_with_more_epochs_serves_every_sequence(
     )
 
 
-def test_other_batches_or_no_optimizer_cannot_be_resumed(command: CommandLine, config: Path, tmp_path: Path) -> None:
+def test_other_batches_another_order_or_no_optimizer_cannot_be_resumed(
+    command: CommandLine, config: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     assert command("train", config, "--out", run, "--engine.max_updates=2").code == 0
     for words, said in (
         (["--engine.batch_size=4"], "batch_size = 8"),
         (["--data.num_items=20"], "num_sequences = 20"),
+        (["--data.seed=5"], "data_seed = 0"),
+        (["--data.shuffle=false"], "shuffle = True"),
         (["--checkpoint.save_optimizer=false"], "save_optimizer"),
     ):
         ended = command("resume", run, *words)

@@ -35,3 +35,14 @@ def test_the_first_policy_is_the_base_without_adapters(model_folder, make_groups
     for reference, wanted, now in zip(*answers, strict=True):
         np.testing.assert_array_equal(reference, wanted)
         assert np.abs(reference - now).max() > 1e-4
+
+
+def test_new_adapters_are_those_of_the_seed(model_folder):
+    def drawn(seed):
+        config = TrainEngineConfig(model_path=str(model_folder), device="cpu", lora_rank=4, seed=seed)
+        return dict(TorchTrainEngine.create(config).weights(part="adapter"))
+
+    first, same, other = drawn(1), drawn(1), drawn(2)
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, same[name])
+        assert bool((tensor != other[name]).any()) == ("lora_A" in name), name

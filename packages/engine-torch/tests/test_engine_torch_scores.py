@@ -1,11 +1,15 @@
 """A score head: what transformers' classifier computes, learned on one rank and on several, kept by checkpoints."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_engine_torch._model import read_config
 from offbeat_testing import tiny_model, tiny_vision_model
 from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
 
@@ -105,3 +109,17 @@ def test_with_adapters_the_head_learns_too_and_a_checkpoint_holds_both(model, tm
 def test_a_model_with_images_gets_no_score_head(tmp_path):
     with pytest.raises(ModelError, match="models of text alone"):
         TorchTrainEngine.plan(config(tiny_vision_model(tmp_path / "model", "qwen3_vl")))
+
+
+def test_a_new_score_head_is_that_of_the_seed(model):
+    heads = [dict(TorchTrainEngine.create(config(model, seed=seed)).weights())["score.weight"] for seed in (1, 1, 2)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+@pytest.mark.parametrize(("padding", "is_named"), [("<|endoftext|>", True), ("<|im_end|>", False)])
+def test_a_classifier_pads_by_a_token_that_ends_no_answer(model, tmp_path, padding, is_named):
+    folder = shutil.copytree(model, tmp_path / "model")
+    for name, changes in (("config.json", {"pad_token_id": None}), ("tokenizer_config.json", {"pad_token": padding})):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    assert (read_config(str(folder), scores=True).pad_token_id is not None) == is_named

@@ -8,8 +8,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer
 from offbeat_testing import tiny_model
 from offbeat_types import ConfigError, ModelError, RolloutEngineConfig
+
+ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +122,20 @@ def test_a_shard_missing(tmp_path):
 def test_settings_that_cannot_be(good, settings, text):
     with pytest.raises(ConfigError, match=text):
         create(good, **settings)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}, None])
+def test_a_folder_whose_configuration_names_no_end_has_that_of_its_tokenizer(folder, eos):
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            settings = json.loads((folder / name).read_text())
+            settings.pop("eos_token_id", None)
+            (folder / name).write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} if eos else {}))
+    tokenizer = load_tokenizer(folder)
+    assert eos_ids_of(folder, tokenizer) == ({tokenizer.token_to_id("<|im_end|>")} if eos else set())
+
+
+def test_what_old_folders_hold_beside_the_weights_is_passed_over(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({ROTARY: tensors["model.norm.weight"].clone()}))
+    create(folder)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,21 @@ async def test_tools_reach_the_template_and_calls_come_apart(serving, tool_folde
     assert with_ids == f"{asked}let me see {call}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     # Without its tokens the turn is rendered anew, the arguments an object as templates know them.
     assert '"arguments": {"a": 1, "b": 1}' in rendered
+
+
+class CutEngine(SayingEngine):
+    """Ends what it says at the limit."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        return [replace(one, stop_reason="length") for one in await super().generate(request)]
+
+
+@pytest.mark.asyncio
+async def test_a_turn_with_a_call_that_the_limit_has_cut_off_says_so(serving, tool_folder):
+    engine = CutEngine(tool_folder, '<tool_call>{"name": "add", "arguments": {}}</tool_call> and th')
+    async with serving(tool_folder, engine=engine) as served:
+        [choice] = (await served.chat(messages=QUESTION, tools=[TOOL])).choices
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("length", 1)
 
 
 @pytest.mark.parametrize("says", ["two", "<tool_call>{}</tool_call>", "<tool_call>add(1)</tool_call>"])

@@ -2,7 +2,9 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from offbeat_data import load_tokenizer
-from offbeat_serve import _endpoint
+from offbeat_serve import RolloutServer, ServedModel, ServeSettings, _endpoint
 from offbeat_serve._answers import Answerer, Sampled
 from offbeat_serve._requests import CompletionRequest, completion_prompts
 from offbeat_testing import FakeRolloutEngine
@@ -86,6 +88,42 @@ async def test_without_a_limit_openai_s_own_holds_and_never_more_than_fits(serve
     assert len(default.choices[0].token_ids) == 16
     assert len(too_many.choices[0].token_ids) == 12
     assert too_many.choices[0].finish_reason == "length"
+
+
+BODIES = {"completions": {"prompt": PROMPT}, "chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items(), ids=BODIES)
+async def test_a_limit_of_the_server_s_own_holds_where_a_request_names_none(serving, path, body):
+    engine = FakeRolloutEngine(lambda *_: [1])
+    async with serving(engine=engine, default_max_tokens=5) as served:
+        for more in ({}, {"max_tokens": 9}):
+            await served.post(f"/v1/{path}", **body, **more)
+    assert [request.params.max_tokens for request in engine.requests] == [5, 9]
+
+
+class PoetsEngine(FakeRolloutEngine):
+    """Notes the adapters that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: [1])
+        self.adapters: list[str] = []
+
+    async def generate(self, request):
+        self.adapters.append(request.adapter)
+        return await super().generate(replace(request, adapter=""))
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items(), ids=BODIES)
+async def test_an_adapter_that_is_served_samples_every_request(model, path, body):
+    engine = PoetsEngine()
+    poet = ServedModel(name="poet", max_model_len=64, vocab_size=320, adapter="poet")
+    async with (
+        RolloutServer(engine, load_tokenizer(model), poet, ServeSettings(port=0)) as server,
+        httpx.AsyncClient(base_url=server.url, verify=False) as http,
+    ):
+        answer = await http.post(f"/v1/{path}", json=body)
+    assert (answer.status_code, engine.adapters) == (200, ["poet"])
 
 
 async def test_a_stream_tells_what_the_whole_answer_says(served):

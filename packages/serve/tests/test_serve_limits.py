@@ -6,9 +6,9 @@ from urllib.parse import urlparse
 
 import pytest
 
-from offbeat_serve import ServeSettings
+from offbeat_serve import ServedModel, ServeSettings
 from offbeat_testing import FakeRolloutEngine
-from offbeat_types import ConfigError, OffbeatError
+from offbeat_types import ConfigError, OffbeatError, RolloutEngineConfig
 
 pytestmark = pytest.mark.asyncio
 ASK = {"prompt": [67, 68, 69], "max_tokens": 500, "ignore_eos": True}
@@ -188,6 +188,28 @@ async def test_an_engine_that_is_stuck_is_not_waited_for(serving):
         assert engine.num_given_up == 1
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline"
+
+
+class SilentEngine(FakeRolloutEngine):
+    """Does not say how it is."""
+
+    async def health(self):
+        await asyncio.Event().wait()
+
+
+async def test_an_engine_that_does_not_say_how_it_is_is_not_waited_for(serving):
+    async with serving(engine=SilentEngine(lambda *_: [1]), health_deadline_s=0.1) as served:
+        answer = await served.http.get("/health", timeout=10.0)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+
+
+@pytest.mark.parametrize(("asked", "context"), [(64, 32), (32, 32), (16, 16)])
+@pytest.mark.parametrize("inside", [False, True])
+async def test_a_context_is_no_longer_than_the_positions_of_the_model(asked, context, inside, tmp_path):
+    sizes = {"vocab_size": 10, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": sizes} if inside else sizes))
+    config = RolloutEngineConfig(model_path=str(tmp_path), max_model_len=asked)
+    assert ServedModel.read(config) == ServedModel(name=tmp_path.name, max_model_len=context, vocab_size=10)
 
 
 class BrokenEngine(FakeRolloutEngine):

@@ -14,6 +14,7 @@ import pytest
 from offbeat_data import load_tokenizer
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_serve import RolloutServer, ServedModel, ServeSettings
+from offbeat_serve._requests import CompletionRequest
 from offbeat_testing import FakeRolloutEngine, reference_logprobs, reference_model
 from offbeat_types import RolloutEngineConfig, SamplingParams, SessionPlan
 
@@ -228,6 +229,31 @@ async def test_a_session_ends_at_its_deadline_or_with_a_reward(served, agent):
     assert again.status_code == 409
     recorded = taken(served, session)
     assert (recorded.ended_by, recorded.reward, recorded.reward_parts) == ("reward", 0.5, {"right": 1.0})
+
+
+async def test_a_reward_of_0_is_a_reward(served, agent):
+    session, _ = agent()
+    headers = {"Authorization": f"Bearer {session.key}"}
+    await served.http.post("/v1/sessions/end", json={"reward": 0.0, "parts": {"right": 0.0}}, headers=headers)
+    recorded = taken(served, session)
+    assert (recorded.ended_by, recorded.reward, recorded.reward_parts) == ("reward", 0.0, {"right": 0.0})
+
+
+async def test_sessions_draw_by_the_seeds_of_their_plans(served):
+    def seeds(seed):
+        session = served.server.sessions.open(plan(params=SamplingParams(seed=seed)))
+        return [session.params(CompletionRequest(prompt="go on"), 5).seed for _ in range(3)]
+
+    assert seeds(7) == seeds(7)
+    assert not set(seeds(7)) & set(seeds(8))
+
+
+async def test_each_prompt_of_a_call_counts_towards_its_samples(served, agent):
+    session, client = agent(max_calls=5)
+    with pytest.raises(openai.BadRequestError, match="may have 5 samples"):
+        await client.completions.create(model="x", prompt=[[5], [6], [7]], n=2, max_tokens=1)
+    await client.completions.create(model="x", prompt=[[5], [6]], n=2, max_tokens=1)
+    assert taken(served, session).num_calls == 4
 
 
 async def test_an_agent_elsewhere_is_given_a_session_once(served, agent):
