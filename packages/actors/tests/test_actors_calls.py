@@ -76,14 +76,16 @@ def test_every_wire_type_arrives_as_itself(start_role: Any) -> None:
 def test_an_answer_that_came_while_the_caller_stood_still_is_not_late(start_role: Any) -> None:
     """A long step of the caller, such as a garbage collection, does not make a role that has answered late."""
 
+    name = "x" * 2**20  # an answer that is read in several steps
+
     async def scenario() -> list[str]:
         async with start_role("Echo") as role:
-            call = asyncio.create_task(role.call("kinds", 1, returns=list[str], deadline_s=0.4))
-            await asyncio.sleep(0.02)  # the question is on its way
+            call = asyncio.create_task(role.call("note", name, 0.3, returns=list[str], deadline_s=0.6))
+            await asyncio.sleep(0.1)  # the question is on its way
             time.sleep(1.0)  # the event loop stands still past the deadline
             return await call
 
-    assert asyncio.run(scenario()) == ["int"]
+    assert asyncio.run(scenario()) == [f"{name} begins", f"{name} ends"]
 
 
 def test_the_constructor_takes_dataclasses_and_arrays(start_role: Any) -> None:

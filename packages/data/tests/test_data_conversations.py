@@ -66,6 +66,15 @@ def test_only_assistant_turns_and_their_end_token_enter_the_loss(
     assert any(mask)
 
 
+def test_a_turn_that_begins_the_text_is_learned_from_its_second_token_on(word_tokenizer, write_jsonl):
+    """Nothing comes before the first token to predict it from."""
+    template = "{% for m in messages %}{{ m.content }} [END] {% endfor %}"
+    tokenizer = word_tokenizer(template, ["[END]"], ["one", "two"], eos="[END]")
+    turns = [{"role": role, "content": "one two"} for role in ("assistant", "user", "assistant")]
+    [sequence] = _load(tokenizer, write_jsonl([{"messages": turns}]))
+    assert sequence.loss_mask.tolist() == [False, True, True] + [False] * 3 + [True] * 3
+
+
 def test_a_token_of_spaces_is_learned_although_the_tokenizer_trims_offsets(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer("llama3")
     turns = [TURNS[0], {"role": "assistant", "content": "a" + " " * 7 + "b"}]

@@ -1,5 +1,7 @@
 """Packs and zigzag cuts: every loss token is computed once, by its predictor, wherever that lies."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,26 @@ def test_the_ranks_answers_laid_end_to_end_are_those_of_the_pack(lengths, parall
     joined = torch.cat([part.ids_1L[0] for part in parts])
     if parallel.cp > 1:
         np.testing.assert_array_equal(joined[parts[0].gathered_T], pack.ids_T)
+
+
+@given(LENGTHS, st.integers(0, 9))
+def test_tokens_further_on_are_those_of_the_same_sequence(lengths, seed):
+    """What layers of multi-token prediction read beside each token, and from where they predict each loss token."""
+    sequences = sequences_of(lengths, seed)
+    members = [number for number, sequence in enumerate(sequences) if sequence.loss_mask.any()]
+    [pack] = lay_out_all(sequences, [alone(sequences, *members)], Parallel())
+    starts = np.cumsum((0, *pack.lengths))
+    for depth, mtp in enumerate(cut(pack, 0, 1, mtp_layers=2).mtp, 1):
+        own = [pack.ids_T[start:end] for start, end in itertools.pairwise(starts)]
+        later = [[*ids[depth:], *[0] * min(depth, len(ids))] for ids in own]
+        assert mtp.ids_1L[0].tolist() == [number for ids in later for number in ids]
+        wanted = [
+            (start + t - 1 - depth, sequences[m].ids[t])
+            for start, m in zip(starts, members, strict=False)
+            for t in np.flatnonzero(sequences[m].loss_mask)
+            if t > depth
+        ]
+        assert list(zip(mtp.predictor_n.tolist(), mtp.target_n.tolist(), strict=True)) == wanted
 
 
 def test_the_zigzag_gives_each_rank_the_chunks_that_mirror_each_other():

@@ -174,6 +174,11 @@ def test_a_setting_is_refused(folders, settings, told):
         plan_engine(config_of(folders(), **settings))
 
 
+def test_layers_have_experts_where_the_step_and_the_list_of_dense_ones_say(folders):
+    _, found = read_model(str(folders(**MOE | EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})))
+    assert found.sparse_layers == (False, True, False, False)
+
+
 @pytest.mark.parametrize("adds_up", [True, False])
 def test_weights_of_the_chosen_experts_add_up_to_1_where_the_model_says_so(folders, adds_up):
     _, found = read_model(str(folders(**MOE | EXPERTS | {"norm_topk_prob": adds_up})))
