@@ -160,10 +160,11 @@ def try_mutant(package: Package, mutant: Mutant) -> Outcome:
 
 def try_package(package: Package, mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
     """Run the tests of all faults of one package, those without a fault first."""
-    sound = {tests: run_tests(package, tests, None) for tests in sorted({mutant.tests for mutant in mutants})}
-    broken = [mutant for mutant in mutants if sound[mutant.tests][0] != 0]
-    outcomes = [_outcome(mutant, "broken", f"without a fault: {sound[mutant.tests][1]}", 0.0) for mutant in broken]
+    all_tests = sorted({mutant.tests for mutant in mutants})
     with ThreadPoolExecutor(jobs) as pool:
+        sound = dict(zip(all_tests, pool.map(lambda tests: run_tests(package, tests, None), all_tests), strict=True))
+        broken = [mutant for mutant in mutants if sound[mutant.tests][0] != 0]
+        outcomes = [_outcome(mutant, "broken", f"without a fault: {sound[mutant.tests][1]}", 0.0) for mutant in broken]
         tried = [mutant for mutant in mutants if mutant not in broken]
         for outcome in pool.map(lambda mutant: try_mutant(package, mutant), tried):
             outcomes.append(outcome)
