@@ -119,14 +119,9 @@ def run_tests(package: Package, tests: Sequence[str], overlay: Path | None) -> t
         "not nightly",
         f"--timeout={TEST_TIMEOUT_S}",
     ]
-    before = {"PYTHONPATH": str(overlay)} if overlay else {}
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HF_HUB_OFFLINE": "1",
-        **before,
-    }
+    # The tests without a fault write bytecode, so that no fault compiles torch anew: 6 s of imports instead of 27.
+    before = {"PYTHONPATH": str(overlay), "PYTHONDONTWRITEBYTECODE": "1"} if overlay else {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **before}
     with subprocess.Popen(
         [*command, *files],
         cwd=ROOT,
