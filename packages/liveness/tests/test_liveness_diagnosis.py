@@ -17,6 +17,7 @@ from offbeat_liveness._process.snapshot import (
     Collective,
     GroupSnapshot,
     LeftGroup,
+    OutsideWait,
     ProcessSnapshot,
     ThreadSnapshot,
     Wait,
@@ -223,6 +224,24 @@ def test_an_exception_explains_the_deaths_that_follow_it() -> None:
     verdict = found(head(0, member("0", world, entry(1)), waits=(in_collective("0", 1),)), absent=(killed, raised))
     assert verdict.missing == ("rank 2",)
     assert "ValueError: bad batch" in verdict.text
+
+
+def test_an_exception_that_only_says_that_a_peer_is_gone_explains_no_death() -> None:
+    error = "RuntimeError: Read error: Connection reset by peer"
+    cut_off = Absent(name="rank 2", rank=2, world="w", fate="raised", text=error)
+    killed = Absent(name="rank 1", rank=1, world="w", fate="killed")
+    waits = head(0, member("0", (0, 1, 2), entry(1)), waits=(in_collective("0", 1),))
+    verdict = found(waits, absent=(cut_off, killed))
+    assert (verdict.missing, verdict.fate) == (("rank 1",), "killed")
+
+
+def test_processes_that_all_wait_outside_stand_still_unless_one_computes() -> None:
+    """Whatever it computes, its lines do not change: a kernel of NumPy, or a process that it has started."""
+    asks = Wait(kind="outside", what="queue.get", age_s=70.0, outside=OutsideWait(kind="queue", text="an empty queue"))
+    standing = head(0, waits=(asks,))
+    assert decide(standing, head(1, waits=(asks,))) is not None
+    for computes in ({"busy": 0.9}, {"tree_busy": 0.9}):
+        assert decide(standing, head(1, waits=(asks,), **computes)) is None
 
 
 def test_one_that_left_after_its_part_was_over_is_not_to_blame() -> None:

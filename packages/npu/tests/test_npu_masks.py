@@ -37,6 +37,12 @@ def test_a_pack_ends_where_its_sequences_do(lengths, multiple_of):
     assert pack.ends[-1] == len(pack.ids_T)
 
 
+def test_the_mask_of_a_pack_hides_what_comes_later_and_no_token_from_itself():
+    """Of the kernel's compressed form it must be all that is above the diagonal: the operator here only sees its size."""
+    place = torch.arange(2048)
+    assert torch.equal(packed_batch([[1, 2]], pad_id=0).hidden, place[:, None] < place)
+
+
 @given(LENGTHS)
 def test_both_forms_attend_alike(lengths):
     """The operator on a pack, and on a padded batch with its mask, give each sequence the same."""

@@ -68,6 +68,10 @@ def swapped(plan):
     ("change", "words"),
     [
         (lambda plan: changed(plan, "rollout", 2, replica=0), "rollout rank 2 belongs to replica 1"),
+        (
+            lambda plan: changed(changed(plan, "rollout", 2, device=3), "rollout", 3, device=2),
+            "rollout ranks 2 to 3 are not in the order of node and device",
+        ),
         (swapped, "rollout: its tensor-parallel groups are not in the order of node and device"),
         (lambda plan: changed(plan, "scorer", 1, device=0), "scorer rank 1 needs no device and has 0 on node-0"),
         (lambda plan: changed(plan, "rollout", 0, device=None), "rollout rank 0: GPU None of node-0 is not free"),

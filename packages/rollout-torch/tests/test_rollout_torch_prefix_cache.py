@@ -87,9 +87,11 @@ async def test_prompts_that_begin_alike_compute_what_differs(folder, open_engine
 async def test_an_update_and_sleep_drop_what_is_kept(folder, open_engine, static_rows):
     """Keys and values of old weights would be served under new ones: rows of one length are the default on CUDA."""
     model, prompt = reference_model(folder), ids_of(99, 100)
-    async with open_engine(folder, options={"static_rows": static_rows}) as engine:
+    options = {"static_rows": static_rows, "kv_cache_tokens": 2**15}  # more than eight static rows take
+    async with open_engine(folder, options=options, max_running=8) as engine:
         generate = Counter(engine)
         await generate(ask("a", prompt))
+        assert generate.cache.kept_tokens > 0
         await engine.update_weights(FakeWeightStream(changed_weights(model, seed=1), 1), 1)
         assert generate.cache.kept_tokens == 0
         [one], num_prefilled = await generate(ask("b", prompt))

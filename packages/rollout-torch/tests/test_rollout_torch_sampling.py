@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat_rollout_torch import _sampling
@@ -36,6 +36,7 @@ cuts = st.builds(
 
 
 @settings(max_examples=60)
+@example(params=[SamplingParams(top_k=3), SamplingParams(top_k=20), SamplingParams(top_k=1)], seed=0, spread=1)
 @given(params=st.lists(cuts, min_size=1, max_size=4), seed=st.integers(0, 1000), spread=st.sampled_from([0.1, 1, 5]))
 def test_cuts_are_those_of_the_definition(params, seed, spread):
     """Also where the first candidates do not reach: 8, then 30 of 300 here."""
@@ -51,7 +52,7 @@ def test_cuts_are_those_of_the_definition(params, seed, spread):
         expected = slow_cut(p, one)
         # A token on the very edge of top_p may fall on either side in float32.
         differs = (row > 0) != (expected > 0)
-        assert differs.sum() <= 1
+        assert differs.sum() <= (one.top_p < 1)
         if not differs.any():
             np.testing.assert_allclose(row, expected, atol=1e-5)
 

@@ -117,7 +117,8 @@ def dense_batch(sequences: Sequence[Sequence[int]], *, pad_id: int, multiple_of:
         row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
     place = torch.arange(size)
     is_real = place < torch.tensor(lengths)[:, None]
-    seen = (place <= place[:, None]) & is_real[:, None, :] & is_real[:, :, None] | torch.eye(size, dtype=torch.bool)
+    # What a real token sees is real: padding comes after it.
+    seen = (place <= place[:, None]) & is_real[:, :, None] | torch.eye(size, dtype=torch.bool)
     return PaddedBatch(ids, ~seen[:, None], lengths)
 
 
