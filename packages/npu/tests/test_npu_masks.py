@@ -38,7 +38,7 @@ def test_a_pack_ends_where_its_sequences_do(lengths, multiple_of):
 
 
 def test_the_mask_of_a_pack_hides_what_comes_later_and_no_token_from_itself():
-    """Of the kernel's compressed form it must be all that is above the diagonal: the operator here only sees its size."""
+    """The operator that stands in here looks at its size alone."""
     place = torch.arange(2048)
     assert torch.equal(packed_batch([[1, 2]], pad_id=0).hidden, place[:, None] < place)
 
