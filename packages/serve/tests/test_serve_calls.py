@@ -95,6 +95,15 @@ def test_a_compacted_context_begins_a_trajectory_and_a_branch_holds_what_it_left
     assert (compacted.prompt_ids.tolist(), compacted.ids.tolist()) == ([7], [5])
 
 
+def test_a_call_goes_on_with_the_longest_that_it_begins_with_and_of_equal_ones_with_the_earliest():
+    longer, shorter = call([1], [2, 3], 1), call([1], [2], 2)
+    found = trajectories_of([longer, shorter, call([1, 2, 3, 9], [4], 3)], str)
+    assert [each.ids.tolist() for each in found] == [[2, 3, 9, 4], [2]]
+    early, late = call([1], [2], 1), call([1], [2], 2)
+    found = trajectories_of([early, late, call([1, 2, 9], [4], 3)], str)
+    assert [each.logprobs.tolist() for each in found] == [[-1.0, -3.0], [-2.0]]
+
+
 def test_a_refused_call_ends_the_trajectory_that_it_would_have_gone_on_with():
     main, sub_agent = call([1], [2], 1), call([7], [5], 2)
     for prompt, ends in (([1, 2, 9], ["max_turns", "done"]), ([8], ["done", "max_turns"])):

@@ -215,6 +215,23 @@ async def test_what_comes_after_the_end_of_a_session_is_recorded_by_nobody(servi
     assert recorded.num_calls == 1
 
 
+class AbortingEngine(FakeRolloutEngine):
+    """Ends each sample before it is over."""
+
+    async def generate(self, request):
+        return [replace(each, stop_reason="aborted") for each in await super().generate(request)]
+
+
+async def test_what_was_aborted_is_counted_and_not_recorded(serving):
+    async with serving(engine=AbortingEngine(lambda *_: [1, 1])) as served:
+        session = served.server.sessions.open(plan(params=SamplingParams(max_tokens=6)))
+        body = {"messages": [{"role": "user", "content": "go on"}]}
+        headers = {"Authorization": f"Bearer {session.key}"}
+        await served.http.post("/v1/chat/completions", json=body, headers=headers)
+        recorded = taken(served, session)
+    assert (recorded.trajectories, recorded.num_aborted) == ((), 1)
+
+
 async def test_a_session_ends_at_its_deadline_or_with_a_reward(served, agent):
     session, client = agent(deadline_s=0.05)
     await session.over.wait()
@@ -245,6 +262,7 @@ async def test_sessions_draw_by_the_seeds_of_their_plans(served):
         return [session.params(CompletionRequest(prompt="go on"), 5).seed for _ in range(3)]
 
     assert seeds(7) == seeds(7)
+    assert len(set(seeds(7))) == 3
     assert not set(seeds(7)) & set(seeds(8))
 
 
