@@ -67,6 +67,15 @@ def test_every_turn_keeps_its_versions_and_lag_counts_from_the_oldest():
     assert (trajectory.oldest_version, trajectory.num_versions) == (7, 2)
 
 
+def test_a_completion_of_lists_has_a_segment_for_each_version_in_turn_and_is_aborted_until_it_ends():
+    runs = [(3, 1), (3, 2), (4, 1), (3, 1)]
+    joined = Completion.join([5, 6, 7, 8, 9], [-0.5] * 5, runs, None, "words")
+    assert [(each.version, each.num_tokens) for each in joined.segments] == [(3, 3), (4, 1), (3, 1)]
+    assert (joined.ids.tolist(), joined.ids.dtype, joined.logprobs.dtype) == ([5, 6, 7, 8, 9], np.int32, np.float32)
+    assert (joined.stop_reason, joined.text, joined.oldest_version) == ("aborted", "words", 3)
+    assert Completion.join([5], [-0.5], [(3, 1)], "length", "").stop_reason == "length"
+
+
 @pytest.mark.parametrize(("stop_reason", "ended"), [("eos", "done"), ("stop", "done"), ("length", "cut_off")])
 def test_one_completion_is_a_trajectory(stop_reason, ended):
     completion = turn([1, 2], stop_reason=stop_reason)
