@@ -147,6 +147,25 @@ class AtOnce(Executor):
         return future
 
 
+class ToldLate(AtOnce):
+    """Has done what it was given before the caller goes on, and does not tell so until it is waited for."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future = super().submit(function, *arguments, **options)
+        future.done = lambda: False  # type: ignore[method-assign]
+        return future
+
+
+def test_what_was_written_after_the_disk_had_begun_is_on_it_before_the_version_has_its_name(
+    tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat_weightsync._disk.ThreadPoolExecutor", ToldLate)
+    with DiskRecord(tmp_path) as disk:
+        write(tmp_path, weights, 1)
+    assert disk.steps
+    assert not [step for step in disk.steps if step.unsynced]
+
+
 def test_a_version_does_not_appear_whichever_of_its_bytes_the_disk_refuses(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
