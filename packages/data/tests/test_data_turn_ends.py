@@ -3,6 +3,7 @@
 import pytest
 
 from offbeat_data import ConversationConfig, load_conversations, load_pairs, load_ratings
+from offbeat_data._turn_ends import find_end
 
 CHAT = [("user", "hi"), ("assistant", "yes"), ("user", "you"), ("assistant", "no")]
 WORDS = ["hi", "you", "yes", "no", "call", "3"]
@@ -223,3 +224,11 @@ def test_a_token_across_the_edge_of_a_span_is_learned(before, after, word_tokeni
     [found], notices = load(tokenizer, write_jsonl([{"messages": messages(CHAT[:2])}]))
     assert found == f"hi *{crossing} *<|end|>"
     assert notices == ()
+
+
+def test_line_breaks_that_end_a_turn_are_looked_through_once(word_tokenizer):
+    """A model may end its turns with a line break: white space and an end token at once."""
+    template = "{% for m in messages %}{{ m.content }}[END]{% endfor %}"
+    tokenizer = word_tokenizer(template, ["[END]"], ["one", "\n"], eos="[END]", end_ids=["[END]", "\n"])
+    text = "one" + "\n" * 50_000 + "one[END]\n[END]"
+    assert find_end(tokenizer, text, 0, len(text)) == len(text) - len("\n[END]")

@@ -1,6 +1,5 @@
 """Rendered conversations as token ids with a loss mask, in which every turn is learned up to its end token."""
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,10 +94,15 @@ def find_end(tokenizer: Tokenizer, text: str, start: int, end: int) -> int:
         start: of the turn, in characters.
         end: of the turn with all that may close it.
     """
-    texts = filter(None, map(tokenizer.token_text, tokenizer.end_ids))
-    ends = "|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True))
-    found = re.compile(rf"({ends})(?:\s|{ends})*\Z").search(text, start, end) if ends else None
-    return found.end(1) if found else end
+    ends = sorted(filter(None, map(tokenizer.token_text, tokenizer.end_ids)), key=len, reverse=True)
+    found = at = end
+    while at > start:  # backwards, each character once: a token may be white space, of which there may be much
+        token = next((each for each in ends if text.endswith(each, start, at)), "")
+        if not token and not text[at - 1].isspace():
+            break
+        found = at if token else found
+        at -= len(token) or 1
+    return found
 
 
 def with_next_marker(tokenizer: Tokenizer, turn: RenderedChat, longer: str) -> RenderedChat:
