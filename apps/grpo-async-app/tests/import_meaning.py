@@ -1,4 +1,4 @@
-"""What an import of another framework's options is checked for."""
+"""Checks of what an import of another framework's options has made."""
 
 from offbeat_recipes import Draft
 

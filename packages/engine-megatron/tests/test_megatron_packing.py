@@ -67,7 +67,7 @@ def test_the_ranks_answers_laid_end_to_end_are_those_of_the_pack(lengths, parall
 
 @given(LENGTHS, st.integers(0, 9))
 def test_tokens_further_on_are_those_of_the_same_sequence(lengths, seed):
-    """What layers of multi-token prediction read beside each token, and from where they predict each loss token."""
+    """Inputs of multi-token prediction: tokens read beside each one, and places that predict each loss token."""
     sequences = sequences_of(lengths, seed)
     members = [number for number, sequence in enumerate(sequences) if sequence.loss_mask.any()]
     [pack] = lay_out_all(sequences, [alone(sequences, *members)], Parallel())

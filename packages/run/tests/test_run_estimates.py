@@ -83,7 +83,7 @@ def test_an_interval_is_the_same_each_time_and_of_equal_values_empty():
 
 
 def test_an_interval_is_as_wide_as_that_of_the_mean_of_many_items_and_drawn_with_the_seed():
-    """Of many items by the central limit theorem: 1.96 standard errors on each side."""
+    """An interval over many items is 1.96 standard errors on each side, by the central limit theorem."""
     values = np.random.default_rng(5).normal(size=400)
     low, high = bootstrap_interval(values.tolist())
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 400**0.5, rel=0.07)

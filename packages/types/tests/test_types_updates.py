@@ -189,7 +189,7 @@ def test_the_scale_of_adapters_is_2_unless_it_is_set():
 
 
 def test_ranks_hold_their_share_of_what_is_shared_out():
-    """Of 120 weights on 2 x 3 ranks, each of 4 bytes, with a gradient of 4 and moments of 8."""
+    """Here 120 weights on 2 x 3 ranks, each of 4 bytes, with a gradient of 4 and moments of 8."""
     held = [TrainLayout(dp=3, tp=2, zero_stage=stage).held_bytes(120) for stage in range(4)]
     assert held == [60 * 16, 60 * 8 + 20 * 8, 60 * 4 + 20 * 12, 20 * 16]
     assert TrainLayout(dp=3, tp=2, zero_stage=2).held_bytes(120, trains_all=False) == 60 * 4

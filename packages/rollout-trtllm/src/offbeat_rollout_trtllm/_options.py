@@ -56,7 +56,7 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
 
 
 def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
-    """What TensorRT-LLM holds in FP8. See `HeldBytes`."""
+    """Return what TensorRT-LLM holds in FP8. See `HeldBytes`."""
     options = TrtllmOptions.parse(settings.options)
     in_blocks = options.weights == "fp8_blocks"
     return HeldBytes(matrices=1 if in_blocks else None, cache=1 if options.fp8_kv_cache else None)

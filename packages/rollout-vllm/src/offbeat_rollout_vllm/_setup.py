@@ -214,7 +214,7 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
 
 
 def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
-    """What vLLM holds in FP8. See `HeldBytes`. On a CPU, which computes with no blocks, it holds them in `dtype`."""
+    """Return what vLLM holds in FP8. See `HeldBytes`. A CPU computes with no blocks and holds them in `dtype`."""
     options, _ = VllmRolloutOptions.parse(settings.options)
     in_blocks = settings.weight_format == FP8 and settings.device != "cpu"
     in_fp8_cache = str(options.engine.get("kv_cache_dtype", "")).startswith("fp8")
