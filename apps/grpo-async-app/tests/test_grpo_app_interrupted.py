@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo_runs import latest_checkpoint, values_of
 from role_faults import accounting_complaints, role_pids
 
-from grpo_async_app._run.interruption import run_interruptible
+from grpo_async_app._run.interruption import Interruption, run_interruptible
+from grpo_async_app._run.session import _while_cluster_lives
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
 from offbeat_types import PeerFailedError
@@ -206,3 +208,34 @@ def test_what_goes_wrong_without_a_signal_is_raised_as_it_is() -> None:
 
     with pytest.raises(PeerFailedError, match="no memory left"):
         run_interruptible(work(), lambda: None)
+
+
+@pytest.mark.parametrize("is_asked_before", [False, True])
+def test_what_a_run_saves_while_its_cluster_is_lost_is_not_cut_off(*, is_asked_before: bool) -> None:
+    loss, saved = PeerFailedError("the head", "it has answered nothing"), []
+
+    async def scenario() -> None:
+        interruption, is_lost = Interruption(within_s=60.0), asyncio.Event()
+
+        class Cluster:
+            async def cluster_loss(self) -> PeerFailedError:
+                await is_lost.wait()
+                return loss
+
+        async def train() -> Any:
+            with interruption.finishing(lambda: "the update is finished"):
+                if is_asked_before:
+                    assert interruption.ask("SIGTERM", lambda: None)
+                is_lost.set()
+                await interruption.asked.wait()
+                for _ in range(20):  # turns of the loop, in which all others hear of it
+                    await asyncio.sleep(0)
+                saved.append("the update")
+            raise asyncio.CancelledError
+
+        cluster: Any = Cluster()
+        await _while_cluster_lives(train(), cluster, interruption)
+
+    with pytest.raises(PeerFailedError, match="it has answered nothing"):
+        asyncio.run(scenario())
+    assert saved == ["the update"]

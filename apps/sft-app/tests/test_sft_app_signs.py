@@ -1,30 +1,17 @@
 """Signs of life: a command says what it is doing, and how far an update is."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from offbeat_run import _status
-from offbeat_testing import RunningCommand
+from offbeat_testing import RunningCommand, tell_every_stage
 from sft_app import _cli
 
 
 @pytest.fixture(autouse=True)
 def _every_stage_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that happens here takes less than 3 s, and a stage may take less than the time between two looks."""
-    monkeypatch.setattr(_status, "QUIET_S", 0.0)
-    monkeypatch.setattr(_status, "_QUIET_SHARE", 0.0)
-    monkeypatch.setattr(_status, "_TICK_S", 0.002)
-    note = _status.Status.doing
-
-    def note_and_show(status: _status.Status, stage: str, so_far: str = "") -> None:
-        note(status, stage, so_far)
-        status.tick()
-
-    monkeypatch.setattr(_status.Status, "doing", note_and_show)
+    tell_every_stage(monkeypatch)
 
 
 def said_by(*words: object) -> list[str]:
@@ -38,15 +25,6 @@ def assert_told(lines: list[str], *patterns: str) -> None:
     rest = iter(lines)
     for pattern in patterns:
         assert any(re.match(pattern, line) for line in rest), f"{pattern} is not in order in\n" + "\n".join(lines)
-
-
-def test_the_first_sign_of_a_command_comes_before_torch_is_imported() -> None:
-    line = [sys.executable, "-X", "importtime", "-m", "sft_app", "plan", "nowhere.toml"]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 2, ended.stderr
-    said = [line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()]
-    assert said.index("loading PyTorch ...") < said.index("torch")
-    assert not ended.stdout
 
 
 def test_a_run_says_what_it_does_and_how_far_an_update_is(config: Path, tmp_path: Path) -> None:

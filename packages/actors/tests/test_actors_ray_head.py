@@ -34,17 +34,27 @@ def test_a_head_is_lost_once_it_has_answered_nothing_for_so_long() -> None:
     asyncio.run(scenario())
 
 
-def test_a_head_that_is_back_in_time_is_not_lost() -> None:
+def test_a_head_that_is_back_in_time_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience_s, looks, answers = 2.0, list[bool](), _head._answers
+
+    async def noted(address: str) -> bool:
+        looks.append(await answers(address))
+        return looks[-1]
+
+    monkeypatch.setattr(_head, "_answers", noted)
+
     async def scenario() -> None:
         head = await asyncio.start_server(accept, "127.0.0.1", 0)
         host, port = head.sockets[0].getsockname()
-        losing = asyncio.create_task(_head.head_loss(f"{host}:{port}", 60.0))
-        await asyncio.sleep(0.1)
+        losing = asyncio.create_task(_head.head_loss(f"{host}:{port}", patience_s))
+        while not any(looks):
+            await asyncio.sleep(0.01)
         head.close()
-        await asyncio.sleep(0.3)
+        while all(looks):
+            await asyncio.sleep(0.01)
         back = await asyncio.start_server(accept, host, port)
-        await asyncio.wait({losing}, timeout=0.3)
-        assert not losing.done()
+        await asyncio.wait({losing}, timeout=1.25 * patience_s)
+        assert not losing.done(), "its patience begins anew with an answer"
         losing.cancel()
         back.close()
 

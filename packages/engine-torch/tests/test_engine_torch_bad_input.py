@@ -128,7 +128,7 @@ def spoil(folder, name):
 )
 def test_weights_that_are_no_numbers_are_named_and_no_family_is_blamed(copy, name):
     spoil(copy, name)
-    with pytest.raises(ModelError, match=f"1 of its weights hold NaN or infinity, first {name}") as raised:
+    with pytest.raises(ModelError, match=f"1 of its weights holds NaN or infinity, first {name}") as raised:
         create(copy)
     assert "family" not in str(raised.value)
 

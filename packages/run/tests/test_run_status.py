@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from offbeat_run import Progress, doing, so_far
 from offbeat_run._status import Status, showing_status
+from offbeat_testing import read_terminal
 
 LOADS = """
 import sys
@@ -22,6 +24,10 @@ def main():
     {body}
 run_command(main, program="app")
 """
+
+UNTIL_DRAWN = """from offbeat_run._status import current_status
+while not current_status()._is_drawn:
+    time.sleep(0.01)"""
 
 
 class Clock:
@@ -55,14 +61,7 @@ def run_in_a_terminal(body, **streams):
     ours, theirs = pty.openpty()
     done = run(body, **{"stdout": theirs, "stderr": theirs, **streams})
     os.close(theirs)
-    text = b""
-    while True:
-        try:
-            text += os.read(ours, 1 << 16)
-        except OSError:  # all of it is read
-            break
-    os.close(ours)
-    return text.decode(), done
+    return read_terminal(ours), done
 
 
 def test_the_first_sign_comes_at_once_and_the_next_when_nothing_was_said_for_three_seconds():
@@ -126,13 +125,18 @@ def test_a_pipe_gets_the_first_line_before_what_comes_after_it_is_imported():
 
 
 def test_a_stage_that_lasts_is_told_to_a_pipe_with_its_seconds():
-    done = run("so_far('12 of 64')\ntime.sleep(3.8)")
-    first, second, *_ = done.stderr.splitlines()
-    assert (first, second) == ("loading the model: smollm2 ...", "loading the model: 12 of 64 (3 s)")
+    words = [sys.executable, "-c", LOADS.format(body="so_far('12 of 64')\n    sys.stdin.read()")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "loading the model: smollm2 ...\n"
+        began_s = time.monotonic()
+        second = process.stderr.readline()
+        assert time.monotonic() - began_s > 2.5
+        assert re.fullmatch(r"loading the model: 12 of 64 \([3-9] s\)\n", second)
+        process.stdin.close()
 
 
 def test_a_terminal_has_one_line_that_gives_way_to_what_is_printed_and_is_gone_at_the_end():
-    text, done = run_in_a_terminal("time.sleep(0.7)\nprint('a result')\ntime.sleep(0.7)\nraise SystemExit(0)")
+    text, done = run_in_a_terminal(f"print('a result')\n{UNTIL_DRAWN}\nraise SystemExit(0)")
     assert done.returncode == 0
     assert text.startswith("\r\x1b[K")
     assert "loading the model: smollm2" in text
@@ -190,15 +194,8 @@ def test_a_command_in_the_background_prints_its_results_alone():
     pid, ours = pty.fork()
     if not pid:
         os.execv(sys.executable, [sys.executable, "-c", IN_BACKGROUND])
-    text = b""
-    while True:
-        try:
-            text += os.read(ours, 1 << 16)
-        except OSError:  # all of it is read
-            break
+    assert read_terminal(ours) == "done\r\n"
     os.waitpid(pid, 0)
-    os.close(ours)
-    assert text == b"done\r\n"
 
 
 def test_words_of_a_file_are_no_command_for_the_terminal_and_secrets_stay_secret(monkeypatch):
@@ -242,10 +239,8 @@ def test_the_panel_of_a_run_has_the_status_in_it_and_no_line_beside_it(is_over):
             progress.update(0, {})
             if not is_over:
                 time.sleep(1.2)  # a tick, and a refresh of the panel
-    out.flush()
-    text = os.read(ours, 1 << 16).decode()
+    out.close()
+    text = read_terminal(ours)
     assert "update 1 of 4: 12 of 64 samples" in text.split("updates 0/4")[1]
     assert "\r\x1b[K" not in text.split("updates 0/4", 1)[1].rsplit("updates 0/4", 1)[0]
-    assert "12 of 64" not in text.rsplit("updates 0/4", 1)[1], "the last panel says no more what goes on"
-    out.close()
-    os.close(ours)
+    assert "12 of 64" not in text.rsplit("updates 0/4", 1)[1], "the last panel no longer says what goes on"

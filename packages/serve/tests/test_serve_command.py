@@ -11,6 +11,7 @@ import pytest
 
 from offbeat_serve import TOKEN_VARIABLE
 from offbeat_serve.__main__ import main
+from offbeat_testing import read_terminal
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -75,8 +76,7 @@ def test_in_a_terminal_the_command_says_that_it_is_loading(tmp_path):
     line = [sys.executable, "-m", "offbeat_serve", str(tmp_path / "nowhere")]
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=theirs, timeout=110)
     os.close(theirs)
-    said = os.read(ours, 1 << 16).decode().splitlines()
-    os.close(ours)
+    said = read_terminal(ours).splitlines()
     assert (done.returncode, done.stdout) == (2, b"")
     assert said[0] == f"offbeat-serve: loading {tmp_path}/nowhere ..."
     assert len(said) == 2

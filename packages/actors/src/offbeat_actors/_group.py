@@ -21,7 +21,7 @@ _LAST_ANSWERS_S: Final = 3.0
 """All calls have one deadline; how long to wait for each to say what its role is doing."""
 _HEARD_EVERY_S: Final = 1.0
 _HEARD_WITHIN_S: Final = 5.0
-"""Of an actor that is asked how far it is: a late answer is worth nothing."""
+"""Patience with an actor that is asked how far it is: a late answer is worth nothing."""
 
 
 @overload

@@ -106,7 +106,8 @@ class FamilyCheck:
             return
         named = self.model.whole.named_parameters()
         broken = [name for name, weight in named if not bool(torch.isfinite(weight).all())]
-        weights = f"{len(broken)} of its weights hold NaN or infinity, first {broken[0]}: " if broken else ""
+        hold = "holds" if len(broken) == 1 else "hold"
+        weights = f"{len(broken)} of its weights {hold} NaN or infinity, first {broken[0]}: " if broken else ""
         raise ModelError(
             f"{self.folder}: the model computes NaN or infinity: {weights}save or download the folder again"
         )

@@ -23,7 +23,7 @@ QUIET_S: Final = 3.0
 """A command that prints nothing for longer looks dead."""
 _QUIET_SHARE: Final = 0.1
 _QUIET_MOST_S: Final = 60.0
-"""Of a stage that lasts long a log gets a line for each tenth of its time, and one a minute."""
+"""A log gets a line for each tenth of the time that a long stage has taken, and at least one a minute."""
 _TICK_S: Final = 0.5
 _END_S: Final = 1.0
 """Longest wait for a last line, which a reader that has stopped may hold back for ever."""

@@ -32,7 +32,7 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def tracker_notices(log: LogConfig) -> list[str]:
-    """What `check_trackers` would refuse, for a plan, which needs no tracker."""
+    """Say what `check_trackers` would refuse, for a plan, which needs no tracker."""
     try:
         check_trackers(log)
     except BackendError as error:

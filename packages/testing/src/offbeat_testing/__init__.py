@@ -7,7 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offbeat_testing._commands import CommandConformance, CommandEnded, CommandLine, small_grpo_run, small_sft_run
+    from offbeat_testing._commands import (
+        CommandConformance,
+        CommandEnded,
+        CommandLine,
+        small_grpo_run,
+        small_sft_run,
+        tell_every_stage,
+    )
     from offbeat_testing._disk import DAMAGES, DiskRecord, DiskStep
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
     from offbeat_testing._forked_roles import fork_roles, forked_main
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
         tiny_tokenizer,
         tiny_vision_model,
     )
-    from offbeat_testing._processes import RunningCommand, wait_for_leaving_threads, wait_until_gone
+    from offbeat_testing._processes import RunningCommand, read_terminal, wait_for_leaving_threads, wait_until_gone
     from offbeat_testing._ranks._child import Ranks
     from offbeat_testing._ray_nodes import RayNodes, ray_nodes
     from offbeat_testing._rollout_conformance import RolloutConformance
@@ -50,10 +57,12 @@ __all__ = [
     "large_model_configs",
     "logprob_errors",
     "ray_nodes",
+    "read_terminal",
     "reference_logprobs",
     "reference_model",
     "small_grpo_run",
     "small_sft_run",
+    "tell_every_stage",
     "tiny_model",
     "tiny_tokenizer",
     "tiny_vision_model",
@@ -62,13 +71,13 @@ __all__ = [
 ]
 
 _NAMES = {
-    "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run",
+    "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run tell_every_stage",
     "_disk": "DAMAGES DiskRecord DiskStep",
     "_fakes": "FakeRolloutEngine FakeWeightStream Script",
     "_forked_roles": "fork_roles forked_main",
     "_models": "TinyFamily large_model_configs tiny_model tiny_tokenizer tiny_vision_model"
     " changed_weights logprob_errors reference_logprobs reference_model",
-    "_processes": "RunningCommand wait_for_leaving_threads wait_until_gone",
+    "_processes": "RunningCommand read_terminal wait_for_leaving_threads wait_until_gone",
     "_ranks._child": "Ranks",
     "_ray_nodes": "RayNodes ray_nodes",
     "_rollout_conformance": "RolloutConformance",

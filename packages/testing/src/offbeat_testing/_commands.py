@@ -1,13 +1,19 @@
-"""What every application promises about bad input: one clear error, exit code 2, no traceback, nothing made."""
+"""Promises that every application keeps about words that ask for help and about mistakes, and its first sign of life.
+
+A mistake is one clear error, exit code 2, no traceback, nothing made.
+"""
 
 import json
+import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import pytest
 
@@ -44,14 +50,38 @@ class CommandLine:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        self._program, self._main, self._monkeypatch, self._capsys = program, main, monkeypatch, capsys
+        self.program, self._main, self._monkeypatch, self._capsys = program, main, monkeypatch, capsys
 
     def __call__(self, *words: object) -> CommandEnded:
-        self._monkeypatch.setattr("sys.argv", [self._program, *map(str, words)])
+        self._monkeypatch.setattr("sys.argv", [self.program, *map(str, words)])
         with pytest.raises(SystemExit) as left:
             self._main()
         captured = self._capsys.readouterr()
         return CommandEnded(int(left.value.code or 0), captured.out, captured.err)
+
+    def refused(self, *words: object) -> str:
+        """Call it with words that it must refuse: exit code 2, no traceback. Return what it says of them."""
+        ended = self(*words)
+        assert ended.code == 2, ended.out + ended.err
+        assert "Traceback" not in ended.err
+        return ended.err
+
+
+def tell_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands of this process and its forks write a line about each stage, however short, for a whole test.
+
+    In a test most stages take less than the time after which a log gets a line, or than that between two looks.
+    """
+    status = import_module("offbeat_run._status")
+    for name, seconds in (("QUIET_S", 0.0), ("_QUIET_SHARE", 0.0), ("_TICK_S", 0.002)):
+        monkeypatch.setattr(status, name, seconds)
+    note = status.Status.doing
+
+    def note_and_show(self: Any, stage: str, so_far: str = "") -> None:
+        note(self, stage, so_far)
+        self.tick()
+
+    monkeypatch.setattr(status.Status, "doing", note_and_show)
 
 
 Mistake = tuple[list[str], str]
@@ -112,6 +142,48 @@ class CommandConformance:
         ended = command("train", config, "--out", tmp_path / "run", "--log.trackers", name)
         assert_refused(ended, f'pip install "offbeat-run[{name}]"')
         assert not (tmp_path / "run").exists()
+
+    def test_a_plan_says_of_a_tracker_that_is_not_installed_what_a_run_refuses(
+        self, command: CommandLine, config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        planned = command("plan", config, "--log.trackers=wandb")
+        assert planned.code == 0, planned.err
+        assert "log.trackers: wandb is not installed" in " ".join(planned.out.split())
+        assert "log.trackers: wandb is not installed" in command.refused("train", config, "--log.trackers=wandb")
+
+    def test_a_plan_says_all_that_is_wrong_at_once(self, command: CommandLine, config: Path) -> None:
+        wrong = ["--model.path=Qwen/Qwen3-0.6B", "--data.path=openai/gsm8k", "--engine.backend=megatorn"]
+        said = command.refused("plan", config, *wrong)
+        assert said.startswith("error: 3 problems\n")
+        assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in said
+        assert "`hf download openai/gsm8k --repo-type dataset --local-dir gsm8k`" in said
+        assert "'megatorn' is not installed" in said
+
+    def test_help_version_and_explain_answer_what_is_asked(self, command: CommandLine) -> None:
+        of_train = command("train", "--help").out
+        assert "--shrink" in of_train
+        assert "exit codes: 0 success" in of_train
+        assert f"{command.program} plan" not in of_train
+        assert f"{command.program} plan" in command("--help").out
+        assert re.fullmatch(rf"{command.program} \d+\.\d+\.\d+\n", command("--version").out)
+        assert re.search(r"^  engine +The trainer\.", command("--explain").out, re.MULTILINE)
+
+    def test_a_mistyped_command_is_answered_with_the_right_one(self, command: CommandLine) -> None:
+        said = command.refused("trian", "my.toml")
+        assert "no such command: trian; did you mean train? the commands are " in said
+        assert "resume takes one argument, RUN, got none" in command.refused("resume")
+
+    @pytest.mark.parametrize("words", [["plan", "nowhere.toml"], ["report", "nowhere"]])
+    def test_the_first_sign_of_a_command_comes_before_torch_is_imported(
+        self, command: CommandLine, words: list[str]
+    ) -> None:
+        line = [sys.executable, "-X", "importtime", "-m", command.program.replace("-", "_"), *words]
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=110)
+        assert ended.returncode == 2, ended.stderr
+        said = [line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()]
+        assert said.index("loading PyTorch ...") < said.index("torch")
+        assert not ended.stdout
 
     def test_no_such_file(self, command: CommandLine) -> None:
         assert_refused(command("train", "nowhere.toml"), "nowhere.toml")

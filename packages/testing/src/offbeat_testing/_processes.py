@@ -118,6 +118,25 @@ DEADLINE_S: Final = 90.0
 _LOOK_EVERY_S: Final = 0.05
 
 
+def read_terminal(descriptor: int) -> str:
+    """Read what a pseudo-terminal gets until the last that writes to it has left, and close it.
+
+    Args:
+        descriptor: the side of it that `pty.openpty` or `pty.fork` gives to whoever looks at the terminal.
+    """
+    text, end_s = b"", time.monotonic() + DEADLINE_S
+    try:
+        while select.select([descriptor], [], [], max(end_s - time.monotonic(), 0))[0]:
+            if not (some := os.read(descriptor, 1 << 16)):
+                return text.decode()
+            text += some
+    except OSError:  # so Linux says that all have left
+        return text.decode()
+    finally:
+        os.close(descriptor)
+    raise TimeoutError(f"after {DEADLINE_S:g} s somebody still has the terminal, which has got {text!r:.500}")
+
+
 class RunningCommand:
     """`python -m MODULE WORDS` in a session of its own. A block ends with whatever it has started killed.
 

@@ -233,7 +233,8 @@ class TrainerRole:
                 copy=self._copy,
             )
             size, seconds = size_text(self._plans[part].num_bytes), time.monotonic() - began_s
-            log_line(f"sent weights: version {version} to {num_engines} engines, {size} in {seconds:.1f} s")
+            engines = f"{num_engines} engine{'s' * (num_engines != 1)}"
+            log_line(f"sent weights: version {version} to {engines}, {size} in {seconds:.1f} s")
             return proofs
         finally:
             deque(weights, maxlen=0)  # all ranks gather every tensor, also when a receiver has failed

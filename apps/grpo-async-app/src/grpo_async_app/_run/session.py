@@ -158,7 +158,8 @@ async def _while_cluster_lives(
         await asyncio.wait({task, losing}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        if not interruption.ask(str(losing.result()), task.cancel):
+        is_ending = interruption.asked.is_set()  # a signal has asked it to, within the time that it has for that
+        if not is_ending and not interruption.ask(str(losing.result()), task.cancel):
             task.cancel()
         await asyncio.wait({task})
         if not task.cancelled() and task.exception() is None:  # that was the end of the run

@@ -41,7 +41,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run records, and to which trackers it reports."""
+    """Section `log`: records of a run, and trackers that get them too."""
 
     generations: int = setting(16, "Completions written down per validation.", "completions", ge=0)
     train_generations: int = setting(4, "Completions written down per update trained on.", "completions", ge=0)
