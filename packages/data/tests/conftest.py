@@ -236,6 +236,19 @@ def write_jsonl(tmp_path):
     return write
 
 
+@pytest.fixture
+def bubblewrap_that(tmp_path, monkeypatch):
+    """Put another bubblewrap in the place of the real one: a script, in which `words` are those after its name."""
+
+    def does(script):
+        program = tmp_path / "bwrap"
+        program.write_text(f"#!{sys.executable}\nimport os, sys\nwords = sys.argv[1:]\n{script}")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return does
+
+
 NOBODY = 65534
 PYTHON_OF_ALL = "/usr/bin/python3"
 

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from offbeat_data import ProgramRun, Prompt, RewardConfig, build_reward
+from offbeat_data._scoring import watching
+from offbeat_data._scoring.assertions import run_assertions
 from offbeat_data._scoring.code import prints_alike, program_of
 from offbeat_data._scoring.code_tests import read_tests
 from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
@@ -198,6 +200,23 @@ def test_a_time_limit_holds_and_leaves_nothing_running(escape: str) -> None:
     wait_until(lambda: not marked_processes(), "what it has started to be gone", 5)
 
 
+def test_a_program_that_takes_back_what_it_prints_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it may open the pipe, it can be faster than whoever was told that there is something to read."""
+    ready = watching._ready
+
+    def taken(*args: Any) -> Any:
+        found = ready(*args)
+        for key, _ in found:
+            os.read(key.fd, 1 << 16)
+        return found
+
+    monkeypatch.setattr(watching, "_ready", taken)
+    started_s = time.monotonic()
+    run = ProcessSandbox(ProgramLimits(timeout_s=1.0)).run("import time\nprint('x', flush=True)\ntime.sleep(50)", "")
+    assert (run.ended, run.stdout) == ("timed_out", "")
+    assert time.monotonic() - started_s < 30
+
+
 @needs_bubblewrap
 def test_a_child_that_is_left_behind_ends_with_its_program(sandbox: Sandbox) -> None:
     code = (
@@ -242,19 +261,36 @@ def test_without_bubblewrap_programs_are_refused_unless_that_is_asked_for(
 
 
 @needs_bubblewrap
-def test_a_bubblewrap_that_does_not_isolate_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bubblewrap_that_does_not_isolate_is_refused(bubblewrap_that: Callable[[str], None]) -> None:
     """One that only pretends: it runs what comes after its own words."""
-    program = tmp_path / "bwrap"
-    program.write_text(
-        f"#!{sys.executable}\nimport os, sys\nat = sys.argv.index('--')\nwords = sys.argv[at + 1:]\n"
+    bubblewrap_that(
+        "words = words[words.index('--') + 1:]\n"
         "fds = [int(sys.argv[i + 1]) for i, word in enumerate(sys.argv) if word == '--ro-bind-data']\n"
         "words = [{'/sandbox/main.py': f'/proc/self/fd/{fds[0]}', '/sandbox/inside.py': f'/proc/self/fd/{fds[1]}'}"
         ".get(word, word) for word in words]\nos.execv(words[0], words)\n"
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(BackendError, match="on this machine it does not isolate"):
         BubblewrapSandbox(LIMITS)
+
+
+def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(bubblewrap_that: Callable[[str], None]) -> None:
+    """As where the kernel has no namespace left: the 0 of a good program would be learned."""
+    said = "bwrap: Creating new namespace failed: No space left on device"
+    bubblewrap_that(f"print({said!r}, file=sys.stderr)\nsys.exit(1)\n")
+    with pytest.raises(BackendError, match=rf"a sandbox does not start on this machine: {said}\. .*0\.8 or newer"):
+        BubblewrapSandbox(LIMITS)
+    with pytest.raises(BackendError, match=rf"a sandbox does not start on this machine: {said}\. .*0\.8 or newer"):
+        BubblewrapSandbox(LIMITS, is_tried=True).run("", "")
+
+
+@needs_bubblewrap
+def test_one_sandbox_of_two_that_does_not_start_is_no_fault_of_the_program(
+    bubblewrap_that: Callable[[str], None], tmp_path: Path
+) -> None:
+    once, real = str(tmp_path / "once"), shutil.which("bwrap")
+    bubblewrap_that(f"try:\n    os.mkdir({once!r})\nexcept OSError:\n    os.execv({real!r}, ['bwrap', *words])\n")
+    with pytest.raises(BackendError, match="a sandbox does not start on this machine"):
+        run_assertions(BubblewrapSandbox(LIMITS, is_tried=True), "def f(): return 1", "", ["assert f() == 1"])
 
 
 @needs_bubblewrap

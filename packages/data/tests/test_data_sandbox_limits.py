@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ def started_by_clone():
     if child == 0:
         os._exit(0)
     return child > 0
+tried("writing to its input", lambda: os.pwrite(os.open("/proc/self/fd/0", os.O_RDWR), b"x", 0))
+tried("its input longer", lambda: os.pwrite(0, b"x", 1 << 20))
 tried("user namespace", lambda: libc.unshare(0x10000000) == 0)
 tried("mount namespace", lambda: libc.unshare(0x00020000) == 0)
 tried("user namespace by clone", started_by_clone)
@@ -46,6 +47,7 @@ tried("netlink", lambda: socket.socket(16, socket.SOCK_RAW))
 tried("pairs of tipc", lambda: socket.socketpair(30, socket.SOCK_STREAM))
 tried("crypto sockets", lambda: socket.socket(38, socket.SOCK_SEQPACKET))
 tried("not dumpable", lambda: libc.prctl(4, 0, 0, 0, 0) == 0)
+tried("to outlive the scorer", lambda: libc.prctl(1, 0, 0, 0, 0) == 0)
 tried("inherited descriptors", lambda: [n for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}") and n != 3])
 print(json.dumps(done))
 """.replace("CLONE", str(ARCHITECTURES[platform.machine()].numbers["clone"]))
@@ -83,8 +85,12 @@ print("shared")
 """
 OTHER_LIMITS = """
 import os
-own = open("/proc/self/limits").read()
-print([pid for pid in os.listdir("/proc") if pid.isdigit() and open(f"/proc/{pid}/limits").read() != own])
+def bounds(pid):
+    filters = [line for line in open(f"/proc/{pid}/status") if line.startswith("Seccomp:")]
+    return open(f"/proc/{pid}/limits").read(), filters
+own = bounds("self")
+assert own[1] == ["Seccomp:\\t2\\n"]
+print([pid for pid in os.listdir("/proc") if pid.isdigit() and bounds(pid) != own])
 """
 MANY_FILES = "import os\nfor number in range(20000):\n    os.symlink('x', f'/tmp/{number}')"
 
@@ -128,7 +134,9 @@ def test_what_programs_usually_do_is_allowed(runs: dict[str, tuple[str, int, str
 
 
 @needs_bubblewrap
-def test_a_process_that_a_program_can_write_to_has_its_limits(runs: dict[str, tuple[str, int, str, str]]) -> None:
+def test_a_process_that_a_program_can_write_to_has_its_limits_and_its_filter(
+    runs: dict[str, tuple[str, int, str, str]],
+) -> None:
     """Without root, the first process of the namespace is the same user's: its memory can be written, code included."""
     assert runs["limits"] == ("exited", 0, "[]\n", "")
 
@@ -156,26 +164,22 @@ def kernel_denies_traces() -> bool:
 
 @needs_bubblewrap
 @pytest.mark.skipif(os.geteuid() != 0, reason="without root, bubblewrap itself denies namespaces")
-def test_what_does_not_hold_on_a_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_does_not_hold_on_a_machine_is_named(bubblewrap_that: Callable[[str], None]) -> None:
     """A bubblewrap that leaves the filter out."""
-    program = tmp_path / "bwrap"
-    program.write_text(
-        f"#!{sys.executable}\nimport os, sys\nwords = sys.argv[1:]\nat = words.index('--seccomp')\n"
-        f"os.execv({shutil.which('bwrap')!r}, ['bwrap', *words[:at], *words[at + 2:]])\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    real = shutil.which("bwrap")
+    bubblewrap_that(f"at = words.index('--seccomp')\nos.execv({real!r}, ['bwrap', *words[:at], *words[at + 2:]])\n")
     with pytest.raises(BackendError) as refused:
         BubblewrapSandbox(ProgramLimits())
     words = [
         "make new user namespaces",
         "in new user namespaces",
         "System V shared memory",
+        "outlive who scores",
         "files in memory outside of /tmp",
     ]
     words += [] if kernel_denies_traces() else ["trace processes"]
     assert {each: str(refused.value).count(each) for each in words} == dict.fromkeys(words, 1)
-    assert "Run scorers where the kernel grants bubblewrap this" in str(refused.value)
+    assert "Run scorers where the kernel grants it this" in str(refused.value)
     assert "it reaches a network" not in str(refused.value)
 
 
@@ -221,7 +225,7 @@ def test_the_filter_decides_each_call_by_its_number(machine: str) -> None:
         families = {family: verdict(program, known.audit, numbers[name], family) for family in range(46)}
         assert [family for family, each in families.items() if each == ALLOW] == [1, 2, 10]
         assert set(families.values()) == {ALLOW, 97}
-    assert [verdict(program, known.audit, numbers["prctl"], each) for each in (4, 15)] == [1, ALLOW]
+    assert [verdict(program, known.audit, numbers["prctl"], each) for each in (1, 4, 15)] == [1, 1, ALLOW]
     assert verdict(program, 0x40000003, 20) == KILL, "32-bit calls have other numbers"
     assert verdict(program, known.audit, 0x40000000 | 41) == (38 if machine == "x86_64" else ALLOW)
 

@@ -26,6 +26,7 @@ CALLS = {
     "bpf": ("it may call bpf", (0, 0, 0)),
     "keyctl": ("it may use the kernel's keys", (0, -3, 0)),
     "io_uring_setup": ("it may use io_uring", (1, 0)),
+    "prctl": ("it may outlive who scores it (PR_SET_PDEATHSIG)", (1, 0)),
     "ptrace": ("it may trace processes", (0, 0, 0, 0)),
     "process_vm_readv": ("it may read memory of other processes", (0, 0, 0, 0, 0, 0)),
     "userfaultfd": ("it may call userfaultfd", (0,)),
@@ -40,8 +41,8 @@ def findings() -> Iterator[str]:
         yield "it sees processes of others"
     if os.getuid() == 0:
         yield "it is root"
-    if {limits_of(name) for name in os.listdir("/proc") if name.isdigit()} != {limits_of("self")}:
-        yield "another process in it, which it may write to, has other limits"
+    if {bounds_of(name) for name in os.listdir("/proc") if name.isdigit()} != {bounds_of("self")}:
+        yield "another process in it, which it may write to, has other limits, or no filter of system calls"
     yield from network()
     yield from system_calls(json.load(sys.stdin))
     for path in ("/written", "/usr/written", "/dev/written"):
@@ -53,9 +54,9 @@ def findings() -> Iterator[str]:
     yield from processes()
 
 
-def limits_of(process: str) -> str:
-    with open(f"/proc/{process}/limits") as file:
-        return file.read()
+def bounds_of(process: str) -> tuple[str, ...]:
+    with open(f"/proc/{process}/limits") as limits, open(f"/proc/{process}/status") as status:
+        return limits.read(), *(line for line in status if line.startswith("Seccomp:"))
 
 
 def network() -> Iterator[str]:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -44,8 +44,8 @@ _TESTS_OUTPUT_BYTES: Final = 1 << 24
 """Of the verdict on a program's assertions: about 150 bytes for each, and 4,000 at most."""
 _FIRST_UID: Final = 0x70000000
 _ADVICE: Final = (
-    "Run scorers where the kernel grants bubblewrap this (namespaces, a filter of system calls, and to root the rights "
-    "of root): on another machine, or in a container with more rights"
+    "Needed is bubblewrap 0.8 or newer (bwrap --version). Run scorers where the kernel grants it this (namespaces, a "
+    "filter of system calls, and to root the rights of root): on another machine, or in a container with more rights"
 )
 
 
@@ -85,7 +85,7 @@ class BubblewrapSandbox:
             meter = stack.enter_context(Meter(self._limits))
             command, descriptors = stack.enter_context(self._command(source, meter))
             given = stack.enter_context(as_file(stdin))
-            return watch(command, given, self._limits, [meter], pass_fds=descriptors)
+            return _begun(watch(command, given, self._limits, [meter], pass_fds=descriptors), [meter])
 
     def run_beside(self, source: str, stdin: str, other: str) -> ProgramRun:
         """Run a program beside another one that it asks over a socket, each in a sandbox of its own.
@@ -105,7 +105,7 @@ class BubblewrapSandbox:
             command, descriptors = stack.enter_context(self._command(source, meters[1], ours.fileno()))
             given = stack.enter_context(as_file(stdin))
             limits = replace(self._limits, output_bytes=_TESTS_OUTPUT_BYTES)
-            return watch(command, given, limits, meters, pass_fds=descriptors)
+            return _begun(watch(command, given, limits, meters, pass_fds=descriptors), meters)
 
     @contextlib.contextmanager
     def _command(
@@ -168,6 +168,14 @@ class BubblewrapSandbox:
                 raise BackendError(
                     f"bubblewrap is there, and on this machine the {what} has no limit: it {told}. {_ADVICE}"
                 )
+
+
+def _begun(run: ProgramRun, meters: Sequence[Meter]) -> ProgramRun:
+    """Return the run, if its programs have come to run: one that has not is not a program that fails."""
+    if run.ended == "exited" and not all(meter.has_begun for meter in meters):
+        told = run.stderr.strip()[-400:] or f"it ended with {run.code}"
+        raise BackendError(f"bubblewrap is there, and a sandbox does not start on this machine: {told}. {_ADVICE}")
+    return run
 
 
 class ProcessSandbox:

@@ -22,8 +22,10 @@ _NEW_NAMESPACES: Final = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _FAMILIES: Final = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: others, such as AF_VSOCK, are not bounded by a network namespace, or are much code."""
-_PR_SET_DUMPABLE: Final = 4
-"""A program that is not dumpable hides what it shares, and so what it uses."""
+_OPTIONS: Final = (1, 4)
+"""PR_SET_PDEATHSIG: by this signal, bubblewrap's process in a sandbox ends with the one outside; without root, a program
+can write to its memory, and would have it go on. PR_SET_DUMPABLE: a program that is not dumpable hides what it shares,
+and so what it uses."""
 _X32_BIT: Final = 0x40000000
 """Numbers of x86's third set of calls, which the list below does not have."""
 
@@ -111,7 +113,8 @@ def syscall_filter(machine: str) -> bytes:
     for name in sorted(set(numbers) - {*_BY_ARGUMENT, "clone3"}):
         words += _if(_JUMP_EQUAL, numbers[name], _ERROR | errno.EPERM)
     words += _call(numbers["clone"], _if(_JUMP_ANY_BIT, _NEW_NAMESPACES, _ERROR | errno.EPERM))
-    words += _call(numbers["prctl"], _if(_JUMP_EQUAL, _PR_SET_DUMPABLE, _ERROR | errno.EPERM))
+    denied = [word for option in _OPTIONS for word in _if(_JUMP_EQUAL, option, _ERROR | errno.EPERM)]
+    words += _call(numbers["prctl"], denied)
     allowed = [word for family in _FAMILIES for word in _if(_JUMP_EQUAL, family, _ALLOW)]
     for name in ("socket", "socketpair"):
         words += _call(numbers[name], [*allowed, _word(_RETURN, _ERROR | errno.EAFNOSUPPORT)])

@@ -5,11 +5,11 @@ of files. A sandbox hands out its own /proc and /tmp for that, before it runs an
 """
 
 import contextlib
+import fcntl
 import os
 import selectors
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,6 +67,7 @@ class Meter:
 
     Attributes:
         theirs: what the sandbox sends its /proc and its /tmp to.
+        has_begun: it has sent them, and so comes to its program.
     """
 
     def __init__(self, limits: ProgramLimits) -> None:
@@ -85,13 +86,17 @@ class Meter:
             if descriptor >= 0:
                 os.close(descriptor)
 
+    @property
+    def has_begun(self) -> bool:
+        if self._proc < 0:
+            with contextlib.suppress(BlockingIOError, ValueError):
+                _, (self._proc, self._tmp), _, _ = socket.recv_fds(self._ours, 1, 2)
+        return self._proc >= 0
+
     def is_exceeded(self) -> bool:
         """Tell whether they use more than they may; no before there is a program."""
-        if self._proc < 0:
-            try:
-                _, (self._proc, self._tmp), _, _ = socket.recv_fds(self._ours, 1, 2)
-            except (BlockingIOError, ValueError):
-                return False
+        if not self.has_begun:
+            return False
         disk = os.fstatvfs(self._tmp)  # also of a sandbox that has ended, as long as this is open
         return disk.f_files - disk.f_ffree > _MAX_FILES or self._memory_bytes() > self._limits.memory_bytes
 
@@ -132,10 +137,11 @@ def _proportional_bytes(proc: int, pid: str) -> int:
 
 @contextlib.contextmanager
 def as_file(text: str | bytes) -> Iterator[IO[bytes]]:
-    """Hold a text as a file without a name, open at its beginning."""
-    with tempfile.TemporaryFile() as file:
+    """Hold a text as a file in memory, open at its beginning. Nobody can write to it: a program gets it as it is."""
+    with open(os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
         file.write(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
         file.seek(0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         yield file
 
 
@@ -178,6 +184,7 @@ def _read(
     look_s = time.monotonic() + _POLL_S
     with selectors.DefaultSelector() as selector:
         for number, pipe in enumerate((process.stdout, process.stderr)):
+            os.set_blocking(pipe.fileno(), False)  # a program that can open it may have read what was there
             selector.register(pipe, selectors.EVENT_READ, number)
         while selector.get_map() or process.poll() is None:
             now_s = time.monotonic()
@@ -188,7 +195,10 @@ def _read(
                 if any(meter.is_exceeded() for meter in meters):
                     return "used_too_much", printed
             for key, _ in _ready(selector, process, min(end_s, look_s) - now_s):
-                read = os.read(key.fd, _READ_BYTES)
+                try:
+                    read = os.read(key.fd, _READ_BYTES)
+                except BlockingIOError:
+                    continue
                 printed[key.data] += read
                 if not read:
                     selector.unregister(key.fileobj)
