@@ -1,5 +1,6 @@
 """Rules about the text of every committed file."""
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,11 @@ UNSAFE_LOADING_ALLOWED: dict[str, str] = {
 MEGATRON_SAYS_SO = "megatron-core writes cuda where it means the device"
 IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and moved from there"
 HANDLES = "handles on a GPU's memory are opened by CUDA alone"
+# One module in two packages, of which neither may import the other; the tests of the first are those of both.
+COPIES = (
+    "packages/types/src/offbeat_types/_printable.py",
+    "packages/liveness/src/offbeat_liveness/_printable.py",
+)
 DEVICES_ALLOWED: dict[str, str] = {
     "packages/mesh/src/offbeat_mesh/_cuda.py": "this is the seam",
     "packages/engine-megatron/src/offbeat_engine_megatron/_layers.py": MEGATRON_SAYS_SO,
@@ -91,3 +97,8 @@ def test_no_shipped_code_names_a_device_but_the_seam() -> None:
     found = {path.relative_to(ROOT).as_posix(): broken([path], named_devices) for path in SHIPPED}
     assert [place for path, places in found.items() if path not in DEVICES_ALLOWED for place in places] == []
     assert [path for path in DEVICES_ALLOWED if not found.get(path)] == [], "these names are gone: forbid them again"
+
+
+def test_a_module_that_two_packages_need_alike_is_alike() -> None:
+    first, second = (ast.parse((ROOT / path).read_text()).body[1:] for path in COPIES)  # what stands before says why
+    assert [ast.dump(each) for each in first] == [ast.dump(each) for each in second], COPIES

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from test_hanglint_command import rules_found, run
 
+from offbeat_hanglint import RULES
 from offbeat_hanglint._config import EVERY_RULE, UNEXPLAINED
 from offbeat_hanglint._pages import FOLDER, page
 from offbeat_hanglint._rules.registry import Rule
@@ -40,6 +41,17 @@ def test_a_page_is_headed_and_says_how_sure_it_is(rule: Rule) -> None:
     assert "\n## How sure\n" in text or rule == UNEXPLAINED
     assert max(map(len, text.splitlines())) <= 140
     assert run("--explain", rule.id.lower()).stdout == text
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_page_begins_with_the_highest_confidence_that_its_rule_gives(rule: Rule) -> None:
+    """The registry is what SARIF tells of a rule; a page that says less, or more, contradicts it."""
+    said = page(rule.id).partition("\n## How sure\n")[2]
+    first, *others = re.findall(r"\b(high|medium|low)\b", said.lower())
+    assert said.lstrip().lower().startswith(first)
+    assert first == rule.highest
+    order = ("low", "medium", "high")
+    assert all(order.index(each) < order.index(first) for each in others)
 
 
 def test_every_page_is_of_a_rule() -> None:

@@ -22,6 +22,7 @@ from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, Listener, is_refused
 from offbeat_liveness._network.survey import SilenceHistory
 from offbeat_liveness._process.proc import HOST, birth
+from offbeat_liveness._process.snapshot import ProcessSnapshot
 
 
 def test_jobs_are_told_apart_by_what_has_started_them() -> None:
@@ -177,6 +178,20 @@ def test_show_says_which_processes_of_a_run_are_gone(tmp_path: Path, capsys: pyt
     process.wait()
     assert main(["show", str(tmp_path)]) == 0
     assert f"(pid {process.pid} on {HOST}): running then, gone now, in samples.get" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("later_ticks", "state"), [(0, "running,"), (1, "running then, gone now,")])
+def test_a_process_is_told_from_a_later_one_with_its_pid_though_the_clock_was_set(
+    later_ticks: int, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pid, a_month_ago_s = os.getpid(), time.time() - 30 * 86400
+    born = birth(pid) - later_ticks
+    _dumps.write_head(
+        tmp_path,
+        ProcessSnapshot(key=f"{HOST}:{pid}", name="trainer-0", pid=pid, born=born, host=HOST, time_s=a_month_ago_s),
+    )
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"(pid {pid} on {HOST}): {state}" in capsys.readouterr().out
 
 
 def test_a_process_on_its_way_out_is_not_said_to_hold_the_gil() -> None:

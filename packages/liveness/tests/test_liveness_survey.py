@@ -270,3 +270,20 @@ def test_who_waited_when_it_was_last_heard_is_still_in_that_wait(peers: Peers) -
         found = survey.look(OWN, {}, {}, stall_after_s=STALL_S).by_name["rank 1"]
     assert not found.is_heard
     assert found.waits == (in_barrier,)
+
+
+def test_a_look_is_not_held_up_by_many_ranks_whose_queues_of_connections_are_full(peers: Peers) -> None:
+    """Native code that holds the GIL for long fills them: nobody takes what others have asked."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as stack:
+        door = server.getsockname()
+        with contextlib.suppress(TimeoutError):
+            while True:
+                stack.enter_context(socket.create_connection(door, timeout=0.3))
+        addresses = [
+            Address(host=door[0], port=door[1], machine=HOST, pid=pid, born=0, name=f"pid {pid}") for pid in range(40)
+        ]
+        quiet: dict[Key, Address] = {(HOST, each.pid): each for each in addresses}
+        begun_s = time.monotonic()
+        heads = Survey(peers, None)._stand_ins(quiet, dict.fromkeys(quiet, "silent"), {}, {})
+        assert time.monotonic() - begun_s < 2.0
+    assert heads.keys() == quiet.keys()

@@ -17,7 +17,7 @@ from offbeat_liveness._diagnosis.graph import WaitGraph, unanswered_s
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._network.job_store import WORKER
 from offbeat_liveness._printable import printable
-from offbeat_liveness._process.proc import HOST, pid_state, start_time_s
+from offbeat_liveness._process.proc import HOST, pid_state
 from offbeat_liveness._process.snapshot import ProcessSnapshot, to_data
 from offbeat_liveness._settings import DIRECTORY, POLICY, STALL_AFTER, LivenessError, read_settings
 from offbeat_liveness._watch import watch, watch_when_needed
@@ -98,8 +98,7 @@ def _state(head: ProcessSnapshot) -> str:
         return head.state
     if head.host != HOST:
         return "running then"
-    is_there = pid_state(head.pid) != "gone" and start_time_s(head.pid) <= head.time_s
-    return "running" if is_there else "running then, gone now"
+    return "running then, gone now" if pid_state(head.pid, head.born) == "gone" else "running"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

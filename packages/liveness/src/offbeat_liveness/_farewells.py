@@ -69,13 +69,13 @@ class Farewells:
     def _await_end(self, head: ProcessSnapshot, when_gone: Callable[[], None]) -> None:
         end_s = time.monotonic() + GONE_S
         while time.monotonic() < end_s and not self._closed.wait(LOOK_S):
-            if pid_state(head.pid) == "gone":
+            if pid_state(head.pid, head.born) == "gone":
                 when_gone()
                 return
 
     def is_somebody_going(self) -> bool:
         """Return whether a process that has failed is still on its way out."""
         return any(
-            head.state == "failed" and head.host == HOST and pid_state(head.pid) == "runs"
+            head.state == "failed" and head.host == HOST and pid_state(head.pid, head.born) == "runs"
             for head in list(self.left.values())
         )

@@ -43,6 +43,7 @@ MOVING_CORES: Final = 0.05
 PATIENT_FATES: Final[frozenset[Fate]] = frozenset(("silent", "unreachable"))
 FIRST_CALL_S: Final = 0.7
 SECOND_CALL_S: Final = 0.5
+REFUSALS_S: Final = 0.5  # for asking who listens no more: a host that is busy answers late
 CALL_S_PER_PEER: Final = 0.001
 FEW: Final = 64  # in a run of so many all tell everything at once
 MAX_WITH_LEFT: Final = 16
@@ -343,9 +344,14 @@ class Survey:
     ) -> dict[Key, ProcessSnapshot]:
         """Snapshots for processes that have been silent in too few looks."""
         still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
+        end_s = time.monotonic() + REFUSALS_S
         return {
             key: self._as_last_heard(key)
-            or self._silences.stand_in(address, still_s, is_leaving=fates[key] == "silent" and is_refused(address))
+            or self._silences.stand_in(
+                address,
+                still_s,
+                is_leaving=fates[key] == "silent" and time.monotonic() < end_s and is_refused(address),
+            )
             for key, address in quiet.items()
             if key not in left and not self._silences.is_over(key, fates[key])
         }
@@ -409,7 +415,7 @@ def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
     head = ProcessSnapshot(
         key=f"{address.machine}:{address.pid}", name=address.name, rank=address.rank, world=address.world
     )
-    return dataclasses.replace(head, pid=address.pid, host=address.machine, **said)
+    return dataclasses.replace(head, pid=address.pid, born=address.born, host=address.machine, **said)
 
 
 def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> Absent:

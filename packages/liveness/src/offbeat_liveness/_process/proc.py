@@ -97,17 +97,6 @@ def birth(pid: int) -> int:
     return int(fields[BORN]) if fields else 0
 
 
-def start_time_s(pid: int) -> float:
-    """Return when a process started, seconds since the epoch; 0 where the platform does not tell.
-
-    Source: proc_uptime(5): seconds since the start of the system, from which `birth` counts.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - uptime_s + birth(pid) / TICKS_PER_S
-    return 0.0
-
-
 def exit_code(pid: int) -> int | None:
     """Return the exit code of a child that has not been waited for yet, a signal below 0; None where it is not told.
 

@@ -32,6 +32,7 @@ class ThreadProgress:
     last: Position = ()
     since_s: float = 0.0
     known_from_s: float = 0.0
+    native_id: int = 0
     cpu_s: float | None = None
     counted_from_s: float = 0.0
     at_work_s: float = 0.0
@@ -76,9 +77,10 @@ class ProgressTracker:
         frames = thread_frames()
         self._look_at_loop(frames.get(main_thread_ident()), now_s)
         advanced = self._has_advanced(frames)
-        if not frames.keys() <= self._native_ids.keys():  # threads have come
-            self._native_ids = native_ids()
+        self._native_ids = native_ids()
         for ident, frame in frames.items():
+            if self._is_another(ident, self._native_ids.get(ident, 0)):
+                self._threads.pop(ident, None)
             if not self._look_at(ident, frame, now_s, forget=advanced) and ident in self._sampled:
                 self._threads[ident].at_work_s += gap_s * is_at_work(os.getpid(), self._native_ids.get(ident, 0))
         for ident in self._threads.keys() - frames.keys():
@@ -140,10 +142,15 @@ class ProgressTracker:
         progress = self._threads.get(ident) or self._threads.get(main_thread_ident())
         return time.monotonic() - progress.since_s if progress else 0.0
 
-    def has_begun_since(self, ident: int, since_s: float) -> bool:
+    def has_begun_since(self, ident: int, native_id: int, since_s: float) -> bool:
         """Return whether a thread was first seen at a time, monotonic seconds, or later."""
         progress = self._threads.get(ident)
-        return progress is None or progress.known_from_s >= since_s
+        return progress is None or progress.known_from_s >= since_s or self._is_another(ident, native_id)
+
+    def _is_another(self, ident: int, native_id: int) -> bool:
+        """Return whether a thread has got the ident of one that has ended: the kernel's number is not used again."""
+        progress = self._threads.get(ident)
+        return progress is not None and native_id != progress.native_id and 0 not in (native_id, progress.native_id)
 
     def still_s(self, worker: int = 0) -> float:
         """Seconds since the process last moved; `worker` is the ident of the thread that makes its collectives."""
@@ -191,7 +198,8 @@ class ProgressTracker:
         progress = self._threads.get(ident)
         position = _position(frame)
         if progress is None:
-            progress = self._threads[ident] = ThreadProgress(since_s=now_s, known_from_s=now_s)
+            native_id = self._native_ids.get(ident, 0)
+            progress = self._threads[ident] = ThreadProgress(since_s=now_s, known_from_s=now_s, native_id=native_id)
         elif position == progress.last:
             if forget:
                 progress.seen = {position}

@@ -14,7 +14,7 @@ from offbeat_liveness._process.exceptions import exception_in_flight
 from offbeat_liveness._process.ledger import LEDGER, Entry
 from offbeat_liveness._process.nccl_recorder import NCCL
 from offbeat_liveness._process.outside import may_act, outside_wait, peek
-from offbeat_liveness._process.proc import HOST, listening_ports
+from offbeat_liveness._process.proc import HOST, birth, listening_ports
 from offbeat_liveness._process.process_groups import TorchCall, seconds_of
 from offbeat_liveness._process.progress import ProgressTracker
 from offbeat_liveness._process.snapshot import (
@@ -62,6 +62,7 @@ def read_snapshot(
         world=world,
         world_size=world_size,
         pid=os.getpid(),
+        born=birth(os.getpid()),
         host=HOST,
         time_s=time.time(),
         still_s=progress.still_s(worker),
@@ -127,7 +128,8 @@ class _Threads:
             return ""
         since_s = self.progress.stamped_s(newest.created_ns)
         others = (ident for ident in self._frames if ident != newest.thread)
-        began = (ident for ident in others if self.progress.has_begun_since(ident, since_s))
+        native = self._native_ids
+        began = (each for each in others if self.progress.has_begun_since(each, native.get(each, 0), since_s))
         return "" if any(may_act(self._frames[ident]) for ident in began) else self.name(newest.thread)
 
     def free(self, waiting: set[str]) -> tuple[str, ...]:

@@ -217,6 +217,7 @@ class ProcessSnapshot:
         world: token of the world the rank counts in.
         world_size: processes in that world.
         pid, host: where it runs.
+        born: when it started, in the clock ticks of the kernel; tells it from a later bearer of its pid. 0 if unknown.
         time_s: when this was read, seconds since the epoch.
         state: running, finished (left without an error), failed (an exception ended its main thread).
         error: the exception of a failed process, one line.
@@ -246,6 +247,7 @@ class ProcessSnapshot:
     world: str = ""
     world_size: int = 0
     pid: int = 0
+    born: int = 0
     host: str = ""
     time_s: float = 0.0
     state: State = "running"
