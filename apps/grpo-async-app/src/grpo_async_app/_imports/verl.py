@@ -71,7 +71,7 @@ def _write_data(draft: Draft) -> None:
     draft.copy("data.prompt_column", "data.prompt_key", default="prompt")
     draft.put("data.answer_column", "reward_model.ground_truth", "data.train_files")
     _write_template_options(draft)
-    draft.copy("data.max_prompt_tokens", "data.max_prompt_length", default=512)
+    draft.put("data.max_prompt_tokens", draft.count("data.max_prompt_length", default=512), "data.max_prompt_length")
     if draft.given("data.filter_overlong_prompts") is True and draft.take("data.truncation"):
         draft.ignore("data.truncation", "prompts that are too long are left out there too")
     draft.copy("data.shuffle", *SHUFFLES)
@@ -89,7 +89,7 @@ def _write_training_file(draft: Draft) -> None:
                 f"only {files[0]} is read: link all {len(files)} into one folder and name that, or give each a table "
                 "[data.mix.NAME]",
             )
-        files = files[0]
+        files = files[0] if files else None
     if files is not None:
         draft.put("data.path", files, name)
 
@@ -253,8 +253,10 @@ def _write_separate_async(draft: Draft) -> None:
     draft.put("async.require_batches", 1, "trainer.v1.trainer_mode")
     name = f"{prefix}parameter_sync_step"
     draft.put("async.trigger_parameter_sync_step", draft.count(name, default=4), name)
-    draft.copy("async.staleness_threshold", f"{prefix}num_warmup_batches", default=1)
-    draft.put("async.partial_rollout", draft.entries["async.staleness_threshold"].value > 0, "trainer.v1.trainer_mode")
+    ahead = f"{prefix}num_warmup_batches"
+    staleness = draft.number(ahead, default=1)
+    draft.put("async.staleness_threshold", staleness, ahead)
+    draft.put("async.partial_rollout", staleness > 0, "trainer.v1.trainer_mode")
 
 
 def _write_places(draft: Draft, *, is_apart: bool) -> None:

@@ -75,7 +75,7 @@ def write_optimizer(draft: Draft) -> None:
     kind = str(draft.take(f"{_OPTIM}optimizer", default="AdamW"))
     if kind.lower() not in ("adam", "adamw"):
         draft.lose(f"{_OPTIM}optimizer", f"{kind} is not supported: using AdamW instead")
-    draft.copy("engine.learning_rate", f"{_OPTIM}lr", default=1e-6)
+    draft.put("engine.learning_rate", draft.number(f"{_OPTIM}lr", default=1e-6), f"{_OPTIM}lr")
     _write_schedule(draft)
     draft.copy("engine.weight_decay", f"{_OPTIM}weight_decay", default=0.01)
     write_betas(draft, f"{_OPTIM}betas", (0.9, 0.999))
@@ -90,8 +90,8 @@ def _write_schedule(draft: Draft) -> None:
     elif kind is not None:
         draft.lose(draft.named(*names), f"{kind} is not supported: using constant instead")
     draft.copy("engine.min_learning_rate_ratio", f"{_OPTIM}min_lr_ratio")
-    least, peak = draft.take(f"{_OPTIM}min_lr"), draft.entries["engine.learning_rate"].value
-    if is_number(least) and least and peak:
+    least, peak = draft.number(f"{_OPTIM}min_lr", default=0.0), draft.entries["engine.learning_rate"].value
+    if least and peak:
         draft.put("engine.min_learning_rate_ratio", min(least / peak, 1.0), f"{_OPTIM}min_lr", f"{_OPTIM}lr")
     _write_warmup(draft)
 

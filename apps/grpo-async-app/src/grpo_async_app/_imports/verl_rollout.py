@@ -34,7 +34,7 @@ def write_rollout(draft: Draft) -> None:
         "rollout.sync_bucket_bytes",
         f"{_ROLLOUT}update_weights_bucket_megabytes",
         f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes",
-        convert=lambda mib: mib * 2**20,
+        convert=lambda mib: int(float(mib) * 2**20),
     )
     draft.copy("rollout.seed", f"{_ROLLOUT}seed")
     _write_turns(draft)

@@ -20,6 +20,8 @@ _TEXTS: Final = (
     "log.project",
 )
 """Keys that may refer to the environment: our own files do so in the same way."""
+_MOST: Final = 2**63
+"""Numbers of TOML are below; infinity and what is no number at all are not."""
 _ALWAYS: Final = "always the case here"
 CHANGES_RESULT: Final = "not supported here, and changes the result"
 
@@ -83,9 +85,9 @@ class Draft:
         return found[0] if found else default
 
     def number(self, *names: str, default: Any) -> Any:
-        """Return a number likewise; one that depends on the environment is reported, and its default used."""
+        """Return a number likewise; a value that is none, or not a finite one, is reported, and its default used."""
         value = self.take(*names, default=default)
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and abs(value) < _MOST:
             return value
         self._leave_open(names, value, default)
         return default
@@ -151,7 +153,7 @@ class Draft:
                 continue
             try:
                 self.put(key, convert(value), *names)
-            except (TypeError, ValueError):  # of another kind than the option is
+            except (TypeError, ValueError, OverflowError):  # of another kind than the option is
                 self._leave_open(names, value, None)
         if told and any(map(self.has, names)):
             self.change(self.named(*names), told)

@@ -66,6 +66,8 @@ class OptionTable:
 
     def judge(self, name: str, value: Any) -> tuple[Verdict, str]:
         """Return what becomes of an option that no key was written from, and why."""
+        if (current := self._renamed(name)) != name:
+            return Verdict.CHANGES, f"not read beside {current}, which is the name of today: remove one of the two"
         row = self.row(name)
         if row is None:
             return Verdict.CHANGES, NOT_KNOWN
@@ -83,14 +85,20 @@ class OptionTable:
         return OptionTable({**other.rows, **self.rows}, self.names)
 
     def renamed(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return options by their names of today, and how the file calls those that had another."""
-        new, written = {}, {}
+        """Return options by their names of today, and how the file calls those that had another.
+
+        Of several names for one option that of today is read, or else the first; the others stay as they are.
+        """
+        new: dict[str, Any] = {}
+        written: dict[str, str] = {}
         for name, value in options.items():
             renamed = self._renamed(name)
             if renamed == name:
                 new[name] = value
-            elif renamed not in options:
+            elif renamed not in options and renamed not in new:
                 new[renamed], written[renamed] = value, name
+            elif value != options.get(renamed, new.get(renamed)):
+                new[name] = value
         return new, written
 
     def _renamed(self, name: str) -> str:

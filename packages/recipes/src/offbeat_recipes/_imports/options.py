@@ -87,6 +87,10 @@ _MAX_REFERENCES: Final = 8
 """An option may refer to one that refers to another; two that refer to each other never end."""
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".toml": tomllib.loads}
+_MAX_LEVELS: Final = 64
+"""Of tables and lists inside one another; a configuration has less than 10."""
+_MAX_DIGITS: Final = 400
+"""Of a number: more is a text. A float has at most 309 before its point."""
 _STRUCTURED: Final = (".yaml", ".yml", ".json", ".toml")
 _PROBE: Final = "\1"
 """A character that no script has."""
@@ -236,14 +240,27 @@ def _first_text(value: Any) -> str:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        held = _READERS.get(path.suffix, yaml.safe_load)(text)
-    except (ValueError, yaml.YAMLError) as error:
+        held = _simple(_READERS.get(path.suffix, yaml.safe_load)(text))
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: at most {_MAX_LEVELS} levels of tables and lists are read") from None
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if held is None:  # an empty YAML file, or one of comments
         return {}
     if not isinstance(held, dict):
         raise ConfigError(f"{path} must hold options by name, got {type(held).__name__}")
     return held
+
+
+def _simple(value: Any, level: int = 0) -> Any:
+    """Return a value as JSON would have it: names are texts, and so are dates, which YAML and TOML have too."""
+    if level > _MAX_LEVELS:
+        raise RecursionError
+    if isinstance(value, dict):
+        return {str(name): _simple(inner, level + 1) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_simple(inner, level + 1) for inner in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _flat(held: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -287,7 +304,7 @@ def read_value(text: str) -> Any:
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if _NUMBER.fullmatch(text):
+    if len(text) <= _MAX_DIGITS and _NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     if text.startswith("[") and text.endswith("]"):
         return [read_value(item) for item in text[1:-1].split(",") if item.strip()]
