@@ -273,6 +273,65 @@ def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("data.max_prompt_length=many", "many is unknown here: using 512"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "fast is unknown here: using 1e-06"),
+        ("actor_rollout_ref.actor.optim.lr=1e400", "inf is unknown here: using 1e-06"),
+        (f"data.max_prompt_length={'9' * 5000}", "is unknown here: using 512"),
+        ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=1e400", "inf is unknown here"),
+        ("data.train_files=[]", "keys written"),
+    ],
+    ids=lambda each: each[:40],
+)
+def test_a_value_of_another_kind_than_its_option_is_told(
+    command: CommandLine, tmp_path: Path, option: str, told: str
+) -> None:
+    path, target = tmp_path / "run.sh", tmp_path / "ours.toml"
+    path.write_text(f"python -m verl.main actor_rollout_ref.model.path=/m {option}\n")
+    ended = command("import", "verl", path, "--out", target)
+    assert ended.code == 0, ended.err
+    assert told in " ".join(ended.out.split())
+
+
+def test_of_two_names_for_one_option_that_of_today_is_read_and_the_other_told(
+    command: CommandLine, tmp_path: Path
+) -> None:
+    path, target = tmp_path / "run.sh", tmp_path / "ours.toml"
+    path.write_text(
+        "python -m openrlhf.cli.train_ppo_ray --pretrain /old --actor.model_name_or_path /new --prompt_data /rows "
+        "--data.prompt_dataset /rows\n"
+    )
+    ended = command("import", "openrlhf", path, "--out", target)
+    assert ended.code == 0, ended.err
+    told = " ".join(ended.out.split())
+    assert 'pretrain = "/old": not read beside actor.model_name_or_path, which is the name of today' in told
+    assert "prompt_data = " not in told, "two that agree are one"
+    assert 'path = "/new"' in target.read_text()
+
+
+def test_dates_and_numbered_names_of_a_yaml_file_are_texts(command: CommandLine, tmp_path: Path) -> None:
+    path, target = tmp_path / "grpo.yaml", tmp_path / "ours.toml"
+    path.write_text("model_name_or_path: /m\ndataset_name: 2026-11-28\nmax_completion_length: 64\n1: one\n")
+    ended = command("import", "trl", path, "--out", target)
+    assert ended.code == 0, ended.err
+    assert 'path = "2026-11-28"' in target.read_text()
+    assert '1 = "one"' in " ".join(ended.out.split())
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+@pytest.mark.parametrize("levels", [100, 100_000])
+def test_a_file_of_too_many_levels_is_one_clear_error(
+    command: CommandLine, tmp_path: Path, suffix: str, levels: int
+) -> None:
+    path = tmp_path / f"deep{suffix}"
+    path.write_text('{"a": ' + "[" * levels + "]" * levels + "}")
+    ended = command("import", "trl", path)
+    assert ended.code == 2
+    assert "at most 64 levels of tables and lists are read" in ended.err
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["nemo", "x.sh"], "import knows verl, trl, openrlhf, prime-rl: got 'nemo'"),

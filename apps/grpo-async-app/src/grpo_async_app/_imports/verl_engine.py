@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from offbeat_recipes import Draft, is_number, write_betas
+from offbeat_recipes import Draft, write_betas
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _MODEL: Final = "actor_rollout_ref.model."

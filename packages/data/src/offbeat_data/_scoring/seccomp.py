@@ -23,7 +23,7 @@ _NEW_NAMESPACES: Final = 0x7E020000
 _FAMILIES: Final = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: others, such as AF_VSOCK, are not bounded by a network namespace, or are much code."""
 _OPTIONS: Final = (1, 4)
-"""PR_SET_PDEATHSIG: by this signal, bubblewrap's process in a sandbox ends with the one outside; without root, a program
+"""PR_SET_PDEATHSIG: by this signal, bubblewrap's process in a sandbox ends with the one outside. Without root a program
 can write to its memory, and would have it go on. PR_SET_DUMPABLE: a program that is not dumpable hides what it shares,
 and so what it uses."""
 _X32_BIT: Final = 0x40000000
