@@ -3,7 +3,7 @@
 A fenced block has the language of its first line. An indented block is of commands where a line of it begins with
 one of our programs, and otherwise output or a drawing. A comment just above a block says what a test must know:
 
-    <!-- run by packages/serve/tests/test_serve_command.py -->    that test runs it
+    <!-- run by packages/engines/serve/tests/test_serve_command.py -->    that test runs it
     <!-- not run: needs a GPU -->                                  and why
 """
 
@@ -16,8 +16,8 @@ from typing import Final
 
 from workspace import ROOT
 
-# Rules of hanglint show bad code and good code: packages/hanglint/tests analyse both.
-ELSEWHERE: Final = ("packages/hanglint/src/", "releases/")
+# Rules of hanglint show bad code and good code: packages/hangs/hanglint/tests analyse both.
+ELSEWHERE: Final = ("packages/hangs/hanglint/src/", "releases/")
 _FENCE: Final = re.compile(r"^(?P<ticks>```|~~~)(?P<language>\w*)(?P<info>.*)$")
 _NOTE: Final = re.compile(r"^<!-- (?P<text>(?:run by|not run:) .+) -->$")
 

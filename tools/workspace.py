@@ -23,7 +23,7 @@ def dist_name(requirement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One folder under packages/ or apps/.
+    """One folder of a wing under packages/, or one under apps/.
 
     Args:
         folder: where it lives.
@@ -102,7 +102,8 @@ class Package:
 
 def packages(root: Path = ROOT) -> list[Package]:
     """Every package and application that has a pyproject.toml, packages first, by name."""
-    found = [*sorted(root.glob("packages/*/pyproject.toml")), *sorted(root.glob("apps/*/pyproject.toml"))]
+    of_wings = sorted(root.glob("packages/*/*/pyproject.toml"), key=lambda path: path.parent.name)
+    found = [*of_wings, *sorted(root.glob("packages/*/pyproject.toml")), *sorted(root.glob("apps/*/pyproject.toml"))]
     return [Package(folder=path.parent, metadata=tomllib.loads(path.read_text())) for path in found]
 
 

@@ -20,17 +20,17 @@ FILES = committed_files()
 SOURCES = [path for path in FILES if path.suffix == ".py"]
 SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in {"packages", "apps"} and "src" in path.parts]
 # Its package, the rule itself, and what hanglint knows of the libraries that people use.
-ONE_PLATFORM_FOLDERS = ("packages/npu", "tests/contracts", "packages/hanglint/src/offbeat_hanglint/_libraries")
+ONE_PLATFORM_FOLDERS = ("packages/engines/npu", "tests/contracts", "packages/hangs/hanglint/src/offbeat_hanglint/_libraries")
 # Files that may load a format able to run code, each with its reason.
 OWN_MEMORY = (
     "torch hands out its flight recorder with stacks as a pickle of this process's own memory; nothing is read or sent"
 )
 ENGINES_FORM = "TensorRT-LLM 1.2 takes handles over HTTP as a pickle only; it is written, never read"
 UNSAFE_LOADING_ALLOWED: dict[str, str] = {
-    "packages/liveness/src/offbeat_liveness/_process/flight_recorder.py": OWN_MEMORY,
-    "packages/liveness/src/offbeat_liveness/_process/nccl_recorder.py": OWN_MEMORY
+    "packages/hangs/liveness/src/offbeat_liveness/_process/flight_recorder.py": OWN_MEMORY,
+    "packages/hangs/liveness/src/offbeat_liveness/_process/nccl_recorder.py": OWN_MEMORY
     + ", over a socket in a folder that only this user can enter",
-    "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
+    "packages/engines/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": ENGINES_FORM,
 }
 # Files that name a kind of device, each with its reason. Everything else asks the seam, `offbeat_mesh.open_device`.
 MEGATRON_SAYS_SO = "megatron-core writes cuda where it means the device"
@@ -38,19 +38,19 @@ IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and move
 HANDLES = "handles on a GPU's memory are opened by CUDA alone"
 # One module in two packages, of which neither may import the other; the tests of the first are those of both.
 COPIES = (
-    "packages/types/src/offbeat_types/_printable.py",
-    "packages/liveness/src/offbeat_liveness/_printable.py",
+    "packages/core/types/src/offbeat_types/_printable.py",
+    "packages/hangs/liveness/src/offbeat_liveness/_printable.py",
 )
 DEVICES_ALLOWED: dict[str, str] = {
-    "packages/mesh/src/offbeat_mesh/_cuda.py": "this is the seam",
-    "packages/engine-megatron/src/offbeat_engine_megatron/_layers.py": MEGATRON_SAYS_SO,
-    "packages/engine-megatron/src/offbeat_engine_megatron/_megatron.py": MEGATRON_SAYS_SO,
-    "packages/engine-torch/src/offbeat_engine_torch/_policy.py": IN_MAIN_MEMORY,
-    "packages/rollout-torch/src/offbeat_rollout_torch/_decoder.py": "oneDNN's packed products are a CPU's",
-    "packages/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
-    "packages/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep by itself",
-    "packages/training/src/offbeat_training/_logprobs.py": "products of a wider result are CUDA's alone",
-    "packages/weightsync/src/offbeat_weightsync/_shared_memory.py": HANDLES,
+    "packages/runtime/mesh/src/offbeat_mesh/_cuda.py": "this is the seam",
+    "packages/engines/engine-megatron/src/offbeat_engine_megatron/_layers.py": MEGATRON_SAYS_SO,
+    "packages/engines/engine-megatron/src/offbeat_engine_megatron/_megatron.py": MEGATRON_SAYS_SO,
+    "packages/engines/engine-torch/src/offbeat_engine_torch/_policy.py": IN_MAIN_MEMORY,
+    "packages/engines/rollout-torch/src/offbeat_rollout_torch/_decoder.py": "oneDNN's packed products are a CPU's",
+    "packages/engines/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
+    "packages/engines/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep by itself",
+    "packages/engines/training/src/offbeat_training/_logprobs.py": "products of a wider result are CUDA's alone",
+    "packages/runtime/weightsync/src/offbeat_weightsync/_shared_memory.py": HANDLES,
 }
 
 
@@ -88,7 +88,7 @@ def test_nothing_shipped_loads_a_format_that_can_run_code() -> None:
 
 def test_no_code_branches_on_the_name_of_a_backend() -> None:
     # These two are where torch.distributed's own backends, gloo and nccl, are told apart.
-    own = ("packages/liveness", "packages/mesh")
+    own = ("packages/hangs/liveness", "packages/runtime/mesh")
     checked = [path for path in SHIPPED if not any(folder in path.as_posix() for folder in own)]
     assert broken(checked, backend_branches) == []
 

@@ -20,7 +20,7 @@ from bench.harness import parser_of, show
 
 from offbeat_async_policy import ScenarioModel, read_scenario
 
-SCENARIOS = Path(__file__).parents[2] / "packages" / "async-policy" / "scenarios"
+SCENARIOS = Path(__file__).parents[2] / "packages" / "rl" / "async-policy" / "scenarios"
 PUBLISHED = json.loads((SCENARIOS / "published.json").read_text(encoding="utf-8"))
 
 

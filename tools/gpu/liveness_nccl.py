@@ -1,6 +1,6 @@
 """The liveness monitor over nccl, in a world of one: what the device's own recorder tells while work is pending.
 
-The ranks are those of `packages/liveness/tests/cuda`, without pytest. nccl refuses two ranks on one device, so verdicts
+The ranks are those of `packages/hangs/liveness/tests/cuda`, without pytest. nccl refuses two ranks on one device, so verdicts
 over several of them need several. On a CPU gloo's recorder is asked.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "liveness" / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "hangs" / "liveness" / "tests"))
 
 import torch.distributed as dist
 from gpu.piece import Figures, Place, main, require

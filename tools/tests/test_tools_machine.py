@@ -86,12 +86,12 @@ def test_pips_wheels_are_found(bare_machine, monkeypatch):
 
 def package_for(device, probe):
     """A package that declares a device."""
-    return Package(folder=Path("packages/mesh"), metadata={"tool": {"offbeat": {"hardware": {device: probe}}}})
+    return Package(folder=Path("packages/runtime/mesh"), metadata={"tool": {"offbeat": {"hardware": {device: probe}}}})
 
 
 def test_a_device_that_is_not_here_is_skipped_with_the_reason(tmp_path):
     (absent,) = hardware_tests([package_for("cuda", "offbeat-no-such-program -L")])
-    assert (absent.key, absent.folder) == ("mesh-cuda", Path("packages/mesh/tests/cuda"))
+    assert (absent.key, absent.folder) == ("mesh-cuda", Path("packages/runtime/mesh/tests/cuda"))
     assert why_absent(absent) == "no cuda here: `offbeat-no-such-program -L` is not installed"
     probe = executable(tmp_path / "probe", "#!/bin/sh\necho no device found >&2\nexit 9\n")
     (failing,) = hardware_tests([package_for("cuda", str(probe))])

@@ -24,7 +24,7 @@ from offbeat_weightsync import (
 
 DEADLINE_S = 60.0
 BUCKET_BYTES = 1 << 14
-SCHEMAS = Path(__file__).parents[3] / "packages/rollout-vllm/tests/engine/torchvision_schemas"
+SCHEMAS = Path(__file__).parents[3] / "packages/engines/rollout-vllm/tests/engine/torchvision_schemas"
 """For a torchvision that is built for CUDA, beside a torch that is not."""
 
 
