@@ -41,7 +41,13 @@ class Package:
     @property
     def is_app(self) -> bool:
         """Whether it lives under apps/."""
-        return self.folder.parent.name == "apps"
+        return self.wing == "apps"
+
+    @property
+    def wing(self) -> str:
+        """Part of the house that it belongs to, such as engines: a folder under packages/, or `testing` or `apps`."""
+        folder = self.folder.parent.name
+        return self.key if folder == "packages" else folder
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ PACKAGES = packages()
 every_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.key)
 # Declared for what it does when present, never imported by us.
 NEVER_IMPORTED = {"accelerate", "kaleido", "gguf", "jinja2", "protobuf", "sentencepiece", "tiktoken"}
+FLOORS = (("core", "hangs"), ("rl", "runtime"), ("engines", "planner"), ("testing",), ("apps",))
 
 # Modules of engines, which are not installed here, where they are not named like their distribution.
 ENGINES = {"megatron": ["megatron-core"]}
@@ -42,6 +43,13 @@ def found_by_entry_point(name: str) -> bool:
     package = next((other for other in PACKAGES if other.name == name), None)
     groups = package.metadata["project"].get("entry-points", {}) if package else {}
     return any(group.startswith("offbeat.") for group in groups)
+
+
+@every_package
+def test_a_wing_imports_only_itself_and_wings_of_lower_floors(package: Package) -> None:
+    floor = {wing: number for number, wings in enumerate(FLOORS) for wing in wings}
+    wings = {other.wing for other in PACKAGES if other.name in imported(package)}
+    assert {wing for wing in wings - {package.wing} if floor[wing] >= floor[package.wing]} == set()
 
 
 @every_package
