@@ -129,6 +129,12 @@ def lock_check(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation as a site in build/site; a dead link or a page that no menu names fails."""
+    run(session, shared_environment(session) / "python", "tools/docs_site.py", ROOT / "build" / "site")
+
+
+@nox.session
 def e2e(session: nox.Session) -> None:
     """Tests that cross packages."""
     pytest(session, "e2e", "tests/e2e")

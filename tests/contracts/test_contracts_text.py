@@ -20,7 +20,11 @@ FILES = committed_files()
 SOURCES = [path for path in FILES if path.suffix == ".py"]
 SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in {"packages", "apps"} and "src" in path.parts]
 # Its package, the rule itself, and what hanglint knows of the libraries that people use.
-ONE_PLATFORM_FOLDERS = ("packages/engines/npu", "tests/contracts", "packages/hangs/hanglint/src/offbeat_hanglint/_libraries")
+ONE_PLATFORM_FOLDERS = (
+    "packages/engines/npu",
+    "tests/contracts",
+    "packages/hangs/hanglint/src/offbeat_hanglint/_libraries",
+)
 # Files that may load a format able to run code, each with its reason.
 OWN_MEMORY = (
     "torch hands out its flight recorder with stacks as a pickle of this process's own memory; nothing is read or sent"
@@ -48,7 +52,7 @@ DEVICES_ALLOWED: dict[str, str] = {
     "packages/engines/engine-torch/src/offbeat_engine_torch/_policy.py": IN_MAIN_MEMORY,
     "packages/engines/rollout-torch/src/offbeat_rollout_torch/_decoder.py": "oneDNN's packed products are a CPU's",
     "packages/engines/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
-    "packages/engines/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep by itself",
+    "packages/engines/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep",
     "packages/engines/training/src/offbeat_training/_logprobs.py": "products of a wider result are CUDA's alone",
     "packages/runtime/weightsync/src/offbeat_weightsync/_shared_memory.py": HANDLES,
 }

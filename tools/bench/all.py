@@ -30,7 +30,10 @@ from bench.harness import Row, cache_folder, peer_python, table
 ROOT: Final = Path(__file__).parents[2]
 BENCH: Final = Path(__file__).parent
 BENCH_TIMEOUT_S: Final = 2400
-WITH_VLLM: Final = (f"--editable={ROOT}/packages/engines/rollout-vllm[engine-cpu]", f"--editable={ROOT}/packages/engines/rollout-torch")
+WITH_VLLM: Final = (
+    f"--editable={ROOT}/packages/engines/rollout-vllm[engine-cpu]",
+    f"--editable={ROOT}/packages/engines/rollout-torch",
+)
 BEGINS: Final = "<!-- {0} -->"
 
 

@@ -1,7 +1,7 @@
 """The liveness monitor over nccl, in a world of one: what the device's own recorder tells while work is pending.
 
-The ranks are those of `packages/hangs/liveness/tests/cuda`, without pytest. nccl refuses two ranks on one device, so verdicts
-over several of them need several. On a CPU gloo's recorder is asked.
+The ranks are those of `packages/hangs/liveness/tests/cuda`, without pytest. nccl refuses two ranks on one device, so
+verdicts over several of them need several. On a CPU gloo's recorder is asked.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Build the documentation as a site: the pages of docs/, READMEs, the rules of hanglint, and the API from docstrings.
 
-    python tools/site/build.py FOLDER
+    python tools/docs_site.py FOLDER
 
 mkdocs wants all pages in one folder; here each lies beside what it describes. So they are written into a folder of
 their own, with links rewritten: to a page of the site, or to plain text where a link leads to code. mkdocs is strict: a
@@ -21,7 +21,7 @@ from typing import Any, Final
 import yaml
 from workspace import ROOT, Package, packages
 
-HERE: Final = Path(__file__).parent
+SETTINGS: Final = Path(__file__).with_suffix(".yml")
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 BLOCK: Final = re.compile(r"(?ms)(^```.*?^```[^\n]*$)")
 RULES: Final = "packages/hangs/hanglint/src/offbeat_hanglint/pages"
@@ -39,13 +39,17 @@ def site_pages(found: Sequence[Package], root: Path = ROOT) -> dict[str, str]:
     return pages
 
 
-def rewrite_links(text: str, source: str, pages: Mapping[str, str]) -> str:
+def rewrite_links(text: str, source: str, pages: Mapping[str, str], root: Path = ROOT) -> str:
     """Return a page with links that lead to pages of the site.
 
     Args:
         text: Markdown of the page.
         source: its file, as a path from the root of the repository.
         pages: page of the site for each Markdown file.
+        root: of the repository.
+
+    Raises:
+        ValueError: a link leads to a file that is not there.
     """
     home = PurePosixPath(pages[source]).parent
 
@@ -55,6 +59,8 @@ def rewrite_links(text: str, source: str, pages: Mapping[str, str]) -> str:
         if "://" in target or not path:
             return match[0]
         there = os.path.normpath(PurePosixPath(source).parent / path)
+        if not (root / there).exists():
+            raise ValueError(f"{source} has a dead link: {target}")
         page = pages.get(there) or pages.get(f"{there}/README.md") or (there.removeprefix("docs/") if image else None)
         return f"{image}[{label}]({os.path.relpath(page, home)}{hash_}{heading})" if page else label
 
@@ -75,11 +81,12 @@ def site_menu(found: Sequence[Package], pages: Mapping[str, str], root: Path = R
                 named.add(page)
                 menu[-1][next(iter(menu[-1]))].append(page)
     of_wings = {wing: [package.key for package in found if package.wing == wing] for wing in WINGS}
-    menu += [
+    of_packages = [
         {wing: [page for key in keys for page in (f"packages/{key}.md", {f"{key}: API": f"api/{key}.md"})]}
         for wing, keys in of_wings.items()
     ]
-    return [*menu, {"Rules of hanglint": [page for page in pages.values() if page.startswith("rules/")]}]
+    rules = [page for page in pages.values() if page.startswith("rules/")]
+    return [*menu, {"Packages": of_packages}, {"Rules of hanglint": rules}]
 
 
 def write_sources(folder: Path, root: Path = ROOT) -> None:
@@ -95,9 +102,9 @@ def write_sources(folder: Path, root: Path = ROOT) -> None:
     (folder / "docs/api").mkdir()
     for package in found:
         (folder / f"docs/api/{package.key}.md").write_text(f"# {package.import_name}\n\n::: {package.import_name}\n")
-    settings = (HERE / "mkdocs.yml").read_text()
     menu = yaml.safe_dump({"nav": site_menu(found, pages, root)}, sort_keys=False)
-    (folder / "mkdocs.yml").write_text(settings + menu)
+    (folder / "mkdocs.yml").write_text(SETTINGS.read_text() + menu)
+    (folder / "docs/wide.css").write_text(".md-grid { max-width: 80rem }\n")  # code and tables have 120 columns
 
 
 def main() -> None:
@@ -108,8 +115,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as sources:
         write_sources(Path(sources))
         paths = os.pathsep.join(str(package.folder / "src") for package in packages())
-        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--clean", f"--site-dir={target}"]
-        done = subprocess.run(command, cwd=sources, env={**os.environ, "PYTHONPATH": paths}, check=False)
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={target}"]
+        done = subprocess.run(
+            command, cwd=sources, env={**os.environ, "PYTHONPATH": paths, "NO_MKDOCS_2_WARNING": "1"}, check=False
+        )
     sys.exit(done.returncode)
 
 
