@@ -30,7 +30,7 @@ PER_TEST_TIMEOUT_S: Final = 120
 OLDEST_TORCH: Final = "2.11.0"
 # Whose suites run with it: machines with a GPU often hold it, and some can fetch no other.
 ON_OLDEST_TORCH: Final = frozenset(
-    ("types", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
+    ("types", "device", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
 )
 BESIDE_OLDEST_TORCH: Final = {*ON_OLDEST_TORCH, "data", "placement", "recipes", "run", "testing"}
 TEST_TOOLS: Final = (

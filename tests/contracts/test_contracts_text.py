@@ -46,7 +46,7 @@ COPIES = (
     "packages/hangs/liveness/src/offbeat_liveness/_printable.py",
 )
 DEVICES_ALLOWED: dict[str, str] = {
-    "packages/runtime/mesh/src/offbeat_mesh/_cuda.py": "this is the seam",
+    "packages/runtime/device/src/offbeat_device/_cuda.py": "this is the seam",
     "packages/engines/engine-megatron/src/offbeat_engine_megatron/_layers.py": MEGATRON_SAYS_SO,
     "packages/engines/engine-megatron/src/offbeat_engine_megatron/_megatron.py": MEGATRON_SAYS_SO,
     "packages/engines/engine-torch/src/offbeat_engine_torch/_policy.py": IN_MAIN_MEMORY,

@@ -29,7 +29,8 @@ import torch
 from bench.harness import on_ranks, parser_of, show
 from bench.train_step import policy_gradient, sequence_of
 
-from offbeat_mesh import Device, Mesh, open_device
+from offbeat_device import Device, open_device
+from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
 from offbeat_types import TrainEngineConfig, TrainSequence, load_backend
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from gpu.piece import Figures, Place, main, require
 
-from offbeat_mesh import Device, open_device
+from offbeat_device import Device, open_device
 
 TAKEN_BYTES = 256 * 2**20
 

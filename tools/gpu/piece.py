@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from offbeat_mesh import Device, open_device
+from offbeat_device import Device, open_device
 
 Figure = float | int | str | bool | None
 Figures = Mapping[str, Figure]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.piece import FOLDER, device_name, record, write_json
 
-from offbeat_mesh import open_device
+from offbeat_device import open_device
 from offbeat_types import ConfigError
 
 PIECES: Final = {

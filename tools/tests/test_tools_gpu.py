@@ -161,7 +161,7 @@ def test_peaks_are_found_by_the_name_that_a_driver_gives():
 def test_packed_attention_without_its_window_is_noticed(monkeypatch):
     from gpu import packed_attention
 
-    from offbeat_mesh import open_device
+    from offbeat_device import open_device
 
     place = piece.Place(device=open_device("cpu"), tiny=True)
     segments, shape = packed_attention.pack(1, 2, 12), packed_attention.Shape(2, 1, 8, 5)

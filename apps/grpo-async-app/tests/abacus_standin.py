@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh._cpu import CpuDevice
+from offbeat_device._cpu import CpuDevice
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_types import RolloutEngineConfig
 

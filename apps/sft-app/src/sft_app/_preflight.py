@@ -261,7 +261,7 @@ def _check_device(config: SftConfig, *, is_elsewhere: bool) -> None:
     if is_elsewhere:
         check_kinds(config.devices)
         return
-    from offbeat_mesh import rank_device  # imports torch: late, after the cheap mistakes
+    from offbeat_device import rank_device  # imports torch: late, after the cheap mistakes
 
     rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
 

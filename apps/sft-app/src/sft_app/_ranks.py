@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offbeat_actors import ActorGroup, Launcher, RestartBudget, RoleSpec, Tell, start_again, start_ranks
+from offbeat_device import StepTracer, open_device
 from offbeat_liveness import current_monitor
-from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device, open_rendezvous
+from offbeat_mesh import Rendezvous, current_world, open_rendezvous
 from offbeat_objectives import PreferenceConfig, PreferenceLoss, sft_loss
 from offbeat_run import (
     ProfileConfig,

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from offbeat_mesh import StepTracer, open_device
+from offbeat_device import StepTracer, open_device
 from offbeat_run import RunFolder, RunLog, doing, ending_signals, reading
 from offbeat_types import (
     ConfigError,

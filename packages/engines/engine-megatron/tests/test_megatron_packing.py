@@ -157,7 +157,7 @@ def test_flash_attention_is_taken_where_device_and_format_have_it(
     device, dtype, head_size, asked, wanted, tmp_path, monkeypatch
 ):
     folder = tiny_model(tmp_path / "model", "qwen3", config={"head_dim": head_size})
-    monkeypatch.setattr("offbeat_mesh._cpu.CpuDevice.packed_attention", device)
+    monkeypatch.setattr("offbeat_device._cpu.CpuDevice.packed_attention", device)
     config = TrainEngineConfig(
         model_path=str(folder), device="cpu", dtype=dtype, options={"attention": asked, "tensor_parallel": 2}
     )

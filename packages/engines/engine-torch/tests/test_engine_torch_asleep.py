@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_device import open_device
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_mesh import open_device
 from offbeat_testing import tiny_model
 from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine, TrainEngineConfig
 

@@ -14,7 +14,7 @@ VOCABULARY, TOKENS, FEW, MANY = 40_000, 128, 16, 44
 SCRIPT = """
 import sys
 import numpy as np, torch
-from offbeat_mesh import open_device
+from offbeat_device import open_device
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_types import TrainEngineConfig, TrainSequence
 folder, vocabulary, length, *counts = sys.argv[1], *map(int, sys.argv[2:])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_mesh import AttendedTokens, open_device
+from offbeat_device import AttendedTokens, open_device
 from offbeat_npu import REFERENCE
 from offbeat_npu._attention import PackAttention, RowAttention, shape_attention
 from offbeat_types import ShapeError

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from npu_pictures import IMAGES, pictured
 
+from offbeat_device import StepTracer, open_device
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_mesh import Mesh, StepTracer, available_devices, join_world, open_device
+from offbeat_mesh import Mesh, join_world
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import tiny_model
 from offbeat_types import (
@@ -25,6 +26,7 @@ from offbeat_types import (
     TracePlan,
     TrainEngineConfig,
     TrainSequence,
+    available_devices,
 )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offbeat_mesh import open_device
+from offbeat_device import open_device
 from offbeat_rollout_torch import _engine
 from offbeat_rollout_torch._sampling import (
     RowParams,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from offbeat_mesh import open_device
+from offbeat_device import open_device
 from offbeat_testing import DiskRecord
 from offbeat_training import (
     MOMENTS,

@@ -57,7 +57,7 @@ def sampling_kind(config: GrpoConfig, view: ClusterView) -> str:
     if view.reserves or name == "cpu":
         return view.kind(config.rollout.device)
     if name == AUTO:
-        from offbeat_mesh import open_device
+        from offbeat_device import open_device
 
         name = open_device(AUTO).torch_device.type
     return "" if name == "cpu" else "GPU" if name == "cuda" else name.upper()

@@ -489,7 +489,7 @@ def _check_devices(config: GrpoConfig, view: ClusterView) -> None:
     named = {name for name in config.devices.values() if name not in ("auto", "cpu")}
     if not named:
         return
-    from offbeat_mesh import open_device, rank_device  # imports torch: only where a device is named
+    from offbeat_device import open_device, rank_device  # imports torch: only where a device is named
 
     for name in sorted(named):
         open_device(name)

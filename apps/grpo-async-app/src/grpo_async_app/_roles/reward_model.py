@@ -14,7 +14,7 @@ from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptio
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.scorer import ScorerAnswer
 from offbeat_data import RewardError, RewardScore, Tokenizer, load_tokenizer
-from offbeat_mesh import open_device
+from offbeat_device import open_device
 from offbeat_run import inspect_model, log_line, log_loaded, log_start
 from offbeat_types import Ids
 

@@ -15,7 +15,8 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import after_a_step, build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
-from offbeat_mesh import Rendezvous, StepTracer, current_world, open_device
+from offbeat_device import StepTracer, open_device
+from offbeat_mesh import Rendezvous, current_world
 from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
 from offbeat_run import check_shared, counted_loss, disk_errors, log_line, log_loaded, log_start, size_text
 from offbeat_types import (

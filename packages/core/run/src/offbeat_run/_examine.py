@@ -161,7 +161,7 @@ def _devices() -> list[tuple[str, str]]:
             rows += getattr(kind, "findings", list)()  # what such a device needs besides, where that is worth saying
         except (OffbeatError, ImportError) as error:
             rows.append((f"device {name}", f"cannot be used: {error}"))
-    return rows or [("devices", "unknown: offbeat-mesh is not installed")]
+    return rows or [("devices", "unknown: offbeat-device is not installed")]
 
 
 def _backends() -> list[tuple[str, str]]:

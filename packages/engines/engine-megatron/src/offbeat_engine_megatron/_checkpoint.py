@@ -16,12 +16,13 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
+from offbeat_device import Device
 from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._model import Policy
 from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState
 from offbeat_engine_megatron._shape import read_model
 from offbeat_engine_megatron._weights import HeldWeights
-from offbeat_mesh import Device, Mesh
+from offbeat_mesh import Mesh
 from offbeat_training import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from offbeat_device import Device, MemoryOffloader, open_device
 from offbeat_engine_megatron._layout import Plan, plan_engine, plan_layout
 from offbeat_engine_megatron._megatron import (
     HOST,
@@ -22,7 +23,7 @@ from offbeat_engine_megatron._megatron import (
     require_megatron,
     shim_for,
 )
-from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
+from offbeat_mesh import Mesh
 from offbeat_training import ImageInputs, LossCalls, NoImages, StepCounts, Steps, TrainerRanks, with_loss_tokens
 from offbeat_types import (
     Floats,

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from offbeat_device import Device
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_mesh import Device
 from offbeat_training import fits_varlen
 from offbeat_types import ConfigError
 

@@ -9,9 +9,9 @@ from typing import Any, Final, Self
 
 import torch
 
+from offbeat_device import Device, open_device
 from offbeat_engine_megatron._kernels import GROUPED, LOCAL, SEQUENTIAL, TE, Kernels, choose_kernels
 from offbeat_engine_megatron._shape import ModelShape, read_model
-from offbeat_mesh import Device, open_device
 from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 
 

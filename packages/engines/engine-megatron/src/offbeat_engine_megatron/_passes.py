@@ -12,10 +12,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from offbeat_device import MaskedAttention
 from offbeat_engine_megatron._kernels import MASKED
 from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._packing import PassInputs, attended_tokens, cut, lay_out_all
-from offbeat_mesh import MaskedAttention, Mesh
+from offbeat_mesh import Mesh
 from offbeat_training import (
     ImageInputs,
     ImageProcessor,

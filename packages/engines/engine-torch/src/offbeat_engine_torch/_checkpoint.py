@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat_device import Device
 from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._policy import Policy, read_weights
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_mesh import Device
 from offbeat_training import (
     ADAPTER_FOLDER,
     MOMENTS,

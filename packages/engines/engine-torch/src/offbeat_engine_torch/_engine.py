@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from offbeat_device import Device, MemoryOffloader, open_device
 from offbeat_engine_torch._checkpoint import (
     export_weights,
     iterate_adapter,
@@ -24,7 +25,7 @@ from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_p
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
 from offbeat_engine_torch._ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._sharding import free_gathered, partial_gradients
-from offbeat_mesh import Device, MemoryOffloader, Mesh, open_device
+from offbeat_mesh import Mesh
 from offbeat_training import (
     ClippedAdamW,
     LossCalls,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offbeat_device import Device
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._layout import TorchEngineOptions
@@ -30,7 +31,7 @@ from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._recompute import recompute_layers
 from offbeat_engine_torch._sharding import free_gathered, shard_model
-from offbeat_mesh import Device, Mesh
+from offbeat_mesh import Mesh
 from offbeat_training import (
     Family,
     ImageProcessor,

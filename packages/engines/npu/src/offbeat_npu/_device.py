@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh import AttendedTokens, DeviceMemory, MaskedAttention, Profiler
+from offbeat_device import AttendedTokens, DeviceMemory, MaskedAttention, Profiler
 from offbeat_npu._attention import shape_attention
 from offbeat_npu._environment import (
     NOTHING_INSTALLED,

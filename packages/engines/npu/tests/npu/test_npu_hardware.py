@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_device import open_device
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_mesh import open_device
 from offbeat_npu import REFERENCE, Operators, dense_batch, packed_batch
 from offbeat_npu._runtime import load_operators
 from offbeat_testing import tiny_model

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 
 import torch
 
-from offbeat_mesh import Device, open_device
+from offbeat_device import Device, open_device
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, StaticCache, static_row_tokens
 from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture

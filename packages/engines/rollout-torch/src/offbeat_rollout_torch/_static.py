@@ -6,7 +6,7 @@ counts on, and leaves it in place of the last; so the next step may begin before
 reads it one step late, and does not use what a sample has drawn after its end.
 
 A step's shapes are few: so many rows, so many places of each, with a cut or without. Where the device records work (see
-`offbeat_mesh.Device.work_graphs`), the second step of a shape is recorded, and is one call from then on. Weights are
+`offbeat_device.Device.work_graphs`), the second step of a shape is recorded, and is one call from then on. Weights are
 written in place, so recordings stay valid; other weights or another block begin anew.
 
 Shapes: B rows of a step, H query heads, K kv heads, G = H / K, D head_dim, C places, S rows of the cache.
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from offbeat_mesh import Device, WorkGraphs
+from offbeat_device import Device, WorkGraphs
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block, StaticCache, flat_positions
 from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import Architecture

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
-from offbeat_mesh import Device
+from offbeat_device import Device
 from offbeat_rollout_torch._adapters import Adapter
 from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter
 from offbeat_rollout_torch._images import RequestImages

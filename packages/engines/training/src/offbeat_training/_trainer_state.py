@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from offbeat_mesh import Device
+from offbeat_device import Device
 from offbeat_training._lora import ADAPTER_FOLDER
 from offbeat_training._tensor_files import Box, TensorFolder, whole_box
 from offbeat_types import DIGEST_SUFFIX, ModelError, describe_damage, digest_file, digest_of, write_digest

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
+from offbeat_device import Device
 from offbeat_mesh._calls import Calls, Membership, name_for_liveness, open_calls
-from offbeat_mesh._device import Device
 from offbeat_mesh._plain_data import DataGroup
 from offbeat_mesh._world import current_world
 from offbeat_types import ConfigError, ShapeError

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from offbeat_device import Device, open_device
 from offbeat_mesh._calls import Membership, group_name, make_process_group, name_for_liveness, open_calls
-from offbeat_mesh._device import Device, open_device
 from offbeat_mesh._group import Group
 from offbeat_mesh._guard import Guard, Place, check_guards
 from offbeat_mesh._layout import GRID_AXES, Layout

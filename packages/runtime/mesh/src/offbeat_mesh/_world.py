@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
+from offbeat_device import Device, open_device
 from offbeat_mesh._control import ControlClient, ControlServer, Record
-from offbeat_mesh._device import Device, open_device
 from offbeat_types import ConfigError, DeadlineError, available_devices
 
 

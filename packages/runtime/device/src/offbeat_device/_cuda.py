@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from offbeat_mesh._device import AttendedTokens, DeviceMemory, profile_threads
+from offbeat_device._device import AttendedTokens, DeviceMemory, profile_threads
 
 _RECORDING: Final = threading.Lock()
 """torch records one graph of a process at a time."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from offbeat_mesh import StepTracer, TraceFiles, available_devices, open_device, rank_device
-from offbeat_types import ConfigError, TracePlan, load_backend
+from offbeat_device import StepTracer, TraceFiles, open_device, rank_device
+from offbeat_types import ConfigError, TracePlan, available_devices, load_backend
 
 
 def test_auto_takes_the_preferred_kind_that_is_here():
@@ -109,8 +109,8 @@ class TwoAccelerators:
 
 
 def test_each_rank_takes_an_accelerator_of_its_own(monkeypatch):
-    monkeypatch.setattr("offbeat_mesh._device.open_device", lambda name: TwoAccelerators())
-    monkeypatch.setattr("offbeat_mesh._device.available_devices", lambda: {"abacus": 2, "cpu": 1})
+    monkeypatch.setattr("offbeat_device._device.open_device", lambda name: TwoAccelerators())
+    monkeypatch.setattr("offbeat_device._device.available_devices", lambda: {"abacus": 2, "cpu": 1})
     assert [rank_device("auto", rank, 2) for rank in (0, 1)] == ["abacus:0", "abacus:1"]
     assert rank_device("abacus:1", 0, 1) == "abacus:1"
     with pytest.raises(ConfigError, match="this machine has 2"):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat_mesh._device import AttendedTokens, DeviceMemory, profile_threads
+from offbeat_device._device import AttendedTokens, DeviceMemory, profile_threads
 
 CLEAR_PEAK = "5"  # proc(5), /proc/pid/clear_refs: reset the peak resident set size
 

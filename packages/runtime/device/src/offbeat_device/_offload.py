@@ -9,7 +9,7 @@ from typing import BinaryIO, Final
 import torch
 from torch import Tensor, UntypedStorage
 
-from offbeat_mesh._device import Device
+from offbeat_device._device import Device
 from offbeat_types import ConfigError, OffbeatError
 
 _CHUNK_BYTES = 64 * 2**20

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from offbeat_mesh import MemoryOffloader, _offload, open_device
+from offbeat_device import MemoryOffloader, _offload, open_device
 from offbeat_types import ConfigError, OffbeatError
 
 MIB = 2**20
