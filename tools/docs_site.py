@@ -97,7 +97,7 @@ def write_sources(folder: Path, root: Path = ROOT) -> None:
         path = folder / "docs" / page
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(rewrite_links((root / source).read_text(), source, pages))
-    for picture in (root / "docs").glob("*.svg"):
+    for picture in (path for kind in ("*.svg", "*.png") for path in (root / "docs").glob(kind)):
         shutil.copy(picture, folder / "docs")
     (folder / "docs/api").mkdir()
     for package in found:
