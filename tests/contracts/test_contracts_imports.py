@@ -9,7 +9,10 @@ from released import declared_names
 from workspace import Package, packages
 
 PACKAGES = packages()
-LIGHT = {"types", "hanglint", "http", "placement", "actors", "run", "data", "async-policy", "grpo-async-app", "sft-app"}
+LIGHT = {
+    *("types", "hanglint", "http", "placement", "actors", "run", "data", "async-policy", "simulation"),
+    *("grpo-async-app", "sft-app"),
+}
 HEAVY = ("torch", "transformers", "vllm", "ray", "megatron")
 light_package = pytest.mark.parametrize(
     "package", [package for package in PACKAGES if package.key in LIGHT], ids=lambda package: package.key

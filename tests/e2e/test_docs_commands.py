@@ -30,7 +30,7 @@ APPLICATIONS: Mapping[str, tuple[ModuleType, type]] = {
 }
 TOOLS = {
     "offbeat-serve": "offbeat_serve",
-    "offbeat-async-policy": "offbeat_async_policy._cli",
+    "offbeat-simulation": "offbeat_simulation._command",
     "hanglint": "offbeat_hanglint",
 }
 PREFIX = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:uv run +|uvx +)?")
@@ -110,7 +110,7 @@ def help_of(program: str, command: str) -> str:
 @pytest.mark.parametrize("line", list(commands(*TOOLS)))
 def test_the_tools_have_the_options(line: str) -> None:
     program, *words = line.replace("[", " ").replace("]", " ").split()
-    command = words[0] if program == "offbeat-async-policy" else ""
+    command = words[0] if program == "offbeat-simulation" else ""
     told = help_of(program, command)
     options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--section.key"}
     assert not [option for option in options if option not in told], told

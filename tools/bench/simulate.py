@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.harness import parser_of, show
 
-from offbeat_async_policy import ScenarioModel, read_scenario
+from offbeat_simulation import ScenarioModel, read_scenario
 
-SCENARIOS = Path(__file__).parents[2] / "packages" / "rl" / "async-policy" / "scenarios"
+SCENARIOS = Path(__file__).parents[2] / "packages" / "planner" / "simulation" / "scenarios"
 PUBLISHED = json.loads((SCENARIOS / "published.json").read_text(encoding="utf-8"))
 
 

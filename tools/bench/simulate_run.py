@@ -3,7 +3,7 @@
     python tools/bench/simulate_run.py [--updates N] [--keep FOLDER]
 
 A tiny model with random weights samples up to 48 tokens of arithmetic (rewards are all alike, so the policy stays as it
-is, and lengths with it). Two synchronous runs, of 8 and 32 groups an update, give the costs (`offbeat-async-policy
+is, and lengths with it). Two synchronous runs, of 8 and 32 groups an update, give the costs (`offbeat-simulation
 measure`); then each asynchronous run is predicted from them before it is looked at: trained groups per second, and the
 idle shares of trainer and engine. Exit code 1 when a prediction is further off than the tolerances below.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from offbeat_async_policy import ScenarioModel, read_run, read_scenario, scenario_text
+from offbeat_simulation import ScenarioModel, read_run, read_scenario, scenario_text
 
 SPEED_TOLERANCE = 0.20  # of groups per second
 IDLE_TOLERANCE = 0.15  # of the time, absolute

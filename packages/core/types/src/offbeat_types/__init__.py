@@ -82,7 +82,7 @@ from offbeat_types._rollout import (
     wake_tags,
 )
 from offbeat_types._sessions import RecordedSession, SessionEnd, SessionPlan
-from offbeat_types._settings import METADATA_KEY, REQUIRED, Setting, read_options, setting
+from offbeat_types._settings import METADATA_KEY, REQUIRED, Setting, check_ranges, read_options, setting
 from offbeat_types._training import (
     Aggregation,
     LossFunction,
@@ -196,6 +196,7 @@ __all__ = [
     "WeightSyncError",
     "available_devices",
     "call_loss",
+    "check_ranges",
     "check_schedule",
     "check_token_ids",
     "copy_tokenizer",

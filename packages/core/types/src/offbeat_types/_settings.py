@@ -112,3 +112,15 @@ def read_options(backend: str, kind: type[OptionsT], options: Mapping[str, Any])
         if complaint:
             raise ConfigError(f"{backend}: option {name} must be {complaint}, got {value!r}")
     return kind(**options)
+
+
+def check_ranges(config: Any, section: str = "") -> None:
+    """Hold every value of a dataclass to the bounds of its `setting`.
+
+    Raises:
+        ConfigError: one is out of them.
+    """
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if complaint := each.metadata[METADATA_KEY].complaint(value):
+            raise ConfigError(f"{section}{each.name}: required {complaint}, got {value!r}")

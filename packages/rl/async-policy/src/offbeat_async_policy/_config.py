@@ -4,12 +4,11 @@ Legend: R groups per update, K updates per sync, σ staleness threshold, M large
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
 
-from offbeat_types import METADATA_KEY, ConfigError, setting
+from offbeat_types import ConfigError, check_ranges, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +120,3 @@ class AsyncConfig:
                 f"async.max_version_lag={self.max_version_lag} and on_exceed='wait': no group may outlive a sync; set "
                 f"max_version_lag to at least {smallest + 1}, or staleness_threshold=0"
             )
-
-
-def check_ranges(config: Any, section: str = "") -> None:
-    """Hold every value of a dataclass to the bounds of its `setting`.
-
-    Raises:
-        ConfigError: one is out of them.
-    """
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if complaint := field.metadata[METADATA_KEY].complaint(value):
-            raise ConfigError(f"{section}{field.name}: required {complaint}, got {value!r}")

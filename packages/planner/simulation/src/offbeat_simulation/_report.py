@@ -4,10 +4,10 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._simulation.scenario import ScenarioModel
-from offbeat_async_policy._simulation.search import Candidate, Proposal
-from offbeat_async_policy._simulation.simulate import ENGINE_KINDS, TRAINER_KINDS, SimulationReport
+from offbeat_async_policy import AsyncConfig
+from offbeat_simulation._scenario import ScenarioModel
+from offbeat_simulation._search import Candidate, Proposal
+from offbeat_simulation._simulate import ENGINE_KINDS, TRAINER_KINDS, SimulationReport
 
 WORTH_SAYING = 0.05
 

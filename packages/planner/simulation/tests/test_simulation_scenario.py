@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_async_policy import ScenarioModel, read_lengths, read_run, read_scenario, scenario_text
-from offbeat_async_policy._simulation.calibration import ColocatedStep, calibrate, engine_time, length_moments
-from offbeat_async_policy._simulation.report import advise
-from offbeat_async_policy._simulation.search import propose
-from offbeat_async_policy._simulation.workload import Lengths
+from offbeat_simulation import ScenarioModel, read_lengths, read_run, read_scenario, scenario_text
+from offbeat_simulation._calibration import ColocatedStep, calibrate, engine_time, length_moments
+from offbeat_simulation._report import advise
+from offbeat_simulation._search import propose
+from offbeat_simulation._workload import Lengths
 from offbeat_types import ConfigError, DataError
 
 TEXT = """

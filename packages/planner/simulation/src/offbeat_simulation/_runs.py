@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from offbeat_async_policy._simulation.calibration import length_moments
-from offbeat_async_policy._simulation.scenario import read_tables
-from offbeat_async_policy._simulation.workload import Lengths, read_lengths
+from offbeat_simulation._calibration import length_moments
+from offbeat_simulation._scenario import read_tables
+from offbeat_simulation._workload import Lengths, read_lengths
 from offbeat_types import ConfigError, DataError
 
 

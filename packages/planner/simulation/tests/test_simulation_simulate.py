@@ -4,16 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_async_policy import (
-    AsyncConfig,
-    Cluster,
-    DecodeCurve,
-    DecodeTime,
-    Lengths,
-    Workload,
-    read_lengths,
-    simulate,
-)
+from offbeat_async_policy import AsyncConfig
+from offbeat_simulation import Cluster, DecodeCurve, DecodeTime, Lengths, Workload, read_lengths, simulate
 from offbeat_types import ConfigError, DataError
 
 FLAT = DecodeCurve(((1, 100.0),))  # 100 tokens/s whatever runs

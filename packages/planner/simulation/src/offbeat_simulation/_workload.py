@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from offbeat_async_policy._config import check_ranges
-from offbeat_types import REQUIRED, ConfigError, DataError, setting
+from offbeat_types import REQUIRED, ConfigError, DataError, check_ranges, setting
 
 
 @dataclass(frozen=True)

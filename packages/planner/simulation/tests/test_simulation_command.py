@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from offbeat_async_policy._cli import main
+from offbeat_simulation._command import main
 
 SMALL = ["--async.mini_batch_size", "8", "--work.num_syncs", "6", "--machines.rollout=2", "--machines.trainer", "2"]
 
@@ -85,7 +85,7 @@ def test_keys_explains_every_key(capsys):
 def test_bad_input_gives_one_line_and_a_nonzero_exit_code(arguments, text, capsys):
     assert main(["simulate", *SMALL, *arguments]) > 0
     errors = capsys.readouterr().err
-    assert errors.startswith("offbeat-async-policy: ")
+    assert errors.startswith("offbeat-simulation: ")
     assert text in errors
     assert errors.count("\n") == 1
 
@@ -98,8 +98,6 @@ def test_an_unknown_option_exits_2(arguments):
 
 
 def test_the_package_loads_nothing_heavy():
-    code = (
-        "import sys, offbeat_async_policy; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
-    )
+    code = "import sys, offbeat_simulation; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

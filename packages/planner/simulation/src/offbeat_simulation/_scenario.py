@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._simulation.calibration import ColocatedStep, calibrate, engine_time
-from offbeat_async_policy._simulation.simulate import SimulationReport, simulate
-from offbeat_async_policy._simulation.workload import (
+from offbeat_async_policy import AsyncConfig
+from offbeat_simulation._calibration import ColocatedStep, calibrate, engine_time
+from offbeat_simulation._simulate import SimulationReport, simulate
+from offbeat_simulation._workload import (
     Cluster,
     DecodeCurve,
     DecodeSpeed,

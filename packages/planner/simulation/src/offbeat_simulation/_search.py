@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._simulation.scenario import MachinesConfig, ScenarioModel
-from offbeat_async_policy._simulation.simulate import SimulationReport
+from offbeat_async_policy import AsyncConfig
+from offbeat_simulation._scenario import MachinesConfig, ScenarioModel
+from offbeat_simulation._simulate import SimulationReport
 
 STALENESS = (0.0, 0.1, 0.25, 0.5, 1.0)
 MAX_SPLITS = 9

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_async_policy import ScenarioModel, read_scenario
+from offbeat_simulation import ScenarioModel, read_scenario
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 PUBLISHED = json.loads((SCENARIOS / "published.json").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from offbeat_async_policy._simulation.workload import DecodeTime, Lengths
+from offbeat_simulation._workload import DecodeTime, Lengths
 from offbeat_types import ConfigError, setting
 
 

@@ -1,4 +1,4 @@
-"""The command `offbeat-async-policy`."""
+"""The command `offbeat-simulation`: settings compared on a simulated cluster, and scenarios written from runs."""
 
 import argparse
 import json
@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._simulation.report import advise, chart_page, describe_model, proposal_text, simulation_text
-from offbeat_async_policy._simulation.runs import read_run, scenario_text
-from offbeat_async_policy._simulation.scenario import ScenarioModel, describe_keys, read_scenario
-from offbeat_async_policy._simulation.search import Candidate, propose
-from offbeat_async_policy._simulation.simulate import SimulationReport
+from offbeat_async_policy import AsyncConfig
+from offbeat_simulation._report import advise, chart_page, describe_model, proposal_text, simulation_text
+from offbeat_simulation._runs import read_run, scenario_text
+from offbeat_simulation._scenario import ScenarioModel, describe_keys, read_scenario
+from offbeat_simulation._search import Candidate, propose
+from offbeat_simulation._simulate import SimulationReport
 from offbeat_types import ConfigError, DataError, OffbeatError
 
 Runs = list[tuple[AsyncConfig, SimulationReport]]
@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{parsed.command} takes no keys of a scenario, got {overrides[0][0]}")
         print(_COMMANDS[parsed.command](parsed, overrides))
     except OffbeatError as error:
-        print(f"offbeat-async-policy: {error}", file=sys.stderr)
+        print(f"offbeat-simulation: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="offbeat-async-policy", description="Control logic of asynchronous RL.")
+    parser = argparse.ArgumentParser(prog="offbeat-simulation", description="Asynchronous RL on a simulated cluster.")
     commands = parser.add_subparsers(dest="command", required=True)
     simulate = commands.add_parser(
         "simulate",
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_scenario(command: argparse.ArgumentParser) -> None:
-    command.epilog = "Any key of the scenario can be given: --section.key VALUE. See offbeat-async-policy keys."
+    command.epilog = "Any key of the scenario can be given: --section.key VALUE. See offbeat-simulation keys."
     command.add_argument("scenario", nargs="?", type=Path, help="TOML or JSON; left out: the defaults")
     command.add_argument("--recipe", type=Path, help="of grpo-async-app; its settings win over the scenario's")
     command.add_argument("--json", action="store_true", help="print JSON")

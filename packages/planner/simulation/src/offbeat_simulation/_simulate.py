@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from offbeat_async_policy._config import AsyncConfig
-from offbeat_async_policy._policy import AsyncPolicy
-from offbeat_async_policy._simulation.workload import Cluster, DecodeSpeed, Workload
-from offbeat_async_policy._state import Action, Drop, Finish, Submit, Sync, Update
+from offbeat_async_policy import Action, AsyncConfig, AsyncPolicy, Drop, Finish, Submit, Sync, Update
+from offbeat_simulation._workload import Cluster, DecodeSpeed, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
