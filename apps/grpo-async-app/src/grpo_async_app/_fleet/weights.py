@@ -168,8 +168,8 @@ async def lost_engines(actors: Sequence[ActorHandle], outcomes: Outcomes) -> dic
 
 
 def root_cause(errors: Iterable[BaseException]) -> BaseException:
-    """The error that says most: one of the side that failed, and not of those that heard of it, or were cancelled."""
-    return min(errors, key=lambda error: (isinstance(error, asyncio.CancelledError), " gave up: " in str(error)))
+    """Return the error that says most: the failed side's own, rather than that of a peer or of a cancelled call."""
+    return min(errors, key=lambda error: (isinstance(error, asyncio.CancelledError), getattr(error, "is_peers", False)))
 
 
 async def transfer_weights(

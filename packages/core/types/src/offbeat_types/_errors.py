@@ -103,7 +103,19 @@ class PeerFailedError(OffbeatError):
 
 
 class WeightSyncError(OffbeatError):
-    """Weights did not arrive as sent: a bucket, name, shape, version or checksum differs, or a side died."""
+    """Weights did not arrive as sent: a bucket, name, shape, version or checksum differs, or a side died.
+
+    Args:
+        text: what was required and what was got.
+        is_peers: the other side failed and said so; its own error says more.
+    """
+
+    def __init__(self, text: str, is_peers: bool = False) -> None:
+        super().__init__(text, is_peers)
+        self.text, self.is_peers = text, is_peers
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class GuardError(OffbeatError):

@@ -334,7 +334,7 @@ class Connection:
         except msgspec.MsgspecError as error:
             raise WeightSyncError(f"{self.peer} sent a message that cannot be read: {error}") from error
         if isinstance(message, Failure):
-            raise WeightSyncError(f"{self.peer} gave up: {message.text}")
+            raise WeightSyncError(f"{self.peer} gave up: {message.text}", is_peers=True)
         return message
 
     def _wait_for(self, operation: Callable[[], T], on: str) -> T:
@@ -366,7 +366,7 @@ class Connection:
         except DeadlineError:
             return self._gone("before all was sent")
         except WeightSyncError as error:
-            return error if " gave up: " in str(error) else self._gone("before all was sent")
+            return error if error.is_peers else self._gone("before all was sent")
         finally:
             self.deadline = deadline
 
