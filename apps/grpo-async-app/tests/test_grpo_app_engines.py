@@ -468,8 +468,8 @@ class NamingLauncher:
     reserves = True
 
     def waits(self) -> list[Wait]:
-        names = ("rollout-0.generate", "rollout-1.receive_weights")
-        return [Wait(name=name, on=name.split(".")[0], lasted_s=9.0, deadline_s=10.0) for name in names]
+        calls = (("rollout-0", "generate"), ("rollout-1", "receive_weights"))
+        return [Wait(on=role, method=method, lasted_s=9.0, deadline_s=10.0) for role, method in calls]
 
     async def close(self, deadline_s: float | None = None) -> None:
         pass

@@ -130,7 +130,7 @@ def test_a_reward_that_exits_is_named_and_nothing_is_said_of_scorers_that_the_ru
         words, capture_output=True, text=True, timeout=LONGEST_S, env={**os.environ, "PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("the process that scores ended with code 3 on prompt 3; see ")
+    assert done.stdout.startswith("scorer-0: its process exited with code 3 on prompt 3; see ")
     for wrong in ("never retrieved", "SIGKILL", "Traceback", "log above"):
         assert wrong not in done.stdout + done.stderr
 

@@ -195,14 +195,14 @@ async def test_one_call_scores_a_group_where_that_is_quick_and_each_counts_alone
 @in_loop
 async def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) -> None:
     async with scoring(config) as pool:
-        with pytest.raises(RewardError, match="the process that scores ended with code 9 on prompt 3"):
+        with pytest.raises(RewardError, match="scorer-0: its process exited with code 9 on prompt 3"):
             await pool.judge(PROMPT, "die")
         assert await values_of(pool, "fine") == [1.0]
         for _ in range(2):  # and one killed from outside costs no score
             pool.kill()
             assert await values_of(pool, "fine") == [1.0]
     async with scoring(reward_of("exiting")) as pool:
-        with pytest.raises(RewardError, match="ended with code 7 on prompt 3"):
+        with pytest.raises(RewardError, match="exited with code 7 on prompt 3"):
             await pool.judge(PROMPT, "fine")
 
 
@@ -279,7 +279,7 @@ async def test_nobody_waits_for_what_is_scored_when_the_pool_is_closed(config: R
 @in_loop
 async def test_a_scorer_that_dies_while_it_starts_is_named(config: RewardConfig, tmp_path: Path) -> None:
     (tmp_path / "rewards_stillborn.py").write_text("raise SystemExit(7)\n")
-    with pytest.raises(RewardError, match="the process that scores ended with code 7 before it was ready"):
+    with pytest.raises(RewardError, match="scorer-0: its process exited with code 7 before it was ready"):
         await ScorerPool(RewardConfig(name="rewards_stillborn:judge"), ClusterConfig()).start()
 
 
@@ -335,7 +335,7 @@ async def test_what_cannot_be_scored_costs_one_completion(on_error: str, config:
         given_up = None if on_error == "drop" else RewardScore(value=0.0, parts={name: 0.0, "failed": 1.0})
         assert scores == dict.fromkeys(bad, given_up)
         assert pool.num_scored == 8
-        assert "the process that scores ended with code" in pool.last_error
+        assert "its process exited with code" in pool.last_error
     kept = log.read_text()
     assert 'in moody\n    raise ValueError("no bread today")' in kept
     assert len(re.findall(r"^offbeat_data\._scoring\.functions\.\w+Error: ", kept, re.MULTILINE)) >= len(bad)

@@ -121,6 +121,6 @@ def test_of_those_that_are_waited_for_the_longest_come_first() -> None:
     """Errors name the first few."""
     launcher = LocalLauncher("test-run")
     for name, lasted_s in (("rollout-0", 1.0), ("rollout-1", 9.0), ("rollout-2", 4.0)):
-        wait = Wait(name=f"{name}.sleep", on=name, lasted_s=lasted_s, deadline_s=30.0)
+        wait = Wait(on=name, method="sleep", lasted_s=lasted_s, deadline_s=30.0)
         launcher._actors[name] = cast("ActorHandle", SimpleNamespace(waits=lambda wait=wait: [wait]))
     assert [wait.on for wait in launcher.waits()] == ["rollout-1", "rollout-2", "rollout-0"]

@@ -63,7 +63,7 @@ TOLD_BEFORE_S: Final = 2.0
 _LOG_BYTES: Final = 4 << 20
 """Longest beginning of a log that an environment or an agent writes, in each of thousands of episodes."""
 
-_OTHER_CALLS: Final = (".generate", ".score", ".health", ".beat")
+_OTHER_CALLS: Final = ("generate", "score", "health", "beat")
 """Calls that run beside a sync and are no part of it."""
 
 
@@ -307,7 +307,7 @@ class Fleet:
             waits = [
                 f"{wait.name} ({wait.lasted_s:.0f} s)"
                 for wait in self._launcher.waits()
-                if not wait.name.endswith(_OTHER_CALLS)
+                if wait.method not in _OTHER_CALLS
             ]
             raise DeadlineError(waiting, ", ".join(waits[:3]) or "the trainer's turn", early_s, "see the role's log")
         finally:

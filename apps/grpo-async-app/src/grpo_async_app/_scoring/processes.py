@@ -134,12 +134,14 @@ class Scorer:
         except PeerFailedError as error:
             if self._starter.is_closed:  # which has ended it
                 raise RewardError("scoring has ended: this reward is closed") from error
-            raise RewardError(f"{end_of_scorer(error)} before it was ready{self._starter.see(self.name)}") from error
+            raise RewardError(
+                f"{self.name}: {error.reason} before it was ready{self._starter.see(self.name)}"
+            ) from error
 
     def died(self, error: PeerFailedError, ask: ScorerAsk) -> RewardError:
-        """The error that says that its process has ended over a completion."""
+        """Return the error for a process that ended while it scored a completion."""
         index = json.loads(ask.prompt)["index"]
-        return RewardError(f"{end_of_scorer(error)} on prompt {index}{self._starter.see(self.name)}")
+        return RewardError(f"{self.name}: {error.reason} on prompt {index}{self._starter.see(self.name)}")
 
     def start_again(self) -> None:
         """Start another process in the background; whoever asks first, should it fail, tries again."""
@@ -296,8 +298,3 @@ def split(ask: ScorerAsk) -> list[ScorerAsk]:
 
 def worthless(config: RewardConfig, part: str) -> RewardScore:
     return RewardScore(value=0.0, parts={**dict.fromkeys(config.all_weights, 0.0), part: 1.0})
-
-
-def end_of_scorer(error: PeerFailedError) -> str:
-    """Such as "the process that scores ended with code 1"."""
-    return error.reason.replace("process exited", "process ended").replace("its process", "the process that scores", 1)

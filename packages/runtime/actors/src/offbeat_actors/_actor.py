@@ -190,8 +190,7 @@ class ActorHandle:
         """Calls that have not been answered."""
         now_s = time.monotonic()
         return [
-            Wait(f"{self.name}.{method}", self.name, now_s - since_s, deadline_s)
-            for method, since_s, deadline_s in self._calls.values()
+            Wait(self.name, method, now_s - since_s, deadline_s) for method, since_s, deadline_s in self._calls.values()
         ]
 
     async def request(self, call_id: int, frame: Bytes, deadline_s: float | None = None) -> Frame:

@@ -50,16 +50,21 @@ class Wait:
     """A call that has not been answered: an edge from the driver in the graph of who waits for whom.
 
     Args:
-        name: of the wait, such as "rollout-1.sleep".
-        on: the role that has to answer.
+        on: role that has to answer, such as "rollout-1".
+        method: method that was called, such as "sleep".
         lasted_s: seconds since the call.
         deadline_s: seconds it may take.
     """
 
-    name: str
     on: str
+    method: str
     lasted_s: float
     deadline_s: float
+
+    @property
+    def name(self) -> str:
+        """Name for an error, such as "rollout-1.sleep"."""
+        return f"{self.on}.{self.method}"
 
 
 RoleState = Literal["placed", "starting", "ready", "ended"]
