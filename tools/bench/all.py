@@ -232,9 +232,9 @@ def read_sections(page: Path) -> dict[str, str]:
 def write_page(page: Path, sections: dict[str, str]) -> None:
     """All parts, in the order of the benchmarks."""
     intro = (
-        "# Speed\n\nWhat `python tools/bench/all.py` has measured: side by side, SmolLM2-135M on two threads where "
-        "nothing\nelse is said. Each part has its command, what was wanted, and the raw rows. Why a bound is missed is "
-        "said in\n[decisions.md](decisions.md).\n\n"
+        "# Speed\n\nThis page lists the results of `python tools/bench/all.py`, measured side by side with other "
+        "libraries. The model\nis SmolLM2-135M on two threads unless stated otherwise. Each section shows its command, "
+        "the bounds and the raw rows.\n[decisions.md](decisions.md) explains why a bound is missed.\n\n"
     )
     page.write_text(intro + "\n".join(sections[name].rstrip() + "\n" for name in BENCHES if name in sections))
 

@@ -22,9 +22,9 @@ PAGE: Final = FOLDER.parents[1] / "docs" / "gpu.md"
 NOT_RUN: Final = "not run yet"
 HEAD: Final = """# On a GPU
 
-What was run on a GPU, when and on what; a row that says "not run yet" is code that no GPU has seen. The page is written
-by `python tools/gpu/report.py` from what `python tools/gpu/run.py` leaves; `tools/gpu/README.md` says how to run it.
-Each piece runs in a tiny form on a CPU in the tests.
+This page lists which code has run on a GPU, when, and on which one. "Not run yet" marks code that has not.
+`python tools/gpu/report.py` writes this page from the results of `python tools/gpu/run.py`; see `tools/gpu/README.md`.
+The tests run a tiny form of each piece on a CPU.
 
 | piece | what | last run | on | passed |
 |---|---|---|---|---|
