@@ -35,6 +35,8 @@ WITH_VLLM: Final = (
     f"--editable={ROOT}/packages/engines/rollout-torch",
 )
 BEGINS: Final = "<!-- {0} -->"
+BY_HAND: Final = "reasons"
+"""The part of the page that no benchmark writes: why bounds are missed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,13 +232,14 @@ def read_sections(page: Path) -> dict[str, str]:
 
 
 def write_page(page: Path, sections: dict[str, str]) -> None:
-    """All parts, in the order of the benchmarks."""
+    """Write all parts, in the order of the benchmarks, and what is written by hand."""
     intro = (
         "# Speed\n\nWhat `python tools/bench/all.py` has measured: side by side, SmolLM2-135M on two threads where "
-        "nothing\nelse is said. Each part has its command, what was wanted, and the raw rows. Why a bound is missed is "
-        "said in\n[decisions.md](decisions.md).\n\n"
+        "nothing\nelse is said. Each part has its command, what was wanted, and the raw rows. The last part says why "
+        "bounds are\nmissed.\n\n"
     )
-    page.write_text(intro + "\n".join(sections[name].rstrip() + "\n" for name in BENCHES if name in sections))
+    kept = (*BENCHES, BY_HAND)
+    page.write_text(intro + "\n".join(sections[name].rstrip() + "\n" for name in kept if name in sections))
 
 
 def find_model(folder: Path | None) -> Path:
