@@ -17,7 +17,7 @@ PAGES = site_pages(PACKAGES)
     [
         ("README.md", "[how](docs/losses.md#groups)", "[how](losses.md#groups)"),
         ("README.md", "[types](packages/core/types)", "[types](packages/types.md)"),
-        ("docs/gpu.md", "[x](../packages/engines/npu/README.md)", "[x](packages/npu.md)"),
+        ("docs/gpu.md", "[x](../packages/engines/serve/README.md)", "[x](packages/serve.md)"),
         ("packages/rl/data/README.md", "[x](../../../docs/rewards.md)", "[x](../rewards.md)"),
         ("packages/rl/data/README.md", "[x](../objectives)", "[x](objectives.md)"),
         ("docs/liveness-programs.md", "[`raises`](../tests/e2e/faults/raises.py)", "`raises`"),
