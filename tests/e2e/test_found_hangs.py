@@ -1,4 +1,4 @@
-"""The mechanisms of docs/found.md in programs of our own: the form that was found hangs, the mended one does not."""
+"""Hangs of public projects (docs/hanglint.md) in small programs: the faulty form hangs, the fixed form does not."""
 
 import contextlib
 import time

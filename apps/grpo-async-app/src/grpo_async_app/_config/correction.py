@@ -12,7 +12,7 @@ from offbeat_objectives import resolve_correction
 from offbeat_types import ModelError, read_model_json
 
 _ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "half with experts": 2.0, "fp8": 2.0}
-"""Twice or more what rounding alone was measured to do: docs/decisions.md."""
+"""At least twice what rounding alone does; docs/losses.md has the table."""
 
 
 def choose_correction(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
