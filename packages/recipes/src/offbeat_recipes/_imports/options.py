@@ -5,6 +5,8 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,6 +89,11 @@ _MAX_REFERENCES: Final = 8
 """An option may refer to one that refers to another; two that refer to each other never end."""
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".toml": tomllib.loads}
+_MAX_BYTES: Final = 2**20
+"""Of a file; one of options has less than a twentieth of that."""
+_MAX_VALUES: Final = 100_000
+"""Of a file: YAML may name a list in another, and that in another, and so on."""
+_LOAD_YAML: Final = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 _MAX_LEVELS: Final = 64
 """Of tables and lists inside one another; a configuration has less than 10."""
 _MAX_DIGITS: Final = 400
@@ -140,7 +147,7 @@ def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None 
             options = {name: _plain(value) for name, value in held.items()}
         source = Source(options)
     elif is_hydra:
-        source = _read_script(text, given)
+        source = _read_script(path, text, given)
     else:
         raise ConfigError(f"{path}: give the options as {', '.join(_STRUCTURED)}")
     if not source.options:
@@ -159,7 +166,7 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
         ConfigError: no such file, or nothing in it.
     """
     text = _read_text(path)
-    reading = read_shell(text, given)
+    reading = read_shell(text, given, str(path))
     programs = [read_flags(words) for words in reading.commands if any(word.startswith("openrlhf.") for word in words)]
     if not programs:
         raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
@@ -178,13 +185,17 @@ def _told(word: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        with path.open("rb") as file:
+            held = file.read(_MAX_BYTES + 1)
+        if len(held) > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES >> 10} KiB: give a file that has options alone")
+        return held.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
 
 
-def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
-    reading = read_shell(text, given)
+def _read_script(path: Path, text: str, given: Mapping[str, str] | None) -> Source:
+    reading = read_shell(text, given, str(path))
     chosen, others = _choose_program(reading)
     told = [*reading.not_understood, *map(_told, chosen.others)]
     told += [f"{each.name or 'a command'}: another command, not read" for each in others]
@@ -194,7 +205,7 @@ def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
         chosen,
         (*reading.undecided, *describe_defaults(reading, options)),
         tuple(dict.fromkeys(told)),
-        _find_variables(text, given, reading.defaults, options),
+        _find_variables(path, text, given, reading.defaults, options),
         tuple(describe_exports(reading, text)),
     )
 
@@ -212,7 +223,7 @@ def _read_overrides(program: Program) -> dict[str, Any]:
 
 
 def _find_variables(
-    text: str, given: Mapping[str, str] | None, defaults: Mapping[str, str], options: Mapping[str, Any]
+    script: Path, text: str, given: Mapping[str, str] | None, defaults: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
     """Find the options whose paths begin with a variable, by reading the script again with all of them set.
 
@@ -222,7 +233,7 @@ def _find_variables(
     paths = {name: f"/{_PROBE}{name}{_PROBE}" for name, default in defaults.items() if "/" in default}
     if not paths:
         return {}
-    program, _ = _choose_program(read_shell(text, {**(given or {}), **paths}))
+    program, _ = _choose_program(read_shell(text, {**(given or {}), **paths}, str(script)))
     found = {}
     for option, value in _read_overrides(program).items():
         probed, usual = _first_text(value), _first_text(options.get(option))
@@ -240,7 +251,9 @@ def _first_text(value: Any) -> str:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        held = _simple(_READERS.get(path.suffix, yaml.safe_load)(text))
+        held = _simple(_READERS.get(path.suffix, _LOAD_YAML)(text), count())
+    except OverflowError:
+        raise ConfigError(f"{path} cannot be read: at most {_MAX_VALUES} values are read") from None
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: at most {_MAX_LEVELS} levels of tables and lists are read") from None
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -252,14 +265,16 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     return held
 
 
-def _simple(value: Any, level: int = 0) -> Any:
+def _simple(value: Any, seen: Iterator[int], level: int = 0) -> Any:
     """Return a value as JSON would have it: names are texts, and so are dates, which YAML and TOML have too."""
     if level > _MAX_LEVELS:
         raise RecursionError
+    if next(seen) > _MAX_VALUES:
+        raise OverflowError
     if isinstance(value, dict):
-        return {str(name): _simple(inner, level + 1) for name, inner in value.items()}
+        return {str(name): _simple(inner, seen, level + 1) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_simple(inner, level + 1) for inner in value]
+        return [_simple(inner, seen, level + 1) for inner in value]
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
