@@ -1,6 +1,7 @@
 """Scripts that need what only a user has, scripts without end, and files that hold something else than options."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_mark_of_the_order_of_bytes_is_no_part_of_the_first_option(name: str, 
 
 def lists_in_lists() -> str:
     names = "abcdefgh"
-    lines = [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in zip(names, names[1:], strict=False)]
+    lines = [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in pairwise(names)]
     return "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *lines])
 
 

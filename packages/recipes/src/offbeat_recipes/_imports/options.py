@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from offbeat_recipes._imports.exports import describe_defaults, describe_exports
-from offbeat_recipes._imports.shell.reading import ShellReading, read_shell
+from offbeat_recipes._imports.shell.reading import ANOTHER_SCRIPT, ShellReading, read_shell
 from offbeat_types import ConfigError
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/.-]*)=(?P<value>.*)", re.DOTALL)
@@ -68,18 +68,23 @@ def read_program(words: Sequence[str]) -> Program:
 def read_flags(words: Sequence[str]) -> Program:
     """Take the words of a command of OpenRLHF apart: `--name`, `--name value`, `--name value value`."""
     position = next((at for at, word in enumerate(words) if word.startswith("openrlhf.")), 0)
-    options: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     others, name = [], ""
     for word in words[position + 1 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            options[name] = value if equals else ""
+            found[name] = [value] if equals else []
         elif name:
-            options[name] = f"[{options[name].strip('[]')},{word}]" if options[name] else word
+            found[name].append(word)
         else:
             others.append(word)
-    switches = {name: value or "true" for name, value in options.items()}
-    return Program(words[position], "", switches, tuple(others))
+    options = {name: _joined(values) for name, values in found.items()}
+    return Program(words[position], "", options, tuple(others))
+
+
+def _joined(values: list[str]) -> str:
+    """A name alone is a switch; one with an empty text after it is not set, as in `--use_wandb "$KEY"`."""
+    return f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true"
 
 
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
@@ -94,6 +99,10 @@ _MAX_BYTES: Final = 2**20
 _MAX_VALUES: Final = 100_000
 """Of a file: YAML may name a list in another, and that in another, and so on."""
 _LOAD_YAML: Final = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_MAX_DEFAULTS: Final = 8
+"""Files that name one another as what they begin with."""
+_OF_FRAMEWORK: Final = re.compile(r"_trainer$|^(override )?hydra")
+"""Files of a framework itself: its defaults stand anyway."""
 _MAX_LEVELS: Final = 64
 """Of tables and lists inside one another; a configuration has less than 10."""
 _MAX_DIGITS: Final = 400
@@ -138,20 +147,22 @@ def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None 
     """
     text = _read_text(path)
     if path.suffix in _STRUCTURED:
-        held = _parse(path, text)
+        held, told = _parse(path, text), []
         if is_hydra:
-            options = _resolved(dict(_flat(held)))
+            options = _resolved(_with_defaults(path, held, told.append))
         elif path.suffix == ".toml":
             options = dict(_flat(held))
         else:
             options = {name: _plain(value) for name, value in held.items()}
-        source = Source(options)
+        source = Source(options, not_understood=tuple(told))
     elif is_hydra:
         source = _read_script(path, text, given)
     else:
         raise ConfigError(f"{path}: give the options as {', '.join(_STRUCTURED)}")
     if not source.options:
-        raise ConfigError(f"{path} holds no options: a script with words such as data.max_prompt_length=1024, or YAML")
+        others = [f"; {line}" for line in source.not_understood if line.endswith(ANOTHER_SCRIPT)]
+        what = "a script with words such as data.max_prompt_length=1024, or YAML"
+        raise ConfigError(f"{path} holds no options: {what}{''.join(others[:1])}")
     return source
 
 
@@ -170,7 +181,7 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
     programs = [read_flags(words) for words in reading.commands if any(word.startswith("openrlhf.") for word in words)]
     if not programs:
         raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
-    chosen, *others = sorted(programs, key=lambda each: not each.name.endswith("train_ppo_ray"))
+    chosen, *others = sorted(programs, key=lambda each: not each.name.endswith(".train_ppo_ray"))
     told = [*reading.not_understood, *map(_told, chosen.others)]
     told += [f"{each.name}: another command, not read" for each in others]
     options = {name: read_value(value) for name, value in chosen.options.items()}
@@ -276,6 +287,29 @@ def _simple(value: Any, seen: Iterator[int], level: int = 0) -> Any:
     if isinstance(value, list):
         return [_simple(inner, seen, level + 1) for inner in value]
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _with_defaults(path: Path, held: Mapping[str, Any], tell: Callable[[str], None], depth: int = 0) -> dict[str, Any]:
+    """Return the options of a file of hydra, over those of the files that its list `defaults` names beside it.
+
+    Source: hydra 1.3: files of the list come first, but for those after `_self_`; of `group: name` in the folder group.
+    """
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    listed, is_after = held.get("defaults"), False
+    for entry in listed if isinstance(listed, list) else []:
+        names = [f"{group}/{name}" for group, name in entry.items()] if isinstance(entry, dict) else [str(entry)]
+        for name in names:
+            is_after = is_after or name == "_self_"
+            if name == "_self_" or _OF_FRAMEWORK.search(name):
+                continue
+            file = path.parent / f"{name}.yaml"
+            if depth < _MAX_DEFAULTS and re.fullmatch(r"[\w./-]+", name) and file.is_file():
+                found = _with_defaults(file, _parse(file, _read_text(file)), tell, depth + 1)
+                (after if is_after else before).update(found)
+            else:
+                tell(f"defaults: {name}: there is no {file.name} beside {path.name}, and what it sets is not read")
+    return {**before, **dict(_flat(held)), **after}
 
 
 def _flat(held: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,7 @@ _MAX_WORDS: Final = 10_000
 """Of an array, or of arguments."""
 _ARGUMENTS: Final = re.compile(r"\bgetopts?\b|\$[#@*1-9]|\$\{[#@*1-9][}:-]")
 """What asks for the arguments that the script was started with."""
+ANOTHER_SCRIPT: Final = "another script, not read: import that, and give with --set what this one exports to it"
 _STARTS: Final = re.compile(r"(?:^|[\s=])(?:python[\d.]*|torchrun|accelerate|ray)\s")
 """Beginning of a command that stands in one word of another, which hands it on, as in `ssh NODE "python …"`."""
 
@@ -448,10 +449,11 @@ class _Reader:
             self.tell(f"{bare[0]}: stands in no command (the line before it ends without a backslash)")
         elif any(_OVERRIDE.fullmatch(word) or _MODULE.match(word) for word in bare[1:]):
             self.reading.commands.append(bare)
+        elif len(bare) > 1 and bare[0] in ("bash", "sh") and bare[1].endswith(".sh"):
+            self.tell(f"{bare[0]} {bare[1]}: {ANOTHER_SCRIPT}")
         else:
-            for word in bare[1:]:
-                if _STARTS.search(word):
-                    self._run(ShellParser(word.removeprefix("--wrap=")).script(self.tell))
+            for word in filter(_STARTS.search, bare[1:]):
+                self._run(ShellParser(word.removeprefix("--wrap=")).script(self.tell))
 
     def _test(self, command: Test) -> bool | None:
         if command.expression:
