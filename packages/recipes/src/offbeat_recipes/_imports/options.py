@@ -5,7 +5,6 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -98,7 +97,6 @@ _MAX_BYTES: Final = 2**20
 """Of a file; one of options has less than a twentieth of that."""
 _MAX_VALUES: Final = 100_000
 """Of a file: YAML may name a list in another, and that in another, and so on."""
-_LOAD_YAML: Final = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 _MAX_DEFAULTS: Final = 8
 """Files that name one another as what they begin with."""
 _OF_FRAMEWORK: Final = re.compile(r"_trainer$|^(override )?hydra")
@@ -262,7 +260,7 @@ def _first_text(value: Any) -> str:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        held = _simple(_READERS.get(path.suffix, _LOAD_YAML)(text), count())
+        held = _simple(_READERS.get(path.suffix, yaml.safe_load)(text), count())
     except OverflowError:
         raise ConfigError(f"{path} cannot be read: at most {_MAX_VALUES} values are read") from None
     except RecursionError:
