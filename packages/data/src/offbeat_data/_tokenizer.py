@@ -23,6 +23,7 @@ _BLOCK = 256
 _BREAK: Final = "\ufdd3"
 """Breaks a control token that is written in words; a Unicode noncharacter, which no text holds."""
 _ANY_MARK: Final = re.compile(f"[{MARKS}]")
+_HALF: Final = re.compile("[\ud800-\udfff]")
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -122,7 +123,7 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Token ids [T] int32 and the character range [T, 2] int64 of each; nothing is put around the text."""
-        encoding = self._untrimmed.encode(text, add_special_tokens=False)
+        encoding = self._untrimmed.encode(whole_text(text), add_special_tokens=False)
         offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         ids = np.array(encoding.ids, dtype=np.int32)
         is_kept = ids != self._untrimmed.token_to_id(_BREAK)
@@ -170,7 +171,7 @@ class Tokenizer:
             block = list(texts[first : first + _BLOCK])
             escaped = any(_BREAK in text for text in block)
             backend = self._breaking if escaped else self._backend
-            for encoding in backend.encode_batch(block, add_special_tokens=add_special_tokens):
+            for encoding in backend.encode_batch(list(map(whole_text, block)), add_special_tokens=add_special_tokens):
                 ids, added = np.array(encoding.ids, np.int32), np.array(encoding.special_tokens_mask, np.bool_)
                 is_kept = ids != self._breaking.token_to_id(_BREAK) if escaped else slice(None)
                 yield ids[is_kept], added[is_kept]
@@ -221,6 +222,14 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)
         return None if text is None else self._backend.token_to_id(text)
+
+
+def whole_text(text: str) -> str:
+    """Return a text with a replacement character for each half of a surrogate pair, which nothing encodes.
+
+    Python's JSON reads one from an escape such as "\\ud800", which a model or a client may write.
+    """
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Tokenizer:

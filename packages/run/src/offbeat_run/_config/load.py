@@ -7,13 +7,16 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, Final, TypeVar, get_origin
 
 from offbeat_run._config.schema import Key, Section, named_class, nearest_key, nearest_section, sections_of, union_arms
 from offbeat_run._config.tables import OverrideText, build_named
 from offbeat_run._config.values import ValueProblemError, fit, fit_override, parse_scalar
 from offbeat_run._status import doing
 from offbeat_types import ConfigError
+
+MAX_CONFIG_BYTES: Final = 1 << 24
+"""Of the TOML file of a run."""
 
 _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
 
@@ -47,13 +50,17 @@ def read_toml(path: Path) -> TomlSource:
         ConfigError: missing, not a file, not text, or not TOML, with line and column.
     """
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        text = content.decode()
     except FileNotFoundError:
         raise ConfigError(f"no such file: {path}; a run needs a TOML file, see the recipes folder for some") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: must be UTF-8 text: byte {error.start} is not") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as a TOML file: {error.strerror}") from None
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: a TOML file of a run has {MAX_CONFIG_BYTES} bytes at most: give another one")
     return parse_toml(text, str(path))
 
 
