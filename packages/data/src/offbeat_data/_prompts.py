@@ -11,6 +11,7 @@ from offbeat_data._images import Picture, RowImages, refuse_images, with_images
 from offbeat_data._rows import (
     Row,
     as_messages,
+    as_question,
     as_text,
     find_column,
     naming_row,
@@ -103,7 +104,8 @@ class PromptSet:
         eval: prompts.
         train_counts: of their rows.
         eval_counts: of their rows.
-        notices: what the rows hold that is probably not meant: control tokens in words.
+        notices: what the rows hold that is probably not meant: control tokens in words, roles that few templates know,
+            prompts that end with an answer.
         template: file of the model folder whose chat template has rendered the first prompt; "": its text is as it was.
     """
 
@@ -129,7 +131,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         ModelError: a chat template is needed and there is none; or rows have images and the model takes none.
         BackendError: a reader is not installed.
     """
-    rows = read_sources(config, lambda row: with_images(find_column(row, config.prompt_column), row))
+    rows = read_sources(config, lambda row: with_images(as_question(find_column(row, config.prompt_column)), row))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
@@ -233,7 +235,9 @@ class _PromptBuilder:
         elif self.config.chat_template == "off":
             raise DataError("the prompt is a list of chat messages: set data.chat_template to auto")
         template = self.tokenizer.require_template()
-        messages, options, pictures = self._reader.read(row, as_messages(value), source)
+        asked = as_messages(value, f"column {self.config.prompt_column!r} (data.prompt_column)")
+        self.notes.prompt(asked)
+        messages, options, pictures = self._reader.read(row, asked, source)
         chat = template.render(messages, add_generation_prompt=True, options=options)
         encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
         text = self.tokenizer.unescape(chat.text)
