@@ -24,6 +24,7 @@ from offbeat_types import (
     read_model_json,
     read_tensor_shapes,
     require_backend,
+    user_path,
 )
 
 
@@ -56,7 +57,7 @@ def inspect_model(path: str, key: str = "model.path") -> ModelFolder:
     Raises:
         ModelError: missing, a run folder, no config, no safetensors, or a file that is cut short.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path).absolute()
     if not os.path.isdir(folder):  # False, too, for what cannot be a path
         advice = download_advice(path) or "give a Hugging Face model folder"
         raise ModelError(f"{key}: no such folder: {folder}; {advice}")
