@@ -178,9 +178,11 @@ def _told(word: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file of options") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be UTF-8 text: byte {error.start} is not; save it as UTF-8") from error
 
 
 def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
