@@ -178,6 +178,13 @@ def test_roles_and_answers_that_do_not_belong_into_prompts_are_noticed(make_toke
     assert "rows.jsonl, row 2" in ends
 
 
+def test_a_template_that_leaves_out_the_question_is_noticed(copied_folder, write_jsonl):
+    folder = copied_folder(None, {"chat_template.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"})
+    [notice] = load_prompts(DataConfig(path=write_jsonl(ROWS)), load_tokenizer(folder)).notices
+    assert notice.startswith(f"all {len(ROWS)} prompts are the same text once the chat template has rendered them, and")
+    assert load_prompts(DataConfig(path=write_jsonl(2 * ROWS[:1])), load_tokenizer(folder)).notices == ()
+
+
 NO_PROMPT = r"row 1: column 'prompt' .data.prompt_column. must be text or chat messages, a list of at least one, got "
 HELD_OUT = {"eval_size": 1}  # what is broken is said, and not that all rows ask the same
 NULL = r"row 3: column 'answer' .data.answer_column. is null"

@@ -1,5 +1,6 @@
 """Prompts for reinforcement learning: rows of a data set, rendered and encoded."""
 
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -140,9 +141,20 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         eval=held_out,
         train_counts=train_counts,
         eval_counts=eval_counts,
-        notices=builder.notes.notices,
+        notices=(*builder.notes.notices, *_sameness_notice(train)),
         template=tokenizer.template_file if builder.is_templated(train[0]) else "",
     )
+
+
+def _sameness_notice(prompts: tuple[Prompt, ...]) -> list[str]:
+    """Say where a chat template leaves out what is asked."""
+    questions = {json.dumps(prompt.question, default=str) for prompt in prompts}
+    if len(questions) == 1 or len({prompt.text for prompt in prompts}) > 1:
+        return []
+    return [
+        f"all {len(prompts)} prompts are the same text once the chat template has rendered them, and {len(questions)} "
+        "different questions are asked: correct the template, which leaves them out"
+    ]
 
 
 @dataclass(frozen=True)
