@@ -82,6 +82,7 @@ class ChatTemplate:
 
     Attributes:
         variables: names that the template reads, such as "tools".
+        writes_calls: whether it writes an assistant's calls of tools, as far as its text tells.
 
     Raises:
         ModelError: the template is not valid Jinja.
@@ -92,6 +93,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
+            self.writes_calls = "tool_calls" in source or "tojson" in source  # or a message as a whole
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(

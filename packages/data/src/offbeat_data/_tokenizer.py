@@ -16,7 +16,7 @@ import tokenizers
 
 from offbeat_data._chat_template import MARKS, ChatTemplate
 from offbeat_data._turn_markers import find_markers
-from offbeat_types import BackendError, Ids, ModelError, read_eos_ids, read_model_json
+from offbeat_types import BackendError, Ids, ModelError, download_advice, read_eos_ids, read_model_json, user_path
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
@@ -243,9 +243,10 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Token
         ModelError: no such folder, no tokenizer in it, or a corrupt one; a chat template that is no text or no Jinja.
         BackendError: an older format, and transformers is not installed.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist: give the path of a Hugging Face model folder")
+        advice = download_advice(str(folder)) or "give the path of a Hugging Face model folder"
+        raise ModelError(f"model folder {folder} does not exist: {advice}")
     settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     special_tokens = {
         role: text for role in settings if role.endswith("_token") and (text := _token_text(settings[role]))

@@ -18,8 +18,8 @@ from offbeat_types import ConfigError
 _SFT_HERE: Final = "`sft-app import` takes it"
 _OTHERS: Final = {
     "sft_trainer": ("SFT", _SFT_HERE),
-    "main_generation": ("generation without training", "`grpo-async-app evaluate RUN` samples from what was trained"),
-    "main_eval": ("scoring without training", "`grpo-async-app evaluate RUN` scores what was trained"),
+    "main_generation": ("generation without training", "`grpo-async-app eval RUN` samples from what was trained"),
+    "main_eval": ("scoring without training", "`grpo-async-app eval RUN` scores what was trained"),
     "main_spin": ("SPIN, which learns from preferences", "there is no such trainer here"),
     "main_sppo": ("SPPO, which learns from preferences", "there is no such trainer here"),
     "main_prime": ("PRIME, which trains its reward model", "there is no such trainer here"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_recipes._imports.option_table import NOTHING_FOLLOWS, OptionTable, Verdict
+from offbeat_recipes._imports.option_table import NOT_KNOWN, NOTHING_FOLLOWS, OptionTable, Verdict
 from offbeat_recipes._imports.options import is_open
 from offbeat_run import toml_value
 
@@ -76,6 +76,12 @@ class Draft:
     def left(self) -> tuple[str, ...]:
         """Options that have not been read yet."""
         return tuple(self._left)
+
+    @property
+    def knows_any(self) -> bool:
+        """Whether an option was more than a name that is not known, or there was none; after `finish`."""
+        given = [name for name, value in self._options.items() if value not in (None, [], {})]
+        return not given or any(self.lost.get(name) != NOT_KNOWN for name in given)
 
     def has(self, name: str) -> bool:
         """Return whether an option is set to something."""
