@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
 
-from offbeat_liveness._diagnosis import is_over
+from offbeat_liveness._diagnosis import how_it_ended, is_over
 from offbeat_liveness._diagnosis.graph import Absent, Fate, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideKind, OutsideWait, Wait
+from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideKind, OutsideWait, ProcessSnapshot, Wait
 
 WORLD = (0, 1, 2)
 
@@ -253,6 +253,14 @@ def test_a_circle_is_due_at_the_first_timeout_in_it() -> None:
     assert (verdict.kind, verdict.is_proof, verdict.due_in_s) == ("wait-cycle", False, 1730.0)
 
 
+def test_one_that_still_looks_for_the_store_of_a_world_is_on_its_way_in() -> None:
+    """On a busy machine the ranks of one start stand in other parts of `init_process_group`: that is no circle."""
+    asks_store = Wait(kind="rendezvous", what="init_process_group", age_s=70.0, on="127.0.0.1:29500")
+    meets = dataclasses.replace(asks_store, on="")
+    verdict = found(head(0, waits=(asks_store,), world_size=2), head(1, waits=(meets,), world_size=2))
+    assert (verdict.kind, verdict.is_proof) == ("stuck-call", False)
+
+
 def test_nobody_is_ended_before_a_wait_that_the_missing_one_has_declared() -> None:
     group = dataclasses.replace(member("0", (0, 1), entry(1)), timeout_s=50.0)
     uploads = declared("upload", "", deadline_s=600.0)
@@ -268,6 +276,23 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     assert not is_over(WaitGraph(heads=[waits, late], stall_after_s=STALL_S), verdict)
     assert not is_over(WaitGraph(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
     assert is_over(WaitGraph(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
+
+
+def test_nobody_is_said_to_have_come_who_has_not() -> None:
+    called = member("0", (0, 1), entry(1))
+    waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
+    verdict = found(waits, late)
+    goes_on, came = dataclasses.replace(waits, waits=()), dataclasses.replace(late, groups=(called,))
+    words = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
+    timed_out = Absent(name="rank 0", rank=0, world="w", fate="raised", text=words, head=waits)
+
+    def told(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> str:
+        ending = how_it_ended(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S), verdict)
+        return ending.what + ending.why
+
+    assert told(goes_on, came) == "it moves again: rank 1 came"
+    assert told(goes_on, late) == "it moves again: rank 0 went on without rank 1"
+    assert told(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
 
 
 def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:
