@@ -21,6 +21,7 @@ from liveness_launch import ABORTED, STALL_S, Body, Programs, launch, step
 import offbeat_liveness as liveness
 from offbeat_liveness import _announcer, _monitor
 from offbeat_liveness._announcer import Announcer
+from offbeat_liveness._diagnosis import Ending
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._monitor import must_end
@@ -303,9 +304,9 @@ def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
         return capfd.readouterr().err.count("suspicion")
 
     assert told_of(70.0) == 1
-    announcer.announce_movement()
+    announcer.announce_end(Ending("it moves again"))
     assert told_of(70.0, "rank 2") == 0, "each in its turn"
-    announcer.announce_movement()
+    announcer.announce_end(Ending("it moves again"))
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from offbeat_liveness._announcer import Announcer, Termination, leave, say
-from offbeat_liveness._diagnosis import find_verdict, is_over
+from offbeat_liveness._diagnosis import find_verdict, how_it_ended, is_over
 from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
@@ -318,7 +318,7 @@ class Monitor:
             if verdict is not None:
                 self._tell(verdict)
             elif self.verdict is not None and is_over(graph, self.verdict):
-                self._told.announce_movement()
+                self._told.announce_end(how_it_ended(graph, self.verdict))
             self._is_leading = self.verdict is not None  # else whoever still waits calls again
 
     def _tell(self, verdict: Verdict) -> None:
