@@ -295,6 +295,31 @@ def test_nobody_is_said_to_have_come_who_has_not() -> None:
     assert told(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
 
 
+def test_a_receive_from_any_rank_is_no_call_that_all_are_in() -> None:
+    receives = Wait(kind="p2p", what="recv_anysource", age_s=70.0, group="0")
+    verdict = found(head(0, member("0", (0, 1)), waits=(receives,)), head(1, member("0", (0, 1))))
+    assert verdict.kind == "starved"
+    assert "rank 0 waits in recv_anysource for a message of any rank, which nobody has sent" in verdict.headline
+    late = found(head(0, member("0", (0, 1)), waits=(receives,)), head(1, member("0", (0, 1)), still_s=0.0))
+    assert (late.kind, late.is_proof) == ("straggler", False)
+
+
+def test_a_missing_rank_that_is_in_a_call_of_torch_is_told_with_that() -> None:
+    """Groups that are made in another order have other names, and their members look for each other in vain."""
+    world, pair = (0, 1, 2), member("1", (0, 1), entry(1, group="1", done=True))
+    call = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=(0, 1), on="ranks 0-1")
+    verdict = found(
+        head(0, member("0", world), waits=(call,), world_size=3),
+        head(1, member("0", world), pair, world_size=3),
+        head(2, member("0", world, entry(1)), waits=(in_collective("0", 1),), world_size=3),
+    )
+    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 0", "rank 1"))
+    assert (
+        "ranks 0, 1 have not come to all_reduce Float[4] on the default group: rank 0 is in new_group" in verdict.text
+    )
+    assert "make the groups in the same order on every rank" in verdict.advice
+
+
 def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:
     death = Verdict(
         kind="dead-peer", certainty="proof", headline="", stalled_s=1.0, time_s=0.0, group="0", missing=("rank 1",)

@@ -310,6 +310,25 @@ def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
 
 
+def test_that_a_wait_was_given_up_is_told_once_no_error_can_be_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has raised prints its error before it says so: until then it seems to go on."""
+    told: list[str] = []
+    now_s = [100.0]
+    monkeypatch.setattr(_monitor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monitor = SimpleNamespace(
+        _open_since_s=float("inf"), _told=SimpleNamespace(announce_end=lambda ending: told.append(ending.what))
+    )
+    for now_s[0], ending in ((100.0, Ending("went on", is_open=True)), (104.0, Ending("went on", is_open=True))):
+        _monitor.Monitor._end_stall(cast("Any", monitor), ending)
+    assert told == []
+    _monitor.Monitor._end_stall(cast("Any", monitor), Ending("failed", has_failed=True))
+    now_s[0] = 110.0
+    _monitor.Monitor._end_stall(cast("Any", monitor), Ending("went on", is_open=True))
+    now_s[0] = 115.0
+    _monitor.Monitor._end_stall(cast("Any", monitor), Ending("went on", is_open=True))
+    assert told == ["failed", "went on"]
+
+
 def test_that_a_missing_rank_moves_is_no_news(announcer: Announcer, capfd: pytest.CaptureFixture[str]) -> None:
     """On a busy machine a rank that sleeps seems to, now and then; nor is it that the same rank stands again."""
     told = []

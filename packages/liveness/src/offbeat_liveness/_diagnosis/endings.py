@@ -21,11 +21,13 @@ class Ending:
         what: for people, to be followed by how long it took: "it moves again: rank 0 came".
         why: the rest of that sentence.
         has_failed: an error has ended those who waited, such as torch's own at its timeout.
+        is_open: nobody waits any more, and the missing one has not come: an error of those who waited may be due.
     """
 
     what: str
     why: str = ""
     has_failed: bool = False
+    is_open: bool = False
 
 
 def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
@@ -47,7 +49,8 @@ def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
         rest = f"; {join_names(away)} {has} not come" if away else ""
         return Ending(what="the wait has failed", why=f": {fate_text(failed)}{rest}", has_failed=True)
     if away:
-        return Ending(what=f"it moves again: {join_names(verdict.arrived)} went on without {join_names(away)}")
+        what = f"it moves again: {join_names(verdict.arrived)} went on without {join_names(away)}"
+        return Ending(what=what, is_open=True)
     return Ending(what=f"it moves again: {join_names(verdict.missing)} came" if verdict.missing else ENDED_WELL)
 
 
