@@ -320,6 +320,16 @@ def test_a_missing_rank_that_is_in_a_call_of_torch_is_told_with_that() -> None:
     assert "make the groups in the same order on every rank" in verdict.advice
 
 
+def test_of_one_that_has_not_answered_yet_nobody_says_that_it_moves() -> None:
+    """It may hold the GIL and compute, or hang there: that is known after several looks."""
+    silent = head(1, still_s=0.0, threads=(), is_heard=False, notes=("rank 1 does not answer (1 of 3 looks)",))
+    verdict = found(head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),)), silent)
+    assert (verdict.kind, verdict.is_proof) == ("straggler", False)
+    assert "rank 1 is silent so far, and may only be slow" in verdict.headline
+    assert "moving" not in verdict.text
+    assert "py-spy dump --native" in verdict.advice
+
+
 def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:
     death = Verdict(
         kind="dead-peer", certainty="proof", headline="", stalled_s=1.0, time_s=0.0, group="0", missing=("rank 1",)

@@ -29,6 +29,7 @@ ADVICE: Final[dict[str, str]] = {
     "crashed": "see the last lines of its stderr for what native code said",
     "stopped": "let it go on (kill -CONT PID), or restart the run without it",
     "silent": "see what its native code does (py-spy dump --native --pid PID), then restart",
+    "silent-so-far": "see what its native code does (py-spy dump --native --pid PID): it may compute, or hang there",
     "left": "let every member make the same calls before any of them destroys the group",
     "exited": "make every member run the same number of collectives: it left its loop earlier (uneven data?)",
     "unreachable": "look at that host and at the network between the hosts",
@@ -140,6 +141,8 @@ def _outside_party(graph: WaitGraph, head: ProcessSnapshot, thread: str) -> Part
     stack = head.threads[0].stack if head.threads else ()
     why = outside_chain(graph, head.name)
     why += _in_flight(head, head.threads[0].name) if head.threads else ""
+    if not head.is_heard:
+        return Party(name=head.name, rank=head.rank, part="moving", doing="silent so far", stack=stack)
     if graph.is_moving(head, thread):
         doing = f"in no collective, moving{why}{_last_entered(head)}"
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
