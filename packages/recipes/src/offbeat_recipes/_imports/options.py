@@ -198,10 +198,7 @@ def _read_text(path: Path) -> str:
             held = file.read(_MAX_BYTES + 1)
         if len(held) > _MAX_BYTES:
             raise ConfigError(f"{path} is larger than {_MAX_BYTES >> 10} KiB: give a file that has options alone")
-        return held.decode("utf-8-sig").replace("
-", "
-").replace("", "
-")
+        return held.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file of options") from error
     except UnicodeDecodeError as error:
