@@ -38,6 +38,7 @@ HEADLINE: Final = "offbeat liveness: "
 SUSPICION: Final = f"{HEADLINE}suspicion: "
 POINTER: Final = ", told in full by "
 CLEARING: Final = "moves again"
+FAILURE: Final = f"{HEADLINE}the wait has failed"
 # What the programs use; imported once, not by each rank.
 PRELOADED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel")
 
@@ -94,12 +95,12 @@ class Told:
 
     Args:
         rank: on whose.
-        what: "proof", "suspicion", or "clearing": that it moves again.
+        what: "proof", "suspicion", "clearing": that it moves again, or "failure": that those who waited were ended.
         text: without the common beginning.
     """
 
     rank: int
-    what: Literal["proof", "suspicion", "clearing"]
+    what: Literal["proof", "suspicion", "clearing", "failure"]
     text: str
 
 
@@ -145,6 +146,8 @@ def _told(rank: int, line: str) -> Told:
     text = line[line.index(HEADLINE) :]  # a prompt of the program may stand before it
     if CLEARING in text:
         return Told(rank=rank, what="clearing", text=text.removeprefix(HEADLINE))
+    if text.startswith(FAILURE):
+        return Told(rank=rank, what="failure", text=text.removeprefix(HEADLINE))
     is_suspicion = text.startswith((SUSPICION, f"{HEADLINE}straggler: "))
     return Told(rank=rank, what="suspicion" if is_suspicion else "proof", text=text.removeprefix(HEADLINE))
 

@@ -222,7 +222,7 @@ def random_run(seed: int, size: int, *, num_runs: int, stall_after_s: float) -> 
 def complaints(healthy: Healthy, seen: Observation) -> list[str]:
     """What a monitor did wrong to a healthy run; empty if it let it be."""
     told = seen.told
-    found = [f"proof on rank {each.rank}: {each.text}" for each in told if each.what == "proof"]
+    found = [f"{each.what} on rank {each.rank}: {each.text}" for each in told if each.what in ("proof", "failure")]
     things = Counter[tuple[str, str]]()
     for rank in seen.outputs:  # where the leader is too busy to answer, the next one says the same: no second thing
         things |= Counter((each.what, SECONDS.sub("", each.text)) for each in told if each.rank == rank)

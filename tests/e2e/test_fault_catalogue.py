@@ -102,6 +102,9 @@ def test_what_is_proven_is_ended_and_what_is_suspected_goes_on(results, fault, s
         else:
             assert codes == {ABORTED}, f"exit codes {seen.exit_codes}\n{told}"
         return
+    if fault.ends != "well":
+        cleared = [each.text for each in seen.told if each.what == "clearing"]
+        assert not cleared, f"{cleared[0]}\nis not so: nobody came\n{told}"
     early = [each for each in seen.verdicts if is_proof(each[1]) and each[0] < TIMEOUT_S]
     assert not early, f"{early[0][1]['text']}\nis no proof: {fault.because.text}"
     if fault.ends == "well":

@@ -203,6 +203,27 @@ def test_at_its_deadline_a_program_is_killed_with_its_children(
     wait_until_gone(pids(tmp_path / "pids"), 10)
 
 
+LEAVING = """
+import os, pathlib, sys, time
+os.{leave}
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@every_start
+@pytest.mark.parametrize("leave", ["setsid()", "setpgid(0, 0)", "kill(os.getpgid(0), 9)"])
+def test_a_program_that_leaves_its_group_has_no_more_time_than_others(
+    program: str, tmp_path: Path, preload: list[str], leave: str
+) -> None:
+    Path(program).write_text(LEAVING.format(leave=leave))
+    file = tmp_path / "pids"
+    start_s = time.monotonic()
+    [found] = asyncio.run(run(role(program, str(file), preload=preload, deadline_s=3.0)))
+    assert (found.how, time.monotonic() - start_s < 60) == ("timed_out", True)
+    wait_until_gone(pids(file), 10)
+
+
 @every_start
 def test_a_cancelled_episode_is_killed(program: str, tmp_path: Path, preload: list[str]) -> None:
     Path(program).write_text(LASTING)

@@ -183,6 +183,14 @@ def test_a_plan_says_where_a_reward_that_compares_has_nothing_to_compare(
     assert ("compares the completions" in told) == bool(name)
 
 
+def test_a_plan_says_where_an_update_takes_more_prompts_than_there_are(command: CommandLine, config: Path) -> None:
+    planned = command("plan", config, "--async.mini_batch_size=50")
+    assert planned.code == 0, planned.err
+    text = " ".join(planned.out.split())
+    assert "an update takes 50 prompts (async.mini_batch_size x async.require_batches), and an epoch has 20" in text
+    assert "an epoch has" not in command("plan", config).out
+
+
 def test_an_engine_that_refuses_its_settings_leaves_the_runs_name_free(
     forked_main: Callable[[], object], config: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from grpo_async_app._commands.quickstart import LESSONS, answered, calculated
 from grpo_async_app._fleet import environments as environment_process
 from offbeat_data import EpisodeHost, Prompt, RewardScore
 from offbeat_run import RunFolder, read_generations
-from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
+from offbeat_testing import CommandLine, RunningCommand, drop_digests, wait_until_gone
 
 NUM_TRAIN = 20
 
@@ -178,6 +178,7 @@ def test_a_checkpoint_that_a_reward_has_poisoned_is_resumed(
     assert groups, "the engines should have been ahead of the trainer"
     groups[0]["rewards"][0] = float("nan")
     buffer.write_text(json.dumps(groups))
+    drop_digests(latest.path)
     run_to_its_end(forked_main, "resume", run)
     times = trained_prompts(run)
     assert sum(times.values()) == 2 * NUM_TRAIN - 1

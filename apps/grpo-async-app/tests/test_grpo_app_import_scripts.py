@@ -68,6 +68,17 @@ SCRIPTS = [
     "declare -A M=([s]=1 [l]=2)\nk=l\nrun a.b=${M[$k]}\nV=k; run a.b=${!V}",
     'eval "run a.b=1 c.d=$((1 + 1))"\nX=2\nwhile [ $X -gt 0 ]; do X=$((X - 1)); done\nrun a.b=$X',
     "run a.b=1 \\ \n  c.d=2",
+    "A=7; B=3\n((A += 2)); ((B++)); let C=A*B; ((D = A - B)); ((--A))\nrun a.b=$A c.d=$B e.f=$C g.h=$D\n"
+    "((E=0)) || run a.b=$((B == 4))",
+    "P=/a/b/c.tar.gz\nrun a.b=${P//\\//_} c.d=${P/\\/a/} e.f=${P/#\\/a/z} g.h=${P/%gz/xz} i.j=${P//[bc]/-} k.l=${P//.}",
+    'A=(x y z w)\nrun a.b=1 "${A[@]:1}" ${A[@]:1:2} "${A[@]/#/p.q=}" "${A[@]%z}" ${A[@]+"${A[@]}"}\n'
+    'f() { run "$@" "${@:2}" ${@:1:1}; }\nf a.b=1 c.d=2 e.f=3',
+    "for x in 1 2 3; do if [ $x = 2 ]; then continue; fi; run a.b=$x; done\n"
+    "n=0; while [ $n -lt 4 ]; do n=$((n+1)); [ $n = 2 ] && continue; run c.d=$n; done",
+    "X=abc.tar\n[[ $X == a*[b-d]?tar ]] && run a.b=1\n[[ $X =~ ^([a-c]+)\\.tar$ ]] && run a.b=2\n"
+    '[[ $X == "a*" ]] || run a.b=3\ncase $X in *.gz|*.t?r) run a.b=4;; esac; [[ $X == *[!x] ]] && run a.b=5',
+    'D=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\nrun a.b="$D/data" c.d=$(realpath $(dirname $0)/../y) '
+    'e.f=$(basename "$0") g.h=$"q r"',
 ]
 
 
@@ -82,7 +93,7 @@ def test_a_script_gives_the_words_that_bash_gives(script: str, tmp_path: Path) -
     calls = (tmp_path / "words").read_text().split("\1")[:-1]
     expected = [call.split("\0")[:-1] for call in calls]
     assert expected
-    assert read_shell(script, {"HOME": "/home/somebody"}).commands == expected
+    assert read_shell(script, {"HOME": "/home/somebody"}, str(tmp_path / "script")).commands == expected
 
 
 def test_what_only_the_machine_decides_is_listed_and_what_was_set_before_stands() -> None:

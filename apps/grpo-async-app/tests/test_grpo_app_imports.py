@@ -335,7 +335,8 @@ def test_a_file_of_too_many_levels_is_one_clear_error(
     ("words", "said"),
     [
         (["nemo", "x.sh"], "import knows verl, trl, openrlhf, prime-rl: got 'nemo'"),
-        (["verl", "/nowhere.sh"], "cannot be read"),
+        (["verl", "/nowhere.sh"], "/nowhere.sh cannot be read: No such file or directory; give a file of options"),
+        (["verl", "/"], "/ cannot be read: Is a directory; give a file of options"),
         (["verl"], "import takes 2 arguments, FRAMEWORK FILE, got 1 (verl)"),
     ],
 )

@@ -148,3 +148,10 @@ def test_a_plan_bounds_memory_and_micro_batches_by_the_prompts_that_there_are(
     assert activations
     assert activations[2] != "GiB", "of 8 samples of a few tokens"
     assert re.search(r"in flight at most \d+ prompts \(\d+ samples\) started between two syncs; the engines", text)
+
+
+@pytest.mark.parametrize("name", ["resume", "eval", "where"])
+def test_the_run_of_the_other_application_is_named_as_such(command: CommandLine, tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.toml").write_text("[model]\npath = 'm'\n")
+    (tmp_path / "sessions.jsonl").write_text('{"command": "sft-app train my.toml", "started_s": 1.0}\n')
+    assert "is a run of sft-app, and not of grpo-async-app; sft-app continues it" in command.refused(name, tmp_path)

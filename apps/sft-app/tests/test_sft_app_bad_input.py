@@ -89,6 +89,14 @@ def test_unusual_roles_and_rows_of_several_forms_are_said(command: CommandLine, 
     assert "messages of unusual roles: 1 of 'critic'" in text
 
 
+def test_a_batch_larger_than_the_data_is_noticed(command: CommandLine, config: Path) -> None:
+    planned = command("plan", config, "--engine.batch_size=1000")
+    assert planned.code == 0, planned.err
+    text = " ".join(planned.out.split())
+    assert "engine.batch_size = 1000: an epoch has 20 to train on, so that an update takes all of them" in text
+    assert "an epoch has" not in command("plan", config).out
+
+
 def test_a_conversation_without_an_assistant_is_named_by_its_row(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:

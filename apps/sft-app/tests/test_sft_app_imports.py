@@ -143,6 +143,13 @@ def test_shares_of_all_steps_and_a_least_rate_are_not_lost(command: CommandLine,
         ("trl-cpo", "cpo.yaml", "beta: 0.1\n", "preference.loss has TRL's simpo"),
         ("trl", "grpo.yaml", "reward_funcs: accuracy\n", "import it with grpo-async-app"),
         (
+            "trl",
+            "mine.toml",
+            '[data]\npath = "x"\n',
+            "holds no option of trl that is known here, but data.path: give a",
+        ),
+        ("verl", "config.json", '{"hidden_size": 8, "vocab_size": 9}', "holds no option of verl that is known here"),
+        (
             "verl",
             "grpo.sh",
             "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",

@@ -35,3 +35,12 @@ def test_a_plan_bounds_memory_by_the_rows_that_there_are(command: CommandLine, c
     ]
     assert all(found)
     assert "GiB" not in str(found)
+
+
+@pytest.mark.parametrize("name", ["resume", "eval"])
+def test_the_run_of_the_other_application_is_named_as_such(command: CommandLine, tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.toml").write_text("[model]\npath = 'm'\n")
+    (tmp_path / "sessions.jsonl").write_text('{"command": "grpo-async-app train my.toml", "started_s": 1.0}\n')
+    assert "is a run of grpo-async-app, and not of sft-app; grpo-async-app continues it" in command.refused(
+        name, tmp_path
+    )

@@ -21,6 +21,7 @@ from offbeat_run import (
     push,
     push_command,
     record_session,
+    refuse_foreign_run,
     report_command,
     run_named_command,
 )
@@ -73,6 +74,7 @@ def _begin(preflight: Preflight, run: RunFolder, words: CommandWords) -> int:
 def _resume(words: CommandWords, folder: str) -> int:
     check_destination(words)
     with RunFolder.open(folder) as run:
+        refuse_foreign_run(run, _PROGRAM)
         start = find_start(run)
         config = load_config(run.config, SftConfig, words.overrides)
         check_trackers(config.log)
@@ -83,6 +85,7 @@ def _resume(words: CommandWords, folder: str) -> int:
 
 def _eval(words: CommandWords, folder: str) -> int:
     with RunFolder.open(folder, write=False) as run:
+        refuse_foreign_run(run, _PROGRAM)
         checkpoint = run.checkpoints.chosen()
         first = load_config(run.config, SftConfig, words.overrides)
         preflight = check_run(replace(first, model=replace(first.model, path=str(checkpoint.path))))

@@ -216,10 +216,20 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         placement=placement,
         layout=layout,
         memory=_estimate_memory(config, layout, placement, _largest_batch(config, examples.train)),
-        notices=(*examples.notices, *tracker_notices(config.log)),
+        notices=(*examples.notices, *_batch_notice(config, len(examples.train)), *tracker_notices(config.log)),
         sample=_sample_text(config, examples, tokenizer),
         begun=begun,
     )
+
+
+def _batch_notice(config: SftConfig, num_rows: int) -> list[str]:
+    if config.engine.batch_size <= num_rows:
+        return []
+    more = "" if config.data.epochs == 1 else ", and goes on with those of the next epoch"
+    return [
+        f"engine.batch_size = {config.engine.batch_size}: an epoch has {num_rows} to train on, so that an update takes "
+        f"all of them{more}; lower it for more updates"
+    ]
 
 
 def _sample_text(config: SftConfig, examples: ExampleSet, tokenizer: Tokenizer) -> str:

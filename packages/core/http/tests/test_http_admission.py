@@ -193,6 +193,59 @@ async def test_a_thousand_malformed_requests_are_one_line(caplog):
     assert not [record for record in caplog.records if record.name == "asyncio" and record.levelno > logging.DEBUG]
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+END = b"0\r\n\r\n"
+
+
+def chunks(size, count):
+    return b"%x\r\n%s\r\n" % (size, b"a" * size) * count
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(CHUNKED + b"\r\n" + chunks(1, 300) + END, id="single bytes"),
+        pytest.param(CHUNKED + b"\r\n" + chunks(1000, 10) + chunks(1, 1000) + END, id="single bytes later"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 128 + b"\r\n", id="lines of head"),
+        pytest.param(b"GET / HTTP/1.1\nHost: x\n" + b"a:b\n" * 128 + b"\n", id="lines of head without CR"),
+        pytest.param(HALF + b"a:b\r\n" * 128, id="lines of half a head"),
+        pytest.param(CHUNKED + b"Content-Length: 5\r\n\r\n" + END, id="both lengths"),
+        pytest.param(WHOLE + HALF + b"a:b\r\n" * 128 + b"\r\n", id="the second of two"),
+    ],
+)
+async def test_a_request_of_more_parts_than_anybody_sends_is_refused(request_bytes):
+    async with serving(Application(status=204, size=0)) as (server, _):
+        client = await Client(server).open(request_bytes)
+        answers = await client.reader.read()
+        client.writer.close()
+    assert answers.count(b" 400 ") == 1
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(CHUNKED + b"\r\n" + chunks(1, 256) + END, id="a few single bytes"),
+        pytest.param(CHUNKED + b"\r\n" + chunks(128, 2000) + END, id="many chunks"),
+        pytest.param(CHUNKED + b"\r\n" + b"10;name=value\r\n" + b"a" * 16 + b"\r\n" + END, id="chunk extensions"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 100 + b"\r\n", id="a hundred headers"),
+        pytest.param(
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n" + b"\n" * 5000, id="a body of lines"
+        ),
+    ],
+)
+async def test_what_clients_send_is_not_taken_for_an_attack(request_bytes):
+    class Reading(Application):
+        async def __call__(self, scope, receive, send):
+            while (await receive()).get("more_body"):
+                pass
+            await super().__call__(scope, receive, send)
+
+    async with serving(Reading()) as (server, _):
+        client = await Client(server).open(request_bytes)
+        assert await client.answer() == 200
+        assert await client.ask() == 200
+
+
 async def test_an_upgrade_is_no_line(caplog):
     async with serving() as (server, _):
         client = await Client(server).open(HALF + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")

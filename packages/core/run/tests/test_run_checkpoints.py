@@ -1,7 +1,6 @@
 """A checkpoint is whole or not there; the last and the best ones stay."""
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
 from offbeat_run import Checkpoints, atomic_folder, atomic_write, reading
-from offbeat_testing import DiskRecord
+from offbeat_testing import DiskRecord, drop_digests
 from offbeat_types import ConfigError, RunFolderError, tensor_file_header
 
 
@@ -248,18 +247,12 @@ def test_the_best_checkpoint_is_passed_over_when_its_model_is_damaged_and_one_th
         held.find(2)
 
 
-def as_older_versions_wrote_it(folder):
-    manifest = json.loads((folder / "checkpoint.json").read_text())
-    older = {name: manifest[name] for name in ("step", "time_s", "file_bytes")}
-    (folder / "checkpoint.json").write_text(json.dumps(older, indent=1))
-
-
 def test_a_checkpoint_of_an_older_version_is_read_and_told_to_be_unchecked(tmp_path):
     held = Checkpoints(tmp_path)
     with held.write(1) as folder:
         (folder / "model.safetensors").write_bytes(tensor_file_header([]))
         (folder / "loop.json").write_text("{}")
-    as_older_versions_wrote_it(tmp_path / "step-000001")
+    drop_digests(tmp_path / "step-000001")
     folder, (notice, resumes) = resumed(held)
     assert folder == tmp_path / "step-000001"
     assert notice == "checkpoint step-000001 is of an older version and has no digests: changed bytes would not be seen"

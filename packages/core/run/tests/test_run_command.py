@@ -140,6 +140,12 @@ def test_a_run_that_is_refused_or_interrupted_before_it_begins_leaves_no_folder(
     assert list(tmp_path.rglob("*")) == ([folder] if is_there else [])
 
 
+def test_what_the_terminal_cannot_show_is_escaped():
+    done = run("print_text('0 → 1')\nraise ConfigError('no \u2501 here')", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stdout) == (2, "0 \\u2192 1\n")
+    assert "error: no \\u2501 here" in done.stderr
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     code = "from offbeat_run import *\ndef main():\n    for _ in range(10**5): print('x' * 80)\nrun_command(main)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -175,6 +181,9 @@ def test_words_are_sorted_into_command_overrides_and_options():
         (["--out"], "--out: needs a value"),
         (["--log.every", "--out", "x"], r"--log\.every: needs a value"),
         (["--fast=1"], "unknown option"),
+        (["--out", ""], r"--out: needs a value, got an empty one: --out VALUE"),
+        (["--out="], r"--out: needs a value, got an empty one"),
+        (["--out", "s3://bucket/runs"], r"--out s3://bucket/runs: is an address; give a folder or a file"),
     ],
 )
 def test_a_wrong_option_is_refused(words, said):
@@ -247,6 +256,21 @@ def test_a_command_that_cannot_be_is_named(words):
         (("go",), "go takes one argument, FILE, got none"),
         (("stop", "now"), "stop takes no argument, got 1 (now)"),
         (("go", "a", "b"), "go takes one argument, FILE, got 2 (a b)"),
+        (("go", ""), "go takes one argument, FILE, got an empty one"),
+        (
+            ("go", "a", "car.speed=2"),
+            "go takes one argument, FILE, got 2 (a car.speed=2); a setting is written --car.speed=2",
+        ),
+        (
+            ("go", "a", "+car.speed=2"),
+            "go takes one argument, FILE, got 2 (a +car.speed=2); a setting is written --car.speed=2",
+        ),
+        (
+            ("go", "a", "-car.speed", "2"),
+            "go takes one argument, FILE, got 3 (a -car.speed 2); a setting is written --car.speed VALUE",
+        ),
+        (("go", "a", "--speed", "2"), "--speed: unknown option; did you mean --car.speed?"),
+        (("go", "a", "--car_speed=2"), "--car_speed=2: unknown option; did you mean --car.speed?"),
     ],
 )
 def test_a_wrong_command_is_answered_with_the_right_ones(words, complaint):
@@ -330,6 +354,9 @@ def test_whole_numbers_are_checked():
     assert whole_number(CommandWords(options={"seed": "7"}), "seed") == 7
     with pytest.raises(ConfigError, match="--seed"):
         whole_number(CommandWords(options={"seed": "-1"}), "seed")
+    for digits in (20, 5000):
+        with pytest.raises(ConfigError, match="--seed needs a whole number of at most 9007199254740992: got 999"):
+            whole_number(CommandWords(options={"seed": digits * "9"}), "seed")
 
 
 COUNTS = [(7, "7"), (789_888, "790 k"), (134_515_008, "135 M"), (8 * 10**9, "8 B"), (999_600, "1000 k")]

@@ -140,6 +140,25 @@ def test_an_override_inside_a_table_keeps_the_other_entries_of_the_file():
         ("weights = {a = -inf}", "got the number -inf"),
         ("weights = {a = 'x'}", 'got the string "x"'),
         ("seed = 'x'", 'must be an integer or "none", got the string "x"'),
+        ("max_running = 1e6", "got the number 1000000.0; write 1000000"),
+        ("max_running = 0.0", "got the number 0.0"),
+        ("max_running = '8'", 'got the string "8"; write 8'),
+        ("temperature = '0.7'", 'got the string "0.7"; write 0.7'),
+        ("temperature = '50%'", 'got the string "50%"; write 0.5'),
+        ("temperature = '9'", 'got the string "9"'),
+        ("temperature = [0.7]", "got the list [0.7]"),
+        ("temperature = {value = 0.7, unit = 'x'}", 'got the table {value = 0.7, unit = "x"}'),
+        ("temperature = 2026-01-01", "got the date 2026-01-01"),
+        ("temperature = 10:30:00", "got the time 10:30:00"),
+        ("ignore_eos = 'True'", 'got the string "True"; write true'),
+        ("ignore_eos = 'maybe'", 'got the string "maybe"'),
+        ("ignore_eos = 0", "got the integer 0; write false"),
+        ("ignore_eos = [true]", "must be true or false, got the list [true]"),
+        ("ignore_eos = {on = true}", "must be true or false, got the table {on = true}"),
+        ("max_running = '1_GB'", 'got the string "1_GB"'),
+        ("max_running = [8]", "must be an integer >= 1, in samples, got the list [8]"),
+        ("stop = 'b'", 'got the string "b"; write ["b"]'),
+        ("options = 'a=1'", 'got the string "a=1"; write a table as {name = 1}'),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_requirement_and_line(line, said):
@@ -167,6 +186,7 @@ def test_a_wrong_override_is_named_as_the_place():
         (WELL + "[zzz]", "known sections: rollout, async, extra"),
         ("temperature = 1\n" + WELL, "my.toml:1: temperature: unknown key; did you mean rollout.temperature?"),
         ("rollout = 1", "must be a table, [rollout], got a single value"),
+        ("[[rollout]]", "must be a table, [rollout], got [[rollout]], a list of tables"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_known_one(text, said):
@@ -286,14 +306,73 @@ def test_only_relative_paths_that_are_beside_the_file_are_named(tmp_path, monkey
     assert load_config(folder / "my.toml", OfPlaces, ["--data.path=other"]).data.path == "other"
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("ignore_eos = True", "TOML writes true"),
+        ("seed = None", 'TOML writes "none"'),
+        ("seed = null # not set", 'TOML writes "none"'),
+        ("seed: 3", "TOML writes key = value; a file of another trainer is read by the command import"),
+        ("seed = 3; temperature = 1", ""),
+        ("; a comment", "a comment begins with #"),
+        ("// a comment", "a comment begins with #"),
+        ("dtype = “float32”", 'TOML takes straight quotes alone: "..."'),
+        ('model_path = "C:\\Users\\me"', r"in double quotes a backslash begins an escape; write single quotes"),
+        ("dtype = float32", 'a text needs quotes: "float32"'),
+        ("model_path = ~/models/a", 'a text needs quotes: "~/models/a"'),
+        ("temperature = 50%", "a number has no unit"),
+        ("max_bytes = 10GB", "a number has no unit"),
+        ("every_s = 1h", "a number has no unit"),
+        ("seed = 1\nseed = 2", "the key is given twice; keep one of them"),
+        ("[rollout]", "the section is there twice; put its keys together under one heading"),
+        ("#!/bin/bash\nimport trl", "this is no TOML; a file of another trainer is read by the command import"),
+        ('{"rollout": 1}', "this is no TOML"),
+    ],
+)
+def test_broken_toml_is_answered_with_what_to_write(line, advice):
+    message = refused(WELL + line)
+    *_, caret, below = message.splitlines()
+    assert (caret.strip(), below[:2]) == ("^", "  ") if advice else below.strip() == "^"
+    assert advice in below
+
+
+def test_a_quantity_is_answered_in_the_unit_of_its_setting():
+    @dataclass(frozen=True, kw_only=True)
+    class Limits:
+        size: int = setting(0, "How much.", "bytes", ge=0)
+        after_s: float = setting(1.0, "How long.", "s", ge=0)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Root:
+        limits: Limits = field(default_factory=Limits)
+
+    cases = {"size": ["10GB", "10000000000", "2 GiB", "2147483648"], "after_s": ["1h", "3600", "500ms", "0.5"]}
+    for key, (first, its, second, others) in cases.items():
+        for text, written in ((first, its), (second, others)):
+            with pytest.raises(ConfigError) as refusal:
+                parse_config("", Root, [f"--limits.{key}={text}"])
+            assert str(refusal.value).endswith(f'got the string "{text}"; write {written}')
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.toml", Config)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path, Config)
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="UTF-8"):
+    (tmp_path / "binary.toml").write_bytes(b"a = 1 # \xff\x00")
+    with pytest.raises(ConfigError, match="must be UTF-8 text: byte 8 is not; save it as UTF-8"):
         load_config(tmp_path / "binary.toml", Config)
+    (tmp_path / "wide.toml").write_bytes(WELL.encode("utf-16"))
+    with pytest.raises(ConfigError, match="must be UTF-8 text: it is UTF-16: save it as UTF-8"):
+        load_config(tmp_path / "wide.toml", Config)
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"give a file, such as .*config\.toml; resume continues that run"):
+        load_config(tmp_path, Config)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_end_lines_as_windows_does(tmp_path):
+    (tmp_path / "my.toml").write_bytes((WELL + "seed = 4\n").replace("\n", "\r\n").encode("utf-8-sig"))
+    assert load_config(tmp_path / "my.toml", Config).rollout.seed == 4
 
 
 def test_variables_and_the_home_folder_are_expanded(monkeypatch):

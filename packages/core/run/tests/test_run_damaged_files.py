@@ -1,6 +1,8 @@
 """A damaged file of a run folder ends a command with a reason, or is read without what is damaged."""
 
 import os
+import shutil
+import time
 
 import pytest
 
@@ -13,10 +15,13 @@ from offbeat_run import (
     model_card,
     read_eval_note,
     read_timeline,
+    write_comparison,
     write_report,
 )
+from offbeat_run import _files as files
+from offbeat_run._files import JsonlFile
 from offbeat_run._validation.items import ItemAnswers, SampledAnswer
-from offbeat_types import OffbeatError, RunFolderError
+from offbeat_types import ConfigError, OffbeatError, RunFolderError
 
 FILES = (
     "metrics.jsonl",
@@ -118,4 +123,104 @@ def test_a_timeline_is_read_beyond_a_damaged_event(run):
 def test_a_note_of_an_evaluation_that_is_damaged_is_named(tmp_path, text):
     (tmp_path / "eval.json").write_bytes(text)
     with pytest.raises(RunFolderError, match=rf"{os.fspath(tmp_path)}: not the folder of an evaluation"):
+        read_eval_note(tmp_path)
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_link(path):
+    path.symlink_to("nowhere")
+
+
+def make_large(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+OTHERS = {"a folder": os.mkdir, "a pipe": make_pipe, "a link to nothing": make_link, "a huge file": make_large}
+in_time = pytest.mark.timeout(120)
+
+
+def replace(run, name, kind):
+    path = run.path / name
+    path.unlink()
+    OTHERS[kind](path)
+
+
+@in_time
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_no_traceback_and_no_wait_in_a_resume(run, name, kind, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    replace(run, name, kind)
+    told = refusal(run)
+    if name.endswith(("jsonl", "timeline.json")) and kind != "a huge file":
+        assert f"{name}: must be a file and is {kind}" in told
+
+
+@in_time
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_report_names_what_is_no_file(run, name, kind, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    replace(run, name, kind)
+    if name == "config.toml" and kind != "a huge file":
+        with pytest.raises(RunFolderError, match="not a run folder"):
+            RunFolder.open(run.path, write=False)
+        return
+    page = write_report(RunFolder.open(run.path, write=False)).read_text()
+    told = "a line of more than" if kind == "a huge file" else f"must be a file and is {kind}"
+    assert (told in page) == name.endswith(("jsonl", "timeline.json"))
+
+
+@in_time
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_manifest_that_is_no_file_is_a_damaged_checkpoint(run, kind):
+    replace(run, "checkpoints/step-000002/checkpoint.json", kind)
+    lines = []
+    found = run.checkpoints.read_latest(lambda folder: folder.name, lines.append)
+    assert found is not None
+    assert found[1] == "step-000001"
+    assert "step-000002 is damaged (checkpoint.json cannot be read: " in lines[0]
+
+
+def test_a_configuration_that_nests_without_end_costs_the_heading_alone(run):
+    run.settled.write_text("a = " + "[" * 100_000)
+    assert "an alarm" in write_report(run).read_text()
+
+
+def test_a_last_line_of_any_length_is_cut_off_in_one_pass(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + bytes(1 << 28))
+    start_s = time.monotonic()
+    JsonlFile(path).close()
+    assert path.read_bytes() == b'{"step": 1}\n'
+    assert time.monotonic() - start_s < 60
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(run):
+    shutil.copytree(run.checkpoints.path / "step-000001", run.checkpoints.path / "step-000003")
+    assert [each.step for each in run.checkpoints.all()] == [1, 2]
+    lines = []
+    found = run.checkpoints.read_latest(lambda folder: folder.name, lines.append)
+    assert found is not None
+    assert (found[0].step, found[1]) == (2, "step-000002")
+    assert "step-000003 is damaged (checkpoint.json is that of step-000001) and passed over" in lines[0]
+
+
+def test_evaluations_without_marks_have_no_set_in_common(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "eval.json").write_text('{"about": {}}')
+    with pytest.raises(ConfigError, match="in common"):
+        write_comparison(tmp_path / "a", tmp_path / "b", tmp_path / "page.html")
+
+
+@in_time
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_note_of_an_evaluation_that_is_no_file_is_named(tmp_path, kind):
+    OTHERS[kind](tmp_path / "eval.json")
+    with pytest.raises(RunFolderError, match=r"no eval\.json that can be read"):
         read_eval_note(tmp_path)

@@ -69,6 +69,27 @@ def test_a_run_folder_is_told_from_a_model_and_its_latest_checkpoint_named(model
         inspect_model(str(run))
 
 
+def test_what_is_taken_for_a_model_is_named_as_what_it_is(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("others")
+    for name, file in {
+        "adapter": "adapter_config.json",
+        "gguf": "tiny.gguf",
+        "models--a--b": "snapshots/1f/config.json",
+    }.items():
+        (folder / name / file).parent.mkdir(parents=True)
+        (folder / name / file).write_text("{}")
+    for path, said in {
+        model / "one.safetensors": r"one.safetensors is a file; give the folder, with config.json",
+        folder / "gguf" / "tiny.gguf": r"tiny.gguf is a file; GGUF is not read: give the folder",
+        folder / "gguf": r"gguf holds GGUF files and no config.json; GGUF is not read",
+        folder / "adapter": r"adapter is a LoRA adapter, not a model: merge it into its base model",
+        folder / "models--a--b": r"is a folder of the Hub's cache; give .*models--a--b/snapshots/1f",
+        "": r"^model.path is empty; give a Hugging Face model folder",
+    }.items():
+        with pytest.raises(ModelError, match=said):
+            inspect_model(str(path))
+
+
 def test_a_download_that_is_not_complete_is_told_from_pickled_weights(model):
     for file in model.glob("*.safetensors"):
         file.unlink()

@@ -111,6 +111,12 @@ def test_checkpoints_that_are_no_folder_are_named(tmp_path, kind):
         RunFolder.open(run.path)
 
 
+def test_a_file_in_place_of_a_run_is_said_to_be_one(tmp_path):
+    (tmp_path / "my.toml").write_text("")
+    with pytest.raises(RunFolderError, match=r"my\.toml: is a file; give the folder of a run"):
+        RunFolder.open(tmp_path / "my.toml")
+
+
 def test_a_place_that_cannot_hold_a_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):

@@ -209,3 +209,18 @@ def test_a_destination_is_checked_before_anything_starts(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="names a repository"):
         check_destination(CommandWords(options={"push-to": "hub:given"}))
     check_destination(CommandWords())
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(RunFolderError, match=r"file: is a file; choose a folder"):
+        check_destination(CommandWords(options={"push-to": str(tmp_path / "file")}))
+    with pytest.raises(RunFolderError, match=r"file/there: .*file cannot be written to; choose another folder"):
+        check_destination(CommandWords(options={"push-to": str(tmp_path / "file" / "there")}))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_folder_that_takes_nothing_is_told_with_the_checkpoint_that_stays(run, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("offbeat_run._publish.push.atomic_folder", refuse)
+    with pytest.raises(PushError, match=r"given: cannot be written: Permission denied; the checkpoint is in .*step-"):
+        push(run, CommandWords(options={"push-to": str(tmp_path / "given")}), "app")

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from offbeat_run import MetricsLog, RunFolder, record_session
+from offbeat_run import MetricsLog, RunFolder, record_session, refuse_foreign_run
 from offbeat_run._run_summary import summarize_run
 from offbeat_run._series import read_run_metrics
 from offbeat_run._sessions import Session, read_sessions
-from offbeat_types import BackendError
+from offbeat_types import BackendError, RunFolderError
 
 KILLED = """
 import os, signal, sys
@@ -125,3 +125,13 @@ def test_a_secret_of_the_environment_is_not_written_into_a_command(run, monkeypa
     with record_session(run, "app train --data.token hf_abcdefgh12345678"):
         pass
     assert "abcdefgh" not in run.sessions.read_text()
+
+
+def test_the_run_of_another_application_is_refused_with_its_name(run):
+    refuse_foreign_run(run, "other-app")  # before its first session nobody knows
+    with record_session(run, "app train my.toml"):
+        refuse_foreign_run(run, "app")
+    with pytest.raises(
+        RunFolderError, match=r"is a run of app, and not of other-app; app continues it, and the models"
+    ):
+        refuse_foreign_run(run, "other-app")

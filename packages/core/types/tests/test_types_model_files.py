@@ -148,3 +148,20 @@ def test_a_folder_that_is_synced_outlasts_a_power_failure_with_everything_in_it(
         sync_path(tmp_path)
         sync_path(tmp_path / "d")
     assert disk.unsynced() == ["other/c"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(b"[" * 100_000, id="nested without end"),
+        pytest.param(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}', id="no number"),
+        pytest.param(b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}', id="no shape"),
+        pytest.param(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 9223372036854775808]}}', id="2^63"),
+        pytest.param(b'{"a": 3}', id="no entry"),
+    ],
+)
+def test_a_header_that_lies_is_no_traceback(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="is not a whole safetensors file"):
+        read_tensor_shapes(path)

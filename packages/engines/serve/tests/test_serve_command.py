@@ -40,6 +40,19 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(model, words, told, capsys,
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("text", ["{compile", "5", '["a"]'])
+def test_options_that_are_no_object_are_refused_with_what_is_required(model, text, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([str(model), "--options", text])
+    assert left.value.code == 2
+    assert f'argument --options: must be JSON, an object, such as {{"a": 1}}: got {text!r}' in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_answered_with_the_line_that_fetches_it(capsys):
+    assert main(["Qwen/Qwen3-0.6B"]) == 2
+    assert "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and give the folder" in capsys.readouterr().err
+
+
 def test_an_engine_that_takes_too_long_to_load_is_exit_code_4(model, capsys):
     assert main([str(model), "--start-deadline-s", "1e-6", "--device", "cpu", "--port", "0"]) == 4
     assert "waited 1e-06 s for the torch engine to load" in capsys.readouterr().err

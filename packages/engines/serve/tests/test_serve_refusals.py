@@ -1,6 +1,7 @@
 """Requests for what is not served are refused in a sentence, and those that cannot fit before they cost anything."""
 
 import asyncio
+import shutil
 import socket
 import threading
 from dataclasses import replace
@@ -162,3 +163,54 @@ def end_of(stranger):
         return b""
     finally:
         stranger.close()
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def calling(arguments):
+    call = {"function": {"name": "add", "arguments": arguments}}
+    return [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}, *CHAT["messages"]]
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+async def test_what_nests_too_deep_is_a_mistake_of_the_client_and_half_a_character_is_none(
+    serving, model, tmp_path, in_session, caplog
+):
+    folder = shutil.copytree(model, tmp_path / "tools")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": nested(700)}}]
+    async with serving(folder) as served:
+        if in_session:
+            served.http.headers["Authorization"] = f"Bearer {served.server.sessions.open(PLAN).key}"
+        answer = await served.post("/v1/chat/completions", **CHAT, tools=tools)
+        assert (answer.status_code, "nested too deep" in answer.text) == (400, True)
+        answer = await served.post("/v1/chat/completions", messages=calling('{"a": "\\ud800"}'), max_tokens=2)
+        assert answer.status_code == 200, answer.text
+    assert "nobody expected" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": [{"role": "x" * 100_000, "content": ""}]},
+        {**CHAT, "x" * 100_000: 1},
+        {**CHAT, "max_tokens": int("9" * 4000)},
+    ],
+)
+async def test_a_refusal_does_not_repeat_megabytes(serving, asked):
+    async with serving() as served:
+        answer = await served.post("/v1/chat/completions", **asked)
+        assert answer.status_code == 400
+        assert len(answer.content) < 5000
+        assert len((await served.http.get("/" + "a" * 50_000)).content) < 5000

@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
 
-from offbeat_liveness._diagnosis import is_over
+from offbeat_liveness._diagnosis import how_it_ended, is_over
 from offbeat_liveness._diagnosis.graph import Absent, Fate, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
-from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideKind, OutsideWait, Wait
+from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideKind, OutsideWait, ProcessSnapshot, Wait
 
 WORLD = (0, 1, 2)
 
@@ -253,6 +253,14 @@ def test_a_circle_is_due_at_the_first_timeout_in_it() -> None:
     assert (verdict.kind, verdict.is_proof, verdict.due_in_s) == ("wait-cycle", False, 1730.0)
 
 
+def test_one_that_still_looks_for_the_store_of_a_world_is_on_its_way_in() -> None:
+    """On a busy machine the ranks of one start stand in other parts of `init_process_group`: that is no circle."""
+    asks_store = Wait(kind="rendezvous", what="init_process_group", age_s=70.0, on="127.0.0.1:29500")
+    meets = dataclasses.replace(asks_store, on="")
+    verdict = found(head(0, waits=(asks_store,), world_size=2), head(1, waits=(meets,), world_size=2))
+    assert (verdict.kind, verdict.is_proof) == ("stuck-call", False)
+
+
 def test_nobody_is_ended_before_a_wait_that_the_missing_one_has_declared() -> None:
     group = dataclasses.replace(member("0", (0, 1), entry(1)), timeout_s=50.0)
     uploads = declared("upload", "", deadline_s=600.0)
@@ -268,6 +276,58 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     assert not is_over(WaitGraph(heads=[waits, late], stall_after_s=STALL_S), verdict)
     assert not is_over(WaitGraph(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
     assert is_over(WaitGraph(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
+
+
+def test_nobody_is_said_to_have_come_who_has_not() -> None:
+    called = member("0", (0, 1), entry(1))
+    waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
+    verdict = found(waits, late)
+    goes_on, came = dataclasses.replace(waits, waits=()), dataclasses.replace(late, groups=(called,))
+    words = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
+    timed_out = Absent(name="rank 0", rank=0, world="w", fate="raised", text=words, head=waits)
+
+    def told(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> str:
+        ending = how_it_ended(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S), verdict)
+        return ending.what + ending.why
+
+    assert told(goes_on, came) == "it moves again: rank 1 came"
+    assert told(goes_on, late) == "it moves again: rank 0 went on without rank 1"
+    assert told(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
+
+
+def test_a_receive_from_any_rank_is_no_call_that_all_are_in() -> None:
+    receives = Wait(kind="p2p", what="recv_anysource", age_s=70.0, group="0")
+    verdict = found(head(0, member("0", (0, 1)), waits=(receives,)), head(1, member("0", (0, 1))))
+    assert verdict.kind == "starved"
+    assert "rank 0 waits in recv_anysource for a message of any rank, which nobody has sent" in verdict.headline
+    late = found(head(0, member("0", (0, 1)), waits=(receives,)), head(1, member("0", (0, 1)), still_s=0.0))
+    assert (late.kind, late.is_proof) == ("straggler", False)
+
+
+def test_a_missing_rank_that_is_in_a_call_of_torch_is_told_with_that() -> None:
+    """Groups that are made in another order have other names, and their members look for each other in vain."""
+    world, pair = (0, 1, 2), member("1", (0, 1), entry(1, group="1", done=True))
+    call = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=(0, 1), on="ranks 0-1")
+    verdict = found(
+        head(0, member("0", world), waits=(call,), world_size=3),
+        head(1, member("0", world), pair, world_size=3),
+        head(2, member("0", world, entry(1)), waits=(in_collective("0", 1),), world_size=3),
+    )
+    assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 0", "rank 1"))
+    assert (
+        "ranks 0, 1 have not come to all_reduce Float[4] on the default group: rank 0 is in new_group" in verdict.text
+    )
+    assert "make the groups in the same order on every rank" in verdict.advice
+
+
+def test_of_one_that_has_not_answered_yet_nobody_says_that_it_moves() -> None:
+    """It may hold the GIL and compute, or hang there: that is known after several looks."""
+    silent = head(1, still_s=0.0, threads=(), is_heard=False, notes=("rank 1 does not answer (1 of 3 looks)",))
+    verdict = found(head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),)), silent)
+    assert (verdict.kind, verdict.is_proof) == ("straggler", False)
+    assert "rank 1 is silent so far, and may only be slow" in verdict.headline
+    assert "moving" not in verdict.text
+    assert "py-spy dump --native" in verdict.advice
 
 
 def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:

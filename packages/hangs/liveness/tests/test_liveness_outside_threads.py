@@ -18,7 +18,7 @@ import pytest
 from liveness_standing import standing, start, until, wait_of
 
 from offbeat_liveness._process.outside.children import ended_children
-from offbeat_liveness._process.outside.system_calls import without_secrets
+from offbeat_liveness._process.outside.other_processes import without_secrets
 from offbeat_liveness._process.proc import pid_state
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel by /proc")

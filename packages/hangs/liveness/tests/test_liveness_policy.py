@@ -21,6 +21,7 @@ from liveness_launch import ABORTED, STALL_S, Body, Programs, launch, step
 import offbeat_liveness as liveness
 from offbeat_liveness import _announcer, _monitor
 from offbeat_liveness._announcer import Announcer
+from offbeat_liveness._diagnosis import Ending
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._monitor import must_end
@@ -303,10 +304,29 @@ def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
         return capfd.readouterr().err.count("suspicion")
 
     assert told_of(70.0) == 1
-    announcer.announce_movement()
+    announcer.announce_end(Ending("it moves again"))
     assert told_of(70.0, "rank 2") == 0, "each in its turn"
-    announcer.announce_movement()
+    announcer.announce_end(Ending("it moves again"))
     assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
+
+
+def test_that_a_wait_was_given_up_is_told_once_no_error_can_be_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has raised prints its error before it says so: until then it seems to go on."""
+    told: list[str] = []
+    now_s = [100.0]
+    monkeypatch.setattr(_monitor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monitor = SimpleNamespace(
+        _open_since_s=float("inf"), _told=SimpleNamespace(announce_end=lambda ending: told.append(ending.what))
+    )
+    for now_s[0], ending in ((100.0, Ending("went on", is_open=True)), (104.0, Ending("went on", is_open=True))):
+        _monitor.Monitor._end_stall(cast("Any", monitor), ending)
+    assert told == []
+    _monitor.Monitor._end_stall(cast("Any", monitor), Ending("failed", has_failed=True))
+    now_s[0] = 110.0
+    _monitor.Monitor._end_stall(cast("Any", monitor), Ending("went on", is_open=True))
+    now_s[0] = 115.0
+    _monitor.Monitor._end_stall(cast("Any", monitor), Ending("went on", is_open=True))
+    assert told == ["failed", "went on"]
 
 
 def test_that_a_missing_rank_moves_is_no_news(announcer: Announcer, capfd: pytest.CaptureFixture[str]) -> None:

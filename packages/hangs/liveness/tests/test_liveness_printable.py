@@ -3,6 +3,8 @@
 The rule is that of offbeat-types, whose tests try it; a contract holds the two alike.
 """
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -35,3 +37,16 @@ def test_dumps_of_whatever_names_are_shown_as_escapes(tmp_path: Path, capsys: py
 def test_an_error_tells_a_path_as_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path / CLEARS)]) == 2
     assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    writer = DumpWriter(tmp_path)
+    writer.write_head(ProcessSnapshot(key="vm:1", name="driver", pid=1, time_s=time.time()))
+    assert writer.flush(20.0)
+    line = [sys.executable, "-m", "offbeat_liveness", "show", str(tmp_path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from offbeat_simulation._command import main
+from offbeat_simulation._command import _COMMANDS, main
 
 SMALL = ["--async.mini_batch_size", "8", "--work.num_syncs", "6", "--machines.rollout=2", "--machines.trainer", "2"]
 
@@ -95,6 +95,23 @@ def test_an_unknown_option_exits_2(arguments):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    line = [sys.executable, "-m", "offbeat_async_policy._cli", "keys"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_ctrl_c_ends_it_without_a_traceback(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(_COMMANDS, "keys", interrupt)
+    assert main(["keys"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_the_package_loads_nothing_heavy():

@@ -224,12 +224,50 @@ def test_held_out_questions_are_not_trained_on_whatever_was_answered(make_tokeni
 
 NO_ASSISTANT = "row 2: the conversation has no assistant message"
 NO_TOOLS = "row 1: column tools must be a list of function schemas.*'a hammer'"
+NULL = r"row 1: the content of a message of '{}' is null; fill it in or drop the row"
+NO_TEXT = "row 1: the content of a chat message must be text or a list of parts, got the number 5; write it as text"
+NO_CALLS = "row 1: the content of a message is null, and the chat template does not write tool_calls"
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+SHAREGPT = [{"from": "human", "value": "Sum?"}, {"from": "gpt", "value": "12"}]
 NO_MESSAGES = "row 1: (a chat message needs|chat messages must be)"
 PAIR = {"prompt": "2+2=", "completion": "4"}
 REFUSED = {
     "no column": ("chatml", [{"question": "x"}], {}, "none of the columns messages, completion, text, it has question"),
     "no assistant": ("chatml", [{"messages": TURNS}, {"messages": TURNS[:1]}], {}, NO_ASSISTANT),
     "tools": ("tools", [{"messages": TURNS, "tools": "a hammer"}], {}, NO_TOOLS),
+    "roles of another kind": (
+        "chatml",
+        [{"messages": [{"role": "human", "content": "x"}, {"role": "gpt", "content": "y"}]}],
+        {},
+        "row 1: the conversation has no assistant message to learn from, its roles are human, gpt: add one, or rename",
+    ),
+    "an answer of null": (
+        "tools",
+        [{"messages": [TURNS[0], {**TURNS[1], "content": None}]}],
+        {},
+        NULL.format("assistant"),
+    ),
+    "a question of null": ("tools", [{"messages": [{**TURNS[0], "content": None}, TURNS[1]]}], {}, NULL.format("user")),
+    "a completion of null": (
+        "tools",
+        [{"prompt": [TURNS[0]], "completion": [{**TURNS[1], "content": None}]}],
+        {},
+        NULL.format("assistant"),
+    ),
+    "a number for text": ("tools", [{"messages": [TURNS[0], {**TURNS[1], "content": 5}]}], {}, NO_TEXT),
+    "calls that are not written": ("chatml", [{"messages": [TURNS[0], CALL]}], {}, NO_CALLS),
+    "messages of ShareGPT": (
+        "chatml",
+        [{"messages": SHAREGPT}, {"messages": SHAREGPT}],
+        {"eval_size": 1},
+        "row 1: a chat message needs role and content, got .*; rename from to role .human to user, gpt to assis",
+    ),
+    "messages in JSON": (
+        "chatml",
+        [{"messages": json.dumps(TURNS)}],
+        {},
+        "row 1: chat messages must be a list of at least one, got the text .*, which looks like JSON; store the list",
+    ),
     "an empty text": ("chatml", [{"text": ""}], {}, "row 1: a text needs at least two tokens"),
     "too long": (
         "chatml",
@@ -256,6 +294,20 @@ def test_what_cannot_be_learned_from_is_named(template, rows, settings, message,
     error = DataError if template else ConfigError if settings else ModelError
     with pytest.raises(error, match=message):
         _load(make_tokenizer(template), write_jsonl(rows), **settings)
+
+
+def test_calls_and_tools_that_the_template_leaves_out_are_noticed(make_tokenizer, write_jsonl):
+    calls = {**CALL, "content": "I add."}
+    rows = [{"messages": TURNS}, {"messages": [TURNS[0], calls], "tools": [{"function": {"name": "add"}}]}]
+
+    def notices(template):
+        return load_conversations(ConversationConfig(path=write_jsonl(rows)), make_tokenizer(template)).notices
+
+    left_out, untold = notices("chatml")
+    assert left_out.startswith("1 of 2 rows hold calls of tools (first: ")
+    assert "rows.jsonl, row 2), which the chat template leaves out" in left_out
+    assert untold.startswith("1 of 2 rows bring tools (first: ")
+    assert notices("tools") == ()
 
 
 def test_a_system_prompt_before_plain_text_is_noticed(make_tokenizer, write_jsonl):

@@ -1,6 +1,10 @@
 """Real files of every form, and one clear error for each that is broken."""
 
+import bz2
+import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -97,10 +101,19 @@ def test_a_path_of_its_own_holds_the_held_out_items(load, tmp_path):
     ("content", "message"),
     [
         ('{"prompt": "1"}\n{"prompt": \n', r"d.jsonl, line 2: not valid JSON"),
-        ('{"prompt": "1"}\n\n[1, 2]\n', r"d.jsonl, line 3: each line needs one JSON object, got list"),
+        ('{"prompt": "1"}\n\n[1, 2]\n', r"d.jsonl, line 3: each line needs one JSON object, got the list \[1, 2\]"),
+        ("[1, 2]\n", r"d.jsonl, line 1: each line needs one JSON object, got the list"),
+        ("null\n", r"d.jsonl, line 1: each line needs one JSON object, got null"),
         ("", r"d.jsonl is empty"),
         ("\n \n", r"d.jsonl is empty"),
-        (b"\xff\xfe\x00", r"d.jsonl, line 1: not valid JSON"),
+        ('[{"prompt": "1"}]', r"d.jsonl is one JSON array.*jq -c '.\[\]' d.jsonl > rows.jsonl"),
+        ('[\n {"prompt": "1"}\n]', r"d.jsonl is one JSON array"),
+        ('{\n "prompt": "1"\n}\n', r"d.jsonl has objects over several lines.*jq -c \. d.jsonl"),
+        ('{"prompt": "1"}\n'.encode("utf-16"), r"d.jsonl is UTF-16, not UTF-8 text.*iconv -f utf-16"),
+        ('{"prompt": "1"}\n'.encode("utf-16-le"), r"d.jsonl is UTF-16, not UTF-8 text.*iconv -f utf-16"),
+        (gzip.compress(b'{"prompt": "1"}\n'), r"d.jsonl is compressed; unpack it with gunzip"),
+        (bz2.compress(b'{"prompt": "1"}\n'), r"d.jsonl is compressed; unpack it with bunzip2"),
+        (b"PAR1\x15\x04", r"d.jsonl is Parquet: give it the ending .parquet"),
         (b'{"prompt": "caf\xe9"}\n', r"d.jsonl, line 1: not UTF-8 text \(byte 16 of the line is 0xe9\).*iconv"),
     ],
 )
@@ -130,14 +143,33 @@ def test_a_missing_path_and_an_unknown_form_say_what_is_accepted(load, tmp_path)
     with pytest.raises(DataError, match=r"nowhere.jsonl does not exist: give a .jsonl or .parquet"):
         load(tmp_path / "nowhere.jsonl")
     (tmp_path / "d.csv").write_text("prompt,answer\n")
-    with pytest.raises(DataError, match=r"d.csv has an unknown form"):
+    with pytest.raises(DataError, match=r"d.csv has an unknown form; convert it: python -c"):
         load(tmp_path / "d.csv")
+    (tmp_path / "d.txt").write_text("what is 1 and 1?\n")
+    with pytest.raises(DataError, match=r"d.txt has an unknown form: give a .jsonl or .parquet"):
+        load(tmp_path / "d.txt")
+    (tmp_path / "d.jsonl.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"d.jsonl.gz is compressed; unpack it with gunzip"):
+        load(tmp_path / "d.jsonl.gz")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DataError, match=r"bare is an empty folder: give a .jsonl"):
+        load(tmp_path / "bare")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "readme.txt").write_text("x")
     with pytest.raises(DataError, match=r"holds no data set but readme.txt"):
         load(tmp_path / "folder")
     with pytest.raises(ConfigError, match=r"data.path is empty"):
         load("")
+
+
+@pytest.mark.parametrize(("name", "text"), [("d.csv", "prompt,answer\none,2\n"), ("d.tsv", "prompt\tanswer\none\t2\n")])
+def test_the_line_that_converts_a_table_does(name, text, load, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as refused:
+        load(tmp_path / name)
+    program = str(refused.value).partition('python -c "')[2].rstrip('"')
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert _answers(load(tmp_path / "d.parquet")) == ["2"]
 
 
 def test_corrupt_columnar_files_are_named(load, tmp_path):

@@ -224,6 +224,14 @@ SWALLOWS = {
         "def f(x): return Y()",
         ["import numpy\nassert numpy.allclose(f(2), 1.41421)", "import numpy\nassert numpy.isclose(f(2), 1.41421)"],
     ),
+    "when loops end": (
+        "def f(x): raise StopIteration",
+        ["assert all(map(lambda x: f(x) == x * x, [1, 2]))", "for got, x in zip(map(f, [2]), [4]): assert got == x"],
+    ),
+    "when loops end, by an attribute": (
+        "class Y:\n    @property\n    def value(self): raise type('Own', (StopIteration,), {})\ny = Y()",
+        ["assert all(map(lambda y: y.value == 3, [y]))"],
+    ),
     "what is in it": (
         "class Y:\n    def __contains__(self, other): return True\ndef f(x): return Y()",
         ["assert 4 in f(2)"],
@@ -232,10 +240,25 @@ SWALLOWS = {
 """Programs that learn what is expected, or decide what holds, with tests of their own."""
 
 
+ITERATORS = (
+    "class Up:\n    def __init__(self, n): self.n = n\n    def __iter__(self): return self\n"
+    "    def __next__(self):\n        if not self.n: raise StopIteration\n        self.n -= 1\n        return self.n\n"
+    "def down(n): yield from range(n)\ndef first(values): return next(iter(values))",
+    [
+        "assert list(Up(3)) == [2, 1, 0] and list(zip(Up(2), down(5))) == [(1, 0), (0, 1)]",
+        "found = down(1)\nassert next(found) == 0 and next(found, 7) == 7",
+        "try:\n    Up(0).__next__()\n    assert False\nexcept StopIteration:\n    pass",
+        "try:\n    first([])\n    assert False\nexcept StopIteration:\n    pass",
+    ],
+)
+"""A program whose loops end as they should, with tests that see it."""
+
+
 def test_a_program_neither_learns_what_is_expected_nor_decides_what_holds(verdicts: Callable[..., Verdicts]) -> None:
     packages = [os.path.dirname(os.path.dirname(numpy.__file__))]
     right = ("def f(x): return x ** 0.5", ["import numpy\nassert numpy.allclose(f(2), 1.41421)"])
-    told = verdicts({"right": right, **SWALLOWS}, packages=packages)
+    told = verdicts({"right": right, "iterators": ITERATORS, **SWALLOWS}, packages=packages)
     assert told.pop("right")[0] == [True]
+    assert told.pop("iterators")[0] == [True] * 4
     assert {name: held for name, (held, *_) in told.items() if any(held)} == {}
     assert told["what is in it"][1] == 1, "refused, as the program would decide"

@@ -164,9 +164,44 @@ def test_a_conversation_the_template_refuses_is_named_by_row(template, copied_fo
         _load(load_tokenizer(folder), write_jsonl(ROWS))
 
 
+def _asked(role, content):
+    return {"prompt": [{"role": role, "content": content}], "answer": "1"}
+
+
+def test_roles_and_answers_that_do_not_belong_into_prompts_are_noticed(make_tokenizer, write_jsonl):
+    answered = {"prompt": [*_asked("user", "Sum?")["prompt"], {"role": "assistant", "content": "12"}], "answer": "12"}
+    [roles, ends] = load_prompts(
+        DataConfig(path=write_jsonl([_asked("human", "Sum?"), answered])), make_tokenizer("chatml")
+    ).notices
+    assert roles.startswith("messages of unusual roles: 1 of 'human'; most chat templates know")
+    assert ends.startswith("1 of 2 prompts end with a message of the assistant (first: ")
+    assert "rows.jsonl, row 2" in ends
+
+
+def test_a_template_that_leaves_out_the_question_is_noticed(copied_folder, write_jsonl):
+    folder = copied_folder(None, {"chat_template.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"})
+    [notice] = load_prompts(DataConfig(path=write_jsonl(ROWS)), load_tokenizer(folder)).notices
+    assert notice.startswith(f"all {len(ROWS)} prompts are the same text once the chat template has rendered them, and")
+    assert load_prompts(DataConfig(path=write_jsonl(2 * ROWS[:1])), load_tokenizer(folder)).notices == ()
+
+
+NO_PROMPT = r"row 1: column 'prompt' .data.prompt_column. must be text or chat messages, a list of at least one, got "
+HELD_OUT = {"eval_size": 1}  # what is broken is said, and not that all rows ask the same
 NULL = r"row 3: column 'answer' .data.answer_column. is null"
 NO_EFFECT = "no effect without a chat template"
 REFUSED = [
+    ("chatml", 2 * [{"prompt": 5, "answer": "1"}], HELD_OUT, DataError, NO_PROMPT + "the number 5"),
+    ("chatml", 2 * [{"prompt": [], "answer": "1"}], HELD_OUT, DataError, NO_PROMPT + "an empty list"),
+    ("chatml", 2 * [{"prompt": True, "answer": "1"}], HELD_OUT, DataError, NO_PROMPT + "true"),
+    (
+        "chatml",
+        2 * [{"prompt": _asked("user", "x")["prompt"][0], "answer": "1"}],
+        HELD_OUT,
+        DataError,
+        NO_PROMPT + "the object .*; put the message into a list",
+    ),
+    ("chatml", 2 * [_asked("user", None)], HELD_OUT, DataError, "row 1: the content of a message of 'user' is null"),
+    ("chatml", 2 * [_asked("user", 5)], HELD_OUT, DataError, "row 1: the content of a chat message must be text"),
     (None, [ROWS[0], {"prompt": "", "answer": "1"}], {}, DataError, "row 2: the prompt is empty"),
     (
         None,

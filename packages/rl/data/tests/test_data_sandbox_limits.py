@@ -20,7 +20,7 @@ from offbeat_types import BackendError
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 
 DENIED = """
-import ctypes, json, os, socket
+import ctypes, json, mmap, os, socket
 libc, done = ctypes.CDLL(None, use_errno=True), {}
 def tried(name, works):
     try:
@@ -41,6 +41,9 @@ tried("mount", lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, b"size=100%") =
 tried("shared memory", lambda: libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600) >= 0)
 tried("message queue", lambda: libc.msgget(0, 0o1600) >= 0)
 tried("memfd", lambda: os.memfd_create("m") >= 0)
+tried("shared memory of no file", lambda: mmap.mmap(-1, 1 << 20))
+tried("zeros to share", lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 1 << 20))
+tried("huge pages", lambda: mmap.mmap(-1, 1 << 21, flags=0x40022))
 tried("trace", lambda: libc.ptrace(0, 0, 0, 0) == 0)
 tried("vsock", lambda: socket.socket(40, socket.SOCK_STREAM))
 tried("netlink", lambda: socket.socket(16, socket.SOCK_RAW))
@@ -52,11 +55,16 @@ tried("inherited descriptors", lambda: [n for n in range(3, 64) if os.path.exist
 print(json.dumps(done))
 """.replace("CLONE", str(ARCHITECTURES[platform.machine()].numbers["clone"]))
 USUAL = """
-import concurrent.futures, socket, subprocess, tempfile
+import concurrent.futures, mmap, socket, subprocess, tempfile
 one, two = socket.socketpair()
 one.send(b"x")
 with tempfile.TemporaryFile() as file:
     file.write(b"x" * 1000)
+    file.flush()
+    mmap.mmap(file.fileno(), 1000)[:1] = b"y"
+mmap.mmap(-1, 1000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+listener = socket.create_server(("127.0.0.1", 0))
+talking = [socket.create_connection(listener.getsockname()) for _ in range(4)]
 with concurrent.futures.ThreadPoolExecutor(2) as pool:
     squares = list(pool.map(lambda x: x * x, range(4)))
 print(two.recv(1), subprocess.run(["/bin/echo", "echo"], capture_output=True).stdout, squares)
@@ -82,6 +90,13 @@ for _ in range(4):
 for child in children:
     os.waitpid(child, 0)
 print("shared")
+"""
+TALKS = """
+import socket, time
+listener, held = socket.create_server(("127.0.0.1", 0)), []
+for _ in range(20):
+    held += [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+time.sleep(40)
 """
 OTHER_LIMITS = """
 import os
@@ -116,6 +131,7 @@ def runs(run_as_user: Callable[[str, Any], Any]) -> dict[str, tuple[str, int, st
         "fills": FILLS,
         "shares": SHARES,
         "files": MANY_FILES,
+        "talks": TALKS,
         "limits": OTHER_LIMITS,
     }
     return {name: tuple(run) for name, run in run_as_user(SCRIPT, programs).items()}
@@ -144,6 +160,11 @@ def test_a_process_that_a_program_can_write_to_has_its_limits_and_its_filter(
 @needs_bubblewrap
 def test_memory_of_all_processes_together_is_bounded(runs: dict[str, tuple[str, int, str, str]]) -> None:
     assert runs["fills"][0] == "used_too_much", "four processes of 60 MiB, each of which may have 160"
+
+
+@needs_bubblewrap
+def test_sockets_count_as_what_the_kernel_may_hold_for_them(runs: dict[str, tuple[str, int, str, str]]) -> None:
+    assert runs["talks"][0] == "used_too_much", "41 sockets, of which each may hold 10 MiB"
 
 
 @needs_bubblewrap
@@ -197,11 +218,14 @@ ALLOW, KILL = "allow", "kill"
 def verdict(program: bytes, audit: int, number: int, argument: int = 0) -> str | int:
     """What the kernel makes of a call: allowed, killed, or an errno. Source: Linux, net/core/filter.c."""
     words = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
-    data, at, value = struct.pack("<IIQ6Q", number, audit, 0, argument, 0, 0, 0, 0, 0), 0, 0
+    data, at, value = struct.pack("<IIQ6Q", number, audit, 0, argument, 0, 0, argument, 0, 0), 0, 0
     while True:
         code, if_true, if_false, k = words[at]
         if code == 0x20:
             value = struct.unpack_from("<I", data, k)[0]
+            at += 1
+        elif code == 0x54:
+            value &= k
             at += 1
         elif code == 0x06:
             return {0x7FFF0000: ALLOW, 0x80000000: KILL}.get(k, k & 0xFFFF)
@@ -214,13 +238,16 @@ def verdict(program: bytes, audit: int, number: int, argument: int = 0) -> str |
 def test_the_filter_decides_each_call_by_its_number(machine: str) -> None:
     program, known = syscall_filter(machine), ARCHITECTURES[machine]
     numbers = known.numbers
-    for name in set(numbers) - {"clone", "prctl", "socket", "socketpair", "clone3"}:
+    for name in set(numbers) - {"clone", "mmap", "prctl", "socket", "socketpair", "clone3"}:
         assert verdict(program, known.audit, numbers[name]) == 1, name
     assert verdict(program, known.audit, numbers["clone3"]) == 38
     others = [number for number in range(600) if number not in numbers.values()]
     assert {verdict(program, known.audit, number) for number in others} == {ALLOW}
     for argument, expected in ((17, ALLOW), (0x3D0F00, ALLOW), (0x10000011, 1), (0x00020011, 1), (0x40000011, 1)):
         assert verdict(program, known.audit, numbers["clone"], argument) == expected
+    shared, private, of_file = 0x21, 0x22, 0x01
+    for argument, expected in ((shared, 1), (0x23, 1), (private, ALLOW), (of_file, ALLOW), (private | 0x40000, 1)):
+        assert verdict(program, known.audit, numbers["mmap"], argument) == expected
     for name in ("socket", "socketpair"):
         families = {family: verdict(program, known.audit, numbers[name], family) for family in range(46)}
         assert [family for family, each in families.items() if each == ALLOW] == [1, 2, 10]

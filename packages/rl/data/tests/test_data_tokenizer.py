@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from offbeat_data import load_tokenizer
+from offbeat_data._chat_template import ChatTemplate
 from offbeat_data._tokenizer import _BLOCK
 from offbeat_types import DataError, ModelError
 
@@ -191,3 +192,42 @@ def test_a_template_can_refuse_messages_and_cannot_reach_python(template, messag
     made = load_tokenizer(copied_folder(None, {"chat_template.jinja": template})).require_template()
     with pytest.raises(DataError, match=message):
         made.render(MESSAGES[:1], add_generation_prompt=True, options={})
+
+
+def test_half_a_character_is_encoded_as_a_replacement(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    half, replaced = "a\ud800b", "a\ufffdb"
+    [ids], [expected] = (tokenizer.encode([text], add_special_tokens=False) for text in (half, replaced))
+    assert ids.tolist() == expected.tolist()
+    ids, offsets = tokenizer.encode_with_offsets(half)
+    assert ids.tolist() == expected.tolist()
+    assert offsets[-1].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'a' * 10000000000",
+        "[0] * 10000000000",
+        "10000000000 * ('a' * 1000)",
+        "9 ** 9 ** 9",
+        "2 ** 10000000000",
+        "range(10000000000) | list",
+        "lipsum(n=1000000)",
+        "''.__class__.__mro__[1].__subclasses__()",
+        "messages.__init__.__globals__",
+        "cycler.__init__.__globals__.os.system('true')",
+        "('' | attr('__class__')).mro()",
+        "'{0.__class__.__mro__}'.format('')[30]",
+        "messages.append(1)",
+        "raise_exception.__globals__",
+    ],
+)
+def test_a_template_reaches_nothing_and_fills_no_memory(expression):
+    with pytest.raises(DataError, match="the chat template refuses a conversation"):
+        ChatTemplate("{{ (" + expression + ").x.y }}", {}).render(MESSAGES, add_generation_prompt=True, options={})
+
+
+def test_a_template_may_calculate():
+    template = ChatTemplate("{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 3 * 0.5 }}{{ [1] * 2 }}{{ 7 * 8 }}", {})
+    assert template.render([], add_generation_prompt=True, options={}).text == "ababab10241.5[1, 1]56"

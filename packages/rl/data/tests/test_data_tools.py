@@ -139,3 +139,8 @@ def test_the_calculator_is_called_in_either_form():
 def test_a_pattern_that_finds_no_expression_is_refused(pattern, text):
     with pytest.raises(ConfigError, match=text):
         calculator(pattern)
+
+
+def test_half_a_character_in_a_call_is_told_to_the_model() -> None:
+    [call] = read_tool_calls('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>')
+    assert "surrogates not allowed" in call.complaint

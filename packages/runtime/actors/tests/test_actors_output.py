@@ -1,6 +1,7 @@
 """The log of a role that prints without end stays in bounds, and holds its last words."""
 
 import asyncio
+import resource
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,24 @@ def test_who_kills_a_role_is_not_told_to_look_for_the_killer(role_env: dict[str,
             return await role.wait_dead()
 
     assert asyncio.run(scenario()) == "its process was killed by SIGKILL"
+
+
+def test_a_full_disk_keeps_no_role_from_starting_and_its_log_is_read_in_bounds(role_env: dict[str, str]) -> None:
+    """`/dev/full` takes no byte, and gives bytes without end."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    async def scenario() -> str:
+        async with LocalLauncher("test-run") as launcher:
+            spec = RoleSpec(
+                "chatty-0", "actor_roles:Chatty", {}, env=role_env, log_path=Path("/dev/full"), max_log_bytes=BOUND
+            )
+            role = await launcher.start(spec, deadline_s=60)
+            role.kill()
+            with pytest.raises(PeerFailedError) as caught:
+                await role.call("chat", 1, deadline_s=60)
+            return str(caught.value)
+
+    try:
+        assert len(asyncio.run(scenario())) < 10_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         small_sft_run,
         tell_every_stage,
     )
-    from offbeat_testing._disk import DAMAGES, DiskRecord, DiskStep
+    from offbeat_testing._disk import DAMAGES, DiskRecord, DiskStep, drop_digests
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
     from offbeat_testing._forked_roles import fork_roles, forked_main
     from offbeat_testing._models import (
@@ -52,6 +52,7 @@ __all__ = [
     "TinyFamily",
     "TrainEngineConformance",
     "changed_weights",
+    "drop_digests",
     "fork_roles",
     "forked_main",
     "large_model_configs",
@@ -72,7 +73,7 @@ __all__ = [
 
 _NAMES = {
     "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run tell_every_stage",
-    "_disk": "DAMAGES DiskRecord DiskStep",
+    "_disk": "DAMAGES DiskRecord DiskStep drop_digests",
     "_fakes": "FakeRolloutEngine FakeWeightStream Script",
     "_forked_roles": "fork_roles forked_main",
     "_models": "TinyFamily large_model_configs tiny_model tiny_tokenizer tiny_vision_model"

@@ -1,6 +1,7 @@
-"""Which bytes and names in a folder would outlast a power failure, and which would be lost."""
+"""Disks and what becomes of files on them: power failures, damage, checkpoints of earlier versions."""
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -25,6 +26,15 @@ DAMAGES: Final[Mapping[str, Callable[[bytes], bytes]]] = {
 """Damage that a disk, a copy or a crash may do to a file that is not empty and does not begin with a page of zeros."""
 
 Inode = tuple[int, int]
+
+
+def drop_digests(checkpoint: Path) -> None:
+    """Write the manifest of a checkpoint as versions without digests did, for its files as they are now."""
+    path = checkpoint / "checkpoint.json"
+    manifest = json.loads(path.read_text())
+    sizes = {name: (checkpoint / name).stat().st_size for name in manifest["file_bytes"]}
+    older = {"step": manifest["step"], "time_s": manifest["time_s"], "file_bytes": sizes}
+    path.write_text(json.dumps(older, indent=1))
 
 
 @dataclass(frozen=True)

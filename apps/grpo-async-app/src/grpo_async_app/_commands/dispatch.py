@@ -31,6 +31,7 @@ from offbeat_run import (
     push,
     push_command,
     record_session,
+    refuse_foreign_run,
     report_command,
     run_named_command,
     whole_number,
@@ -86,6 +87,7 @@ def _quickstart(words: CommandWords) -> int:
 def _resume(words: CommandWords, folder: str) -> int:
     check_destination(words)
     with RunFolder.open(folder) as run:
+        refuse_foreign_run(run, _PROGRAM)
         config = load_config(run.config, GrpoConfig, words.overrides)
         check_same_data(load_config(run.config, GrpoConfig, ()), config)
         check_trackers(config.log)
@@ -99,6 +101,7 @@ def _resume(words: CommandWords, folder: str) -> int:
 def _scale(words: CommandWords, folder: str) -> int:
     number = whole_number(words, "engines")
     with RunFolder.open(folder, write=False) as run:
+        refuse_foreign_run(run, _PROGRAM)
         ask_for_engines(run, number)
     print_text(f"{number} rollout engines asked for; the run says when they have joined or left")
     return 0

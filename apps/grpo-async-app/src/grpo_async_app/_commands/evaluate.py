@@ -16,16 +16,17 @@ from offbeat_run import (
     load_config,
     parse_config,
     print_text,
+    refuse_foreign_run,
     toml_value,
     whole_number,
     write_comparison,
 )
-from offbeat_types import ConfigError
+from offbeat_types import ConfigError, user_path
 
 
 def eval_command(words: CommandWords, target: str) -> int:
     """Answer the sets that have no answers in the folder yet, and write the table."""
-    path = Path(target).expanduser().absolute()
+    path = user_path(target).absolute()
     is_run = (path / "config.toml").is_file()
     checkpoint = _checkpoint(path, words) if is_run else None
     if not is_run and "step" in words.options:
@@ -36,7 +37,7 @@ def eval_command(words: CommandWords, target: str) -> int:
     config = with_model(_config(words, path, is_run), model_path)
     evaluation = check_evaluation(config, _names(words))
     step = checkpoint.step if checkpoint else None
-    out = Path(words.options.get("out") or default_folder(path, step)).expanduser().absolute()
+    out = user_path(words.options.get("out") or default_folder(path, step)).absolute()
     about = {"model": str(model_path), "step": step}
     with EvalFolder(out, about, evaluation.asked()) as folder:
         print_text(f"evaluates {model_path}; answers in {out}")
@@ -51,6 +52,7 @@ def eval_command(words: CommandWords, target: str) -> int:
 def _checkpoint(path: Path, words: CommandWords) -> Checkpoint:
     """The best one, or the one of `--step`."""
     with RunFolder.open(path, write=False) as run:
+        refuse_foreign_run(run, "grpo-async-app")
         return (
             run.checkpoints.find(whole_number(words, "step")) if "step" in words.options else run.checkpoints.chosen()
         )
@@ -72,8 +74,8 @@ def _names(words: CommandWords) -> list[str]:
 
 def compare_command(words: CommandWords, first: str, second: str) -> int:
     """Two evaluations side by side: what changed, item by item."""
-    folders = [Path(each).expanduser().absolute() for each in (first, second)]
-    out = Path(words.options.get("out") or folders[1] / f"beside-{folders[0].name}.html").expanduser().absolute()
+    folders = [user_path(each).absolute() for each in (first, second)]
+    out = user_path(words.options.get("out") or folders[1] / f"beside-{folders[0].name}.html").absolute()
     print_text(write_comparison(folders[0], folders[1], out, _names(words)), end="")
     print_text(f"side by side: {out}")
     return 0

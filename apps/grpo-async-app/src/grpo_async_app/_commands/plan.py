@@ -131,12 +131,22 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     notices = [
         *preflight.notices,
         *batch.notices(),
+        *_batch_notice(batch.groups_per_update, len(prompts.train)),
         *_thread_notice(preflight, threads),
         *_colocation_notice(preflight),
         *tracker_notices(config.log),
     ]
     rows += [("notice", notice) for notice in [*notices, *(memory.notices(preflight.placement) if memory else [])]]
     return [*rows, ("prompt tokens", f"longest {prompts.train_counts.longest}, limit {config.data.max_prompt_tokens}")]
+
+
+def _batch_notice(num_wanted: int, num_prompts: int) -> list[str]:
+    if num_wanted <= num_prompts:
+        return []
+    return [
+        f"an update takes {num_wanted} prompts (async.mini_batch_size x async.require_batches), and an epoch has "
+        f"{num_prompts}: lower them for more updates"
+    ]
 
 
 def _chosen(choices: Sequence[str]) -> list[tuple[str, str]]:

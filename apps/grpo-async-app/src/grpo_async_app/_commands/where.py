@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_async_app._run.places import RoleStatus, RunPlaces, read_places, state_of
-from offbeat_run import CommandWords, RunFolder, Writer, duration_text, print_text, writer_of
+from offbeat_run import CommandWords, RunFolder, Writer, duration_text, print_text, refuse_foreign_run, writer_of
 from offbeat_types import ConfigError
 
 _HEADS = ("node", "role", "pid", "devices", "state", "since", "restarts", "version")
@@ -19,6 +19,7 @@ def where_command(words: CommandWords, folder: str) -> int:
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")
     with RunFolder.open(folder, write=False) as run:
+        refuse_foreign_run(run, "grpo-async-app")
         places, writer = read_places(run), writer_of(run.path)
     driver_lives = places.is_by(writer)
     next_driver = None if driver_lives else writer

@@ -77,7 +77,7 @@ _OF_GRPO: Final = (
 def _check_openrlhf(source: Source, file: Path) -> Sequence[str]:
     """Refuse what is no run of train_ppo_ray."""
     program, options = source.program, source.options
-    if not program.name.endswith("train_ppo_ray"):
+    if program.name.rpartition(".")[2] != "train_ppo_ray":
         raise ConfigError(f"{file} starts {program.name}, not openrlhf.cli.train_ppo_ray: give a script of RL")
     if not names_model(options):
         raise ConfigError(f"{file} names no model: --actor.model_name_or_path was required, or --pretrain before 2026")
@@ -91,6 +91,11 @@ def _check_verl(source: Source, file: Path) -> Sequence[str]:
     for end, (what, advice) in _OTHERS.items():
         if stem.endswith(end) or f".{end}" in stem:
             raise ConfigError(f"{file} starts {program.name}, which is {what}, not an RL run to import: {advice}")
+    if any(name.startswith(("worker.actor.", "worker.rollout.")) for name in options):
+        raise ConfigError(
+            f"{file} has options of worker.actor or worker.rollout, as EasyR1 has them; their names, counts and "
+            "defaults differ from verl's: write a file of your own with the terms of docs/migrating.md"
+        )
     if not any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in options):
         kind = "SFT" if any(name.startswith(("optim.", "model.")) for name in options) else "something else"
         raise ConfigError(

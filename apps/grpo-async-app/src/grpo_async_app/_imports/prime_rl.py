@@ -27,7 +27,11 @@ _RATIO_BOUNDS: Final = tuple(f"{_LOSS}{kind}_" for kind in ("token_mask", "geo_m
 _KL_TO_SAMPLER: Final = 0.001
 """Their default of kl_tau, since 0.5."""
 _RENDERER: Final = "orchestrator.renderer."
-_TEMPLATE: Final = f"{_SAMPLING}extra_body.chat_template_kwargs."
+_TEMPLATES: Final = (f"{_SAMPLING}extra_body.chat_template_kwargs.", f"{_VLLM}default_chat_template_kwargs.")
+_OF_TEMPLATES: Final = ("enable_thinking", "thinking", "reasoning_effort")
+"""Options of a renderer that the chat templates of models have as variables; a template takes no notice of others."""
+_MODE: Final = "orchestrator.training_mode"
+"""Of a part of 2026, as use_sft_loss before it; orchestrator.algo.type since."""
 
 
 def import_prime_rl(options: Mapping[str, Any]) -> Draft:
@@ -67,17 +71,12 @@ def _write_model(draft: Draft) -> None:
     of_models = ("trainer.model", "orchestrator.model", "inference.vllm")
     owners = (*of_models, "tokenizer", "trainer.tokenizer", "orchestrator.tokenizer")
     draft.copy("model.trust_remote_code", *(f"{owner}.trust_remote_code" for owner in owners))
-    template: dict[str, Any] = {}
-    for prefix in (_TEMPLATE, _RENDERER):
-        found = [name for name in draft.left if name.startswith(prefix) and name != f"{_RENDERER}name"]
-        template |= {name.removeprefix(prefix): draft.take(name) for name in found}
+    found = {name: name.rpartition(".")[2] for name in draft.left if name.startswith(_TEMPLATES)}
+    found |= {f"{_RENDERER}{key}": key for key in _OF_TEMPLATES if draft.has(f"{_RENDERER}{key}")}
+    template = {key: draft.take(name) for name, key in found.items()}
     draft.take(f"{_RENDERER}name")  # the way of one family to fill in its template; here the template itself does it
     if template:
-        draft.put("data.template_options", template, *(f"{_TEMPLATE}{key}" for key in template), *_renderers(template))
-
-
-def _renderers(template: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{_RENDERER}{key}" for key in template)
+        draft.put("data.template_options", template, *found)
 
 
 def _write_sampling(draft: Draft) -> None:
@@ -130,11 +129,15 @@ def _write_engines(draft: Draft) -> None:
         draft.put("rollout.weight_format", "fp8", f"{_VLLM}quantization")
     elif quantization:
         draft.lose(f"{_VLLM}quantization", "engines sample from rollout.dtype, or from fp8 with rollout.weight_format")
-    options = {"gpu_memory_utilization": draft.take(f"{_VLLM}gpu_memory_utilization", default=0.9)}
+    options: dict[str, Any] = {"gpu_memory_utilization": draft.take(f"{_VLLM}gpu_memory_utilization", default=0.9)}
     sources = [f"{_VLLM}gpu_memory_utilization"]
     for name in [each for each in draft.left if each.startswith(_VLLM) and _OPTIONS.row(each) == _HANDED_ON]:
         if (value := draft.take(name)) is not None:
-            options[name.removeprefix(_VLLM)] = value
+            *outer, last = name.removeprefix(_VLLM).split(".")
+            inner = options
+            for each in outer:
+                inner = inner.setdefault(each, {})
+            inner[last] = value
             sources.append(name)
     draft.put("rollout.options", options, *sources)
 
@@ -192,8 +195,14 @@ def _write_adapters(draft: Draft) -> None:
 
 
 def _write_objective(draft: Draft) -> None:
-    kind = draft.text("orchestrator.algo.type", default="grpo")
+    mode = draft.take(_MODE) if draft.given(_MODE) in ("opd", "sft") else ""
+    kind = draft.text("orchestrator.algo.type", default="opd" if mode == "opd" else "grpo")
     draft.put("algorithm.advantage", "dr_grpo", "orchestrator.algo.type")
+    if mode == "sft" or draft.take("orchestrator.use_sft_loss"):
+        draft.lose(
+            draft.named(_MODE, "orchestrator.use_sft_loss"),
+            "the policy learns a teacher's answers there: sample them first, and train on them with sft-app",
+        )
     if kind == "opd":
         _write_teacher(draft)
     elif kind not in _PLAIN_MEAN:
@@ -217,7 +226,9 @@ def _write_loss(draft: Draft) -> None:
         draft.put(f"algorithm.{key}", value, name, f"{_LOSS}ratio_type")
     if draft.take(f"{_LOSS}ratio_type") == "sequence":
         draft.lose(f"{_LOSS}ratio_type", 'ratios are of tokens; algorithm.loss = "gspo" has one of a sequence')
-    if by_ratio:
+    if kind not in ("default", "ipo", "custom"):
+        draft.lose(name, f"{kind} is not known here: using ppo_clip, and docs/losses.md has others")
+    elif by_ratio:
         draft.lose(name, "tokens whose ratio is beyond a bound are left out there; here their ratio is clipped")
     else:
         _write_bounds(draft, kind)
@@ -244,11 +255,11 @@ def _write_teacher(draft: Draft) -> None:
     name = "orchestrator.algo.teacher.name"
     draft.copy("teacher.path", name, told=FETCHED)
     if "teacher.path" not in draft.entries:
-        draft.lose("orchestrator.algo.type", "no teacher is named: set teacher.path")
+        draft.lose(draft.named("orchestrator.algo.type", _MODE), "no teacher is named: set teacher.path")
         return
     draft.put("teacher.backend", "vllm", name)
-    draft.put("algorithm.advantage", "none", "orchestrator.algo.type")
-    draft.put("algorithm.distillation_coefficient", 1.0, "orchestrator.algo.type")
+    draft.put("algorithm.advantage", "none", "orchestrator.algo.type", _MODE)
+    draft.put("algorithm.distillation_coefficient", 1.0, "orchestrator.algo.type", _MODE)
 
 
 def _write_buffer(draft: Draft) -> None:

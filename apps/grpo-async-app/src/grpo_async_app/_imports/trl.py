@@ -32,6 +32,8 @@ _CAPS: Final = ("clip_max", "cap")
 _MAX_COMPLETION: Final = 512
 _MAX_PROMPT: Final = 1024
 """Ours, where nothing bounds a prompt there."""
+_OF_ENGINE: Final = ("gpu_memory_utilization", "model_impl", "enforce_eager", "enable_prefix_caching")
+"""Arguments of vLLM, each with vllm_ before it; the last two were fields until 2025."""
 _LONGEST: Final = ("vllm_max_model_length", "vllm_max_model_len")
 _DATA: Final = ("dataset_name", "dataset_id_or_path", "data_file_paths", "dataset_path")
 """TRL's own name, and those of scripts around it."""
@@ -115,7 +117,7 @@ def _write_rollout(draft: Draft, options: Mapping[str, Any]) -> None:
         draft.put("cluster.colocate", mode == "colocate", "vllm_mode")
     draft.copy("rollout.tensor_parallel", "vllm_tensor_parallel_size")
     if uses_vllm:
-        found = {name: draft.take(f"vllm_{name}") for name in ("gpu_memory_utilization", "model_impl")}
+        found = {name: draft.take(f"vllm_{name}") for name in _OF_ENGINE}
         if options := {name: value for name, value in found.items() if value is not None}:
             draft.put("rollout.options", options, *(f"vllm_{name}" for name in options))
     draft.put("rollout.samples_per_prompt", draft.count("num_generations", default=8), "num_generations")
@@ -233,8 +235,9 @@ def _write_batches(draft: Draft) -> None:
         draft.put("rollout.num_engines", max(ranks // width, 1), "num_processes", "vllm_tensor_parallel_size")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     draft.put("async.mini_batch_size", max(samples // group, 1), *names, "per_gpu_train_batch_size")
+    whole = "" if samples % group == 0 else f", and {max(samples // group, 1)} here"
     draft.change(
-        names[0], f"counts completions on one device there; {samples} of a step are {samples / group:g} prompts"
+        names[0], f"counts completions on one device there; {samples} of a step are {samples / group:g} prompts{whole}"
     )
     together = generated // samples if generated else steps // accumulated
     draft.put("async.require_batches", max(together, 1), "steps_per_generation", "generation_batch_size")

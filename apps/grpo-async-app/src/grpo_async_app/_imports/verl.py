@@ -13,7 +13,7 @@ from typing import Any, Final
 from grpo_async_app._imports.verl_engine import write_optimizer, write_trainer
 from grpo_async_app._imports.verl_objective import write_objective, write_teacher
 from grpo_async_app._imports.verl_paths import write_portable_paths
-from grpo_async_app._imports.verl_rollout import write_rollout
+from grpo_async_app._imports.verl_rollout import group_of_fork, write_rollout
 from grpo_async_app._imports.verl_validation import SHUFFLES, validates, write_num_rows, write_validation
 from offbeat_recipes import Draft, Entry, Program, read_option_table, write_trackers
 
@@ -196,10 +196,26 @@ def _write_passes(draft: Draft) -> None:
         draft.change(f"{_ACTOR}shuffle", "mini batches come in the same order in each pass")
 
 
+def _write_step(draft: Draft) -> int:
+    """Write how many prompts a step takes.
+
+    Source: Search-R1 a14dc3a, verl/workers/fsdp_workers.py: a mini batch is multiplied by rollout.n, which is 1 there,
+    and batch.repeat(n_agent) comes before it.
+    """
+    name, group = f"{_ACTOR}ppo_mini_batch_size", group_of_fork(draft)
+    given = draft.count(name, default=256)
+    step = max(given // group, 1)
+    draft.put("async.mini_batch_size", step, name)
+    if group > 1:
+        draft.change(
+            name, f"counts samples, or turns, in a fork with a group size of its own: {given / group:g} prompts"
+        )
+    return step
+
+
 def _write_batches(draft: Draft, mode: str) -> None:
     _write_passes(draft)
-    step = draft.count(f"{_ACTOR}ppo_mini_batch_size", default=256)
-    draft.put("async.mini_batch_size", step, f"{_ACTOR}ppo_mini_batch_size")
+    step = _write_step(draft)
     if mode in ("fully_async", "separate_async"):
         (_write_fully_async if mode == "fully_async" else _write_separate_async)(draft)
         if draft.take("data.train_batch_size") is not None:

@@ -45,10 +45,15 @@ _FORKS: Final = (f"{_ROLLOUT}n_agent", "env.rollout.n", "agent_grpo.n")
 """Group sizes of Search-R1, verl-agent and DeepResearcher, whose own rollout.n is 1 or multiplies it."""
 
 
+def group_of_fork(draft: Draft) -> int:
+    """Return the group size that a fork has beside rollout.n, or 1."""
+    names = [name for name in _FORKS if draft.has(name)]
+    return draft.count(*names, default=1) if names else 1
+
+
 def _write_group_size(draft: Draft) -> None:
     each = draft.count(f"{_ROLLOUT}n", "rollout.n", default=1)
-    names = [name for name in _FORKS if draft.has(name)]
-    of_fork = draft.count(*names, default=1) if names else 1
+    names, of_fork = [name for name in _FORKS if draft.has(name)], group_of_fork(draft)
     draft.put("rollout.samples_per_prompt", each * of_fork, *names, f"{_ROLLOUT}n", "rollout.n")
     if names:
         draft.change(names[0], f"the group size of a fork: {each * of_fork} samples of each prompt")
@@ -63,6 +68,9 @@ def _write_turns(draft: Draft) -> None:
         f"{_ROLLOUT}multi_turn.max_assistant_turns",
         *(["actor_rollout_ref.agent.max_turns"] if draft.given("actor_rollout_ref.agent.enable_agent") is True else []),
         "env.max_steps",
+        "trainer.max_turns",
+        f"{_ROLLOUT}agent.max_steps",
+        "agent_proxy.max_turn",
     )
     if (turns := draft.number(*names, default=0)) and turns > 1:
         draft.put("environment.max_turns", turns, *names)

@@ -142,6 +142,8 @@ class AgentRole:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()  # it may have left the group, and would be waited for without an end
                 await process.wait()
 
     async def close(self) -> None:

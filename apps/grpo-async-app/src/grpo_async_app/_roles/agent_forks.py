@@ -6,6 +6,7 @@ then forks for each request, which comes with the standard streams of the progra
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ from offbeat_types import ConfigError
 _READY: Final = b"ready"
 _LONGEST_REQUEST: Final = 192 * 1024
 """Bytes of one message; the environment of a program is the most of it."""
+_PR_SET_PDEATHSIG: Final = 1
 _TAKEN_S: Final = 5.0
 """For the other process to take a request; it does nothing but take them and fork. After it, it is replaced."""
 
@@ -145,17 +147,26 @@ def _watch(request: dict[str, Any], fds: Sequence[int]) -> None:
         os.setpgid(0, request["group"])
     except OSError:  # it was killed meanwhile: nobody wants the program any more
         os._exit(1)
-    program = os.fork()
+    watcher, program = os.getpid(), os.fork()
     if program:
         _, status = os.waitpid(program, 0)
         with contextlib.suppress(OSError):
             os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
         os._exit(0)
     os.close(told)
+    _end_with(watcher)
     for number, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(fd, number)
         os.close(fd)
     _become(request["command"], request["environment"] | key_variables(keys[0] if keys else None))
+
+
+def _end_with(watcher: int) -> None:
+    """Have the kernel end this process with its parent, which stays in the group, whichever this one goes to."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != watcher:  # it was killed before it could be followed
+        os._exit(1)
 
 
 def _become(command: list[str], environment: Mapping[str, str]) -> None:

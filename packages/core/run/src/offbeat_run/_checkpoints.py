@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 import xxhash
 
-from offbeat_run._files import atomic_folder, atomic_write
+from offbeat_run._files import atomic_folder, atomic_write, read_small
 from offbeat_run._printing import print_text
 from offbeat_types import (
     DIGEST_SUFFIX,
@@ -40,6 +40,8 @@ _MODEL_FOLDERS: Final = (".", "adapter")
 """Folders of a checkpoint that hold the model; the others are for going on with its training."""
 _NUM_READERS: Final = 4
 """Files compared at a time: one reader alone does not get all that a disk can give."""
+_MAX_SMALL_BYTES: Final = 1 << 24
+"""Of a manifest, or of the scores: some hundred bytes for each file or validation."""
 _NAMED: Final = 3
 """Damaged checkpoints that an error names."""
 
@@ -97,7 +99,7 @@ class Checkpoints:
         Raises:
             RunFolderError: no space left.
         """
-        with atomic_folder(self.path / f"step-{step:06d}") as folder:
+        with atomic_folder(self.path / step_name(step)) as folder:
             yield folder
             (folder / MANIFEST).write_bytes(_Manifest.describe(folder, step).encode())
         if score is not None:
@@ -121,7 +123,10 @@ class Checkpoints:
     def _scores(self) -> dict[int, float]:
         """Read the scores; where the file is missing or damaged there are none, and the latest checkpoint counts."""
         try:
-            return {int(step): float(score) for step, score in json.loads((self.path / _SCORES).read_bytes()).items()}
+            return {
+                int(step): float(score)
+                for step, score in json.loads(read_small(self.path / _SCORES, _MAX_SMALL_BYTES)).items()
+            }
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return {}
 
@@ -131,7 +136,7 @@ class Checkpoints:
         whole: list[Checkpoint] = []
         for folder in self._folders():
             with suppress(DamagedError):
-                step = _whole(folder).step
+                step = _whole_as_named(folder).step
                 whole.append(Checkpoint(step=step, path=folder, score=scores.get(step)))
         return whole
 
@@ -163,6 +168,7 @@ class Checkpoints:
         damaged: dict[Path, DamagedError] = {}
         for folder in reversed(self._folders()):
             try:
+                _whole_as_named(folder)
                 step = check_checkpoint(folder, tell)
                 with reading("one of its files"):
                     found = read(folder)
@@ -200,7 +206,7 @@ class Checkpoints:
             if not (folder / MANIFEST).exists():  # it is being removed
                 continue
             try:
-                _whole(folder)
+                _whole_as_named(folder)
             except DamagedError as flaw:
                 tell(f"checkpoint {folder.name} is damaged ({flaw}) and passed over")
         left = {each.step: each for each in self.all()}
@@ -249,6 +255,11 @@ class Checkpoints:
             if found and by_step(folder.name.removeprefix(_ASIDE)) <= by_step(found[-1].path.name):
                 shutil.rmtree(folder)
         return removed
+
+
+def step_name(step: int) -> str:
+    """Name the folder of a checkpoint."""
+    return f"step-{step:06d}"
 
 
 def by_step(name: str) -> tuple[int, str]:
@@ -325,7 +336,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             DamagedError: it is missing, or is not what was written.
         """
         with reading(MANIFEST):
-            raw = (folder / MANIFEST).read_bytes()
+            raw = read_small(folder / MANIFEST, _MAX_SMALL_BYTES)
             manifest = msgspec.json.decode(raw, type=cls)
             is_older = manifest.file_digests is None and not manifest.digest
             if not is_older and manifest.encode() != raw:
@@ -348,10 +359,23 @@ def _whole(folder: Path) -> _Manifest:
     manifest = _Manifest.read(folder)
     for name, size in manifest.file_bytes.items():
         file = folder / name
-        if not file.is_file():
-            raise DamagedError(f"{name} is missing")
-        if (has := file.stat().st_size) != size:
-            raise DamagedError(f"{name} has {has} bytes and was written with {size}")
+        with reading(name):
+            if not file.is_file():
+                raise DamagedError(f"{name} is missing")
+            if (has := file.stat().st_size) != size:
+                raise DamagedError(f"{name} has {has} bytes and was written with {size}")
+    return manifest
+
+
+def _whole_as_named(folder: Path) -> _Manifest:
+    """Return the same of a checkpoint of a run, whose folder has the name of its step.
+
+    Raises:
+        DamagedError: it is not whole, or was copied or moved from another step.
+    """
+    manifest = _whole(folder)
+    if folder.name != (name := step_name(manifest.step)):
+        raise DamagedError(f"{MANIFEST} is that of {name}")
     return manifest
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import io
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from offbeat_http import raise_descriptor_limit
+from offbeat_run._config.schema import sections_of
 from offbeat_run._config.text import explain
 from offbeat_run._examine import examine
 from offbeat_run._folder import RunFolder, last_has_checkpoint
@@ -32,6 +34,8 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 TRACEBACK_VARIABLE = "OFFBEAT_TRACEBACK"
 _COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_LARGEST_NUMBER = 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,11 @@ class CommandWords:
 
 
 def split_arguments(
-    words: Sequence[str], *, options: Collection[str] = (), switches: Collection[str] = ()
+    words: Sequence[str],
+    *,
+    options: Collection[str] = (),
+    switches: Collection[str] = (),
+    settings: Collection[str] = (),
 ) -> CommandWords:
     """Sort the words of a command line, such as `train my.toml --checkpoint.every 5 --out runs/a`.
 
@@ -64,9 +72,10 @@ def split_arguments(
         words: without the program's name.
         options: names that take a value, such as "out"; `--out X` and `--out=X`.
         switches: names that take none, such as "plan".
+        settings: keys of the configuration, such as "engine.seed", one of which may be meant by an unknown option.
 
     Raises:
-        ConfigError: an option that is not known, or one without its value.
+        ConfigError: an option that is not known, or one without its value, or with an address for one.
     """
     positionals: list[str] = []
     overrides: list[str] = []
@@ -89,9 +98,9 @@ def split_arguments(
             if "." in name:
                 overrides += [f"--{name}={text}"]
             else:
-                held[name] = text
+                held[name] = _option_value(name, text)
         else:
-            raise ConfigError(_unknown_option(word, [*options, *switches, "explain", "help"]))
+            raise ConfigError(_unknown_option(word, [*options, *switches, "explain", "help"], settings))
     return CommandWords(
         positionals=tuple(positionals),
         overrides=tuple(overrides),
@@ -108,10 +117,37 @@ def _next_value(name: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _unknown_option(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], known, n=1)
+def _option_value(name: str, text: str) -> str:
+    """Refuse what no option of a command takes: nothing, as of a variable that is not set, and an address."""
+    if not text and name != "explain":
+        raise ConfigError(f"--{name}: needs a value, got an empty one: --{name} VALUE")
+    if _ADDRESS.match(text):
+        raise ConfigError(f"--{name} {text}: is an address; give a folder or a file of this machine, and copy it there")
+    return text
+
+
+def _unknown_option(word: str, known: Collection[str], settings: Collection[str]) -> str:
+    name = word.lstrip("-").partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{near[0]}?" if near else "a setting is --section.key VALUE; --help lists the options"
+    if meant := _settings_like(name, settings):
+        hint = f"did you mean {' or '.join(f'--{key}' for key in meant)}?"
     return f"{word}: unknown option; {hint}"
+
+
+def _settings_like(name: str, settings: Collection[str]) -> list[str]:
+    """The keys that are meant by a key without its section, or with another sign between them."""
+    flat = name.lower().replace("-", "_").replace(".", "_")
+    return [key for key in settings if flat in (key.partition(".")[2], key.replace(".", "_"))]
+
+
+def _setting_words(words: Sequence[str], settings: Collection[str]) -> str:
+    """Say how the settings among stray words are written, as `engine.seed=1` or `-engine.seed 1`; empty for none."""
+    for word in words:
+        name, equals, value = word.lstrip("+-").partition("=")
+        if meant := _settings_like(name, settings) if equals or word.startswith("-") or "." in name else []:
+            return f"; a setting is written --{meant[0]}{'=' + value if equals else ' VALUE'}"
+    return ""
 
 
 def run_command(main: Callable[[], int | None], *, program: str | None = None) -> NoReturn:
@@ -126,6 +162,7 @@ def run_command(main: Callable[[], int | None], *, program: str | None = None) -
         program: its name, for the line that resumes; taken from the command line when None.
     """
     raise_descriptor_limit()
+    _print_whatever_the_encoding()
     defer_device_backends()  # main imports torch
     is_users_own = _COMPILER_CACHE in os.environ
     with interrupted_by_signals(), showing_status():
@@ -133,6 +170,13 @@ def run_command(main: Callable[[], int | None], *, program: str | None = None) -
     if not is_users_own:
         _remove_unused_cache()
     sys.exit(code)
+
+
+def _print_whatever_the_encoding() -> None:
+    """Write what the terminal's encoding lacks, such as a bar or an arrow in Latin-1, as an escape, not as an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _remove_unused_cache() -> None:
@@ -255,7 +299,8 @@ def run_named_command(words: Sequence[str], commands: Mapping[str, Command], con
     """
     options = {option for command in commands.values() for option in command.options}
     switches = {switch for command in commands.values() for switch in command.switches}
-    sorted_words = split_arguments(words, options=options, switches=switches)
+    settings = [f"{section.name}.{key}" for section in sections_of(config_type).values() for key in section.keys]
+    sorted_words = split_arguments(words, options=options, switches=switches, settings=settings)
     if sorted_words.explain is not None:
         print(explain(config_type, sorted_words.explain))
         return 0
@@ -265,7 +310,9 @@ def run_named_command(words: Sequence[str], commands: Mapping[str, Command], con
     command = commands[name]
     if len(arguments) != len(command.argument.split()):
         got = f"{len(arguments)} ({' '.join(arguments)})" if arguments else "none"
-        raise ConfigError(f"{_wanted_words(name, command.argument)}, got {got}")
+        raise ConfigError(f"{_wanted_words(name, command.argument)}, got {got}{_setting_words(arguments, settings)}")
+    if "" in arguments:
+        raise ConfigError(f"{_wanted_words(name, command.argument)}, got an empty one")
     _refuse_unread(name, command, sorted_words)
     return command.run(sorted_words, *arguments)
 
@@ -310,6 +357,8 @@ def whole_number(words: CommandWords, option: str, default: int = 0) -> int:
     text = words.options.get(option, str(default))
     if not text.isdecimal():
         raise ConfigError(f"--{option} needs a whole number: got {text!r}")
+    if len(text) > len(str(_LARGEST_NUMBER)) or int(text) > _LARGEST_NUMBER:
+        raise ConfigError(f"--{option} needs a whole number of at most {_LARGEST_NUMBER}: got {text:.40}")
     return int(text)
 
 

@@ -24,6 +24,7 @@ from offbeat_types import (
     read_model_json,
     read_tensor_shapes,
     require_backend,
+    user_path,
 )
 
 
@@ -56,11 +57,16 @@ def inspect_model(path: str, key: str = "model.path") -> ModelFolder:
     Raises:
         ModelError: missing, a run folder, no config, no safetensors, or a file that is cut short.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path).absolute()
+    if not path:
+        raise ModelError(f"{key} is empty; give a Hugging Face model folder")
+    if os.path.isfile(folder):
+        raise ModelError(f"{key}: {folder} is a file; {_OF_GGUF if folder.suffix == '.gguf' else _OF_FILE}")
     if not os.path.isdir(folder):  # False, too, for what cannot be a path
         advice = download_advice(path) or "give a Hugging Face model folder"
         raise ModelError(f"{key}: no such folder: {folder}; {advice}")
     _refuse_run_folder(folder, key)
+    _refuse_other_folder(folder, key)
     config = read_model_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -84,6 +90,25 @@ def inspect_model(path: str, key: str = "model.path") -> ModelFolder:
         vocabulary=vocabulary,
         max_positions=_size(folder, text, "max_position_embeddings"),
     )
+
+
+_OF_FILE: Final = "give the folder, with config.json, tokenizer and weights"
+_OF_GGUF: Final = "GGUF is not read: give the folder of the model as transformers loads it, with *.safetensors"
+
+
+def _refuse_other_folder(folder: Path, key: str) -> None:
+    """Name folders that people take for a model: an adapter, GGUF files, one of the Hub's cache."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{key}: {folder} is a LoRA adapter, not a model: merge it into its base model (merge_and_unload and "
+            "save_pretrained of peft), and give that folder"
+        )
+    if any(folder.glob("*.gguf")):
+        raise ModelError(f"{key}: {folder} holds GGUF files and no config.json; {_OF_GGUF}")
+    if held := sorted(path.parent for path in folder.glob("snapshots/*/config.json")):
+        raise ModelError(f"{key}: {folder} is a folder of the Hub's cache; give {held[-1]}")
 
 
 def _refuse_run_folder(folder: Path, key: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -146,11 +147,49 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
+_KINDS: Final = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFLNK: "a link to nothing"}
+
+
+def other_kind(path: Path) -> str:
+    """Say what is at a path in place of a file, such as "a folder"; nothing where a file is, or nothing."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return _KINDS[stat.S_IFLNK] if path.is_symlink() else ""
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device or a socket")
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is no file, before it is opened: a pipe would never open, and a folder cannot be written to.
+
+    Raises:
+        RunFolderError: it is something else; with what it is.
+    """
+    if other := other_kind(path):
+        raise RunFolderError(f"{path}: must be a file and is {other}; move it away")
+
+
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """Read a file that is short, or is not what it should be.
+
+    Raises:
+        OSError: it cannot be read, is no file, or is longer.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # of a pipe, the end is read
+        if other := other_kind(path):
+            raise OSError(errno.EINVAL, f"it is {other}")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes")
+    return content
+
+
 class JsonlFile:
     """Appends lines, each flushed to the system before `write` returns. A torn last line is cut off on opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        require_file(path)
         _cut_torn_line(path)
         self._file = path.open("ab")
 
@@ -168,6 +207,40 @@ MAX_DAMAGED: Final = 1000
 """Texts about damaged lines that are kept: a file may hold any number of them."""
 UNREADABLE: Final = (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """Raised by a line that is not what it should be; a number may be too large, and brackets may nest without end."""
+MAX_LINE_BYTES: Final = 1 << 28
+"""Of a line of any of our files; the completions of a group with their prompt are the longest."""
+_BLOCK_BYTES: Final = 1 << 16
+
+
+def read_raw_lines(path: Path, damaged: list[str] | None) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) of a file of lines; a missing file has none.
+
+    Args:
+        path: of the file.
+        damaged: takes a text where it is no file, or where a line is too long: nothing after that one is read.
+
+    Raises:
+        RunFolderError: the same, and nobody takes note of it.
+    """
+    if not path.is_file():
+        if other := other_kind(path):
+            _refuse(damaged, f"{path}: must be a file and is {other}; move it away")
+        return
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                told = f"{path}:{number}: a line of more than {MAX_LINE_BYTES} bytes, and nothing after it is read"
+                _refuse(damaged, f"{told}; cut the file before it, or restore it")
+                return
+            yield number, line
+
+
+def _refuse(damaged: list[str] | None, text: str) -> None:
+    if damaged is None:
+        raise RunFolderError(text)
+    note_damage(damaged, text)
 
 
 def read_lines(
@@ -184,24 +257,21 @@ def read_lines(
     Raises:
         RunFolderError: a line is damaged, with its number, and nobody takes note of it.
     """
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n") or not raw.strip():
-                continue
-            expected = "a line of JSON"
-            try:
-                line = msgspec.json.decode(raw, type=dict[str, Any])
-                expected = what
-                found = parse(line)
-            except UNREADABLE as error:
-                said = f"{path}:{number}: not {expected}: {error}; remove the line, or restore the file"
-                if damaged is None:
-                    raise RunFolderError(said) from error
-                note_damage(damaged, said)
-            else:
-                yield found
+    for number, raw in read_raw_lines(path, damaged):
+        if not raw.endswith(b"\n") or not raw.strip():
+            continue
+        expected = "a line of JSON"
+        try:
+            line = msgspec.json.decode(raw, type=dict[str, Any])
+            expected = what
+            found = parse(line)
+        except UNREADABLE as error:
+            said = f"{path}:{number}: not {expected}: {error}; remove the line, or restore the file"
+            if damaged is None:
+                raise RunFolderError(said) from error
+            note_damage(damaged, said)
+        else:
+            yield found
 
 
 def note_damage(damaged: list[str], text: str) -> None:
@@ -227,6 +297,7 @@ def _encodable(value: Any) -> Any:
 
 def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file, in one piece, with only the lines that `keep` wants."""
+    require_file(path)
     if not path.is_file():
         return
     with atomic_write(path, "wb") as file:
@@ -239,13 +310,14 @@ def _cut_torn_line(path: Path) -> None:
     if not path.is_file():
         return
     with path.open("rb+") as file:
-        end = file.seek(0, 2)
-        tail = b""
-        position = end
-        while position and b"\n" not in tail:
-            position = max(0, position - 65536)
-            file.seek(position)
-            tail = file.read(end - position)
-        last = tail.rfind(b"\n")
-        if position + last + 1 < end:
-            file.truncate(position + last + 1)
+        end = position = file.seek(0, os.SEEK_END)
+        while position:
+            start = max(0, position - _BLOCK_BYTES)
+            file.seek(start)
+            last = file.read(position - start).rfind(b"\n")
+            if last >= 0:
+                position = start + last + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)

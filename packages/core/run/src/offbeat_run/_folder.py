@@ -15,7 +15,7 @@ from offbeat_run._files import atomic_write, remove_leftovers
 from offbeat_run._lock import LOCK_NAME, FolderLock, last_locked
 from offbeat_run._printing import shown
 from offbeat_run._quantities import size_text
-from offbeat_types import RunFolderError, UserError
+from offbeat_types import RunFolderError, UserError, user_path
 
 CHECKPOINTS: Final = "checkpoints"
 
@@ -71,7 +71,7 @@ class RunFolder:
         Raises:
             RunFolderError: it holds files, cannot be written, has no room, or another process is in it.
         """
-        path = Path(path).expanduser().absolute()
+        path = user_path(path).absolute()
         try:
             _refuse_contents(path)
             was_there = path.exists()
@@ -100,7 +100,9 @@ class RunFolder:
         Raises:
             RunFolderError: missing, not a run folder, no room, or another process is in it.
         """
-        path = Path(path).expanduser().absolute()
+        path = user_path(path).absolute()
+        if path.is_file():
+            raise RunFolderError(f"{path}: is a file; give the folder of a run, such as runs/my-20261121-101500")
         if not path.is_dir():
             raise RunFolderError(f"{path}: no such run folder")
         run = cls(path, None)

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
+from offbeat_run._config.load import MAX_CONFIG_BYTES
 from offbeat_run._described import describe_task
+from offbeat_run._files import read_small
 from offbeat_run._folder import RunFolder
 from offbeat_run._lock import writer_of
 from offbeat_run._metric_names import is_share, label_of
@@ -128,8 +130,8 @@ def summarize_run(run: RunFolder, metrics: RunMetrics, sessions: Sequence[Sessio
 def _configuration(run: RunFolder) -> dict[str, Any]:
     path = run.settled if run.settled.is_file() else run.config
     try:
-        return tomllib.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):  # a heading with less in it, rather than no report
+        return tomllib.loads(read_small(path, MAX_CONFIG_BYTES).decode(errors="replace"))
+    except (OSError, ValueError, RecursionError):  # a heading with less in it, rather than no report
         return {}
 
 

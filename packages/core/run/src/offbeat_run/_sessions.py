@@ -10,7 +10,7 @@ import msgspec
 from offbeat_run._config.secrets import hide_secrets
 from offbeat_run._files import JsonlFile, read_lines
 from offbeat_run._folder import RunFolder
-from offbeat_types import OffbeatError
+from offbeat_types import OffbeatError, RunFolderError
 
 _REASON_CHARACTERS: Final = 300
 """Length of a failure's text kept for the heading of a report; the logs have the rest."""
@@ -70,6 +70,25 @@ def read_sessions(run: RunFolder, damaged: list[str] | None = None) -> list[Sess
         elif found:
             found[-1] = msgspec.structs.replace(found[-1], **line)
     return found
+
+
+def refuse_foreign_run(run: RunFolder, application: str) -> None:
+    """Refuse the run of another application, whose settings and checkpoints are of another kind.
+
+    Args:
+        run: open for reading.
+        application: that would work on it.
+
+    Raises:
+        RunFolderError: its first session was another application's.
+    """
+    sessions = read_sessions(run, [])
+    first = sessions[0].command.partition(" ")[0] if sessions else application
+    if first != application:
+        raise RunFolderError(
+            f"{run.path}: is a run of {first}, and not of {application}; {first} continues it, and the models are in "
+            f"{run.checkpoints.path}"
+        )
 
 
 def last_written_s(run: RunFolder, after_s: float) -> float:

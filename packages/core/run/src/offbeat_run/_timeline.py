@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from offbeat_run._files import UNREADABLE, atomic_write, note_damage
+from offbeat_run._files import UNREADABLE, atomic_write, note_damage, read_raw_lines, require_file
 
 _PROCESS = 1
 _LONGEST_S: Final = 1e9
@@ -39,12 +39,16 @@ class Timeline:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        events = read_timeline(self.path)
-        self._tracks = {str(event["args"]["name"]): int(event["tid"]) for event in events if _names_track(event)}
-        self._mutex = threading.Lock()
-        with atomic_write(self.path, "wb") as file:
-            file.write(b"[\n" + b",\n".join(msgspec.json.encode(event) for event in events))
-        self._empty = not events
+        require_file(self.path)
+        self._tracks: dict[str, int] = {}
+        self._mutex, self._empty = threading.Lock(), True
+        with atomic_write(self.path, "wb") as file:  # an event at a time: a long run has millions
+            file.write(b"[\n")
+            for _, event in _events(self.path, []):
+                if _names_track(event):
+                    self._tracks[str(event["args"]["name"])] = int(event["tid"])
+                file.write((b"" if self._empty else b",\n") + msgspec.json.encode(event))
+                self._empty = False
         self._file = self.path.open("ab")
 
     def span(self, track: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
@@ -100,19 +104,16 @@ def read_timeline(path: Path | str) -> list[dict[str, Any]]:
 
 def _events(path: Path, damaged: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number of the line, event) of a trace file, without the lines that cannot be read."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            text = line.strip().rstrip(b",")
-            if text.startswith(b"{"):
-                try:
-                    event = msgspec.json.decode(text, type=dict[str, Any])
-                    msgspec.convert(event, _SHAPES.get(str(event.get("ph")), dict[str, Any]))
-                    yield number, event
-                except UNREADABLE as error:
-                    if line.endswith(b"\n"):  # a torn last line is no damage
-                        note_damage(damaged, f"{path}:{number}: not an event: {error}")
+    for number, line in read_raw_lines(path, damaged):
+        text = line.strip().rstrip(b",")
+        if text.startswith(b"{"):
+            try:
+                event = msgspec.json.decode(text, type=dict[str, Any])
+                msgspec.convert(event, _SHAPES.get(str(event.get("ph")), dict[str, Any]))
+                yield number, event
+            except UNREADABLE as error:
+                if line.endswith(b"\n"):  # a torn last line is no damage
+                    note_damage(damaged, f"{path}:{number}: not an event: {error}")
 
 
 @dataclass(frozen=True)

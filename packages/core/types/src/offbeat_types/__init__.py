@@ -31,7 +31,7 @@ from offbeat_types._errors import (
     UserError,
     WeightSyncError,
 )
-from offbeat_types._hub_names import download_advice
+from offbeat_types._hub_names import download_advice, user_path
 from offbeat_types._images import ImageCutter, ImagePlaces
 from offbeat_types._model_files import (
     MODEL_FILE,
@@ -233,6 +233,7 @@ __all__ = [
     "sync_tree",
     "tensor_file_header",
     "tensor_file_index",
+    "user_path",
     "wake_tags",
     "write_digest",
 ]

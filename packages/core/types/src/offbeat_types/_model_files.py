@@ -140,7 +140,7 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         header.pop("__metadata__", None)
         wanted = 8 + num_bytes + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is not a whole safetensors file ({error}); download or write it again") from error
     if got != wanted:
         raise ModelError(

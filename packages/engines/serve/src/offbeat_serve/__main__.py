@@ -8,6 +8,7 @@ import signal
 import sys
 import typing
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from offbeat_data import load_tokenizer
@@ -127,7 +128,20 @@ def _add_settings(group: "argparse._ArgumentGroup", settings: type[ServeSettings
             group.add_argument(option, type=kind, default=field.default, metavar=metavar, help=told.doc)
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-            group.add_argument(option, type=json.loads, default=default, metavar="JSON", help=told.doc)
+            reader = partial(_read_json, kind=type(default))
+            group.add_argument(option, type=reader, default=default, metavar="JSON", help=told.doc)
+
+
+def _read_json(text: str, kind: type) -> Any:
+    """An object or a list in JSON, as the setting's default is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        wanted = 'an object, such as {"a": 1}' if kind is dict else 'a list, such as ["a"]'
+        raise argparse.ArgumentTypeError(f"must be JSON, {wanted}: got {text!r:.80}")
+    return value
 
 
 def _read_settings(settings: type[T], words: dict[str, Any]) -> T:

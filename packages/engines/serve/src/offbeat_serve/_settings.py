@@ -166,10 +166,19 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: ErrorDetail
 
 
+_MAX_MESSAGE_CHARS: Final = 1000
+"""Of a refusal, which repeats what a client has sent: a name that is not known may have megabytes."""
+
+
 def error_answer(refusal: RefusedError) -> ErrorAnswer:
+    message, param = refusal.message, refusal.param
+    if len(message) > _MAX_MESSAGE_CHARS:
+        message = f"{message[: _MAX_MESSAGE_CHARS // 2]} … {message[-_MAX_MESSAGE_CHARS // 2 :]}"
+    if param is not None:
+        param = param[:_MAX_MESSAGE_CHARS]
     server_error = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = _TYPES.get(refusal.status, "server_error" if server_error else "invalid_request_error")
-    return ErrorAnswer(error=ErrorDetail(message=refusal.message, type=kind, param=refusal.param, code=refusal.code))
+    return ErrorAnswer(error=ErrorDetail(message=message, type=kind, param=param, code=refusal.code))
 
 
 def refusal_of(error: Exception) -> RefusedError:
@@ -179,6 +188,9 @@ def refusal_of(error: Exception) -> RefusedError:
             return error
         case UserError():
             return RefusedError(HTTPStatus.BAD_REQUEST, str(error))
+        case RecursionError():
+            message = "the request is nested too deep: its tools, calls or chat_template_kwargs; send flatter ones"
+            return RefusedError(HTTPStatus.BAD_REQUEST, message)
         case DeadlineError():
             return RefusedError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="deadline")
         case WeightSyncError() | PeerFailedError():

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from offbeat_liveness._diagnosis.verdict import Verdict, join_names
+from offbeat_liveness._diagnosis.endings import Ending
+from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
 from offbeat_liveness._network.address_book import Key
 from offbeat_liveness._network.peers import Peers
@@ -116,16 +117,15 @@ class Announcer:
             if not self._unheard:
                 return
 
-    def announce_movement(self) -> None:
-        """As the leader: tell that the run moves again, where the suspicion was told."""
+    def announce_end(self, ending: Ending) -> None:
+        """As the leader: tell how a stall has ended, where the suspicion was told."""
         spoken = self._spoken if self._is_speaker else None
         stuck, passed_s = self._note_end()
         if stuck is None:
             return
         if spoken is not None and not spoken.is_proof:
-            who = f"{join_names(spoken.missing)} came" if spoken.missing else "the call ended"
-            say(f"offbeat liveness: it moves again: {who} after {passed_s:.0f} s ({spoken.kind})")
-        if self._written is not None:
+            say(f"offbeat liveness: {ending.what} after {passed_s:.0f} s ({spoken.kind}){ending.why}")
+        if self._written is not None and not ending.has_failed:
             self._dumps.write_verdict(dataclasses.replace(self._written, cleared_after_s=passed_s))
         ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
 

@@ -23,6 +23,7 @@ from offbeat_liveness._settings import DIRECTORY, POLICY, STALL_AFTER, LivenessE
 from offbeat_liveness._watch import watch, watch_when_needed
 
 USAGE_ERROR: Final = 2
+CLOSED_PIPE: Final = 141
 SITE_FOLDER: Final = str(Path(__file__).parent / "_site")
 DEFAULT_POLICY: Final = "abort"
 NO_TORCH: Final = (
@@ -40,12 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "show":
-            print(printable(_show(Path(options.directory), as_json=options.json)))
+            print(printable(_show(Path(options.directory), as_json=options.json)), flush=True)
         else:
             start_watch(options)
     except LivenessError as error:
         print(printable(f"offbeat-liveness: {error}"), file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:  # whoever reads has seen enough, such as `head`; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     if options.command == "run":
         run_script(options)  # an error of the script ends it as it does without us
     return 0

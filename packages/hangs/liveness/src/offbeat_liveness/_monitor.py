@@ -1,6 +1,7 @@
 """The monitor of one process: watches it, answers the other monitors, and leads when it is the lowest alive."""
 
 import dataclasses
+import math
 import os
 import sys
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from offbeat_liveness._announcer import Announcer, Termination, leave, say
-from offbeat_liveness._diagnosis import find_verdict, is_over
+from offbeat_liveness._diagnosis import Ending, find_verdict, how_it_ended, is_over
 from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
@@ -99,6 +100,7 @@ class Monitor:
         self._last_head: ProcessSnapshot | None = None
         self._last_read_s = -1e9
         self._looked_s = self._next_head_s = -1e9
+        self._open_since_s = math.inf  # since when nobody waits, and the missing one has not come
         self._is_leading = self._is_hooked = False
         self._joining = threading.Lock()
         self._error: BaseException | None = None
@@ -316,10 +318,19 @@ class Monitor:
             self._peers.hear_news()
             verdict, graph = self._find()
             if verdict is not None:
+                self._open_since_s = math.inf
                 self._tell(verdict)
             elif self.verdict is not None and is_over(graph, self.verdict):
-                self._told.announce_movement()
+                self._end_stall(how_it_ended(graph, self.verdict))
             self._is_leading = self.verdict is not None  # else whoever still waits calls again
+
+    def _end_stall(self, ending: Ending) -> None:
+        """Tell how a stall has ended; where that is open, once an error that torch may have raised had its time."""
+        now_s = time.monotonic()
+        self._open_since_s = min(self._open_since_s, now_s)
+        if not ending.is_open or now_s - self._open_since_s >= LATE_S:
+            self._open_since_s = math.inf
+            self._told.announce_end(ending)
 
     def _tell(self, verdict: Verdict) -> None:
         """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""

@@ -9,7 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from offbeat_types import BackendError, ModelError, TrainEngineConfig, TrainLayout, check_schedule, load_backend
+from offbeat_types import (
+    BackendError,
+    ModelError,
+    TrainEngineConfig,
+    TrainLayout,
+    check_schedule,
+    load_backend,
+    user_path,
+)
 
 NOT_LOOKED_AT: Final = ("not looked at", "model weights, data and devices: they are on the cluster")
 """Row of a plan."""
@@ -45,7 +53,7 @@ def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) ->
 @contextmanager
 def _planned_folder(path: str) -> Iterator[str]:
     """The model's folder; where there is its config.json alone, one beside weights that nobody reads for a plan."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not (folder / "config.json").is_file() or next(folder.glob("*.safetensors"), None):
         yield path
         return

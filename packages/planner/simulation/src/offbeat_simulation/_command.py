@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -16,6 +17,8 @@ from offbeat_simulation._search import Candidate, propose
 from offbeat_simulation._simulate import SimulationReport
 from offbeat_types import ConfigError, DataError, OffbeatError
 
+INTERRUPTED: Final = 130
+CLOSED_PIPE: Final = 141
 Runs = list[tuple[AsyncConfig, SimulationReport]]
 Overrides = list[tuple[str, str]]
 
@@ -28,10 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(words)
         if overrides and parsed.command in ("measure", "keys"):
             parser.error(f"{parsed.command} takes no keys of a scenario, got {overrides[0][0]}")
-        print(_COMMANDS[parsed.command](parsed, overrides))
+        print(_COMMANDS[parsed.command](parsed, overrides), flush=True)
     except OffbeatError as error:
         print(f"offbeat-simulation: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever reads has seen enough, such as `head`; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     return 0
 
 

@@ -9,6 +9,7 @@ from offbeat_data._rows import Row, with_system, with_tools
 from offbeat_data._sources import SourceConfig
 from offbeat_data._thoughts import open_thoughts
 from offbeat_data._tokenizer import Tokenizer
+from offbeat_types import DataError
 
 
 class ChatReader:
@@ -34,9 +35,14 @@ class ChatReader:
 
         Raises:
             ModelError: there is no chat template; or the row has images and the model takes none.
-            DataError: a column holds something else than it should.
+            DataError: a column holds something else than it should, or a message has nothing that the template writes.
         """
         template = self._tokenizer.require_template()
+        if not template.writes_calls and any(message.get("content") is None for message in messages):
+            raise DataError(
+                "the content of a message is null, and the chat template does not write tool_calls, so it would write "
+                "nothing of it: use a template that does, or write the calls into the content"
+            )
         messages, pictures = self._images.read(row, messages, source)
         options = with_tools(row, self._config.template_options)
         self._notes.words(messages, options)

@@ -39,6 +39,7 @@ _RAISED_BY_TEMPLATES: Final = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
@@ -81,6 +82,7 @@ class ChatTemplate:
 
     Attributes:
         variables: names that the template reads, such as "tools".
+        writes_calls: whether it writes an assistant's calls of tools, as far as its text tells.
 
     Raises:
         ModelError: the template is not valid Jinja.
@@ -91,6 +93,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
+            self.writes_calls = "tool_calls" in source or "tojson" in source  # or a message as a whole
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(
@@ -120,11 +123,36 @@ class ChatTemplate:
         return _split_markers(marked)
 
 
+_MAX_PRODUCT: Final = 1 << 24
+"""Characters or elements of a text or a list that a template multiplies."""
+_MAX_EXPONENT: Final = 64
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which one operator does not fill the memory: a template comes with a model, from anywhere."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Calculate; also what is constant, which is otherwise done when the template is read."""
+        if operator == "**" and isinstance(right, int | float) and abs(right) > _MAX_EXPONENT:
+            raise jinja2.TemplateRuntimeError(f"an exponent may be {_MAX_EXPONENT} at most, and is {right}")
+        for count, held in ((left, right), (right, left)):
+            if operator == "*" and isinstance(count, int) and isinstance(held, str | bytes | list | tuple):
+                num = count * len(held)
+                if num > _MAX_PRODUCT:
+                    raise jinja2.TemplateRuntimeError(
+                        f"a product may have {_MAX_PRODUCT} elements, and would have {num}"
+                    )
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return the filters and functions of transformers that every chat template expects."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
+    del environment.globals["lipsum"]  # any number of words of no use
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

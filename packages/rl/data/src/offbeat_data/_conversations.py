@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from offbeat_data._prompts import RowCounts, uses_template
 from offbeat_data._rows import (
     Row,
     as_messages,
+    as_question,
     as_text,
     find_column,
     has_column,
@@ -32,8 +33,6 @@ from offbeat_data._thoughts import check_thoughts
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_data._turn_ends import encode_turns, find_end, with_next_marker
 from offbeat_types import DataError, Ids, TrainSequence
-
-_USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +94,12 @@ class SequenceBuilder:
         ends_turns: the end of each turn matters: a last turn gets an end token where the chat template writes none, and
             so does a completion without a chat template.
         forms: rows by the column that they were read by.
-        roles: messages by their role.
     """
 
     config: ConversationConfig
     tokenizer: Tokenizer
     ends_turns: bool = True
     forms: Counter[str] = field(default_factory=Counter)
-    roles: Counter[str] = field(default_factory=Counter)
 
     @cached_property
     def notes(self) -> RowNotes:
@@ -112,7 +109,7 @@ class SequenceBuilder:
     @property
     def template(self) -> str:
         """File of the model folder whose chat template has rendered rows; "" where all are learned as they are."""
-        return self.tokenizer.template_file if self.roles else ""
+        return self.tokenizer.template_file if self.notes.roles else ""
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -121,12 +118,6 @@ class SequenceBuilder:
         if len(self.forms) > 1:
             forms = ", ".join(f"{number} by column {name}" for name, number in self.forms.items())
             found.append(f"rows of several forms: {forms}; each was read by the first of these columns that it has")
-        if unusual := {role: number for role, number in self.roles.items() if role not in _USUAL_ROLES}:
-            roles = ", ".join(f"{number} of {role!r}" for role, number in unusual.items())
-            found.append(
-                f"messages of unusual roles: {roles}; most chat templates know {', '.join(_USUAL_ROLES)}, and leave "
-                "others out or write them down as they are"
-            )
         if self.forms[self.config.text_column] and (self.config.system_prompt or self.config.template_options):
             found.append(
                 f"data.system_prompt and data.template_options have no effect on rows of column "
@@ -200,7 +191,6 @@ class SequenceBuilder:
 
     def _from_chat(self, messages: list[dict[str, Any]], first: int, row: Row, source: str) -> Iterator[TrainSequence]:
         chat, options, pictures = self._reader.read(row, messages, source)
-        self.roles.update(str(message["role"]) for message in chat)
         first += len(chat) - len(messages)  # a system prompt was put before them
         num_turns = sum(message["role"] == "assistant" for message in chat[first:])
         pixels = [picture.pixels() for picture in pictures]
@@ -253,10 +243,10 @@ def _question(config: ConversationConfig, row: Row) -> Any:
     """What the assistant was asked: all of a row that it did not write, so that another answer is no other question."""
     if not has_column(row, config.messages_column):
         is_exchange = has_column(row, config.completion_column)
-        asked = find_column(row, config.prompt_column if is_exchange else config.text_column)
+        asked = as_question(find_column(row, config.prompt_column if is_exchange else config.text_column))
         return with_images(asked, row)
-    messages = find_column(row, config.messages_column)
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    messages = as_question(find_column(row, config.messages_column))
+    if not isinstance(messages, list):
         return None  # `as_messages` says what is wrong with it
     said = [(each.get("role"), each.get("content")) for each in messages if each.get("role") != "assistant"]
     return with_images(said if any(role != "system" for role, _ in said) else messages, row)
@@ -293,7 +283,11 @@ def mark_assistant_turns(
     template = tokenizer.require_template()
     turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
     if not turns:
-        raise DataError("the conversation has no assistant message to learn from: add one or drop the row")
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        raise DataError(
+            f"the conversation has no assistant message to learn from, its roles are {roles}: add one, or rename the "
+            "role, or drop the row"
+        )
     whole = template.render(messages, add_generation_prompt=False, options=options)
     if whole.spans:
         found = [_marked_turn(tokenizer, messages[: at + 1], options) for at in turns]

@@ -1,5 +1,6 @@
 """Control tokens in the words of a data set: what users and tools say stays words, and such rows are counted."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from offbeat_data._tokenizer import Tokenizer
 
 _WORDS: Final = "words"
 _TEXTS: Final = "texts"
+_ANSWERED: Final = "answered"
+_CALLS: Final = "calls"
+_TOOLS: Final = "tools"
+_USUAL_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _OF_OTHERS: Final = ("tools", "documents")
 """Variables of chat templates that hold words of rows, servers and clients."""
 
@@ -54,9 +59,14 @@ class _Finding:
 
 
 class RowNotes:
-    """Counts of what rows hold by accident, each with the first row and an example."""
+    """Counts of what rows hold by accident, each with the first row and an example.
+
+    Attributes:
+        roles: messages by their role.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.roles = Counter[str]()
         self._tokenizer, self._found = tokenizer, dict[str, _Finding]()
         self._row, self._num_rows, self._num_turns = "", 0, 0
 
@@ -68,9 +78,20 @@ class RowNotes:
             yield
 
     def words(self, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
-        """Look for control tokens in what the model reads of a conversation."""
+        """Count the roles of a conversation, and look for control tokens in what the model reads of it."""
+        self.roles.update(str(message["role"]) for message in messages)
+        template = self._tokenizer.require_template()
+        if not template.writes_calls and any(message.get("tool_calls") for message in messages):
+            self._add_once(_CALLS, "")
+        if options.get("tools") and "tools" not in template.variables:
+            self._add_once(_TOOLS, "")
         read = [message for message in messages if message["role"] != "assistant"]
         self._look(_WORDS, [*read, *(options.get(name) for name in _OF_OTHERS)])
+
+    def prompt(self, messages: Sequence[Message]) -> None:
+        """Note a prompt that ends with the answer."""
+        if messages[-1]["role"] == "assistant":
+            self._add(_ANSWERED, "")
 
     def texts(self, *texts: str) -> None:
         """Look for control tokens in texts that no chat template is applied to."""
@@ -84,7 +105,12 @@ class RowNotes:
 
     def _look(self, kind: str, value: Any) -> None:
         example = _find_control(self._tokenizer, value)
-        if example and (kind not in self._found or self._found[kind].last != self._row):  # once a row
+        if example:
+            self._add_once(kind, example)
+
+    def _add_once(self, kind: str, example: str) -> None:
+        """Add to a count of rows, although a row may be looked at several times."""
+        if kind not in self._found or self._found[kind].last != self._row:
             self._add(kind, example)
 
     def _add(self, kind: str, example: str) -> None:
@@ -94,8 +120,24 @@ class RowNotes:
     @property
     def notices(self) -> tuple[str, ...]:
         """Sentences for people."""
-        says = {_WORDS: self._say_words, _TEXTS: self._say_texts, "turns": self._say_turns}
-        return tuple(say(self._found[kind]) for kind, say in says.items() if kind in self._found)
+        says = {
+            _WORDS: self._say_words,
+            _TEXTS: self._say_texts,
+            _ANSWERED: self._say_answered,
+            _CALLS: self._say_calls,
+            _TOOLS: self._say_tools,
+            "turns": self._say_turns,
+        }
+        found = tuple(say(self._found[kind]) for kind, say in says.items() if kind in self._found)
+        return (*self._unusual_roles(), *found)
+
+    def _unusual_roles(self) -> Iterator[str]:
+        if unusual := {role: number for role, number in self.roles.items() if role not in _USUAL_ROLES}:
+            roles = ", ".join(f"{number} of {role!r}" for role, number in unusual.items())
+            yield (
+                f"messages of unusual roles: {roles}; most chat templates know {', '.join(_USUAL_ROLES)}, and leave "
+                "others out or write them down as they are"
+            )
 
     def _say_words(self, found: _Finding) -> str:
         return (
@@ -108,6 +150,24 @@ class RowNotes:
             f"{found.num} of {self._num_rows} rows hold control tokens in texts without a chat template, such as "
             f"{found.example!r} (first: {found.first}): they stay control tokens, which is right where a template was "
             "applied to the texts already, and wrong for the words of users"
+        )
+
+    def _say_answered(self, found: _Finding) -> str:
+        return (
+            f"{found.num} of {self._num_rows} prompts end with a message of the assistant (first: {found.first}), and "
+            "the model is asked to speak after it: a prompt is what comes before the answer"
+        )
+
+    def _say_calls(self, found: _Finding) -> str:
+        return (
+            f"{found.num} of {self._num_rows} rows hold calls of tools (first: {found.first}), which the chat template "
+            "leaves out: use a template that writes tool_calls, or write the calls into the content"
+        )
+
+    def _say_tools(self, found: _Finding) -> str:
+        return (
+            f"{found.num} of {self._num_rows} rows bring tools (first: {found.first}), of which the chat template does "
+            "not tell the model: use a template that reads the variable tools, or describe them in a system message"
         )
 
     def _say_turns(self, found: _Finding) -> str:

@@ -1,5 +1,6 @@
 """Prompts for reinforcement learning: rows of a data set, rendered and encoded."""
 
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from offbeat_data._images import Picture, RowImages, refuse_images, with_images
 from offbeat_data._rows import (
     Row,
     as_messages,
+    as_question,
     as_text,
     find_column,
     naming_row,
@@ -103,7 +105,8 @@ class PromptSet:
         eval: prompts.
         train_counts: of their rows.
         eval_counts: of their rows.
-        notices: what the rows hold that is probably not meant: control tokens in words.
+        notices: what the rows hold that is probably not meant: control tokens in words, roles that few templates know,
+            prompts that end with an answer.
         template: file of the model folder whose chat template has rendered the first prompt; "": its text is as it was.
     """
 
@@ -129,7 +132,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         ModelError: a chat template is needed and there is none; or rows have images and the model takes none.
         BackendError: a reader is not installed.
     """
-    rows = read_sources(config, lambda row: with_images(find_column(row, config.prompt_column), row))
+    rows = read_sources(config, lambda row: with_images(as_question(find_column(row, config.prompt_column)), row))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
     train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
     held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
@@ -138,9 +141,20 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
         eval=held_out,
         train_counts=train_counts,
         eval_counts=eval_counts,
-        notices=builder.notes.notices,
+        notices=(*builder.notes.notices, *_sameness_notice(train)),
         template=tokenizer.template_file if builder.is_templated(train[0]) else "",
     )
+
+
+def _sameness_notice(prompts: tuple[Prompt, ...]) -> list[str]:
+    """Say where a chat template leaves out what is asked."""
+    questions = {json.dumps(prompt.question, default=str) for prompt in prompts}
+    if len(questions) == 1 or len({prompt.text for prompt in prompts}) > 1:
+        return []
+    return [
+        f"all {len(prompts)} prompts are the same text once the chat template has rendered them, and {len(questions)} "
+        "different questions are asked: correct the template, which leaves them out"
+    ]
 
 
 @dataclass(frozen=True)
@@ -233,7 +247,9 @@ class _PromptBuilder:
         elif self.config.chat_template == "off":
             raise DataError("the prompt is a list of chat messages: set data.chat_template to auto")
         template = self.tokenizer.require_template()
-        messages, options, pictures = self._reader.read(row, as_messages(value), source)
+        asked = as_messages(value, f"column {self.config.prompt_column!r} (data.prompt_column)")
+        self.notes.prompt(asked)
+        messages, options, pictures = self._reader.read(row, asked, source)
         chat = template.render(messages, add_generation_prompt=True, options=options)
         encoded = self._images.expand(RenderedChat(text=chat.text, spans=()), pictures).text
         text = self.tokenizer.unescape(chat.text)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_data._file_forms import name_other_form, name_unknown_form
 from offbeat_types import ConfigError, DataError, download_advice
 
 Row = dict[str, Any]
@@ -69,7 +70,7 @@ def _reader(path: Path) -> Callable[[list[Path], int], list[Row]]:
         return _read_parquet
     if path.suffix in (".jsonl", ".ndjson", ".json"):
         return _read_json
-    raise DataError(f"{path} has an unknown form: give {_FORMS}")
+    raise DataError(f"{path} {name_unknown_form(path) or f'has an unknown form: give {_FORMS}'}")
 
 
 def _read_folder(folder: Path, split: str, limit: int) -> list[Row]:
@@ -85,8 +86,9 @@ def _read_folder(folder: Path, split: str, limit: int) -> list[Row]:
         for suffix in (".parquet", ".jsonl"):
             if files := sorted(place.glob(f"*{suffix}")):
                 return _reader(files[0])(_files_of_split(folder, files, split), limit)
-    names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-    raise DataError(f"{folder} holds no data set but {names}: give {_FORMS}")
+    names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
+    held = f"holds no data set but {names}" if names else "is an empty folder"
+    raise DataError(f"{folder} {held}: give {_FORMS}")
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
@@ -128,11 +130,15 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row:
             f"{path}, line {number}: half a character, a surrogate without its other half ({error}); write it whole"
         ) from error
     except ValueError as error:
+        if number == 1 and (form := name_other_form(path, line)):
+            raise DataError(f"{path} {form}") from error
         if isinstance(error, UnicodeDecodeError) and error.encoding == "utf-8":
             raise DataError(f"{path}, line {number}: {_not_utf8(path, line[error.start], error.start)}") from error
         raise DataError(f"{path}, line {number}: not valid JSON ({error}); each line needs one JSON object") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: each line needs one JSON object, got {type(row).__name__}")
+        if number == 1 and (form := name_other_form(path, line)):
+            raise DataError(f"{path} {form}")
+        raise DataError(f"{path}, line {number}: each line needs one JSON object, got {json_kind(row)}")
     return row
 
 
@@ -199,6 +205,8 @@ def _json_object(path: Path) -> Row:
 
 
 TOOLS: Final = "tools"
+_LABELS: Final = ("role", "name", "content")
+"""Keys of a message that say nothing besides its content."""
 
 
 def has_column(row: Row, column: str) -> bool:
@@ -274,15 +282,68 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def as_messages(value: Any) -> list[dict[str, Any]]:
-    """Chat messages without the empty keys that columnar files put into each; one that calls tools may lack content."""
+def as_messages(value: Any, what: str = "") -> list[dict[str, Any]]:
+    """Chat messages without the empty keys that columnar files put into each; one that calls tools may lack content.
+
+    Args:
+        value: of a row.
+        what: its place, where a text would do as well, such as "column 'prompt'"; for errors.
+    """
     if not isinstance(value, list) or not value:
-        raise DataError(f"chat messages must be a list of at least one, got {value!r:.80}")
+        wanted = f"{what} must be text or chat messages, a list" if what else "chat messages must be a list"
+        raise DataError(f"{wanted} of at least one, got {json_kind(value)}{_storage_advice(value)}")
     for message in value:
-        speaks = isinstance(message, dict) and ("content" in message or message.get("tool_calls"))
-        if not speaks or not isinstance(message.get("role"), str):
-            raise DataError(f"a chat message needs role and content, got {message!r:.80}")
+        if (problem := _problem_of(message)) is not None:
+            raise DataError(problem)
     return [{key: item for key, item in message.items() if item is not None or key == "content"} for message in value]
+
+
+def as_question(value: Any) -> Any:
+    """Return what a row asks where that is text or chat messages, else None: the row is refused when it is rendered."""
+    is_chat = isinstance(value, list) and value and all(_problem_of(message) is None for message in value)
+    return value if isinstance(value, str) or is_chat else None
+
+
+def _problem_of(message: Any) -> str | None:
+    """Say what is wrong with a chat message; None for nothing."""
+    speaks = isinstance(message, dict) and ("content" in message or message.get("tool_calls"))
+    if not speaks or not isinstance(message.get("role"), str):
+        return f"a chat message needs role and content, got {message!r:.80}{_renaming_advice(message)}"
+    content = message.get("content")
+    # Beside a content of null may be calls of tools, or thoughts. Alone, templates write it as the word "None".
+    others = (item for key, item in message.items() if key not in _LABELS)
+    if content is None and not any(isinstance(item, str | list | dict) and item for item in others):
+        return f"the content of a message of {message['role']!r} is null; fill it in or drop the row"
+    if not isinstance(content, str | list | dict | None):
+        return (
+            f"the content of a chat message must be text or a list of parts, got {json_kind(content)}; write it as text"
+        )
+    return None
+
+
+def _renaming_advice(message: Any) -> str:
+    """Say what to do with messages as ShareGPT has them."""
+    if isinstance(message, dict) and {"from", "value"} <= message.keys():
+        return "; rename from to role (human to user, gpt to assistant) and value to content"
+    return ""
+
+
+def _storage_advice(value: Any) -> str:
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return ", which looks like JSON; store the list itself"
+    if isinstance(value, bytes):
+        return "; store texts as strings"
+    return "; put the message into a list" if isinstance(value, dict) else ""
+
+
+def json_kind(value: Any) -> str:
+    """Say what a value is in the words of JSON, such as "the number 3"."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | dict) and not value:
+        return "an empty list" if isinstance(value, list) else "an empty object"
+    kinds = {str: "text ", int: "number ", float: "number ", bytes: "bytes ", list: "list ", dict: "object "}
+    return f"the {kinds.get(type(value), '')}{value!r:.80}"
 
 
 def with_tools(row: Row, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +14,7 @@ from offbeat_data._chat_template import DECIDED_VARIABLES
 from offbeat_data._environments.openenv_server import draw_tasks
 from offbeat_data._rows import Row, read_rows, refuse_split, require_path
 from offbeat_data._task_libraries import draw_entries, draw_rows
-from offbeat_types import REQUIRED, ConfigError, DataError, setting
+from offbeat_types import REQUIRED, ConfigError, DataError, setting, user_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ def check_data_paths(config: SourceConfig) -> None:
     for path in filter(None, (config.path, config.eval_path)):
         if path.partition(":")[0] not in _SCHEMES:
             with suppress(OSError):  # such as no right to look: the reader says so
-                require_path(Path(path).expanduser())
+                require_path(user_path(path))
 
 
 def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
@@ -275,7 +274,7 @@ def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
     """Rows of a file or folder, or of the data that an environment of verifiers brings."""
     scheme, _, name = path.partition(":")
     if scheme != "verifiers":
-        return read_rows(Path(path).expanduser(), split, limit)
+        return read_rows(user_path(path), split, limit)
     return draw_rows(name, split=split, options=config.task_options)[: limit or None]
 
 

@@ -16,13 +16,14 @@ import tokenizers
 
 from offbeat_data._chat_template import MARKS, ChatTemplate
 from offbeat_data._turn_markers import find_markers
-from offbeat_types import BackendError, Ids, ModelError, read_eos_ids, read_model_json
+from offbeat_types import BackendError, Ids, ModelError, download_advice, read_eos_ids, read_model_json, user_path
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
 _BREAK: Final = "\ufdd3"
 """Breaks a control token that is written in words; a Unicode noncharacter, which no text holds."""
 _ANY_MARK: Final = re.compile(f"[{MARKS}]")
+_HALF: Final = re.compile("[\ud800-\udfff]")
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -122,7 +123,7 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Token ids [T] int32 and the character range [T, 2] int64 of each; nothing is put around the text."""
-        encoding = self._untrimmed.encode(text, add_special_tokens=False)
+        encoding = self._untrimmed.encode(whole_text(text), add_special_tokens=False)
         offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         ids = np.array(encoding.ids, dtype=np.int32)
         is_kept = ids != self._untrimmed.token_to_id(_BREAK)
@@ -170,7 +171,7 @@ class Tokenizer:
             block = list(texts[first : first + _BLOCK])
             escaped = any(_BREAK in text for text in block)
             backend = self._breaking if escaped else self._backend
-            for encoding in backend.encode_batch(block, add_special_tokens=add_special_tokens):
+            for encoding in backend.encode_batch(list(map(whole_text, block)), add_special_tokens=add_special_tokens):
                 ids, added = np.array(encoding.ids, np.int32), np.array(encoding.special_tokens_mask, np.bool_)
                 is_kept = ids != self._breaking.token_to_id(_BREAK) if escaped else slice(None)
                 yield ids[is_kept], added[is_kept]
@@ -223,6 +224,14 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
 
+def whole_text(text: str) -> str:
+    """Return a text with a replacement character for each half of a surrogate pair, which nothing encodes.
+
+    Python's JSON reads one from an escape such as "\\ud800", which a model or a client may write.
+    """
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
+
+
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Tokenizer:
     """Read the tokenizer of a Hugging Face model folder.
 
@@ -234,9 +243,10 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Token
         ModelError: no such folder, no tokenizer in it, or a corrupt one; a chat template that is no text or no Jinja.
         BackendError: an older format, and transformers is not installed.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist: give the path of a Hugging Face model folder")
+        advice = download_advice(str(folder)) or "give the path of a Hugging Face model folder"
+        raise ModelError(f"model folder {folder} does not exist: {advice}")
     settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     special_tokens = {
         role: text for role in settings if role.endswith("_token") and (text := _token_text(settings[role]))

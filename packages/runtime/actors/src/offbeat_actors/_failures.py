@@ -20,7 +20,7 @@ def read_log_tail(path: Path, *, num_lines: int = NUM_TAIL_LINES, max_bytes: int
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - max_bytes))
-            text = file.read().decode(errors="replace")
+            text = file.read(max_bytes).decode(errors="replace")  # others write to it meanwhile
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-num_lines:])

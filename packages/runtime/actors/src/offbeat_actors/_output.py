@@ -32,7 +32,7 @@ class RoleOutput(asyncio.Protocol):
 
     def __init__(self, role: str, path: Path | None, max_bytes: int, on_output: OnOutput | None) -> None:
         self._role, self._path, self._on_output = role, path, on_output
-        self._write(b"")  # raises where the log cannot be written
+        self._write(b"")  # raises where the log cannot be opened
         size = path.stat().st_size if path else 0
         # Of each process after the log is full there is still the end, but not of thousands that are started again.
         self._room, self._may_end = max(max_bytes - size, 0), size < 2 * max_bytes
@@ -83,6 +83,7 @@ class RoleOutput(asyncio.Protocol):
             return
         log = open_log(self._path, self._role)
         try:
-            os.write(log, data)
+            if data:  # a disk that is full is no reason not to begin
+                os.write(log, data)
         finally:
             os.close(log)

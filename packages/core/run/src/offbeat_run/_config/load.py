@@ -7,13 +7,17 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, Final, TypeVar, get_origin
 
+from offbeat_run._config.advice import show, syntax_advice
 from offbeat_run._config.schema import Key, Section, named_class, nearest_key, nearest_section, sections_of, union_arms
 from offbeat_run._config.tables import OverrideText, build_named
 from offbeat_run._config.values import ValueProblemError, fit, fit_override, parse_scalar
 from offbeat_run._status import doing
 from offbeat_types import ConfigError
+
+MAX_CONFIG_BYTES: Final = 1 << 24
+"""Of the TOML file of a run."""
 
 _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
 
@@ -47,13 +51,23 @@ def read_toml(path: Path) -> TomlSource:
         ConfigError: missing, not a file, not text, or not TOML, with line and column.
     """
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file:
+            held = file.read(MAX_CONFIG_BYTES + 1)
+        text = held.decode("utf-8-sig")  # some editors begin a file with a mark
+    except IsADirectoryError:
+        inside = path / "config.toml"
+        advice = f", such as {inside}; resume continues that run" if inside.is_file() else ""
+        raise ConfigError(f"{path}: is a folder, and cannot be read as a TOML file: give a file{advice}") from None
     except FileNotFoundError:
         raise ConfigError(f"no such file: {path}; a run needs a TOML file, see the recipes folder for some") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: must be UTF-8 text: byte {error.start} is not") from None
+        is_wide = held[:2] in (b"\xff\xfe", b"\xfe\xff")
+        advice = "it is UTF-16: save it as UTF-8" if is_wide else f"byte {error.start} is not; save it as UTF-8"
+        raise ConfigError(f"{path}: must be UTF-8 text: {advice}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as a TOML file: {error.strerror}") from None
+    if len(held) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: a TOML file of a run has {MAX_CONFIG_BYTES} bytes at most: give another one")
     return parse_toml(text, str(path))
 
 
@@ -82,7 +96,9 @@ def _syntax_message(text: str, name: str, error: str) -> str:
     line, column = (int(found[1]), int(found[2])) if found else (last, len(lines[last - 1]) + 1)
     reason = re.sub(r"\s*\(at [^)]*\)\s*$", "", error)
     shown = lines[line - 1].replace("\t", " ") if line <= len(lines) else ""
-    return f"{name}:{line}:{column}: broken TOML: {reason}\n    {shown}\n    {' ' * (column - 1)}^"
+    advice = syntax_advice(shown, column, reason)
+    below = f"\n  {advice}" if advice else ""
+    return f"{name}:{line}:{column}: broken TOML: {reason}\n    {shown}\n    {' ' * (column - 1)}^{below}"
 
 
 def _key_lines(text: str) -> dict[tuple[str, ...], int]:
@@ -258,7 +274,9 @@ class _Loader:
             self._unknown_section(where, name, is_table=isinstance(table, dict))
             return
         if not isinstance(table, dict):
-            self._problem(where, name, f"must be a table, [{name}], got a single value", name)
+            is_array = isinstance(table, list) and all(isinstance(item, dict) for item in table)
+            got = f"[[{name}]], a list of tables" if is_array else f"a single value, {show(table)}"
+            self._problem(where, name, f"must be a table, [{name}], got {got}", name)
             return
         self.named.add(name)
         for key_name, value in table.items():

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from offbeat_run._config.advice import show, value_advice
 from offbeat_run._config.schema import union_arms
 from offbeat_run._config.secrets import mark_secrets
 from offbeat_types import Setting
@@ -134,23 +135,17 @@ def fit(value: Any, annotation: Any, setting: Setting) -> Any:
     Raises:
         ValueProblemError: it does not fit.
     """
-    converted = convert(expand(value), annotation)
+    try:
+        converted = convert(expand(value), annotation)
+    except ValueProblemError as problem:
+        if not problem.got:
+            raise
+        raise ValueProblemError(got=problem.got + value_advice(value, annotation, setting)) from None
     for item in converted if isinstance(converted, list | tuple) else (converted,):
         is_huge = type(item) is int and item > _LARGEST_COUNT and setting.ge is not None
         if is_huge or (not isinstance(item, bool) and setting.complaint(item)):
             raise ValueProblemError(got=show(item))
     return converted
-
-
-_KINDS = {str: "the string ", int: "the integer ", float: "the number ", list: "the list ", dict: "the table "}
-
-
-def show(value: Any) -> str:
-    """Show a value as the file would write it, cut to one line, with its kind."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = f'"{value}"' if isinstance(value, str) else repr(value)
-    return _KINDS.get(type(value), "") + (text if len(text) <= 80 else text[:77] + "...")
 
 
 def parse_scalar(text: str) -> Any:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_run._checkpoints import Checkpoint
-from offbeat_run._config.load import parse_toml
+from offbeat_run._config.load import MAX_CONFIG_BYTES, parse_toml
 from offbeat_run._config.secrets import hide_secrets
 from offbeat_run._described import hub_name, model_name, source_name
-from offbeat_run._files import atomic_write
+from offbeat_run._files import atomic_write, read_small
 from offbeat_run._folder import RunFolder
 from offbeat_run._metric_names import METRIC_NAMES
 from offbeat_run._quantities import number_text
 from offbeat_run._series import Points, read_run_metrics
+from offbeat_types import RunFolderError
 
 CARD: Final = "README.md"
 _FIGURES: Final = ("train/reward", "train/loss", "train/response_tokens", "train/entropy")
@@ -38,7 +39,10 @@ def model_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> str:
         The text. Folders of this machine are told by their last name, and secrets of the environment by theirs.
     """
     shown = run.settled if run.settled.is_file() else run.config
-    text = shown.read_text(errors="replace")
+    try:
+        text = read_small(shown, MAX_CONFIG_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise RunFolderError(f"{shown}: cannot be read: {error.strerror}; restore it from a copy") from error
     config = parse_toml(text, str(shown)).tables
     base = str(config.get("model", {}).get("path", ""))
     parts = [

@@ -1,6 +1,7 @@
 """Gives a checkpoint to others: to a local folder in the Hub's layout, or to the Hub."""
 
 import importlib
+import os
 import re
 import shutil
 import tempfile
@@ -14,8 +15,9 @@ from offbeat_run._files import atomic_folder
 from offbeat_run._folder import RunFolder
 from offbeat_run._printing import print_text
 from offbeat_run._publish.card import CARD, model_card
+from offbeat_run._sessions import refuse_foreign_run
 from offbeat_run._status import doing
-from offbeat_types import DIGEST_SUFFIX, BackendError, ConfigError, OffbeatError, RunFolderError
+from offbeat_types import DIGEST_SUFFIX, BackendError, ConfigError, OffbeatError, RunFolderError, user_path
 
 HUB: Final = "hub:"
 PUSH_OPTION: Final = "push-to"
@@ -43,7 +45,7 @@ def check_destination(words: CommandWords) -> None:
     if destination is None:
         return
     if not destination.startswith(HUB):
-        _check_folder(Path(destination).expanduser().absolute())
+        _check_folder(user_path(destination).absolute())
         return
     name = destination.removeprefix(HUB)
     if not _REPOSITORY.fullmatch(name):
@@ -56,8 +58,13 @@ def check_destination(words: CommandWords) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"--push-to {folder}: is a file; choose a folder")
+    if folder.is_dir() and any(folder.iterdir()):
         raise RunFolderError(f"--push-to {folder}: is not empty; choose another folder, or remove what is there")
+    there = next(parent for parent in folder.parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise RunFolderError(f"--push-to {folder}: {there} cannot be written to; choose another folder")
 
 
 def push_command(words: CommandWords, folder: str, application: str) -> int:
@@ -66,6 +73,7 @@ def push_command(words: CommandWords, folder: str, application: str) -> int:
         raise ConfigError(f"push needs a destination: --push-to FOLDER, or --push-to {HUB}OWNER/NAME")
     check_destination(words)
     with RunFolder.open(folder, write=False) as run:
+        refuse_foreign_run(run, application)
         push(run, words, application)
     return 0
 
@@ -74,8 +82,8 @@ def push(run: RunFolder, words: CommandWords, application: str) -> None:
     """Give a checkpoint to where `--push-to` says, if it says anything, and tell of it.
 
     Raises:
-        PushError: the Hub has not taken it; the text holds no token.
-        RunFolderError: there is no such checkpoint, or the folder cannot be written.
+        PushError: the Hub has not taken it, or the folder cannot be written; the text holds no token.
+        RunFolderError: there is no such checkpoint, or the folder is not empty.
     """
     if (destination := words.options.get(PUSH_OPTION)) is None:
         return
@@ -85,11 +93,17 @@ def push(run: RunFolder, words: CommandWords, application: str) -> None:
     if destination.startswith(HUB):
         address = _to_hub(run, checkpoint, destination.removeprefix(HUB), application)
     else:
-        path = Path(destination).expanduser().absolute()
+        path = user_path(destination).absolute()
         _check_folder(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(path) as folder:
-            _fill(folder, run, checkpoint, application)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_folder(path) as folder:
+                _fill(folder, run, checkpoint, application)
+        except OSError as error:
+            raise PushError(
+                f"--push-to {path}: cannot be written: {error.strerror}; the checkpoint is in {checkpoint.path}, and "
+                f"`{application} push {run.path} --push-to FOLDER` tries again"
+            ) from error
         address = str(path)
     print_text(f"pushed the checkpoint of update {checkpoint.step} to {address}")
 

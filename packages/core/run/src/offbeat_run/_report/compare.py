@@ -97,7 +97,8 @@ def write_comparison(first: Path, second: Path, out: Path, names: Sequence[str] 
         DataError: the items of a set differ.
     """
     notes = [read_eval_note(folder) for folder in (first, second)]
-    both = [name for name in notes[0]["marks"] if name in notes[1]["marks"]]
+    marks = [note.get("marks", {}) for note in notes]
+    both = [name for name in marks[0] if name in marks[1]]
     if unknown := [name for name in names if name not in both] or ([] if both else ["any"]):
         raise ConfigError(f"{first} and {second} have no set {unknown[0]} in common; in both are {', '.join(both)}")
     sets = [_pair(name, first, second) for name in (names or both)]

@@ -108,7 +108,8 @@ def _text(path: Path) -> str:
 
 def _traces(run: RunFolder) -> list[tuple[str, str]]:
     """(path within the folder, size) of each trace of a step."""
-    found = sorted(run.profile.glob("*.json"), key=lambda path: (path.stem.rpartition("-")[0], path.stat().st_mtime))
+    files = (path for path in run.profile.glob("*.json") if path.is_file())
+    found = sorted(files, key=lambda path: (path.stem.rpartition("-")[0], path.stat().st_mtime))
     return [(f"{run.profile.name}/{path.name}", size_text(path.stat().st_size)) for path in found]
 
 

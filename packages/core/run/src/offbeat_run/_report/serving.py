@@ -14,7 +14,7 @@ from offbeat_http import Page, PageServer, listen
 from offbeat_run._folder import RunFolder
 from offbeat_run._printing import print_text
 from offbeat_run._report.page import write_report
-from offbeat_types import ConfigError
+from offbeat_types import ConfigError, OffbeatError
 
 HOST: Final = "127.0.0.1"
 """Loopback only: the report holds prompts and completions, and there is no password."""
@@ -77,21 +77,28 @@ class ServedReport:
         if not hmac.compare_digest(path.encode(errors="replace"), self.path.encode()):
             return Page.refuse(HTTPStatus.NOT_FOUND, "the report is at the address that its command has printed")
         async with self._writing:
-            await asyncio.to_thread(self._renew)
+            try:
+                await asyncio.to_thread(self._renew)
+            except (OffbeatError, OSError) as error:
+                return Page.refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"the report cannot be written: {error}")
         return Page(body=self._page, content_type="text/html; charset=utf-8", headers=_HEADERS)
 
     def _renew(self) -> None:
         if time.monotonic() < self._written_s + self._render_every_s:
             return
         state = self._look()
-        if state != self._state or not self._page:
+        if state == self._state and self._page:
+            return
+        try:
             self._page = write_report(self._run).read_bytes()
-            self._state, self._written_s = state, time.monotonic()
+            self._state = state
+        finally:
+            self._written_s = time.monotonic()
 
     def _look(self) -> list[tuple[str, int, int]]:
         """Name, size and time of change of all files that a report is made of."""
         run = self._run
-        single = [run.metrics, run.alarms, run.timeline, run.plan, run.config]
+        single = [run.metrics, run.sessions, run.alarms, run.timeline, run.plan, run.config, run.settled]
         folders = [run.generations, run.validation, run.profile]
         paths = [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]
         found = [(path, path.stat()) for path in paths if path.is_file()]

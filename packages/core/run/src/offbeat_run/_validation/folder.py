@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
-from offbeat_run._files import atomic_write
+from offbeat_run._files import atomic_write, read_small
 from offbeat_run._lock import FolderLock
 from offbeat_run._validation.items import AnswersLog, ItemAnswers, answers_path, read_answers
 from offbeat_run._validation.summary import SetSummary, table_json, table_markdown, table_text
 from offbeat_types import RunFolderError
 
 _ASKED: Final = "eval.json"
+_MAX_NOTE_BYTES: Final = 1 << 24
 TABLE: Final = "table"
 
 
@@ -97,7 +98,7 @@ def read_eval_note(path: Path) -> dict[str, Any]:
         RunFolderError: it is no folder of an evaluation.
     """
     try:
-        note = msgspec.json.decode((path / _ASKED).read_bytes(), type=dict[str, dict[str, Any]])
+        note = msgspec.json.decode(read_small(path / _ASKED, _MAX_NOTE_BYTES), type=dict[str, dict[str, Any]])
     except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{path}: not the folder of an evaluation: it has no {_ASKED} that can be read") from error
     return note

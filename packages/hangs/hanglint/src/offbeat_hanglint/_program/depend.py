@@ -213,7 +213,7 @@ class Dependence:
         if atom.startswith("self.") and atom.count(".") == 1 and function.class_name:
             deeper = self.of_attribute(self.program.file_of[caller], function.class_name, last, depth)
         elif "." not in atom and atom not in function.parameters:
-            deeper = self._of_global(caller, atom, depth)
+            deeper = self.of_variable(caller, atom, depth)
         if axes:
             ranks = {tag: why for tag, why in deeper.items() if tag not in LOCAL}
             is_telling = axes == WORLD or not ranks.keys() & {"world", "node", "rank"}
@@ -309,7 +309,8 @@ class Dependence:
         self._attributes[key] = found
         return found
 
-    def _of_global(self, caller: int, name: str, depth: int) -> Depends:
+    def of_variable(self, caller: int, name: str, depth: int = 0) -> Depends:
+        """Dependence of a variable of the module in which function `caller` is."""
         file = self.program.files[self.program.file_of[caller]]
         if depth >= MAX_DEPTH:
             return {}

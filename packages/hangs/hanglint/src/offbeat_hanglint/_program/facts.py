@@ -106,6 +106,7 @@ class FileFact:
         protected: calls in a `try` with a handler for an exception of the program's own, and that exception.
         group_ranks: names that are compared with a rank within a group.
         sets_timeouts: True if a socket gets a timeout here, or never blocks.
+        sets_hooks: True if a function is set here that is called with exceptions, `sys.excepthook`.
     """
 
     path: str
@@ -119,6 +120,7 @@ class FileFact:
     protected: dict[str, str] = field(default_factory=dict)
     group_ranks: set[str] = field(default_factory=set)
     sets_timeouts: bool = False
+    sets_hooks: bool = False
 
 
 def module_name(path: str) -> str:
@@ -279,6 +281,7 @@ class _Reader:
         if not text:
             return
         self.fact.sets_timeouts |= text.rsplit(".", 1)[-1].upper() == "RCVTIMEO"
+        self.fact.sets_hooks |= text.endswith(".excepthook")
         function = self.fact.functions[owner]
         made_of = (tuple(self.local_atoms(value)) + under)[:MAX_ATOMS]
         if "." in text and function.name != "__init__":

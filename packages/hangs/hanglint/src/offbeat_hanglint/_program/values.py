@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, Axes, attribute_axes, words
+from offbeat_hanglint._program.axes import UNKNOWN, Axes, attribute_axes, rank_axes, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, is_data_name, is_filled_name
 from offbeat_hanglint._program.expressions import (
     asks_whether_known,
@@ -190,8 +190,10 @@ class Values:
     def _name(self, node: ast.Name | ast.Attribute, depth: int) -> Depends:
         text = dotted(node)
         last = node.attr if isinstance(node, ast.Attribute) else node.id
-        if last in _AGREED or last.isupper():
+        if last in _AGREED:
             return {}
+        if last.isupper():
+            return self._constant(node)
         if text in self.environment:
             return self.environment[text]
         found = self.view.dependence.of_atom(self.view.index, text) if text else {}
@@ -206,6 +208,15 @@ class Values:
                 return {"fill": text}
             return {"data": text} if is_data_name(last) and last in ("grad", "logits", "loss", "pixel_values") else {}
         return {"data": text} if is_data_name(last) else {}
+
+    def _constant(self, node: ast.Name | ast.Attribute) -> Depends:
+        """Tell a rank that a module keeps, `RANK = int(os.environ["RANK"])`; other constants are the same everywhere.
+
+        Its name and what it is made of must both say so: there is a rank of matrices too.
+        """
+        if not isinstance(node, ast.Name) or not rank_axes(node.id.lower()):
+            return {}
+        return self.view.dependence.of_variable(self.view.index, node.id)
 
     def _called(self, node: ast.Call, depth: int) -> Depends:
         name = dotted(node.func)

@@ -44,6 +44,7 @@ WAITS: Final = frozenset(
         ),
     )
 )
+HANDLES_SIGNALS: Final = frozenset(("signal", "add_signal_handler"))
 
 
 def views(
@@ -67,7 +68,7 @@ def views(
         wanted = {
             i
             for i, f in enumerate(file.functions)
-            if reach.of[first + i] or f.is_async or _is_telling(f, program.placing_classes)
+            if reach.of[first + i] or f.is_async or file.sets_hooks or _is_telling(f, program.placing_classes)
         }
         if not wanted:
             continue
@@ -109,6 +110,13 @@ def _is_telling(function: FunctionFact, placing: frozenset[str]) -> bool:
         return True
     for call in function.calls:
         last = call.callee.rsplit(".", 1)[-1]
-        if last in WAITS or last in placing or "run" in last or "schedule" in last or "enqueue" in last:
+        if (
+            last in WAITS
+            or last in HANDLES_SIGNALS
+            or last in placing
+            or "run" in last
+            or "schedule" in last
+            or "enqueue" in last
+        ):
             return True
     return False

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from typing import Final
 
 from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import UNKNOWN, meet
@@ -10,6 +11,9 @@ from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.values import UNDER
 from offbeat_hanglint._program.view import Event, FunctionView, Guard, normal_test
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
+from offbeat_hanglint._rules.submodules import first_explicit
+
+HOOKS: Final = ("sys.excepthook", "threading.excepthook")
 
 
 def check(view: FunctionView) -> Iterator[Finding]:
@@ -213,3 +217,21 @@ def _teardown(view: FunctionView) -> Iterator[Finding]:
             break
         else:
             continue
+    yield from _hooks(view)
+
+
+def _hooks(view: FunctionView) -> Iterator[Finding]:
+    """HL013: `sys.excepthook = tell_all`, a function that is called on the rank that has raised, and on no other."""
+    for statement, _ in view.statements:
+        if not isinstance(statement, ast.Assign) or dotted(statement.targets[0]) not in HOOKS:
+            continue
+        name = dotted(statement.value)
+        found = first_explicit(view, name) if name else None
+        if found is not None and found[0] != "destroy_process_group":
+            kind, axes, is_sure = found
+            yield finding(
+                view, "HL013", "medium" if is_sure else "low", statement,
+                f"`{name}`, which reaches `{kind}` over {axes_text(axes)}, is called where an exception ends the rank",
+                "The rank that raised waits there for its peers, which wait for it in their own collective.",
+                "Print the error on this rank alone, and let the process end, which ends its peers.",
+            )  # fmt: skip

@@ -13,7 +13,10 @@ from offbeat_hanglint._program.view import Event, FunctionView, Guard, simple_ki
 from offbeat_hanglint._rules.report import axes_text, finding, is_test, steps_of, tags_text
 
 _EVERY_RANK: Final = frozenset(
-    ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh", "initialize_model_parallel")
+    (
+        *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+        *("init_device_mesh", "initialize_model_parallel"),
+    )
 )
 # Names of parameters that hold the rank of the caller, and words of those that hold another's.
 _OWN_RANKS: Final = frozenset(("rank", "my_rank", "local_rank", "global_rank", "cur_rank", "current_rank", "this_rank"))

@@ -104,7 +104,7 @@ def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
 def _apart(reached: Reached, guard: Guard) -> bool:
     if isinstance(reached.axes, str):
         return False
-    if reached.kind in ("new_group", "destroy_process_group", "init_device_mesh"):
+    if reached.kind in ("new_group", "split_group", "destroy_process_group", "init_device_mesh"):
         return False
     axes = only_axes(guard.depends)
     if axes and not guard.is_membership and meet(axes, reached.axes):

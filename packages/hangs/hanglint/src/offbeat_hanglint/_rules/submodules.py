@@ -8,6 +8,7 @@ from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes, words
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.view import Event, FunctionView
+from offbeat_hanglint._program.views import HANDLES_SIGNALS
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, what_is_called
 
 MODAL: Final = frozenset(
@@ -43,6 +44,7 @@ _PARTS: Final = frozenset(
         "vit",
     )
 )
+_ENDS: Final = ("destroy_process_group",)  # what waits for the others is its own matter
 _HANDLER_BASES: Final = frozenset(
     (
         "Resource",
@@ -77,6 +79,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
     yield from _empty_stand_in(view)
     yield from _started(view)
     yield from _handler(view)
+    yield from _at_any_line(view)
 
 
 def _skipped_part(view: FunctionView) -> Iterator[Finding]:
@@ -156,7 +159,7 @@ def _started(view: FunctionView) -> Iterator[Finding]:
         candidates = [k.value for k in node.keywords if k.arg == keyword] if keyword else node.args[:2]
         for candidate in candidates:
             name = dotted(candidate.func if isinstance(candidate, ast.Call) else candidate)
-            found = _first_explicit(view, name) if name else None
+            found = first_explicit(view, name) if name else None
             if found is None:
                 continue
             kind, axes, is_sure = found
@@ -172,6 +175,37 @@ def _started(view: FunctionView) -> Iterator[Finding]:
             break
 
 
+def _at_any_line(view: FunctionView) -> Iterator[Finding]:
+    """HL042: signal handlers and `__del__` run between two lines of the program, on each rank between other ones."""
+    for node, callee, _ in view.calls:
+        if callee.rsplit(".", 1)[-1] not in HANDLES_SIGNALS or not _is_signal_call(callee) or len(node.args) < 2:
+            continue
+        name = dotted(node.args[1])
+        found = first_explicit(view, name) if name else None
+        if found is not None and found[0] not in _ENDS:
+            kind, axes, is_sure = found
+            yield finding(
+                view, "HL042", "medium" if is_sure else "low", node,
+                f"`{name}`, which reaches `{kind}` over {axes_text(axes)}, handles a signal, between any two lines",
+                "A signal reaches the ranks at different calls, or one rank alone: it waits there for the others.",
+                "Let the handler set a flag, agree on it at the end of a step (all_reduce with MAX), and act there.",
+            )  # fmt: skip
+    event = next((e for e in view.events if e.explicit and e.explicit[0].kind not in _ENDS), None)
+    if view.fact.name == "__del__" and view.fact.class_name and event is not None:
+        hit = event.explicit[0]
+        yield finding(
+            view, "HL042", "medium" if hit.is_sure else "low", event.node,
+            f"{what_is_called(event)} runs in `__del__`: when the garbage collector comes, between any two lines",
+            "Each rank collects garbage at another moment, and waits there for the others.",
+            "Give the object a method that closes it, and call that at one place on every rank.",
+            steps_of(view, None, event, hit),
+        )  # fmt: skip
+
+
+def _is_signal_call(callee: str) -> bool:
+    return callee in ("signal.signal", "signal") or callee.endswith(".add_signal_handler")
+
+
 def _hands_on(view: FunctionView, callee: str, node: ast.Call) -> bool:
     """Whether a function of the program hands what it is given to a thread or a pool."""
     if not node.args or not any(isinstance(a, ast.Name | ast.Attribute) for a in node.args[:2]):
@@ -183,7 +217,7 @@ def _hands_on(view: FunctionView, callee: str, node: ast.Call) -> bool:
     )
 
 
-def _first_explicit(view: FunctionView, name: str) -> tuple[str, Axes | str, bool] | None:
+def first_explicit(view: FunctionView, name: str) -> tuple[str, Axes | str, bool] | None:
     for target in view.program.targets(view.index, name):
         for entry in view.reach.of[target.function].values():
             if entry.is_explicit:

@@ -8,6 +8,7 @@ from offbeat_liveness._diagnosis.verdict import Certainty, Link, Party, Verdict,
 from offbeat_liveness._process.snapshot import Collective, GroupSnapshot, OutsideWait, ProcessSnapshot, Wait, leading
 
 MAX_LINKS: Final = 8
+MAKES_GROUPS: Final = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
 
 FATES: Final = {
     "raised": "out: an exception ended it",
@@ -28,6 +29,7 @@ ADVICE: Final[dict[str, str]] = {
     "crashed": "see the last lines of its stderr for what native code said",
     "stopped": "let it go on (kill -CONT PID), or restart the run without it",
     "silent": "see what its native code does (py-spy dump --native --pid PID), then restart",
+    "silent-so-far": "see what its native code does (py-spy dump --native --pid PID): it may compute, or hang there",
     "left": "let every member make the same calls before any of them destroys the group",
     "exited": "make every member run the same number of collectives: it left its loop earlier (uneven data?)",
     "unreachable": "look at that host and at the network between the hosts",
@@ -36,6 +38,8 @@ ADVICE: Final[dict[str, str]] = {
     "met-in-vain": "look for addresses of an earlier start: a store that outlives its ranks (torchrun, at a restart, "
     "a file) may hold them, so give each start a store or a prefix of its own; then look at the network between the "
     "ranks (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, a firewall)",
+    "groups": "make the groups in the same order on every rank of the world: a group that is made in another place of "
+    "that order gets another name, and its members look for each other in vain",
     "missing-member": "every member of a group must make the call: take it out of the condition that kept these away, "
     "or narrow the group",
     "different-op": "all members of a group must make the same calls in the same order: compare the two lines above",
@@ -73,6 +77,7 @@ ADVICE_OUTSIDE: Final[dict[str, str]] = {
     "import": "look at the file system that it imports from; if it is only slow, the run goes on by itself",
     "terminal": "answer at that terminal, or do not ask where no person sits",
     "debugger": "let it go on in the debugger",
+    "signal": "see who was to send that signal, and whether it came before this rank waited for it",
     "sleep": "it goes on by itself when the sleep is over; where it sleeps again and again, it polls: see what for",
 }
 
@@ -136,6 +141,8 @@ def _outside_party(graph: WaitGraph, head: ProcessSnapshot, thread: str) -> Part
     stack = head.threads[0].stack if head.threads else ()
     why = outside_chain(graph, head.name)
     why += _in_flight(head, head.threads[0].name) if head.threads else ""
+    if not head.is_heard:
+        return Party(name=head.name, rank=head.rank, part="moving", doing="silent so far", stack=stack)
     if graph.is_moving(head, thread):
         doing = f"in no collective, moving{why}{_last_entered(head)}"
         return Party(name=head.name, rank=head.rank, part="moving", doing=doing, stack=stack)
@@ -264,6 +271,8 @@ def advice_on(head: ProcessSnapshot) -> str:
     """Say what to do about a rank that stands in something outside torch: by what that is."""
     outside = outside_of(head)
     kind = "store" if store_wait_of(head) is not None else outside.kind if outside is not None else ""
+    if not kind and any(each.kind == "rendezvous" and each.what in MAKES_GROUPS for each in head.waits):
+        return ADVICE["groups"]
     return ADVICE_OUTSIDE.get(kind, ADVICE["missing-member"])
 
 

@@ -376,10 +376,7 @@ class WaitGraph:
         ranks = wait.peers or (group.ranks if group else range(head.world_size))
         for name in self._members(head.world, ranks):
             other = self.by_name.get(name)
-            same = (wait.kind, wait.what, wait.group, wait.on)
-            there = other is not None and any(
-                (each.kind, each.what, each.group, each.on) == same for each in other.waits
-            )
+            there = other is not None and any(_meet(each, wait) for each in other.waits)
             if other is not None and wait.kind == "rendezvous" and _has_made(other, head, ranks):
                 continue
             if name != head.name and not there:
@@ -395,6 +392,16 @@ class WaitGraph:
         names = [*self.by_name, *self.absent_by_name]
         exact = [name for name in names if name == on]
         return exact or [name for name in names if name.startswith((f"{on}-", f"{on} ", f"{on}/", f"{on}["))]
+
+
+def _meet(one: Wait, other: Wait) -> bool:
+    """Whether two processes are in one rendezvous.
+
+    On its way into a world a process looks for the store first, and only then for the others: ranks of one start may
+    stand in either, so where it looks tells no two worlds apart.
+    """
+    call, other_call = ((each.kind, each.what, each.group) for each in (one, other))
+    return call == other_call and (one.on == other.on or one.what == ENTRY)
 
 
 def is_unheard(head: ProcessSnapshot, wait: Wait) -> bool:

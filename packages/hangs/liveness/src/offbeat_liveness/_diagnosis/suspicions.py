@@ -93,7 +93,7 @@ def _idle_end(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> 
     awaited = graph.awaited(edge)
     idle |= {name for name in awaited if name in graph.by_name and _is_idle(graph, graph.by_name[name], edge)}
     names = in_order(idle)
-    why = outside_chain(graph, names[0], among=names)
+    why = outside_chain(graph, names[0], among=names) or _own_call(graph, names)
     if edge.wait.kind == "declared":
         headline = f"{waiters(graph, edge)} in {edge.wait.what}; {are(names, 'idle')}{why}"
         return build_verdict(graph, "starved", headline, edges, edge, missing=names)
@@ -101,6 +101,15 @@ def _idle_end(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> 
     headline = f"{join_names(names)} {came} to {call_text(edge.wait, edge.group)}{why}; {waiters(graph, edge)} in it"
     advice = advice_on(graph.by_name[names[0]])
     return build_verdict(graph, "missing-member", headline, edges, edge, missing=names, advice=advice)
+
+
+def _own_call(graph: WaitGraph, names: Sequence[str]) -> str:
+    """The call of torch in which the first of those that have not come stands, as the rest of a sentence."""
+    head = graph.by_name[names[0]]
+    wait = next((each for each in head.waits if each.kind != "outside" and not each.is_posted), None)
+    if wait is None:
+        return ""
+    return f": {head.name if len(names) > 1 else 'it'} is in {call_text(wait, group_of(head, wait))}"
 
 
 def _is_idle(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> bool:
@@ -115,6 +124,10 @@ def _straggler(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) ->
         return None
     edge = max(late, key=lambda each: each.wait.age_s)
     names = sorted({each.target for each in late}, key=name_order)
+    if not any(graph.by_name[name].is_heard for name in names):
+        headline = f"{are(names, 'silent so far, and may only be slow')}; {waiters(graph, edge)} in "
+        headline += call_text(edge.wait, edge.group)
+        return build_verdict(graph, "straggler", headline, edges, edge, missing=names, advice=ADVICE["silent-so-far"])
     why = outside_chain(graph, names[0], among=names)
     headline = f"{are(names, 'slow, and moving')}{why}; {waiters(graph, edge)} in {call_text(edge.wait, edge.group)}"
     return build_verdict(graph, "straggler", headline, edges, edge, missing=names)
@@ -126,7 +139,7 @@ def _no_end(graph: WaitGraph) -> Verdict | None:
     for head, wait in graph.stalled:
         if (head.name, wait) not in leading:
             edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody", group=group_of(head, wait))
-            unsure = wait.kind in ("store", "declared")
+            unsure = wait.kind in ("store", "declared") or (wait.kind == "p2p" and not wait.peers)
             found = _nobodys_turn(graph, head, edge) if unsure else _unending(graph, head, edge)
             if found is not None:
                 return found
@@ -142,9 +155,11 @@ def _is_in_it_too(graph: WaitGraph, edge: Edge) -> bool:
 def _nobodys_turn(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
     """A wait that does not name who has to act: whoever moves may be about to."""
     wait = edge.wait
-    what = (
-        f"key {wait.on!r}, which nobody has set" if wait.kind == "store" else (wait.on or "a producer it does not name")
-    )
+    what = wait.on or "a producer it does not name"
+    if wait.kind == "store":
+        what = f"key {wait.on!r}, which nobody has set"
+    elif wait.kind == "p2p":
+        what = "a message of any rank, which nobody has sent"
     headline = f"{head.name} waits in {wait.what} for {what}"
     stuck = {each.name for each, _ in graph.stalled}
     moving = [each.name for each in graph.heads if each.name not in stuck and graph.is_moving(each)]

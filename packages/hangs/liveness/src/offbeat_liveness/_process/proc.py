@@ -97,6 +97,12 @@ def birth(pid: int) -> int:
     return int(fields[BORN]) if fields else 0
 
 
+def birth_of_thread(thread: int) -> int:
+    """When a thread of this process started, likewise."""
+    fields = _stat_or_nothing(f"self/task/{thread}")
+    return int(fields[BORN]) if fields else 0
+
+
 def exit_code(pid: int) -> int | None:
     """Return the exit code of a child that has not been waited for yet, a signal below 0; None where it is not told.
 

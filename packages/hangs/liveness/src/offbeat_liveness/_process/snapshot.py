@@ -14,7 +14,7 @@ WaitKind = Literal["collective", "p2p", "barrier", "rendezvous", "store", "decla
 State = Literal["running", "finished", "failed"]
 OutsideKind = Literal[
     "http", "socket", "ray", "queue", "future", "lock", "asyncio", "subprocess", "process", "file", "terminal",
-    "debugger", "import", "sleep", "thread",
+    "debugger", "import", "sleep", "thread", "signal",
 ]  # fmt: skip
 
 

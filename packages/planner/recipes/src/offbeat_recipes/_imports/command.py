@@ -63,6 +63,11 @@ def import_recipe(
     source = found.read(path, _variables(words.options.get("set", "")))
     told = found.check(source, path)
     draft = found.translate(source)
+    if not draft.knows_any:
+        names = ", ".join(list(source.options)[:3])
+        raise ConfigError(
+            f"{path} holds no option of {framework} that is known here, but {names}: give a file of {framework}"
+        )
     remarks = {
         "not decided": source.undecided,
         "not understood": (*told, *source.not_understood),

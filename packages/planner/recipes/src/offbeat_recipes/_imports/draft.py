@@ -1,11 +1,12 @@
 """A configuration while it is made: which option each key comes from, and what became of the others."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_recipes._imports.option_table import NOTHING_FOLLOWS, OptionTable, Verdict
+from offbeat_recipes._imports.option_table import NOT_KNOWN, NOTHING_FOLLOWS, OptionTable, Verdict
 from offbeat_recipes._imports.options import is_open
 from offbeat_run import toml_value
 
@@ -20,6 +21,11 @@ _TEXTS: Final = (
     "log.project",
 )
 """Keys that may refer to the environment: our own files do so in the same way."""
+_PATHS: Final = (*_TEXTS, "reward.name", "eval.sets")
+_MADE: Final = re.compile(r"\$\(|\$\{(?![A-Za-z_]\w*(?::-[^}]*)?\})")
+"""Begins what only a shell knows: the output of a command, or a part of a variable."""
+_LITERAL: Final = ("data.system_prompt",)
+"""Keys for texts in which a dollar sign is one."""
 _MOST: Final = 2**63
 """Numbers of TOML are below; infinity and what is no number at all are not."""
 _ALWAYS: Final = "always the case here"
@@ -70,6 +76,12 @@ class Draft:
     def left(self) -> tuple[str, ...]:
         """Options that have not been read yet."""
         return tuple(self._left)
+
+    @property
+    def knows_any(self) -> bool:
+        """Whether an option was more than a name that is not known, or there was none; after `finish`."""
+        given = [name for name, value in self._options.items() if value not in (None, [], {})]
+        return not given or any(self.lost.get(name) != NOT_KNOWN for name in given)
 
     def has(self, name: str) -> bool:
         """Return whether an option is set to something."""
@@ -146,7 +158,9 @@ class Draft:
         """
         for key in [keys] if isinstance(keys, str) else keys:
             value = self.take(*names, default=default)
-            if is_open(value) and key not in _TEXTS:
+            if key in _LITERAL and isinstance(value, str):
+                value = value.replace("${", "$${")
+            elif is_open(value) and key not in _TEXTS:
                 self._leave_open(names, value, default)
                 value = default
             if value is None:
@@ -176,6 +190,9 @@ class Draft:
 
     def finish(self, table: OptionTable) -> None:
         """Sort what is left by a table of all options."""
+        for key in [each for each in _PATHS if each in self.entries and _is_made(self.entries[each].value)]:
+            option = self.entries.pop(key).source.partition(" and ")[0]
+            self.lose(option, f"a command of the script makes it, and none is run: set {key}")
         sources = {name for entry in self.entries.values() for name in entry.source.split(" and ")}
         told = {name for found in self.told().values() for name in found}
         for name, value in self._options.items():
@@ -235,6 +252,13 @@ class Draft:
             if told:
                 lines += ["", f"# {title}:", *(f"#   {_one_line(line)}" for line in told)]
         return "\n".join(lines) + "\n"
+
+
+def _is_made(value: Any) -> bool:
+    """Return whether a path, or one of a table of paths, depends on what a command of a script prints."""
+    if isinstance(value, dict):
+        return any(map(_is_made, value.values()))
+    return isinstance(value, str) and _MADE.search(value) is not None
 
 
 def is_number(value: Any) -> bool:

@@ -5,13 +5,14 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from offbeat_recipes._imports.exports import describe_defaults, describe_exports
-from offbeat_recipes._imports.shell.reading import ShellReading, read_shell
+from offbeat_recipes._imports.shell.reading import ANOTHER_SCRIPT, ShellReading, read_shell
 from offbeat_types import ConfigError
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/.-]*)=(?P<value>.*)", re.DOTALL)
@@ -66,18 +67,23 @@ def read_program(words: Sequence[str]) -> Program:
 def read_flags(words: Sequence[str]) -> Program:
     """Take the words of a command of OpenRLHF apart: `--name`, `--name value`, `--name value value`."""
     position = next((at for at, word in enumerate(words) if word.startswith("openrlhf.")), 0)
-    options: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     others, name = [], ""
     for word in words[position + 1 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            options[name] = value if equals else ""
+            found[name] = [value] if equals else []
         elif name:
-            options[name] = f"[{options[name].strip('[]')},{word}]" if options[name] else word
+            found[name].append(word)
         else:
             others.append(word)
-    switches = {name: value or "true" for name, value in options.items()}
-    return Program(words[position], "", switches, tuple(others))
+    options = {name: _joined(values) for name, values in found.items()}
+    return Program(words[position], "", options, tuple(others))
+
+
+def _joined(values: list[str]) -> str:
+    """A name alone is a switch; one with an empty text after it is not set, as in `--use_wandb "$KEY"`."""
+    return f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true"
 
 
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
@@ -87,6 +93,14 @@ _MAX_REFERENCES: Final = 8
 """An option may refer to one that refers to another; two that refer to each other never end."""
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".toml": tomllib.loads}
+_MAX_BYTES: Final = 2**20
+"""Of a file; one of options has less than a twentieth of that."""
+_MAX_VALUES: Final = 100_000
+"""Of a file: YAML may name a list in another, and that in another, and so on."""
+_MAX_DEFAULTS: Final = 8
+"""Files that name one another as what they begin with."""
+_OF_FRAMEWORK: Final = re.compile(r"_trainer$|^(override )?hydra")
+"""Files of a framework itself: its defaults stand anyway."""
 _MAX_LEVELS: Final = 64
 """Of tables and lists inside one another; a configuration has less than 10."""
 _MAX_DIGITS: Final = 400
@@ -131,20 +145,22 @@ def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None 
     """
     text = _read_text(path)
     if path.suffix in _STRUCTURED:
-        held = _parse(path, text)
+        held, told = _parse(path, text), []
         if is_hydra:
-            options = _resolved(dict(_flat(held)))
+            options = _resolved(_with_defaults(path, held, told.append))
         elif path.suffix == ".toml":
             options = dict(_flat(held))
         else:
             options = {name: _plain(value) for name, value in held.items()}
-        source = Source(options)
+        source = Source(options, not_understood=tuple(told))
     elif is_hydra:
-        source = _read_script(text, given)
+        source = _read_script(path, text, given)
     else:
         raise ConfigError(f"{path}: give the options as {', '.join(_STRUCTURED)}")
     if not source.options:
-        raise ConfigError(f"{path} holds no options: a script with words such as data.max_prompt_length=1024, or YAML")
+        others = [f"; {line}" for line in source.not_understood if line.endswith(ANOTHER_SCRIPT)]
+        what = "a script with words such as data.max_prompt_length=1024, or YAML"
+        raise ConfigError(f"{path} holds no options: {what}{''.join(others[:1])}")
     return source
 
 
@@ -159,11 +175,11 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
         ConfigError: no such file, or nothing in it.
     """
     text = _read_text(path)
-    reading = read_shell(text, given)
+    reading = read_shell(text, given, str(path))
     programs = [read_flags(words) for words in reading.commands if any(word.startswith("openrlhf.") for word in words)]
     if not programs:
         raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
-    chosen, *others = sorted(programs, key=lambda each: not each.name.endswith("train_ppo_ray"))
+    chosen, *others = sorted(programs, key=lambda each: not each.name.endswith(".train_ppo_ray"))
     told = [*reading.not_understood, *map(_told, chosen.others)]
     told += [f"{each.name}: another command, not read" for each in others]
     options = {name: read_value(value) for name, value in chosen.options.items()}
@@ -178,13 +194,19 @@ def _told(word: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give a file of options") from error
+        with path.open("rb") as file:
+            held = file.read(_MAX_BYTES + 1)
+        if len(held) > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES >> 10} KiB: give a file that has options alone")
+        return held.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file of options") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be UTF-8 text: byte {error.start} is not; save it as UTF-8") from error
 
 
-def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
-    reading = read_shell(text, given)
+def _read_script(path: Path, text: str, given: Mapping[str, str] | None) -> Source:
+    reading = read_shell(text, given, str(path))
     chosen, others = _choose_program(reading)
     told = [*reading.not_understood, *map(_told, chosen.others)]
     told += [f"{each.name or 'a command'}: another command, not read" for each in others]
@@ -194,7 +216,7 @@ def _read_script(text: str, given: Mapping[str, str] | None) -> Source:
         chosen,
         (*reading.undecided, *describe_defaults(reading, options)),
         tuple(dict.fromkeys(told)),
-        _find_variables(text, given, reading.defaults, options),
+        _find_variables(path, text, given, reading.defaults, options),
         tuple(describe_exports(reading, text)),
     )
 
@@ -212,7 +234,7 @@ def _read_overrides(program: Program) -> dict[str, Any]:
 
 
 def _find_variables(
-    text: str, given: Mapping[str, str] | None, defaults: Mapping[str, str], options: Mapping[str, Any]
+    script: Path, text: str, given: Mapping[str, str] | None, defaults: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
     """Find the options whose paths begin with a variable, by reading the script again with all of them set.
 
@@ -222,7 +244,7 @@ def _find_variables(
     paths = {name: f"/{_PROBE}{name}{_PROBE}" for name, default in defaults.items() if "/" in default}
     if not paths:
         return {}
-    program, _ = _choose_program(read_shell(text, {**(given or {}), **paths}))
+    program, _ = _choose_program(read_shell(text, {**(given or {}), **paths}, str(script)))
     found = {}
     for option, value in _read_overrides(program).items():
         probed, usual = _first_text(value), _first_text(options.get(option))
@@ -240,7 +262,9 @@ def _first_text(value: Any) -> str:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        held = _simple(_READERS.get(path.suffix, yaml.safe_load)(text))
+        held = _simple(_READERS.get(path.suffix, yaml.safe_load)(text), count())
+    except OverflowError:
+        raise ConfigError(f"{path} cannot be read: at most {_MAX_VALUES} values are read") from None
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: at most {_MAX_LEVELS} levels of tables and lists are read") from None
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -252,15 +276,40 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     return held
 
 
-def _simple(value: Any, level: int = 0) -> Any:
+def _simple(value: Any, seen: Iterator[int], level: int = 0) -> Any:
     """Return a value as JSON would have it: names are texts, and so are dates, which YAML and TOML have too."""
     if level > _MAX_LEVELS:
         raise RecursionError
+    if next(seen) > _MAX_VALUES:
+        raise OverflowError
     if isinstance(value, dict):
-        return {str(name): _simple(inner, level + 1) for name, inner in value.items()}
+        return {str(name): _simple(inner, seen, level + 1) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_simple(inner, level + 1) for inner in value]
+        return [_simple(inner, seen, level + 1) for inner in value]
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _with_defaults(path: Path, held: Mapping[str, Any], tell: Callable[[str], None], depth: int = 0) -> dict[str, Any]:
+    """Return the options of a file of hydra, over those of the files that its list `defaults` names beside it.
+
+    Source: hydra 1.3: files of the list come first, but for those after `_self_`; of `group: name` in the folder group.
+    """
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    listed, is_after = held.get("defaults"), False
+    for entry in listed if isinstance(listed, list) else []:
+        names = [f"{group}/{name}" for group, name in entry.items()] if isinstance(entry, dict) else [str(entry)]
+        for name in names:
+            is_after = is_after or name == "_self_"
+            if name == "_self_" or _OF_FRAMEWORK.search(name):
+                continue
+            file = path.parent / f"{name}.yaml"
+            if depth < _MAX_DEFAULTS and re.fullmatch(r"[\w./-]+", name) and file.is_file():
+                found = _with_defaults(file, _parse(file, _read_text(file)), tell, depth + 1)
+                (after if is_after else before).update(found)
+            else:
+                tell(f"defaults: {name}: there is no {file.name} beside {path.name}, and what it sets is not read")
+    return {**before, **dict(_flat(held)), **after}
 
 
 def _flat(held: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

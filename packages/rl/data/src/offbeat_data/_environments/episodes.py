@@ -19,7 +19,7 @@ from offbeat_data._images import Picture, RowImages, is_image
 from offbeat_data._prompts import uses_template
 from offbeat_data._rows import as_text
 from offbeat_data._sources import SourceConfig
-from offbeat_data._tokenizer import Tokenizer
+from offbeat_data._tokenizer import Tokenizer, whole_text
 from offbeat_types import Completion, DataError, Ids, Image, ModelError, Reply, Trajectory, TrajectoryEnd
 
 _QUESTION: Final[Message] = {"role": "user", "content": "?"}
@@ -68,7 +68,7 @@ class TurnTemplate:
         words = "".join(f"\n[{message.get('role')}] {_words(message.get('content'))}\n" for message in messages)
         pictures = self._pictures(messages)
         ids = self._encode(completion.ids, messages, pictures)
-        return Reply(ids=ids, text=words, images=tuple(picture.pixels() for picture in pictures))
+        return Reply(ids=ids, text=whole_text(words), images=tuple(picture.pixels() for picture in pictures))
 
     def _pictures(self, messages: Sequence[Message]) -> list[Picture]:
         found = [part for message in messages for part in _parts(message.get("content")) if is_image(part)]

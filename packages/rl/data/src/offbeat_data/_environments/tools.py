@@ -56,6 +56,7 @@ def without_tool_calls(text: str) -> str:
 def _read_call(found: str) -> ToolCall:
     try:
         call = json.loads(found)
+        json.dumps(call, ensure_ascii=False).encode()  # an escape may stand for half a character, which no tool takes
     except (ValueError, RecursionError) as error:
         return ToolCall(complaint=f"a tool call must be a JSON object: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

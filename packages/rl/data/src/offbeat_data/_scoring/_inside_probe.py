@@ -23,6 +23,7 @@ CALLS = {
     "shmget": ("it may hold System V shared memory", (0, 4096, 0o600)),
     "mq_open": ("it may call mq_open, which makes POSIX message queues", (0, 0, 0, 0)),
     "memfd_create": ("it may hold files in memory outside of /tmp", (b"probe", 0)),
+    "mmap": ("it may share memory that is in nobody's (MAP_SHARED, MAP_ANONYMOUS)", (0, 4096, 3, 0x21, -1, 0)),
     "bpf": ("it may call bpf", (0, 0, 0)),
     "keyctl": ("it may use the kernel's keys", (0, -3, 0)),
     "io_uring_setup": ("it may use io_uring", (1, 0)),
@@ -45,6 +46,11 @@ def findings() -> Iterator[str]:
         yield "another process in it, which it may write to, has other limits, or no filter of system calls"
     yield from network()
     yield from system_calls(json.load(sys.stdin))
+    try:
+        os.close(os.open("/dev/zero", os.O_RDWR))
+        yield "it opens /dev/zero, by which memory may be shared that is in nobody's"
+    except OSError:
+        pass
     for path in ("/written", "/usr/written", "/dev/written"):
         try:
             open(path, "w").close()

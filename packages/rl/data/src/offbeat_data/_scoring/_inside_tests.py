@@ -136,13 +136,14 @@ class Runner(Link):
         refused: what tests have asked for and did not get, in words.
         num_failed: assertions that failed in functions of the tests while the program called them.
         is_gone: it cannot be asked any longer.
+        expects_stop: the test that runs names StopIteration, and so may get it from any call.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
         self.refused: list[str] = []
         self.num_failed = 0
-        self.is_gone = False
+        self.is_gone = self.expects_stop = False
         self._known: dict[int, Any] = {}
         self._functions: list[Callable[..., Any]] = []
         self._input = builtins.input, sys.stdin
@@ -174,7 +175,8 @@ class Runner(Link):
             self.refuse("a test replaces input or sys.stdin, which the program does not see")
         positional = [self.encode(each) for each in args]
         named = {key: self.encode(each) for key, each in kwargs.items()}
-        return self._result(self._exchange([kind, number, positional, named, *more]), args, kwargs)
+        answer = self._exchange([kind, number, positional, named, *more])
+        return self._result(answer, args, kwargs, may_stop=more == ("__next__",))
 
     def encode(self, value: Any) -> Any:
         """Turn a value of a test into what the program gets."""
@@ -240,7 +242,7 @@ class Runner(Link):
             self.is_gone = True
             raise Gone(f"the program's answer cannot be read: {error!r}") from error
 
-    def _result(self, answer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result(self, answer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_stop: bool = False) -> Any:
         with self._reading():
             outcome, value, printed, changed = answer
             if outcome == "refused":
@@ -253,6 +255,9 @@ class Runner(Link):
             sys.stdout.write(printed)
         if outcome == "returned":
             return result
+        if isinstance(result, (StopIteration, StopAsyncIteration)) and not (may_stop or self.expects_stop):
+            # In all(map(...)) or zip(map(...)) it would end the loop of the test before anything is compared.
+            self.refuse(f"the program raises {type(result).__name__}, which ends loops, where it is no iterator")
         raise result
 
     def _global(self, data: Any) -> Any:
@@ -353,6 +358,7 @@ def run(descriptor: int, setup: str, tests: list[str], names: list[str]) -> Iter
     is_set_up = is_set_up and _holds(runner, lambda: _execute(setup, space))
     for number, test in enumerate(tests):
         before = len(runner.refused) if is_set_up else 0
+        runner.expects_stop = "StopIteration" in test or "StopAsyncIteration" in test
         holds = is_set_up and _holds(runner, lambda test=test: _execute(test, space))  # type: ignore[misc]
         yield number, int(holds), "".join(runner.refused[before : before + 1])[:_WHY_LENGTH]
 

@@ -38,7 +38,7 @@ class JudgeOptions:
         _TEMPLATE, "The user's message; {question}, {answer}, {completion}, {prompt} are filled in."
     )
     pattern: str = setting(
-        r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?(?:/\d+)?)",
+        r"(?i)score:\s*(?:\*+\s*)?(-?\d+(?:\.\d+)?(?:/\d+)?)",
         "Regular expression; the first group of its last match in the reply is the score.",
     )
     scores: dict[str, float] = setting({}, "What words are worth where the score is no number, such as {yes = 1}.")

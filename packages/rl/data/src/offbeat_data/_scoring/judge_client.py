@@ -2,11 +2,13 @@
 
 import asyncio
 import hashlib
+import ipaddress
 import json
 import math
 import os
 import random
 import time
+import zlib
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +24,10 @@ deadline: ContextVar[asyncio.Timeout | None] = ContextVar("offbeat_reward_deadli
 
 _AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
 _LONGEST_BACKOFF_S: Final = 30.0
+MAX_ANSWER_BYTES: Final = 1 << 22
+"""Of one answer, unpacked: a judge that thinks in 100,000 tokens writes a tenth of it."""
+_ANY_ZLIB: Final = 32 + zlib.MAX_WBITS
+_UNPACKED: Final = ("gzip", "x-gzip", "deflate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,22 @@ class JudgeReply:
 
     text: str
     costs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What an endpoint has sent, no longer than `MAX_ANSWER_BYTES`."""
+
+    status: int
+    retry_after: str
+    content: bytes
+
+    @property
+    def beginning(self) -> str:
+        return self.content[:_SHOWN].decode(errors="replace")
+
+
+_SHOWN: Final = 200
 
 
 class JudgeClient:
@@ -103,24 +125,46 @@ class JudgeClient:
             except self._httpx.TransportError as error:
                 problem, after_s = f"{type(error).__name__}: {error}", None
             else:
-                if answer.status_code == 200:
+                if answer.status == 200:
                     return _read_reply(answer, number)
-                problem = f"status {answer.status_code}: {answer.text[:200]}"
-                if answer.status_code not in _AGAIN:
+                problem = f"status {answer.status}: {answer.beginning}"
+                if answer.status not in _AGAIN:
                     raise RewardError(f"the judge at {self._url} refuses: {problem}")
-                after_s = _retry_after_s(answer.headers.get("retry-after", ""))
+                after_s = _retry_after_s(answer.retry_after)
             if number < self._max_retries:
                 await asyncio.sleep(after_s if after_s is not None else self._backoff(number))
         raise RewardError(f"the judge at {self._url} did not answer in {self._max_retries + 1} attempts: {problem}")
 
-    async def _post(self, request: dict[str, Any]) -> Any:
+    async def _post(self, request: dict[str, Any]) -> _Answer:
+        """Send a request and read the answer to it, of bounded length and in bounded time, however it comes.
+
+        Raises:
+            httpx.TransportError: there is no whole answer in time.
+            RewardError: it is longer than any answer of a judge, or packed in a way that was not asked for.
+        """
         if self._client is None:  # made here: it belongs to the event loop
             limits = self._httpx.Limits(max_connections=None)
             is_checked = self._url.startswith("https:")  # to read the machine's certificates takes a second
             self._client = self._httpx.AsyncClient(
                 limits=limits, trust_env=False, follow_redirects=False, verify=is_checked
             )
-        return await self._client.post(self._url, json=request, headers=self._headers, timeout=self._timeout_s)
+        try:
+            # httpx's own timeout begins anew with each byte that comes.
+            async with asyncio.timeout(self._timeout_s):
+                return await self._stream(request)
+        except TimeoutError as error:
+            raise self._httpx.ReadTimeout(f"no whole answer within {self._timeout_s:g} s") from error
+
+    async def _stream(self, request: dict[str, Any]) -> _Answer:
+        raw = bytearray()
+        asked = self._client.stream("POST", self._url, json=request, headers=self._headers, timeout=self._timeout_s)
+        async with asked as answer:
+            async for part in answer.aiter_raw():
+                raw += part
+                if len(raw) > MAX_ANSWER_BYTES:
+                    raise RewardError(_TOO_LONG.format(self._url))
+        content = _unpacked(bytes(raw), answer.headers.get("content-encoding", ""), self._url)
+        return _Answer(status=answer.status_code, retry_after=answer.headers.get("retry-after", ""), content=content)
 
     def _backoff(self, number: int) -> float:
         return random.uniform(0.5, 1.0) * float(min(self._backoff_s * 2.0**number, _LONGEST_BACKOFF_S))
@@ -169,6 +213,13 @@ class RateLimit:
             await asyncio.sleep(own_s - now_s)
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def checked_url(url: str) -> str:
     """The address without a slash at its end.
 
@@ -176,7 +227,7 @@ def checked_url(url: str) -> str:
         ConfigError: it is neither https nor on this machine, or holds a password.
     """
     parts = urlsplit(url)
-    is_here = parts.hostname in ("localhost", "::1") or (parts.hostname or "").startswith("127.")
+    is_here = _is_loopback(parts.hostname or "")
     if parts.scheme not in ("http", "https") or not parts.hostname or (parts.scheme == "http" and not is_here):
         raise ConfigError(
             f"reward.judge.url must be https, or http on this machine, such as http://127.0.0.1:8000/v1; got {url!r}"
@@ -189,24 +240,52 @@ def checked_url(url: str) -> str:
 
 
 def _headers(key_env: str) -> dict[str, str]:
+    plain = {"Accept-Encoding": "identity"}  # a reply is short, and a packed one of any length is, too
     if not key_env:
-        return {}
+        return plain
     key = os.environ.get(key_env, "")
     if not key:
         raise ConfigError(f"reward.judge.key_env = {key_env!r}: there is no such variable in the environment")
-    return {"Authorization": f"Bearer {key}"}
+    return {**plain, "Authorization": f"Bearer {key}"}
 
 
-def _read_reply(answer: Any, num_retries: int) -> JudgeReply:
+_TOO_LONG: Final = f"the judge at {{}} answers with more than {MAX_ANSWER_BYTES} bytes"
+
+
+def _unpacked(raw: bytes, encoding: str, url: str) -> bytes:
+    """Undo the packing of an answer; it was asked for without any, and some proxies pack all the same."""
+    if encoding.strip().lower() in ("", "identity"):
+        return raw
+    unpacking = zlib.decompressobj(_ANY_ZLIB)
+    try:
+        if encoding.strip().lower() not in _UNPACKED:
+            raise zlib.error("it was asked for without any")  # noqa: TRY301
+        content = unpacking.decompress(raw, MAX_ANSWER_BYTES)
+    except zlib.error as error:
+        raise RewardError(f"the judge at {url} packs its answer as {encoding[:40]!r}: {error}") from error
+    if unpacking.unconsumed_tail:
+        raise RewardError(_TOO_LONG.format(url))
+    return content
+
+
+def _read_reply(answer: _Answer, num_retries: int) -> JudgeReply:
     try:
         body = json.loads(answer.content)
-        text = body["choices"][0]["message"]["content"]
+        text = body["choices"][0]["message"]["content"] or ""
         usage = body.get("usage") or {}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RewardError(f"the judge's answer is no chat completion: {answer.text[:200]!r}") from error
-    tokens = {name: float(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+        if not isinstance(text, str):
+            raise TypeError("its content is no text")  # noqa: TRY301
+        tokens = {name: _count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")}
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise RewardError(f"the judge's answer is no chat completion: {answer.beginning!r} ({error})") from error
     costs = {"judge/requests": 1.0, "judge/retries": float(num_retries), "judge/cached": 0.0}
-    return JudgeReply(text=text or "", costs={**costs, **{f"judge/{name}": count for name, count in tokens.items()}})
+    return JudgeReply(text=text, costs={**costs, **{f"judge/{name}": count for name, count in tokens.items()}})
+
+
+def _count(value: Any) -> float:
+    """The number of tokens that an endpoint tells; 0 for anything else, which is no reason to lose the reply."""
+    is_count = isinstance(value, int | float) and 0 <= value < 1 << 53
+    return float(value) if is_count else 0.0
 
 
 def _retry_after_s(told: str) -> float | None:

@@ -149,7 +149,8 @@ class BubblewrapSandbox:
             rights = ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
         own = ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--setenv", "HOME", "/tmp"]
         view = [*_system_view(), *(word for folder in limits.packages for word in _readable(os.path.realpath(folder)))]
-        places = ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        # /dev/zero would be shared memory that counts for nobody (seccomp.py); bound so, no device can be opened.
+        places = ["--proc", "/proc", "--dev", "/dev", "--ro-bind", "/dev/null", "/dev/zero", "--remount-ro", "/dev"]
         places += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
         return [self._program, *spaces, *rights, *own, *view, *places]
 

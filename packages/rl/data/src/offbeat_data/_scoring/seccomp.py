@@ -1,7 +1,8 @@
 """The system calls that a program in a sandbox may not make, as a filter for the kernel.
 
 A program needs few parts of the kernel. Denied are those that make namespaces and mounts, hold memory outside of any
-process (System V and POSIX queues, memfd, keys), or look into others, and large ones that no program here needs.
+process (System V and POSIX queues, memfd, keys, shared memory of no file), or look into others, and large ones that no
+program here needs.
 
 Source: seccomp(2), bpf(4); numbers: Linux, arch/x86/entry/syscalls/syscall_64.tbl and
 include/uapi/asm-generic/unistd.h.
@@ -14,7 +15,7 @@ from typing import Final
 
 from offbeat_types import BackendError
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, 16
 """In the kernel's struct seccomp_data."""
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -26,6 +27,11 @@ _OPTIONS: Final = (1, 4)
 """PR_SET_PDEATHSIG: by this signal, bubblewrap's process in a sandbox ends with the one outside. Without root a program
 can write to its memory, and would have it go on. PR_SET_DUMPABLE: a program that is not dumpable hides what it shares,
 and so what it uses."""
+_SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
+"""Flags of mmap. Memory that is shared and of no file is a file of the kernel's: it stays whole as long as one page of
+it is mapped, and is in nobody's resident memory once its pages are let go (MADV_DONTNEED). Huge pages never are."""
+_FLAGS_OF_MMAP: Final = 3
+"""Which of its arguments they are."""
 _X32_BIT: Final = 0x40000000
 """Numbers of x86's third set of calls, which the list below does not have."""
 
@@ -63,9 +69,9 @@ ARCHITECTURES: Final = {
         has_x32=True,
         numbers=_read_numbers(
             """
-    shmget 29, shmat 30, shmctl 31, socket 41, socketpair 53, clone 56, semget 64, semop 65, semctl 66, shmdt 67,
-    msgget 68, msgsnd 69, msgrcv 70, msgctl 71, ptrace 101, syslog 103, personality 135, pivot_root 155, prctl 157,
-    adjtimex 159, chroot 161, acct 163, settimeofday 164, mount 165, umount2 166, swapon 167, swapoff 168,
+    mmap 9, shmget 29, shmat 30, shmctl 31, socket 41, socketpair 53, clone 56, semget 64, semop 65, semctl 66,
+    shmdt 67, msgget 68, msgsnd 69, msgrcv 70, msgctl 71, ptrace 101, syslog 103, personality 135, pivot_root 155,
+    prctl 157, adjtimex 159, chroot 161, acct 163, settimeofday 164, mount 165, umount2 166, swapon 167, swapoff 168,
     reboot 169, init_module 175, delete_module 176, quotactl 179, io_setup 206, semtimedop 220, mq_open 240,
     kexec_load 246, add_key 248, request_key 249, keyctl 250, unshare 272, vmsplice 278, perf_event_open 298,
     fanotify_init 300, name_to_handle_at 303, open_by_handle_at 304, clock_adjtime 305, setns 308,
@@ -85,14 +91,14 @@ ARCHITECTURES: Final = {
     semctl 191, semtimedop 192, semop 193, shmget 194, shmctl 195, shmat 196, shmdt 197, socket 198, socketpair 199,
     add_key 217, request_key 218, keyctl 219, clone 220, swapon 224, swapoff 225, perf_event_open 241,
     fanotify_init 262, name_to_handle_at 264, open_by_handle_at 265, clock_adjtime 266, setns 268, process_vm_readv 270,
-    process_vm_writev 271, kcmp 272, finit_module 273, memfd_create 279, bpf 280, userfaultfd 282,
+    process_vm_writev 271, mmap 222, kcmp 272, finit_module 273, memfd_create 279, bpf 280, userfaultfd 282,
     kexec_file_load 294
 """
             + _EVERYWHERE
         ),
     ),
 }
-_BY_ARGUMENT: Final = ("clone", "prctl", "socket", "socketpair")
+_BY_ARGUMENT: Final = ("clone", "mmap", "prctl", "socket", "socketpair")
 
 
 def syscall_filter(machine: str) -> bytes:
@@ -115,6 +121,9 @@ def syscall_filter(machine: str) -> bytes:
     words += _call(numbers["clone"], _if(_JUMP_ANY_BIT, _NEW_NAMESPACES, _ERROR | errno.EPERM))
     denied = [word for option in _OPTIONS for word in _if(_JUMP_EQUAL, option, _ERROR | errno.EPERM)]
     words += _call(numbers["prctl"], denied)
+    flags = _if(_JUMP_ANY_BIT, _HUGE_PAGES, _ERROR | errno.EPERM)
+    flags += [_word(_AND, _SHARED_ANONYMOUS), *_if(_JUMP_EQUAL, _SHARED_ANONYMOUS, _ERROR | errno.EPERM)]
+    words += _call(numbers["mmap"], flags, _FLAGS_OF_MMAP)
     allowed = [word for family in _FAMILIES for word in _if(_JUMP_EQUAL, family, _ALLOW)]
     for name in ("socket", "socketpair"):
         words += _call(numbers[name], [*allowed, _word(_RETURN, _ERROR | errno.EAFNOSUPPORT)])
@@ -134,7 +143,7 @@ def _unless(jump: int, value: int, result: int) -> list[bytes]:
     return [_word(jump, value, 1, 0), _word(_RETURN, result)]
 
 
-def _call(number: int, rules: list[bytes]) -> list[bytes]:
-    """Write rules on the first argument of a call; what they do not decide is allowed."""
-    body = [_word(_LOAD, _AT_ARGUMENTS), *rules, _word(_RETURN, _ALLOW)]
+def _call(number: int, rules: list[bytes], argument: int = 0) -> list[bytes]:
+    """Write rules on an argument of a call, its lower half; what they do not decide is allowed."""
+    body = [_word(_LOAD, _AT_ARGUMENTS + 8 * argument), *rules, _word(_RETURN, _ALLOW)]
     return [_word(_JUMP_EQUAL, number, 0, len(body)), *body]

@@ -21,6 +21,10 @@ _POLL_S: Final = 0.05
 """Between two looks at the memory of all processes: what they can fill in it is what they can be over their limit."""
 _MAX_FILES: Final = 1 << 14
 """In /tmp: each costs about 1 KiB of the kernel's memory, which `disk_bytes` does not count."""
+_SOCKET_BYTES: Final = 416 << 10
+"""That the kernel may hold for a socket: twice net.core.wmem_max, as Linux has it."""
+_TCP_BYTES: Final = 10 << 20
+"""The same for one of TCP, whose buffers grow: the most of net.ipv4.tcp_rmem and tcp_wmem, as Linux has them."""
 _READ_BYTES: Final = 1 << 16
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -101,12 +105,16 @@ class Meter:
         return disk.f_files - disk.f_ffree > _MAX_FILES or self._memory_bytes() > self._limits.memory_bytes
 
     def _memory_bytes(self) -> int:
-        """Add up resident memory. Pages that processes share count once, where it comes to that."""
+        """Add up resident memory, and what sockets may hold.
+
+        Pages that processes share count once, where it comes to that.
+        """
         pids = [name for name in _entries(self._proc) if name.isdigit()]
+        sockets = _socket_bytes(self._proc, pids)
         resident = sum(_resident_bytes(self._proc, pid) for pid in pids)
-        if resident <= self._limits.memory_bytes:
-            return resident
-        return sum(_proportional_bytes(self._proc, pid) for pid in pids)
+        if resident + sockets <= self._limits.memory_bytes:
+            return resident + sockets
+        return sockets + sum(_proportional_bytes(self._proc, pid) for pid in pids)
 
 
 def _entries(folder: int) -> list[str]:
@@ -133,6 +141,18 @@ def _resident_bytes(proc: int, pid: str) -> int:
 def _proportional_bytes(proc: int, pid: str) -> int:
     lines = [line.split() for line in _read_in(proc, f"{pid}/smaps_rollup").splitlines() if line.startswith("Pss:")]
     return int(lines[0][1]) << 10 if lines else _resident_bytes(proc, pid)
+
+
+def _socket_bytes(proc: int, pids: Sequence[str]) -> int:
+    """Return what the kernel may hold for all sockets of a network namespace, in which all these processes are.
+
+    What it does hold is not to be seen: a queue of single bytes takes some hundred times their number.
+    """
+    found = (_read_in(proc, f"{pid}/net/sockstat") + _read_in(proc, f"{pid}/net/sockstat6") for pid in pids)
+    text = next(filter(None, found), "")
+    counts = {words[0]: int(words[2]) for words in map(str.split, text.splitlines()) if len(words) > 2}
+    num_tcp = counts.get("TCP:", 0) + counts.get("TCP6:", 0)
+    return counts.get("sockets:", 0) * _SOCKET_BYTES + num_tcp * _TCP_BYTES
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from collections import defaultdict
 from types import FrameType
 from typing import Final
 
-from offbeat_liveness._process.outside import concurrency, connections, event_loop, peek, system_calls
+from offbeat_liveness._process.outside import concurrency, connections, event_loop, file_locks, peek, system_calls
 from offbeat_liveness._process.outside.event_loop import pending_tasks
 from offbeat_liveness._process.outside.peek import Look, Rule
 from offbeat_liveness._process.snapshot import OutsideWait
@@ -163,7 +163,7 @@ RULES: Final = (
 
 def _by_function() -> dict[str, tuple[Rule, ...]]:
     found: defaultdict[str, tuple[Rule, ...]] = defaultdict(tuple)
-    for rule in (*connections.RULES, *concurrency.RULES, *event_loop.RULES, *RULES):
+    for rule in (*connections.RULES, *concurrency.RULES, *event_loop.RULES, *file_locks.RULES, *RULES):
         for function in rule.functions:
             found[function] += (rule,)
     return dict(found)

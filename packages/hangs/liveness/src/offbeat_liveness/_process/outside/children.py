@@ -1,12 +1,14 @@
-"""Children of multiprocessing: which they are, and how those have ended that may still be waited for."""
+"""Children of multiprocessing: which they are, how those have ended that may still be waited for, and who writes."""
 
 import sys
 from typing import Final
 
 from offbeat_liveness._process.outside import peek
+from offbeat_liveness._process.outside.other_processes import written_by
 from offbeat_liveness._process.proc import exit_code, pid_state
 
 MAX_ENDED: Final = 4  # that are told
+STREAMS: Final = ("pipe:", "socket:")
 WELL: Final = "has ended with exit code 0"
 
 
@@ -32,6 +34,23 @@ def ended_children() -> str:
     share = "its child" if len(told) == len(children) == 1 else f"of its {len(children)} children,"
     words = [f"{peek.text(peek.attribute(each, '_name'))!r} (pid {pid}) {end}" for each, pid, end in told[:MAX_ENDED]]
     return f"; {share} {', '.join(words)}" + (f" and {len(told) - MAX_ENDED} more" * (len(told) > MAX_ENDED))
+
+
+def troubled_children() -> str:
+    """Name the children that have ended, else those that wait for a reader, as the rest of a sentence."""
+    return ended_children() or _writing_children()
+
+
+def _writing_children() -> str:
+    """Name the children that stand in a write to a pipe or a socket: this process may be the one that should read."""
+    module = sys.modules.get("multiprocessing.process")
+    children = [(each, pid) for each in peek.members(getattr(module, "_children", None)) if (pid := pid_of(each))]
+    told = [(each, pid) for each, pid in children if any(name.startswith(STREAMS) for name in written_by(pid))]
+    if not told:
+        return ""
+    words = [f"{peek.text(peek.attribute(each, '_name'))!r} (pid {pid})" for each, pid in told[:MAX_ENDED]]
+    share = "its child" if len(told) == len(children) == 1 else f"of its {len(children)} children,"
+    return f"; {share} {', '.join(words)} waits too, for room to write what nobody reads"
 
 
 def _end_of(process: object, pid: int) -> str:

@@ -12,11 +12,11 @@ from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.children import ended_children, pid_of
 from offbeat_liveness._process.outside.event_loop import task_that_fills, tasks_wait
 from offbeat_liveness._process.outside.locks import holder_of
+from offbeat_liveness._process.outside.other_processes import command_of, cut_short, state_of, without_secrets
 from offbeat_liveness._process.outside.peek import Look, Rule, seconds, timed_wait
-from offbeat_liveness._process.outside.system_calls import command_of, cut_short, state_of, without_secrets
-from offbeat_liveness._process.proc import pid_state
+from offbeat_liveness._process.proc import birth, birth_of_thread, pid_state
 from offbeat_liveness._process.snapshot import OutsideWait
-from offbeat_liveness._process.stacks import current_frames
+from offbeat_liveness._process.stacks import current_frames, main_thread_ident, python_threads
 
 EXECUTOR_MANAGER: Final = "_ExecutorManagerThread"
 MAX_WORK_ITEMS: Final = 10_000
@@ -87,6 +87,18 @@ def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
     alive = ident is not None and dict.get(threading._active, ident) is thread  # type: ignore[attr-defined]
     text = f"the thread {name!r}, which {'is alive' if alive else 'has ended'}"
     return _followed(look, text, name, ident if alive else None, timeout)
+
+
+def _last_threads(frame: FrameType, look: Look) -> OutsideWait | None:
+    """At the end of the program, which threads that are no daemons keep alive."""
+    alive = [each for each in python_threads() if peek.attribute(each, "_daemonic") is False]
+    others = [each for each in alive if peek.integer(peek.attribute(each, "_ident")) != main_thread_ident()]
+    if not others:
+        return None
+    name, ident = peek.text(peek.attribute(others[0], "_name")), peek.integer(peek.attribute(others[0], "_ident"))
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    text = f"the thread {name!r}{more}, as its main thread has ended; that thread is alive"
+    return _followed(look, text, name, ident, None)
 
 
 def _followed(look: Look, text: str, name: str, ident: int | None, timeout: object) -> OutsideWait:
@@ -213,10 +225,31 @@ def _data_loader(frame: FrameType, look: Look) -> OutsideWait | None:
 def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
     """A result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
     owner, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
-    pool = peek.attribute(owner, "_pool")
-    pool = pool if type(pool) is list else peek.attribute(pool, "_pool")
-    found = workers(peek.members(pool), "workers of a multiprocessing.Pool", timeout=timeout)
-    return found or _pool_of_threads(peek.members(pool), timeout)
+    held = peek.attribute(owner, "_pool")
+    pool = owner if type(held) is list else held
+    members = peek.members(peek.attribute(pool, "_pool"))
+    rest = _replaced(pool, members)
+    found = workers(members, "workers of a multiprocessing.Pool", timeout=timeout, rest=rest)
+    return found or _pool_of_threads(members, timeout)
+
+
+def _replaced(pool: object, members: Sequence[object]) -> str:
+    """Name the workers that a Pool has started in the place of others, as the rest of a sentence.
+
+    A Pool starts its first workers, and then the thread that replaces those that end. What one worked on that has died
+    is given to nobody, and its result never comes. Workers that end as they should, after so many tasks, lose none.
+    """
+    keeper = peek.integer(peek.path(pool, "_worker_handler._native_id"))
+    since = birth_of_thread(keeper) if keeper else 0
+    if not since or peek.attribute(pool, "_maxtasksperchild") is not None:
+        return ""
+    later = [pid for pid in map(pid_of, members) if pid and birth(pid) > since]
+    if not later:
+        return ""
+    told = ", ".join(map(str, later[:MAX_PIDS]))
+    if len(later) == 1:
+        return f"; pid {told} is in place of one that died, whose task is lost"
+    return f"; pids {told} are in place of others that died, whose tasks are lost"
 
 
 def _pool_of_threads(owners: Sequence[object], timeout: object) -> OutsideWait | None:
@@ -280,6 +313,7 @@ RULES: Final = (
     Rule("/threading.py", ("Semaphore.acquire",), _nobody("threading.Semaphore.acquire: nobody has released it")),
     Rule("/threading.py", ("Condition.__enter__",), _lock_of_condition, reach=0),
     Rule("/threading.py", ("Thread.join",), _join_thread),
+    Rule("/threading.py", ("_shutdown",), _last_threads),
     Rule(
         "/multiprocessing/synchronize.py",
         ("Condition.wait", "Condition.wait_for"),

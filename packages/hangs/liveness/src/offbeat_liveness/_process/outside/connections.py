@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any, Final
 
 from offbeat_liveness._process.outside import peek, system_calls
-from offbeat_liveness._process.outside.children import ended_children
+from offbeat_liveness._process.outside.children import troubled_children
 from offbeat_liveness._process.outside.peek import Look, Rule, seconds, timed_wait
 from offbeat_liveness._process.snapshot import OutsideWait
 
@@ -155,7 +155,8 @@ def _connection(frame: FrameType, look: Look) -> OutsideWait | None:
     if found is None or number is None:
         return None
     wait = system_calls.wait_on_descriptor(found, number)
-    text = f"data from {wait.text} (multiprocessing.Connection){'' if wait.pid else ended_children()}"
+    doing = "room to send to" if frame.f_code.co_name == "_send" else "data from"
+    text = f"{doing} {wait.text} (multiprocessing.Connection){'' if wait.pid else troubled_children()}"
     return OutsideWait(
         kind="process" if wait.kind == "file" else wait.kind, text=text, address=wait.address, pid=wait.pid
     )

@@ -11,8 +11,8 @@ from typing import Any, Final
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.connections import client_of, host_and_port, http_answer
 from offbeat_liveness._process.outside.error_text import read_exception
+from offbeat_liveness._process.outside.other_processes import state_of
 from offbeat_liveness._process.outside.peek import Look, Rule
-from offbeat_liveness._process.outside.system_calls import state_of
 from offbeat_liveness._process.snapshot import OutsideWait
 from offbeat_liveness._process.stacks import is_own
 

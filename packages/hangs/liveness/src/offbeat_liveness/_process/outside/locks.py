@@ -78,24 +78,33 @@ def holder_of(lock: object) -> str:
 def _keeper(lock: object, name: str, waiter: FrameType) -> str:
     """Name the thread within a `with` of a lock that does not know its owner, as the rest of a sentence.
 
-    Where the lock cannot be read in that frame, by the name that it has there.
+    Where the lock cannot be read in that frame, by the name that it has there. The thread that waits may be the one
+    that holds it: it has taken the lock further out, and takes it again.
     """
     frames, threads = current_frames(), peek.thread_names()
+    found: list[tuple[int, str]] = []
     try:
         for ident, innermost in frames.items():
+            is_own = innermost is waiter
             for frame in _outward(innermost):
-                if frame is waiter:
-                    break
                 context = next((each for each in _contexts_of(frame) if _last(each) == _last(name)), None)
                 known = _named(frame, context) if context is not None else None
                 if context is not None and (known is None or lock is None or known is lock):
                     is_sure = known is not None and known is lock
+                    who = "this thread itself" if is_own else f"the thread {threads.get(ident, '?')!r}"
                     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
                     verb = "is held by" if is_sure else "seems to be held by"
-                    return f", which {verb} the thread {threads.get(ident, '?')!r} at {place}"
+                    if is_sure or not is_own or _owner(frame) == _owner(waiter):
+                        found.append((0 if is_sure else 1 if is_own else 2, f"{verb} {who} at {place}"))
+                        break
     finally:
         frames.clear()
-    return ""
+    return f", which {min(found)[1]}" if found else ""
+
+
+def _owner(frame: FrameType) -> str:
+    """Name of the class, or function, in which a function is defined; "" at module level."""
+    return frame.f_code.co_qualname.rpartition(".")[0]
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,6 +1,7 @@
 """What the kernel says that a thread waits in, for calls of C that have no frame of Python, and on which descriptor.
 
-Nothing here touches a file system or a connection that may stand still: only /proc is read.
+Nothing here touches a file system or a connection that may stand still: /proc is read, and a path on a disk of this
+machine is looked at.
 
 Source: proc_pid_syscall(5): number of the call and its six arguments in hexadecimal, or "running".
 """
@@ -15,37 +16,19 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Final, Literal
 
+from offbeat_liveness._process.outside.file_locks import file_lock_wait, holder_of_wait, is_named_pipe
+from offbeat_liveness._process.outside.kernel_calls import CALLS, link_of, read_proc, syscall_words
 from offbeat_liveness._process.outside.locks import lock_wait
-from offbeat_liveness._process.proc import LISTENS, MAX_TABLE_BYTES, state_and_letter, tcp_sockets
+from offbeat_liveness._process.outside.mounts import file_system, mounts
+from offbeat_liveness._process.outside.other_processes import command_of, state_of, told_process
+from offbeat_liveness._process.proc import LISTENS, tcp_sockets
 from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
 
-MAX_COMMAND: Final = 80
-SECRET: Final = re.compile(r"token(?!iz)|secret|passw|api.?key|authorization|bearer", re.IGNORECASE)
-FLAG: Final = re.compile(r"-[\w-]+")
-MASK: Final = "***"
-TOLD: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state is unknown"}
 MAX_CHILDREN: Final = 16
 MAX_DESCRIPTORS: Final = 64
 TERMINALS: Final = ("/dev/pts/", "/dev/tty", "/dev/console")
-# Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
-X86: Final = {
-    0: "read", 1: "write", 2: "open", 7: "poll", 17: "read", 18: "write", 19: "read", 20: "write", 23: "select",
-    35: "nanosleep", 40: "sendfile", 42: "connect", 43: "accept", 44: "write", 45: "read", 46: "write", 47: "read",
-    61: "wait4", 72: "fcntl", 73: "lock", 74: "sync", 75: "sync", 77: "truncate", 202: "futex", 217: "list",
-    230: "clock_nanosleep", 232: "epoll", 247: "waitid", 257: "openat", 262: "openat", 263: "openat", 264: "openat",
-    270: "select", 271: "poll", 281: "epoll", 285: "allocate", 288: "accept", 295: "read", 296: "write",
-    332: "openat", 441: "epoll",
-}  # fmt: skip
-ARM: Final = {
-    22: "epoll", 25: "fcntl", 32: "lock", 35: "openat", 38: "openat", 46: "truncate", 47: "allocate", 56: "openat",
-    61: "list", 63: "read", 64: "write", 65: "read", 66: "write", 67: "read", 68: "write", 71: "sendfile",
-    72: "select", 73: "poll", 79: "openat", 82: "sync", 83: "sync", 95: "waitid", 98: "futex", 101: "nanosleep",
-    115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "write", 207: "read", 211: "write", 212: "read",
-    242: "accept", 260: "wait4", 291: "openat", 441: "epoll",
-}  # fmt: skip
-CALLS: Final = {"x86_64": X86, "aarch64": ARM}.get(os.uname().machine if hasattr(os, "uname") else "", {})
 ON_PATHS: Final = {
-    "read": "a read of", "write": "a write to", "sync": "a sync of", "lock": "a lock of", "fcntl": "a lock of",
+    "read": "a read of", "write": "a write to", "sync": "a sync of", "lock": "", "fcntl": "",
     "truncate": "a change of the size of", "allocate": "space for", "list": "the list of files in",
     "sendfile": "a write to",
 }  # fmt: skip
@@ -87,7 +70,7 @@ class Descriptor:
                 return f"connections to {self.own}"
             return f"a socket to {self.peer}" if self.peer else "a socket of this host"
         if self.kind == "pipe":
-            return f"a pipe that pid {self.holder} has too" if self.holder else "a pipe"
+            return f"a pipe that pid {self.holder} has too ({told_process(self.holder)})" if self.holder else "a pipe"
         if self.kind == "terminal":
             return f"the terminal {self.name}"
         return f"{self.name} ({self.file_system})" if self.file_system else self.name
@@ -95,7 +78,7 @@ class Descriptor:
 
 def descriptor_of(number: int) -> Descriptor | None:
     """What a descriptor of this process is; None where it is closed or the platform does not tell."""
-    name = _link(f"/proc/self/fd/{number}")
+    name = link_of(f"/proc/self/fd/{number}")
     if name.startswith("socket:["):
         return _socket_descriptor(name)
     if name.startswith("pipe:["):
@@ -112,38 +95,14 @@ def epoll_members(number: int) -> list[int]:
 
     Source: proc_pid_fdinfo(5): one line "tfd: 7 events: ..." for each.
     """
-    found = re.findall(r"^tfd:\s*(\d+)", _read_proc(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
+    found = re.findall(r"^tfd:\s*(\d+)", read_proc(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
     return [int(each) for each in found[:16]]
-
-
-def file_system(path: str) -> str:
-    """Type of the file system that a path lies on, by the names of the mounts; "" where that is not told."""
-    best, kind = -1, ""
-    for _, place, found in _mounts():
-        inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= best:  # a later mount on the same place hides the earlier one
-            best, kind = len(place), found
-    return kind
 
 
 def _file_system_of_descriptor(number: int) -> str:
     """Source: proc_pid_fdinfo(5): mnt_id is the mount's number in /proc/self/mountinfo."""
-    match = re.search(r"^mnt_id:\s*(\d+)", _read_proc(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
-    return next((kind for mount, _, kind in _mounts() if match and mount == match[1]), "")
-
-
-def _mounts() -> list[tuple[str, str, str]]:
-    """Number, place and type of each mount.
-
-    Source: proc_pid_mountinfo(5): "36 35 98:0 /root /place rw,noatime [optional fields] - type source options".
-    """
-    found = []
-    for line in _read_proc("/proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        found.append((fields[0], place, after.split(" ")[0]))
-    return found
+    match = re.search(r"^mnt_id:\s*(\d+)", read_proc(f"/proc/self/fdinfo/{number}"), re.MULTILINE)
+    return next((kind for mount, _, kind in mounts() if match and mount == match[1]), "")
 
 
 def _socket_descriptor(name: str) -> Descriptor:
@@ -177,26 +136,14 @@ def _holder(name: str) -> int:
 
 def _children() -> list[int]:
     """Those that the main thread has made; one file for each thread would be many."""
-    return [int(each) for each in _read_proc(f"/proc/self/task/{os.getpid()}/children").split()]
+    return [int(each) for each in read_proc(f"/proc/self/task/{os.getpid()}/children").split()]
 
 
 def _holds(pid: int, name: str) -> bool:
     with contextlib.suppress(OSError):
         numbers = os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]
-        return any(_link(f"/proc/{pid}/fd/{number}") == name for number in numbers)
+        return any(link_of(f"/proc/{pid}/fd/{number}") == name for number in numbers)
     return False
-
-
-def _link(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(path)
-    return ""
-
-
-def _read_proc(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return file.read(MAX_TABLE_BYTES).decode(errors="replace")
-    return ""
 
 
 def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
@@ -204,7 +151,7 @@ def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
 
     Its innermost frame tells what a lock is called.
     """
-    words = _syscall_words(f"self/task/{native_id}")
+    words = syscall_words(f"self/task/{native_id}")
     call = CALLS.get(words[0], "") if len(words) > 6 else ""
     if call in ON_PATHS:
         return _on_descriptor(call, words)
@@ -216,12 +163,9 @@ def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
         return _on_child(words[1] if call == "wait4" else words[2])
     if call in ("nanosleep", "clock_nanosleep"):
         return _sleep(call, words)
+    if call == "signal":
+        return OutsideWait(kind="signal", text="a signal")
     return lock_wait(frame) if call == "futex" and words[2] & FUTEX_COMMAND in FUTEX_WAITS else None
-
-
-def _syscall_words(task: str) -> list[int]:
-    words = _read_proc(f"/proc/{task}/syscall").split()
-    return [] if len(words) < 7 else [int(words[0]), *(int(word, 16) for word in words[1:])]
 
 
 def _on_descriptor(call: str, words: list[int]) -> OutsideWait | None:
@@ -231,6 +175,8 @@ def _on_descriptor(call: str, words: list[int]) -> OutsideWait | None:
     found = descriptor_of(number)
     if found is None or found.kind == "other":
         return None
+    if call in ("lock", "fcntl") and found.kind == "path":
+        return file_lock_wait(found.name, found.file_system, holder_of_wait(call))
     return wait_on_descriptor(found, number, ON_PATHS[call] if found.kind == "path" else ON_STREAMS.get(call, ""))
 
 
@@ -252,6 +198,8 @@ def _on_path(pointer: int) -> OutsideWait | None:
     name = _memory(pointer, 4096).partition(b"\0")[0].decode(errors="replace")
     if not name:
         return None
+    if is_named_pipe(name):
+        return OutsideWait(kind="process", text=f"a process that opens the other end of the pipe {name}", on=name)
     kind = file_system(name)
     return OutsideWait(kind="file", text=f"{name}, to open or look at it{kind and f' ({kind})'}", on=name)
 
@@ -306,49 +254,6 @@ def _sleep(call: str, words: list[int]) -> OutsideWait:
         text="the end of a sleep" if left_s is None else f"the end of a sleep, {max(0.0, left_s):.0f} s more",
         timeout_s=left_s,
     )
-
-
-def state_of(pid: int) -> str:
-    """What has become of a process, as a text; of one that lives with the letter of its state."""
-    state, letter = state_and_letter(pid)
-    if state != "runs":
-        return TOLD[state]
-    return f"runs: {letter}" + (", its output fills a pipe that nobody reads" if _waits_for_reader(pid) else "")
-
-
-def _waits_for_reader(pid: int) -> bool:
-    """Return whether a process stands in a write to a pipe: with Popen.wait and PIPE its reader waits for it."""
-    words = _syscall_words(f"{pid}/task/{pid}")
-    is_write = len(words) > 6 and CALLS.get(words[0]) == "write"
-    return is_write and _link(f"/proc/{pid}/fd/{words[1] & 0xFFFFFFFF}").startswith("pipe:")
-
-
-def command_of(pid: int) -> str:
-    """The command line of a process, cut short and without secrets; "a process" where it is not told."""
-    words = _read_proc(f"/proc/{pid}/cmdline")[: 4 * MAX_COMMAND].replace("\0", " ")
-    return cut_short(without_secrets(words)) or "a process"
-
-
-def without_secrets(command: str) -> str:
-    """A command line with a mask in place of what looks like a key, since logs are read by many.
-
-    A word that names a secret is masked, and the word after it; of `--token` the word after it alone, of `TOKEN=abc`
-    what follows the sign.
-    """
-    told, is_secret = [], False
-    for word in command.split():
-        name, sign, value = word.partition("=")
-        names_it = SECRET.search(word) is not None
-        if is_secret or (names_it and not sign and not FLAG.fullmatch(word)):
-            told.append(MASK)
-        else:
-            told.append(f"{name}={MASK}" if names_it and sign else word)
-        is_secret = names_it and (not sign or SECRET.search(value) is not None)
-    return " ".join(told)
-
-
-def cut_short(words: str) -> str:
-    return words if len(words) <= MAX_COMMAND else words[: MAX_COMMAND - 1] + "…"
 
 
 def _memory(pointer: int, size: int) -> bytes:

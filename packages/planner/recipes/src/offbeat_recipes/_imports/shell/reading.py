@@ -6,11 +6,12 @@ open is not decided: what was set before it, or in the first of its branches, st
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from offbeat_recipes._imports.shell.conditions import decide
 from offbeat_recipes._imports.shell.nodes import (
     Assignment,
     Branches,
@@ -37,10 +38,33 @@ _PREFIXES: Final = frozenset({"exec", "command", "builtin", "nohup", "sudo", "en
 _MAX_CALLS: Final = 20
 """Functions that call functions; one that calls itself never ends here."""
 _MAX_ROUNDS: Final = 100
+_MAX_STEPS: Final = 20_000
+"""Commands that one line may lead to, by its loops and functions: two functions that call each other never end."""
+_MAX_LENGTH: Final = 100_000
+"""Of a value, in characters: a few lines can double one without end."""
+_MAX_WORDS: Final = 10_000
+"""Of an array, or of arguments."""
+_ARGUMENTS: Final = re.compile(r"\bgetopts?\b|\$[#@*1-9]|\$\{[#@*1-9][}:-]")
+"""What asks for the arguments that the script was started with."""
+ANOTHER_SCRIPT: Final = "another script, not read: import that, and give with --set what this one exports to it"
+_STARTS: Final = re.compile(r"(?:^|[\s=])(?:python[\d.]*|torchrun|accelerate|ray)\s")
+"""Beginning of a command that stands in one word of another, which hands it on, as in `ssh NODE "python …"`."""
 
 
 class _EndError(Exception):
     """`exit`."""
+
+
+class _FailError(_EndError):
+    """`exit` with another status than 0: what the script requires is not there."""
+
+
+class _LimitError(Exception):
+    """More commands, or longer values, than are followed."""
+
+
+class _ContinueError(Exception):
+    """`continue`."""
 
 
 class _ReturnError(Exception):
@@ -70,16 +94,18 @@ class ShellReading:
     exports: dict[str, str] = field(default_factory=dict)
 
 
-def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellReading:
+def read_shell(text: str, given: Mapping[str, str] | None = None, script: str = "") -> ShellReading:
     """Follow a script from its first line to its last.
 
     Args:
         text: of a script of bash or sh.
         given: variables of the environment that are known.
+        script: its path, which it may begin other paths with; "" where that is not known.
     """
-    reader = _Reader(text)
-    reader.values.variables |= given or {}
+    reader = _Reader(text, given or {}, values=Values(script=script))
+    reader.values.variables |= reader.given
     reader.read(ShellParser(text).script(reader.tell))
+    reader.tell_given()
     reader.reading.defaults = reader.values.defaults
     return reader.reading
 
@@ -87,13 +113,33 @@ def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellReadin
 @dataclass
 class _Reader:
     text: str
+    given: Mapping[str, str]
     reading: ShellReading = field(default_factory=ShellReading)
     values: Values = field(default_factory=Values)
     functions: dict[str, Commands] = field(default_factory=dict)
     calls: int = 0
+    steps: int = 0
 
     def read(self, lines: Commands) -> None:
-        self._ends(lines)
+        """Follow the lines of a script; one that leads to too much is left where that shows."""
+        for line in lines:
+            self.steps = 0
+            try:
+                self._follow(line.command, line.source)
+            except _LimitError as error:
+                self.tell(f"{_shown(line.source, 120)}: {error}")
+            except RecursionError:
+                self.tell(f"{_shown(line.source, 120)}: nested too deeply, and not followed to its end")
+            except (_EndError, _ReturnError, _BreakError, _ContinueError):
+                return
+
+    def tell_given(self) -> None:
+        """Say which variables that were given change nothing."""
+        for name, value in self.given.items():
+            if not re.search(rf"\b{name}\b", self.text):
+                self.tell(f"{name}={value} was given: the script does not use it")
+            elif self.values.variables.get(name) != value:
+                self.tell(f"{name}={value} was given: the script sets it to {self.values.variables.get(name)}")
 
     def tell(self, text: str) -> None:
         if (shown := _shown(text)) not in self.reading.not_understood:
@@ -107,6 +153,9 @@ class _Reader:
         return state
 
     def _follow(self, command: Command, source: str) -> bool | None:
+        self.steps += 1
+        if self.steps > _MAX_STEPS:
+            raise _LimitError(f"more than {_MAX_STEPS} commands, and not followed to its end")
         match command:
             case Simple():
                 return self._simple(command)
@@ -131,7 +180,7 @@ class _Reader:
 
     def _subshell(self, body: Commands) -> bool | None:
         """What it sets is gone when it ends."""
-        outer, self.values = self.values, deepcopy(self.values)
+        outer, self.values = self.values, self.values.copy()
         try:
             return self._run(body)
         except _EndError:
@@ -144,7 +193,7 @@ class _Reader:
         for joint, command in parts:
             is_wanted = {"&&": state, "||": None if state is None else not state}.get(joint, True)
             if is_wanted:
-                state = self._follow(command, source)
+                state = self._guarded((Line(command, source),), source) if joint else self._follow(command, source)
             elif is_wanted is None:
                 self._undecided(source, [(Line(command, source),)])
                 state = None
@@ -154,13 +203,28 @@ class _Reader:
         for position, (condition, body) in enumerate(pairs):
             state = True if condition is None else self._run(condition)
             if state:
-                return self._run(body)
+                return self._guarded(body, "; ".join(line.source for line in condition or ()))
             if state is None:
                 shown = "; ".join(line.source for line in condition or ())
                 bodies = [each for _, each in pairs[position:]]
                 self._undecided(shown, bodies, is_one_taken=pairs[-1][0] is None)
                 return None
         return True
+
+    def _guarded(self, body: Commands, condition: str) -> bool | None:
+        """Follow what a condition leads to; where that gives up before anything was started, reading continues.
+
+        A script that ends for want of a variable of the environment says nothing of what it would do with it.
+        """
+        try:
+            return self._run(body)
+        except _FailError:
+            if self.reading.commands:
+                raise
+            text = f"{_shown(condition)}: the script ends there; it is read on"
+            if condition and text not in self.reading.undecided:
+                self.reading.undecided.append(text)
+            return None
 
     def _case(self, command: Case, source: str) -> bool | None:
         text = self.values.text(command.word)
@@ -201,16 +265,28 @@ class _Reader:
         for word in command.words:
             for value in self.values.fields(word):
                 self.values.variables[command.name] = value
-                self._run(command.body)
+                self._round(command.body)
+
+    def _round(self, body: Commands) -> None:
+        with suppress(_ContinueError):
+            self._run(body)
 
     def _while(self, condition: Commands, body: Commands, *, is_until: bool) -> None:
+        shown = "; ".join(line.source for line in condition)
+        before: dict[str, str] = {}
         for _ in range(_MAX_ROUNDS):
+            before = dict(self.values.variables)
             state = self._run(condition)
+            if state is None and self.values.arguments is None and _ARGUMENTS.search(shown):
+                self.reading.undecided.append(f"{_shown(shown)}: no arguments are assumed")
+                return
             if state is None:
-                self._undecided("; ".join(line.source for line in condition), [body])
+                self._undecided(shown, [body])
             if state is None or state is is_until:
                 return
-            self._run(body)
+            self._round(body)
+        if before != self.values.variables:
+            self.tell(f"{_shown(shown)}: followed {_MAX_ROUNDS} times, and not to its end")
 
     def _undecided(self, condition: str, bodies: list[Commands], *, is_one_taken: bool = False) -> None:
         """Follow branches of which one may be taken: what was set before stands, or else what the first sets.
@@ -222,7 +298,7 @@ class _Reader:
         """
         before, after = self.values, []
         for body in bodies:
-            self.values = deepcopy(before)
+            self.values = before.copy()
             if not self._ends(body):
                 after.append(self.values)
         if is_one_taken and after:
@@ -242,7 +318,7 @@ class _Reader:
     def _ends(self, body: Commands) -> bool:
         try:
             self._run(body)
-        except (_EndError, _ReturnError, _BreakError):
+        except (_EndError, _ReturnError, _BreakError, _ContinueError):
             return True
         return False
 
@@ -269,8 +345,11 @@ class _Reader:
             )
         else:
             before = self.values.variables.get(one.name, "") if one.is_added else ""
-            value = self.values.text(_word(one))
-            self.values.variables[one.name] = before + value
+            value = before + self.values.text(_word(one))
+            if len(value) > _MAX_LENGTH:
+                raise _LimitError(f"longer than {_MAX_LENGTH} characters, and not followed")
+            if MARK not in value or one.name not in self.given:  # what was given stands for what only a machine knows
+                self.values.variables[one.name] = value
 
     def _assign_array(self, one: Assignment) -> None:
         held = self.values.arrays.get(one.name)
@@ -281,6 +360,7 @@ class _Reader:
                     found[entry[1]] = entry[2]
                 else:
                     found[str(len(found))] = value
+        _check_number(found)
         self.values.arrays[one.name] = found
         self.values.variables.pop(one.name, None)
 
@@ -312,12 +392,18 @@ class _Reader:
                 return False
             case ["[" | "test", *inner]:
                 return decide([value for value in inner if value != "]"], self.values.variables)
+            case ["exit", status, *_] if status != "0":
+                raise _FailError
             case ["exit", *_]:
                 raise _EndError
             case ["return", *_]:
                 raise _ReturnError
             case ["break", *_]:
                 raise _BreakError
+            case ["continue", *_]:
+                raise _ContinueError
+            case ["let", _, *_]:
+                return [self._calculate(each) for each in words[1:]][-1]
             case ["unset", *names]:
                 for name in names:
                     self.values.variables.pop(name, None)
@@ -328,6 +414,7 @@ class _Reader:
                 return True
             case ["set", *arguments]:
                 if "--" in arguments:
+                    _check_number(arguments)
                     self.values.arguments = arguments[arguments.index("--") + 1 :]
                 return True
             case [*_, "bash" | "sh", "-c", text]:
@@ -362,14 +449,22 @@ class _Reader:
             self.tell(f"{bare[0]}: stands in no command (the line before it ends without a backslash)")
         elif any(_OVERRIDE.fullmatch(word) or _MODULE.match(word) for word in bare[1:]):
             self.reading.commands.append(bare)
+        elif len(bare) > 1 and bare[0] in ("bash", "sh") and bare[1].endswith(".sh"):
+            self.tell(f"{bare[0]} {bare[1]}: {ANOTHER_SCRIPT}")
+        else:
+            for word in filter(_STARTS.search, bare[1:]):
+                self._run(ShellParser(word.removeprefix("--wrap=")).script(self.tell))
 
     def _test(self, command: Test) -> bool | None:
         if command.expression:
-            try:
-                return self.values.number(command.expression) != 0
-            except OpenValueError:
-                return None
+            return self._calculate(command.expression)
         return decide(list(self._operands(command.words)), self.values.variables)
+
+    def _calculate(self, expression: str) -> bool | None:
+        try:
+            return self.values.calculate(expression) != 0
+        except OpenValueError:
+            return None
 
     def _operands(self, words: tuple[Word, ...]) -> Iterator[str]:
         """The values of the words of `[[ … ]]`; a pattern that fits is given as the text that it fits."""
@@ -380,6 +475,11 @@ class _Reader:
                 value = before[0] if fits(before[0], word, self.values) else f"{before[0]}{value}."
             yield value
             before = [before[1], value]
+
+
+def _check_number(words: Sized) -> None:
+    if len(words) > _MAX_WORDS:
+        raise _LimitError(f"more than {_MAX_WORDS} words, and not followed")
 
 
 def _word(one: Assignment) -> Word:
@@ -394,75 +494,7 @@ def _bare(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def _shown(text: str) -> str:
+def _shown(text: str, longest: int = 200) -> str:
     """One line, not too long."""
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:197]}..."
-
-
-_COMPARISONS: Final[dict[str, Callable[[str, str], bool]]] = {
-    "=": lambda a, b: a == b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    "<": lambda a, b: a < b,
-    ">": lambda a, b: a > b,
-    "=~": lambda a, b: re.search(b, a) is not None,
-    "-eq": lambda a, b: int(a) == int(b),
-    "-ne": lambda a, b: int(a) != int(b),
-    "-lt": lambda a, b: int(a) < int(b),
-    "-le": lambda a, b: int(a) <= int(b),
-    "-gt": lambda a, b: int(a) > int(b),
-    "-ge": lambda a, b: int(a) >= int(b),
-}
-
-
-def decide(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
-    """Whether a condition holds.
-
-    Args:
-        words: between the brackets.
-        variables: that the script has set.
-
-    Returns:
-        None where only the machine can tell: of files, and of values that are open.
-    """
-    for joints, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
-        if position := _outermost(words, joints):
-            sides = decide(words[:position], variables), decide(words[position + 1 :], variables)
-            if decisive in sides:
-                return decisive
-            return None if None in sides else not decisive
-    if words[:1] == ["!"]:
-        state = decide(words[1:], variables)
-        return None if state is None else not state
-    if words[:1] == ["("] and words[-1:] == [")"]:
-        return decide(words[1:-1], variables)
-    if words[:1] == ["-v"]:
-        return words[-1] in variables or None
-    return None if any(MARK in word for word in words) else _compare(words)
-
-
-def _outermost(words: Sequence[str], joints: tuple[str, str]) -> int:
-    """Where two conditions are joined, outside of parentheses; 0 where they are not."""
-    depth = 0
-    for position, word in enumerate(words[:-1]):
-        depth += (word == "(") - (word == ")")
-        if position and not depth and word in joints:
-            return position
-    return 0
-
-
-def _compare(words: Sequence[str]) -> bool | None:
-    match words:
-        case []:
-            return False
-        case [text] | ["-n", text]:
-            return bool(text)
-        case ["-z", text]:
-            return not text
-        case [left, sign, right] if sign in _COMPARISONS:
-            try:
-                return _COMPARISONS[sign](left, right)
-            except (ValueError, re.error):
-                return None
-    return None  # a file, a terminal, …
+    line = " ".join(text[: 4 * longest].split())
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."

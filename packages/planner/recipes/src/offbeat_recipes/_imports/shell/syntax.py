@@ -66,7 +66,7 @@ class ShellParser:
             start = self.at
             try:
                 found.append(self._line())
-            except ShellSyntaxError:
+            except (ShellSyntaxError, RecursionError):
                 self.at = start
                 tell(self._rest_of_line())
         return tuple(found)
@@ -398,6 +398,8 @@ class ShellParser:
                 raise ShellSyntaxError(f"${{{inner}}}")
             prefix, name, index, rest = found[1], found[2], found[3] or "", found[4]
             return Parameter(name, prefix, index, rest, self.text[start : self.at], is_quoted)
+        if self.text.startswith('"', self.at) and not is_quoted:  # a text to be translated
+            return Text("", is_quoted)
         if self.text.startswith("'", self.at) and not is_quoted:
             end = self._find("'", self.at + 1)
             text, self.at = self.text[self.at + 1 : end], end + 1

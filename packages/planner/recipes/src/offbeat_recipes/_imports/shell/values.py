@@ -6,13 +6,23 @@ between two marks; a value with a mark is open: no condition is decided on it.
 
 import ast
 import operator
+import posixpath
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any, Final
 
-from offbeat_recipes._imports.shell.nodes import Arithmetic, Parameter, Part, Substitution, Text, Word
+from offbeat_recipes._imports.shell.nodes import (
+    Arithmetic,
+    Command,
+    Joined,
+    Parameter,
+    Part,
+    Substitution,
+    Text,
+    Word,
+)
 from offbeat_recipes._imports.shell.syntax import ShellParser, ShellSyntaxError
 
 MARK: Final = "\0"
@@ -36,6 +46,16 @@ _OPERATORS: Final[dict[type, Callable[[int, int], Any]]] = {
     ast.GtE: operator.ge,
 }
 _LARGEST: Final = 2**63
+_SETS: Final = re.compile(
+    r"\s*(?:(?P<first>\+\+|--)\s*(?P<after>[A-Za-z_]\w*)"
+    r"|(?P<name>[A-Za-z_]\w*)\s*(?:(?P<step>\+\+|--)|(?P<sign>[-+*/%]?)=(?!=)(?P<right>.+)))\s*",
+    re.DOTALL,
+)
+"""An expression that sets a variable."""
+_REPLACEMENT: Final = re.compile(r"(?P<old>(?:[^\\/]|\\.)*)(?:/(?P<new>.*))?", re.DOTALL)
+_SLICE: Final = re.compile(r":(.*)", re.DOTALL)
+_MAX_CUT: Final = 10_000
+"""Characters of a value that an end is cut from: each end is tried."""
 
 
 class OpenValueError(Exception):
@@ -51,12 +71,20 @@ class Values:
         arrays: by name; a table by its keys, a list by "0", "1", ….
         arguments: of the script, or of the function that is called.
         defaults: by the name of a variable that the script leaves to the environment, what `${NAME:-default}` gives it.
+        script: its path, "" where that is not known.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, dict[str, str]] = field(default_factory=dict)
     arguments: list[str] | None = None
     defaults: dict[str, str] = field(default_factory=dict)
+    script: str = ""
+
+    def copy(self) -> "Values":
+        """Return values that can be set without a change to these."""
+        arrays = {name: dict(held) for name, held in self.arrays.items()}
+        arguments = None if self.arguments is None else list(self.arguments)
+        return Values(dict(self.variables), arrays, arguments, dict(self.defaults), self.script)
 
     def text(self, word: Word) -> str:
         """The value of a word that is not split, such as one that is assigned."""
@@ -103,11 +131,30 @@ class Values:
         except (ShellSyntaxError, SyntaxError, ValueError, ZeroDivisionError, RecursionError) as error:
             raise OpenValueError(expression) from error
 
+    def calculate(self, expression: str) -> int:
+        """The value of `(( … ))`, which may set a variable, as in `N++` or `N = 2 * M`.
+
+        Raises:
+            OpenValueError: it depends on the machine, or is not understood; a variable that it sets is open then too.
+        """
+        if not (found := _SETS.fullmatch(expression)):
+            return self.number(expression)
+        name, step = found["name"] or found["after"], found["first"] or found["step"]
+        sign, right = (step[0], "1") if step else (found["sign"], found["right"])
+        try:
+            old = self.number(name) if sign else 0
+            value = self.number(f"{old} {sign} ({right})" if sign else right)
+        except OpenValueError:
+            self.variables[name] = _open(f"$(({expression.strip()}))")
+            raise
+        self.variables[name] = str(value)
+        return old if found["step"] else value
+
     def _evaluate(self, node: ast.AST) -> int:
         match node:
             case ast.Constant(value=int() as value):
                 return value
-            case ast.Name(id=name) if name in self.variables:
+            case ast.Name(id=name) if name in self.variables and MARK not in self.variables[name]:
                 return self.number(self.variables[name] or "0")
             case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
                 value = _OPERATORS[type(sign)](self._evaluate(left), self._evaluate(right))
@@ -160,10 +207,24 @@ class Values:
         if not found and part.rest:
             value = self._operated(part, None)
             return [value] if value else []
+        if part.rest and not re.match(r":?[-=+?]", part.rest):
+            found = self._each(part, found)
         return [" ".join(found)] if part.is_quoted and "*" in (part.index, part.name) else found
 
+    def _each(self, part: Parameter, held: list[str]) -> list[str]:
+        """`${array[@]:1:2}`, or an operation on each value, as in `${array[@]/#/--}`."""
+        if not (found := _SLICE.fullmatch(part.rest)):
+            return [self._operated(part, value) for value in held]
+        start, _, length = self._argument(found[1], part).partition(":")
+        try:
+            begin = self.number(start)
+            held = held if part.index else ["", *held]  # "$@" begins with the script itself
+            return held[begin:][: self.number(length)] if length else held[begin:]
+        except OpenValueError:
+            return [_open(part.source)]
+
     def _output(self, command: str, source: str) -> str:
-        """What a command prints, where that takes no machine: nothing, `echo`, `basename`, `dirname`."""
+        """What a command prints, where that takes no machine: nothing, `echo`, a part of a path."""
         try:
             lines = ShellParser(command).script(lambda _: None)
         except ShellSyntaxError:
@@ -172,6 +233,10 @@ class Values:
             return ""
         words = getattr(lines[0].command, "words", ()) if len(lines) == 1 else ()
         found = [value for word in words for value in self.fields(word)]
+        if found == ["pwd"]:
+            return _open("${PWD}")
+        if len(lines) == 1 and (folder := self._folder(lines[0].command)):
+            return folder
         if len(found) > 1 and found[0] in _PATHS and not any(MARK in value for value in found):
             name = _PATHS[found[0]](found[1])
             return name.removesuffix(found[2]) if len(found) > 2 else name
@@ -179,8 +244,27 @@ class Values:
             return " ".join(found[1:])
         return _open(source)
 
+    def _folder(self, command: Command) -> str:
+        """The folder of `cd FOLDER && pwd`, or the file of `readlink -f FILE` and the like, without any "..".
+
+        "" where it is something else, or where only the machine knows.
+        """
+        if isinstance(command, Joined) and [joint for joint, _ in command.parts] == ["", "&&"]:
+            (_, first), (_, last) = command.parts
+            printed = [self.fields(word) for word in getattr(last, "words", ())]
+            wanted = ("cd",) if printed[:1] == [["pwd"]] else ()
+        else:
+            first, wanted = command, ("realpath", "readlink")
+        words = [value for word in getattr(first, "words", ()) for value in self.fields(word)]
+        places = [word for word in words[1:] if not word.startswith("-")]
+        if not words or words[0] not in wanted or len(places) != 1 or MARK in places[0] or not self.script:
+            return ""
+        return posixpath.normpath(posixpath.join(posixpath.abspath(self.script), "..", places[0]))
+
     def _look_up(self, part: Parameter) -> str | None:
         """The value of a variable, or None where it is not set."""
+        if self.script and (part.name == "0" or (part.name == "BASH_SOURCE" and part.index in ("", "0"))):
+            return posixpath.abspath(self.script)
         if part.name.isdigit() or part.name == "#":
             if self.arguments is None:
                 return None
@@ -235,15 +319,28 @@ class Values:
             return value
         if MARK in value:
             return _open(part.source)
+        if sign in ("/", "//"):
+            return self._replaced(sign, argument, value, part)
         return self._changed(sign, self._argument(argument, part), value, part)
 
     def _argument(self, argument: str, part: Parameter) -> str:
         return self.text(ShellParser(argument).word(ends="", is_quoted=part.is_quoted))
 
+    def _replaced(self, sign: str, argument: str, value: str, part: Parameter) -> str:
+        """`${NAME/pattern/replacement}`; a pattern may have `\\/`, and begin with `#` or `%` for one end."""
+        found = _REPLACEMENT.fullmatch(argument)
+        pattern, replacement = (self._argument((found and found[name]) or "", part) for name in ("old", "new"))
+        bound = pattern[:1] if sign == "/" and pattern[:1] in ("#", "%") else ""
+        inner = translate(pattern.removeprefix(bound)).removesuffix(r"\Z").removesuffix(r"\z")
+        inner = {"#": rf"\A{inner}", "%": rf"{inner}\Z"}.get(bound, inner)
+        return re.sub(inner, lambda _: replacement, value, count=0 if sign == "//" else 1)
+
     def _changed(self, sign: str, argument: str, value: str, part: Parameter) -> str:
         if sign in ("^", "^^", ",", ",,"):
             change = str.upper if sign[0] == "^" else str.lower
             return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
+        if len(value) > _MAX_CUT and sign[0] in "#%":
+            return _open(part.source)
         if sign in ("#", "##"):
             ends = range(len(value) + 1)
             found = (value[end:] for end in (ends if sign == "#" else reversed(ends)) if _fits(value[:end], argument))
@@ -256,10 +353,6 @@ class Values:
                 if _fits(value[start:], argument)
             )
             return next(found, value)
-        if sign in ("/", "//"):
-            pattern, _, replacement = argument.partition("/")
-            inner = translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
-            return re.sub(inner, lambda _: replacement, value, count=0 if sign == "//" else 1)
         try:
             start, _, length = argument.partition(":")
             begin = self.number(start)
@@ -278,19 +371,34 @@ def _fits(text: str, pattern: str) -> bool:
 
 def fits(text: str, word: Word, values: Values) -> bool:
     """Whether a text fits a pattern of `case` or `[[ == ]]`; what is quoted stands for itself."""
-    parts = [
-        re.escape(values.text((part,))) if getattr(part, "is_quoted", False) else _pattern(values.text((part,)))
+    pieces = [
+        piece
         for part in word
+        for piece in _pieces(values.text((part,)), is_quoted=bool(getattr(part, "is_quoted", False)))
     ]
-    return re.fullmatch("".join(parts), text, re.DOTALL) is not None
+    if len(text) > _MAX_CUT:
+        return False
+    places = {0}  # of the text, that are reached after each piece: no pattern takes long, unlike a regular expression
+    for piece in pieces:
+        if piece == "*":
+            places = set(range(min(places), len(text) + 1)) if places else places
+        else:
+            places = {at + 1 for at in places if at < len(text) and _is_one(piece, text[at])}
+    return len(text) in places
 
 
-def _pattern(text: str) -> str:
-    """As a regular expression, without its anchors."""
+def _is_one(piece: str, character: str) -> bool:
+    try:
+        return re.fullmatch(piece, character, re.DOTALL) is not None
+    except re.error:  # such as [z-a]
+        return False
 
-    def part(found: re.Match[str]) -> str:
-        if len(found[0]) > 1:
-            return found[0].replace("[!", "[^")
-        return {"*": ".*", "?": "."}.get(found[0], re.escape(found[0]))
 
-    return re.sub(r"\[[^\]]+\]|.", part, text, flags=re.DOTALL)
+def _pieces(text: str, *, is_quoted: bool) -> list[str]:
+    """The characters of a pattern, each as a regular expression; "*" is any number of them."""
+    if is_quoted:
+        return [re.escape(character) for character in text]
+    found = re.findall(r"\[[^\]]+\]|.", text, flags=re.DOTALL)
+    return [
+        each.replace("[!", "[^") if len(each) > 1 else {"*": "*", "?": "."}.get(each, re.escape(each)) for each in found
+    ]

@@ -1,0 +1,83 @@
+"""How a stall has ended: whether those who waited go on, and whether those they waited for have come. Pure."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from offbeat_liveness._diagnosis.build import fate_text, in_order
+from offbeat_liveness._diagnosis.graph import Absent, WaitGraph
+from offbeat_liveness._diagnosis.verdict import Verdict, join_names
+from offbeat_liveness._process.snapshot import ProcessSnapshot
+
+ENDED_WELL: Final = "it moves again: the call ended"
+CIRCLES: Final = ("wait-cycle", "different-order")  # in which all wait
+FAILED: Final = ("raised", "crashed", "killed")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a stall.
+
+    Args:
+        what: for people, to be followed by how long it took: "it moves again: rank 0 came".
+        why: the rest of that sentence.
+        has_failed: an error has ended those who waited, such as torch's own at its timeout.
+        is_open: nobody waits any more, and the missing one has not come: an error of those who waited may be due.
+    """
+
+    what: str
+    why: str = ""
+    has_failed: bool = False
+    is_open: bool = False
+
+
+def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
+    """Whether those who waited have been heard, and wait no more: a look that finds nothing may have missed them."""
+    place = (verdict.op, verdict.group, verdict.seq)
+    heads = [head for head in graph.heads if head.name in verdict.arrived]
+    waits = [wait for head in heads for wait in head.waits if (wait.what, wait.group, wait.seq) == place]
+    is_heard = not heads or any(head.is_heard for head in heads)
+    return is_heard and all(wait.age_s < graph.stall_after_s for wait in waits)
+
+
+def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
+    """Say how a stall that is over has ended: it may be by an error of those who waited, or without the missing one."""
+    failed = _failed(graph, verdict)
+    others = {*verdict.missing} - {each.name for each in failed}
+    away = in_order(name for name in others if _has_not_come(graph, name, verdict))
+    if failed:
+        has = "has" if len(away) == 1 else "have"
+        rest = f"; {join_names(away)} {has} not come" if away else ""
+        return Ending(what="the wait has failed", why=f": {fate_text(failed)}{rest}", has_failed=True)
+    if away:
+        what = f"it moves again: {join_names(verdict.arrived)} went on without {join_names(away)}"
+        return Ending(what=what, is_open=True)
+    return Ending(what=f"it moves again: {join_names(verdict.missing)} came" if verdict.missing else ENDED_WELL)
+
+
+def _failed(graph: WaitGraph, verdict: Verdict) -> list[Absent]:
+    """Those who waited and were ended, all of one fate, so that one sentence can tell of them."""
+    waited = {*verdict.arrived, *(verdict.missing if verdict.kind in CIRCLES else ())}
+    gone = [each for each in graph.absent if each.name in waited and each.fate in FAILED]
+    gone += [
+        Absent(name=head.name, rank=head.rank, fate="raised", text=head.error, head=head)
+        for head in graph.heads
+        if head.name in waited and head.state == "failed"
+    ]
+    return [each for each in gone if each.fate == gone[0].fate]
+
+
+def _has_not_come(graph: WaitGraph, name: str, verdict: Verdict) -> bool:
+    """Whether a process is known to be where it was; in doubt it has come."""
+    absent = graph.absent_by_name.get(name)
+    head = absent.head if absent is not None else graph.by_name.get(name)
+    if head is None:
+        return True
+    if (entered := _entered(head, verdict)) is not None:
+        return entered < verdict.seq
+    return absent is None and head.is_heard and head.still_s >= graph.stall_after_s
+
+
+def _entered(head: ProcessSnapshot, verdict: Verdict) -> int | None:
+    """Number of the last collective that a process has entered in the group of a verdict, None where that is open."""
+    groups = (each for each in head.groups if (each.name, each.ranks) == (verdict.group, verdict.members))
+    return next((each.entered for each in groups), None) if verdict.seq else None
