@@ -98,7 +98,7 @@ def test_an_unknown_option_exits_2(arguments):
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    line = [sys.executable, "-m", "offbeat_async_policy._cli", "keys"]
+    line = [sys.executable, "-m", "offbeat_simulation._command", "keys"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
