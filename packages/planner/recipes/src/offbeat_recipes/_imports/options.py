@@ -145,7 +145,8 @@ def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None 
     """
     text = _read_text(path)
     if path.suffix in _STRUCTURED:
-        held, told = _parse(path, text), []
+        held = _parse(path, text)
+        told: list[str] = []
         if is_hydra:
             options = _resolved(_with_defaults(path, held, told.append))
         elif path.suffix == ".toml":

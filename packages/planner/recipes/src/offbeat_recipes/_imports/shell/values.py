@@ -252,9 +252,9 @@ class Values:
         if isinstance(command, Joined) and [joint for joint, _ in command.parts] == ["", "&&"]:
             (_, first), (_, last) = command.parts
             printed = [self.fields(word) for word in getattr(last, "words", ())]
-            wanted = ("cd",) if printed[:1] == [["pwd"]] else ()
+            wanted = ["cd"] if printed[:1] == [["pwd"]] else []
         else:
-            first, wanted = command, ("realpath", "readlink")
+            first, wanted = command, ["realpath", "readlink"]
         words = [value for word in getattr(first, "words", ()) for value in self.fields(word)]
         places = [word for word in words[1:] if not word.startswith("-")]
         if not words or words[0] not in wanted or len(places) != 1 or MARK in places[0] or not self.script:
