@@ -210,7 +210,7 @@ def test_an_engine_that_is_lost_with_the_base_does_not_keep_the_others_from_it()
 
 def test_a_sync_ends_with_the_error_of_the_engine_that_failed_and_not_of_one_that_heard_of_it() -> None:
     async def scenario() -> None:
-        heard = WeightSyncError("trainer-0 gave up: rollout-1 gave up: it holds other bytes")
+        heard = WeightSyncError("trainer-0 gave up: rollout-1 gave up: it holds other bytes", is_peers=True)
         first = Handle("rollout-0", "receive_weights", heard)
         second = Handle("rollout-1", "receive_weights", WeightSyncError("it holds other bytes"))
         given_up: list[str] = []

@@ -300,7 +300,7 @@ async def test_a_scorer_that_did_not_start_again_is_started_for_the_next(config:
         "if len(starts.read_text()) == 2:\n    raise SystemExit(7)\n" + module.read_text()
     )
     async with scoring(config) as pool:
-        with pytest.raises(RewardError, match="ended with code 7 before it was ready"):
+        with pytest.raises(RewardError, match="exited with code 7 before it was ready"):
             await pool.judge(PROMPT, "die")
         assert await values_of(pool, "fine") == [1.0]
 
@@ -464,7 +464,7 @@ async def test_what_compares_gets_whole_groups_and_what_only_takes_lists_is_spli
         scores = await pool.score(PROMPT, written(["a", "hang"]))
         assert [score and score.parts["timed_out"] for score in scores] == [1.0, 1.0], "they cannot be told apart"
         assert await pool.score(PROMPT, written(["a", "die"])) == [None, None]
-        assert "ended with code 9 on prompt 3" in pool.last_error
+        assert "exited with code 9 on prompt 3" in pool.last_error
     weights = {"rewards_waiting:trl_length": 1.0, "rewards_waiting:longest": 10.0}
     async with scoring(RewardConfig(weights=weights, timeout_s=3.0)) as pool:
         scores = await pool.score(PROMPT, written(["a", "sour", "bb"]))
