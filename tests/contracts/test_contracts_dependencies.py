@@ -48,7 +48,8 @@ def found_by_entry_point(name: str) -> bool:
 @every_package
 def test_a_wing_imports_only_itself_and_wings_of_lower_floors(package: Package) -> None:
     floor = {wing: number for number, wings in enumerate(FLOORS) for wing in wings}
-    wings = {other.wing for other in PACKAGES if other.name in imported(package)}
+    found = imported(package)
+    wings = {other.wing for other in PACKAGES if other.name in found}
     assert {wing for wing in wings - {package.wing} if floor[wing] >= floor[package.wing]} == set()
 
 
