@@ -83,7 +83,7 @@ OPENENV: Final = "openenv>=0.10,<0.11"
 def cpu(session: nox.Session) -> None:
     """All that CI runs, several sessions at a time: one alone leaves two cores idle for a third of its time."""
     tests = [name for name in ADDED if name.startswith(("test(", "engines("))]
-    names = ["lint", "contracts", "tools", "lock_check", *tests, "wheels", "e2e"]
+    names = ["lint", "contracts", "tools", "lock_check", "docs", *tests, "wheels", "e2e"]
     run_at_once(session, names, (os.cpu_count() or 1) + 1)
 
 
