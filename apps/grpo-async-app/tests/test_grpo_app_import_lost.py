@@ -1,4 +1,4 @@
-"""What has a key here is not lost at an import, and what counts in another unit is counted here in ours."""
+"""Options that have a key here are not lost by an import, and counts in another unit are converted."""
 
 from pathlib import Path
 from typing import Any

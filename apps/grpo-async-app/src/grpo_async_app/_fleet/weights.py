@@ -169,7 +169,11 @@ async def lost_engines(actors: Sequence[ActorHandle], outcomes: Outcomes) -> dic
 
 def root_cause(errors: Iterable[BaseException]) -> BaseException:
     """Return the error that says most: the failed side's own, rather than that of a peer or of a cancelled call."""
-    return min(errors, key=lambda error: (isinstance(error, asyncio.CancelledError), getattr(error, "is_peers", False)))
+
+    def distance(error: BaseException) -> tuple[bool, bool]:
+        return isinstance(error, asyncio.CancelledError), isinstance(error, WeightSyncError) and error.is_peers
+
+    return min(errors, key=distance)
 
 
 async def transfer_weights(

@@ -31,7 +31,7 @@ _TEMPLATES: Final = (f"{_SAMPLING}extra_body.chat_template_kwargs.", f"{_VLLM}de
 _OF_TEMPLATES: Final = ("enable_thinking", "thinking", "reasoning_effort")
 """Options of a renderer that the chat templates of models have as variables; a template takes no notice of others."""
 _MODE: Final = "orchestrator.training_mode"
-"""Of a part of 2026, as use_sft_loss before it; orchestrator.algo.type since."""
+"""Name of the option in a part of 2026; use_sft_loss came before it, orchestrator.algo.type after."""
 
 
 def import_prime_rl(options: Mapping[str, Any]) -> Draft:

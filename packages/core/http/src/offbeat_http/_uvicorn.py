@@ -23,7 +23,7 @@ _uvicorn_log.setLevel(logging.ERROR)
 _REFUSED: Final = "offbeat.refused"
 """In the scope of a request whose sender was not let in."""
 MAX_HEAD_LINES: Final = 128
-"""Of one request: browsers and proxies send about 30. Each costs some 30 us of the event loop, for everybody."""
+"""Most lines in the head of a request: browsers and proxies send about 30. Each costs the event loop some 30 us."""
 FREE_CHUNKS: Final = 256
 LEAST_CHUNK_BYTES: Final = 128
 """Chunks of a body beyond `FREE_CHUNKS` are this long on average: one costs some 20 us, however short it is, so that a

@@ -41,7 +41,7 @@ _MODEL_FOLDERS: Final = (".", "adapter")
 _NUM_READERS: Final = 4
 """Files compared at a time: one reader alone does not get all that a disk can give."""
 _MAX_SMALL_BYTES: Final = 1 << 24
-"""Of a manifest, or of the scores: some hundred bytes for each file or validation."""
+"""Largest manifest or file of scores: they have some hundred bytes for each file or validation."""
 _NAMED: Final = 3
 """Damaged checkpoints that an error names."""
 

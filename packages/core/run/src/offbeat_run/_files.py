@@ -156,6 +156,10 @@ def other_kind(path: Path) -> str:
         mode = path.stat().st_mode
     except OSError:
         return _KINDS[stat.S_IFLNK] if path.is_symlink() else ""
+    return _kind(mode)
+
+
+def _kind(mode: int) -> str:
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device or a socket")
 
 
@@ -176,7 +180,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
         OSError: it cannot be read, is no file, or is longer.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # of a pipe, the end is read
-        if other := other_kind(path):
+        if other := _kind(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, f"it is {other}")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -208,7 +212,7 @@ MAX_DAMAGED: Final = 1000
 UNREADABLE: Final = (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """Raised by a line that is not what it should be; a number may be too large, and brackets may nest without end."""
 MAX_LINE_BYTES: Final = 1 << 28
-"""Of a line of any of our files; the completions of a group with their prompt are the longest."""
+"""Longest line of any of our files: the completions of a group with their prompt."""
 _BLOCK_BYTES: Final = 1 << 16
 
 

@@ -167,7 +167,7 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 
 
 _MAX_MESSAGE_CHARS: Final = 1000
-"""Of a refusal, which repeats what a client has sent: a name that is not known may have megabytes."""
+"""Longest refusal: it repeats what a client has sent, and an unknown name may have megabytes."""
 
 
 def error_answer(refusal: RefusedError) -> ErrorAnswer:

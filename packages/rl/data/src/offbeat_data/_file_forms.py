@@ -65,7 +65,7 @@ def _on_lines(path: Path) -> str:
 
 
 def _holds_objects(text: bytes) -> bool:
-    """Whether this is an array of objects, or the beginning of an array that goes on over further lines."""
+    """Return whether this is an array of objects, or the first line of an array over several lines."""
     try:
         return any(isinstance(item, dict) for item in json.loads(text))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What to write instead of a value or a line that a configuration does not take."""
+"""Advice for a value or a line that a configuration does not take: how to write it."""
 
 import re
 from collections.abc import Mapping
@@ -130,7 +130,7 @@ def syntax_advice(line: str, column: int, reason: str) -> str:
 
 
 def _value_syntax_advice(line: str) -> str:
-    """Of a value that is neither a number nor in quotes."""
+    """Say how to write a value that is neither a number nor in quotes."""
     found = _UNQUOTED.fullmatch(line)
     value = found["value"] if found else ""
     if written := _OF_PYTHON.get(value.lower()):

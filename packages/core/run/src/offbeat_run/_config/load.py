@@ -17,7 +17,7 @@ from offbeat_run._status import doing
 from offbeat_types import ConfigError
 
 MAX_CONFIG_BYTES: Final = 1 << 24
-"""Of the TOML file of a run."""
+"""Largest TOML file of a run."""
 
 _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
 

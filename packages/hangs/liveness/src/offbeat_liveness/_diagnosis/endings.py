@@ -1,4 +1,4 @@
-"""How a stall has ended: whether those who waited go on, and whether those they waited for have come. Pure."""
+"""The end of a stall: did the ranks that waited continue, and did the rank that they waited for come? Pure."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -31,7 +31,7 @@ class Ending:
 
 
 def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
-    """Whether those who waited have been heard, and wait no more: a look that finds nothing may have missed them."""
+    """Return whether the ranks that waited have answered, and wait no more."""
     place = (verdict.op, verdict.group, verdict.seq)
     heads = [head for head in graph.heads if head.name in verdict.arrived]
     waits = [wait for head in heads for wait in head.waits if (wait.what, wait.group, wait.seq) == place]
@@ -55,7 +55,7 @@ def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
 
 
 def _failed(graph: WaitGraph, verdict: Verdict) -> list[Absent]:
-    """Those who waited and were ended, all of one fate, so that one sentence can tell of them."""
+    """Return the ranks that waited and were ended in the same way, so that one sentence can name them."""
     waited = {*verdict.arrived, *(verdict.missing if verdict.kind in CIRCLES else ())}
     gone = [each for each in graph.absent if each.name in waited and each.fate in FAILED]
     gone += [
@@ -67,7 +67,7 @@ def _failed(graph: WaitGraph, verdict: Verdict) -> list[Absent]:
 
 
 def _has_not_come(graph: WaitGraph, name: str, verdict: Verdict) -> bool:
-    """Whether a process is known to be where it was; in doubt it has come."""
+    """Return whether a process is known to be where it was; in doubt it has come."""
     absent = graph.absent_by_name.get(name)
     head = absent.head if absent is not None else graph.by_name.get(name)
     if head is None:

@@ -395,7 +395,7 @@ class WaitGraph:
 
 
 def _meet(one: Wait, other: Wait) -> bool:
-    """Whether two processes are in one rendezvous.
+    """Return whether two processes are in one rendezvous.
 
     On its way into a world a process looks for the store first, and only then for the others: ranks of one start may
     stand in either, so where it looks tells no two worlds apart.

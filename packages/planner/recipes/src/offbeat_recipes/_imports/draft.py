@@ -79,7 +79,7 @@ class Draft:
 
     @property
     def knows_any(self) -> bool:
-        """Whether an option was more than a name that is not known, or there was none; after `finish`."""
+        """Return whether any option is known, or there is none at all; ask after `finish`."""
         given = [name for name, value in self._options.items() if value not in (None, [], {})]
         return not given or any(self.lost.get(name) != NOT_KNOWN for name in given)
 

@@ -94,17 +94,17 @@ _MAX_REFERENCES: Final = 8
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None, "": None}
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {".json": json.loads, ".toml": tomllib.loads}
 _MAX_BYTES: Final = 2**20
-"""Of a file; one of options has less than a twentieth of that."""
+"""Largest file of options: real ones have less than a twentieth of that."""
 _MAX_VALUES: Final = 100_000
-"""Of a file: YAML may name a list in another, and that in another, and so on."""
+"""Most values in a file: YAML may name a list in another, and that in another, and so on."""
 _MAX_DEFAULTS: Final = 8
 """Files that name one another as what they begin with."""
 _OF_FRAMEWORK: Final = re.compile(r"_trainer$|^(override )?hydra")
 """Files of a framework itself: its defaults stand anyway."""
 _MAX_LEVELS: Final = 64
-"""Of tables and lists inside one another; a configuration has less than 10."""
+"""Deepest nesting of tables and lists; a configuration has less than 10 levels."""
 _MAX_DIGITS: Final = 400
-"""Of a number: more is a text. A float has at most 309 before its point."""
+"""Longest number; more digits are a text. A float has at most 309 before its point."""
 _STRUCTURED: Final = (".yaml", ".yml", ".json", ".toml")
 _PROBE: Final = "\1"
 """A character that no script has."""

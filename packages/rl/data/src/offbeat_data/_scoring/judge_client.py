@@ -25,7 +25,7 @@ deadline: ContextVar[asyncio.Timeout | None] = ContextVar("offbeat_reward_deadli
 _AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
 _LONGEST_BACKOFF_S: Final = 30.0
 MAX_ANSWER_BYTES: Final = 1 << 22
-"""Of one answer, unpacked: a judge that thinks in 100,000 tokens writes a tenth of it."""
+"""Largest answer, decompressed: a judge that thinks in 100,000 tokens writes a tenth of it."""
 _ANY_ZLIB: Final = 32 + zlib.MAX_WBITS
 _UNPACKED: Final = ("gzip", "x-gzip", "deflate")
 
@@ -40,7 +40,7 @@ class JudgeReply:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What an endpoint has sent, no longer than `MAX_ANSWER_BYTES`."""
+    """An answer of the endpoint, no longer than `MAX_ANSWER_BYTES`."""
 
     status: int
     retry_after: str

@@ -60,7 +60,7 @@ def _holder_of_path(path: str) -> int:
 
 
 def _status(path: str) -> os.stat_result | None:
-    """What the file system says of a path; None where it might stand still, or there is no such file."""
+    """Return the status of a path; None where the file system might not answer, or there is no such file."""
     if file_system(path) not in LOCAL:
         return None
     try:
@@ -91,7 +91,7 @@ def file_lock_wait(path: str, kind: str, pid: int, timeout: object = None) -> Ou
 
 
 def _filelock(frame: FrameType, look: Look) -> OutsideWait | None:
-    """Of filelock, which datasets and huggingface_hub use: it asks again and again, and sleeps meanwhile.
+    """Describe a wait in filelock, which datasets and huggingface_hub use: it polls, and sleeps in between.
 
     The lock keeps its path for each thread apart, so it is read off the call: filelock 3 and 4 name it differently.
     """
@@ -102,7 +102,7 @@ def _filelock(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _baton(frame: FrameType, look: Look) -> OutsideWait | None:
-    """Of torch's builds of extensions, where the file itself is the lock: one of a build that was killed stays."""
+    """Describe a wait for torch's build of an extension. The file itself is the lock: that of a killed build stays."""
     path = peek.text(peek.attribute(peek.local(frame, "self"), "lock_file_path"), MAX_PATH)
     text = f"the file {path} to go, which a build of an extension has made, maybe one that was killed"
     return OutsideWait(kind="lock", text=text, on=path) if path else None

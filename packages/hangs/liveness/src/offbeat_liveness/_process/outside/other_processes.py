@@ -18,7 +18,7 @@ TOLD: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state
 
 
 def state_of(pid: int) -> str:
-    """What has become of a process, as a text; of one that lives with the letter of its state."""
+    """Describe what has become of a process; for one that lives, with the letter of its state."""
     state, letter = state_and_letter(pid)
     if state != "runs":
         return TOLD[state]

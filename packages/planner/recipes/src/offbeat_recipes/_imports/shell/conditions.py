@@ -35,7 +35,7 @@ def _search(pattern: str, text: str) -> bool:
 
 
 def decide(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
-    """Whether a condition holds.
+    """Return whether a condition holds.
 
     Args:
         words: between the brackets.

@@ -41,11 +41,11 @@ _MAX_ROUNDS: Final = 100
 _MAX_STEPS: Final = 20_000
 """Commands that one line may lead to, by its loops and functions: two functions that call each other never end."""
 _MAX_LENGTH: Final = 100_000
-"""Of a value, in characters: a few lines can double one without end."""
+"""Longest value, in characters: a few lines of a script can double one without end."""
 _MAX_WORDS: Final = 10_000
-"""Of an array, or of arguments."""
+"""Most entries of an array, or arguments of a call."""
 _ARGUMENTS: Final = re.compile(r"\bgetopts?\b|\$[#@*1-9]|\$\{[#@*1-9][}:-]")
-"""What asks for the arguments that the script was started with."""
+"""Expressions for the arguments that the script was started with."""
 ANOTHER_SCRIPT: Final = "another script, not read: import that, and give with --set what this one exports to it"
 _STARTS: Final = re.compile(r"(?:^|[\s=])(?:python[\d.]*|torchrun|accelerate|ray)\s")
 """Beginning of a command that stands in one word of another, which hands it on, as in `ssh NODE "python …"`."""

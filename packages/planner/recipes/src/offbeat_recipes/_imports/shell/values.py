@@ -224,7 +224,7 @@ class Values:
             return [_open(part.source)]
 
     def _output(self, command: str, source: str) -> str:
-        """What a command prints, where that takes no machine: nothing, `echo`, a part of a path."""
+        """Return what a command prints where that depends on no machine: nothing, `echo`, a part of a path."""
         try:
             lines = ShellParser(command).script(lambda _: None)
         except ShellSyntaxError:
