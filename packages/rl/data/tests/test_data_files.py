@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,13 @@ def test_broken_jsonl_is_named_with_its_line(content, message, load, tmp_path):
 def test_a_path_that_may_be_a_name_of_the_hub_is_answered_with_the_line_that_fetches_it(load):
     with pytest.raises(DataError, match=r"hf download openai/gsm8k --repo-type dataset --local-dir gsm8k` and give"):
         load(Path("openai/gsm8k"))
+
+
+def test_a_pipe_is_refused_before_it_is_waited_for(tmp_path):
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=r"rows.jsonl must be a file or a folder, and is a pipe or a device: give "):
+        check_data_paths(DataConfig(path=str(pipe)))
 
 
 @pytest.mark.parametrize("key", ["path", "eval_path"])

@@ -50,10 +50,14 @@ def read_rows(path: Path, split: str, limit: int) -> list[Row]:
 
 
 def require_path(path: Path) -> None:
-    """Refuse a path where nothing is."""
+    """Refuse a path where nothing is, or no file and no folder: a pipe would be waited for without an end."""
     if not path.exists():
         advice = download_advice(str(path), is_dataset=True) or f"give {_FORMS}"
         raise DataError(f"data path {path.absolute()} does not exist: {advice}")
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(
+            f"data path {path.absolute()} must be a file or a folder, and is a pipe or a device: give {_FORMS}"
+        )
 
 
 def refuse_split(source: str | Path, split: str) -> None:
