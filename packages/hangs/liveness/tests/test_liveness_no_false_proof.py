@@ -295,6 +295,24 @@ def test_nobody_is_said_to_have_come_who_has_not() -> None:
     assert told(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
 
 
+def test_a_wait_for_an_unknown_producer_has_not_ended_well_while_its_timeout_may_be_raising() -> None:
+    gets = Wait(kind="store", what="store.get", on="key 'here/0', which nobody has set", age_s=70.0, timeout_s=80.0)
+    waits = head(0, waits=(gets,))
+    verdict = found(waits)
+    assert not verdict.missing
+    unwinding = dataclasses.replace(waits, waits=())
+    failed = dataclasses.replace(unwinding, state="failed", error="DistStoreError: wait timeout after 80000ms")
+    open_end, failure = (
+        how_it_ended(WaitGraph(heads=[each], stall_after_s=STALL_S), verdict) for each in (unwinding, failed)
+    )
+    assert open_end.is_open
+    assert not failure.is_open
+    assert failure.has_failed
+    assert "DistStoreError" in failure.why
+    endless = dataclasses.replace(verdict, due_in_s=None)
+    assert not how_it_ended(WaitGraph(heads=[unwinding], stall_after_s=STALL_S), endless).is_open
+
+
 def test_a_receive_from_any_rank_is_no_call_that_all_are_in() -> None:
     receives = Wait(kind="p2p", what="recv_anysource", age_s=70.0, group="0")
     verdict = found(head(0, member("0", (0, 1)), waits=(receives,)), head(1, member("0", (0, 1))))

@@ -21,7 +21,7 @@ class Ending:
         what: for people, to be followed by how long it took: "it moves again: rank 0 came".
         why: the rest of that sentence.
         has_failed: an error has ended those who waited, such as torch's own at its timeout.
-        is_open: nobody waits any more, and the missing one has not come: an error of those who waited may be due.
+        is_open: the wait is over, but the missing rank is not known to have come: the waiters may be about to fail.
     """
 
     what: str
@@ -51,7 +51,11 @@ def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
     if away:
         what = f"it moves again: {join_names(verdict.arrived)} went on without {join_names(away)}"
         return Ending(what=what, is_open=True)
-    return Ending(what=f"it moves again: {join_names(verdict.missing)} came" if verdict.missing else ENDED_WELL)
+    if not verdict.missing:
+        # Nobody can be asked whether the producer came, and a call's own timeout looks like its end until the error
+        # that it raises has left the program.
+        return Ending(what=ENDED_WELL, is_open=verdict.due_in_s is not None)
+    return Ending(what=f"it moves again: {join_names(verdict.missing)} came")
 
 
 def _failed(graph: WaitGraph, verdict: Verdict) -> list[Absent]:
