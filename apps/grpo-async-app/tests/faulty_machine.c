@@ -2,6 +2,7 @@
 
    OFFBEAT_FAULTS names a folder, which is looked at in each call. As long as it holds a file named
      failing    with "PATH": reads, writes and syncs of files whose path begins so fail with EIO;
+     full       with "PATH": writes of files whose path begins so fail with ENOSPC;
      slow       with "MILLISECONDS PATH": each write and sync of such a file takes so much longer;
      clock      with "SECONDS": the time of day is so much later, or earlier where it is negative. */
 
@@ -41,12 +42,14 @@ static int lies_below(int descriptor, const char *prefix) {
     return strncmp(path, prefix, strlen(prefix)) == 0;
 }
 
-static int fails(int descriptor) {
+static int has_fault(int descriptor, const char *name, int error) {
     char text[PATH_MAX];
-    int kept = errno, answer = told("failing", text, sizeof text) && lies_below(descriptor, text);
-    errno = answer ? EIO : kept;
+    int kept = errno, answer = told(name, text, sizeof text) && lies_below(descriptor, text);
+    errno = answer ? error : kept;
     return answer;
 }
+
+static int fails(int descriptor) { return has_fault(descriptor, "failing", EIO); }
 
 static int fails_or_waits(int descriptor) {
     char text[PATH_MAX + 32], *path;
@@ -62,16 +65,20 @@ static int fails_or_waits(int descriptor) {
     return fails(descriptor);
 }
 
+static int takes_nothing(int descriptor) {
+    return fails_or_waits(descriptor) || has_fault(descriptor, "full", ENOSPC);
+}
+
 ssize_t write(int descriptor, const void *bytes, size_t count) {
-    return fails_or_waits(descriptor) ? -1 : syscall(SYS_write, descriptor, bytes, count);
+    return takes_nothing(descriptor) ? -1 : syscall(SYS_write, descriptor, bytes, count);
 }
 
 ssize_t writev(int descriptor, const struct iovec *parts, int count) {
-    return fails_or_waits(descriptor) ? -1 : syscall(SYS_writev, descriptor, parts, count);
+    return takes_nothing(descriptor) ? -1 : syscall(SYS_writev, descriptor, parts, count);
 }
 
 ssize_t pwrite64(int descriptor, const void *bytes, size_t count, off64_t offset) {
-    return fails_or_waits(descriptor) ? -1 : syscall(SYS_pwrite64, descriptor, bytes, count, offset);
+    return takes_nothing(descriptor) ? -1 : syscall(SYS_pwrite64, descriptor, bytes, count, offset);
 }
 
 ssize_t pwrite(int descriptor, const void *bytes, size_t count, off_t offset) {

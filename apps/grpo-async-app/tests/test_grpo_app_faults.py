@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -259,42 +258,6 @@ def test_a_trainer_that_rests_holds_back_the_engines_and_nothing_is_lost(
     assert last_value(run, "trainer/restarts") == 0.0
     # The buffer was full: nothing was sampled more than the staleness bound ahead.
     assert last_value(run, "train/lag_max") <= 2.0
-
-
-FULL = {
-    "metrics.jsonl": 2,
-    "generations/train.jsonl": 2,
-    "generations/validation.jsonl": 2,
-    "validation/held-out.jsonl": 2,
-    "timeline.json": 0,  # written anew by each start
-    "logs/trainer-0.log": 0,
-    "logs/rollout-0.log": 0,
-    "logs/scorer-0.log": 0,
-    "logs/liveness.log": 0,
-}
-"""Files of a run, and how it ends when the disk takes no more of one: some are needed for a resume, others not."""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_a_disk_that_takes_no_more_of_a_file_is_told_in_one_line_or_done_without(
-    forked_main: Main, config: Path, tmp_path: Path
-) -> None:
-    begun_run = tmp_path / "begun"
-    with RunningCommand(forked_main, "train", config, "--out", begun_run) as process:
-        assert process.wait() == 0, process.output
-    for name, code in FULL.items():
-        run = shutil.copytree(begun_run, tmp_path / name.replace("/", "-"))
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to("/dev/full")
-        with RunningCommand(forked_main, "resume", run, "--data.epochs=3") as process:
-            assert process.wait() == code, process.output
-            assert "Traceback" not in process.output
-            assert code == 0 or "no space left to write it" in process.output.splitlines()[-1]
-        if code:
-            (run / name).unlink()
-            with RunningCommand(forked_main, "resume", run, "--data.epochs=3") as process:
-                assert process.wait() == 0, process.output
 
 
 @pytest.mark.nightly

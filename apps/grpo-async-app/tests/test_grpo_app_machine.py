@@ -86,6 +86,43 @@ def test_a_disk_that_fails_ends_the_run_with_one_line_and_it_is_resumed_on_a_sou
         assert_ends_well(process, job)
 
 
+RECORDS = (
+    "metrics.jsonl",
+    "generations/train.jsonl",
+    "generations/validation.jsonl",
+    "validation/held-out.jsonl",
+    "timeline.json",
+)
+"""Files that a run must go on with."""
+LOGS = ("logs/trainer-0.log", "logs/rollout-0.log", "logs/scorer-0.log", "logs/liveness.log")
+"""Files that it can do without."""
+
+
+@pytest.mark.parametrize("names", [RECORDS, LOGS], ids=["records", "logs"])
+def test_a_disk_that_takes_no_more_of_a_file_is_told_in_one_line_or_done_without(
+    job: Job, faults: Faults, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    with begun(job) as process:
+        process.kill()
+        process.wait()
+    kept = shutil.copytree(job.run, tmp_path / "kept")
+    for name in names:
+        shutil.rmtree(job.run)
+        shutil.copytree(kept, job.run)
+        faults.begin("full", job.run / name)
+        with job.resume() as process:
+            code = process.wait(600)
+            assert "Traceback" not in process.output, name
+        faults.end("full")
+        if names is RECORDS:
+            assert code == 2, (name, process.output)
+            assert "no space left to write it" in process.output.splitlines()[-1], (name, process.output)
+            with job.resume() as process:
+                code = process.wait(600)
+        assert code == 0, (name, process.output)
+        assert job.complaints() == [], name
+
+
 def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(job: Job, faults: Faults) -> None:
     with begun(job) as process:
         process.wait_until(lambda: len(updates(job.run)) >= 6, "6 updates", 300)

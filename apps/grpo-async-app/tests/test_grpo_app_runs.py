@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_what_it_was_told_and_refuses_other_rows(
         file.write(json.dumps({"prompt": "what is 99 and one?", "answer": "100"}) + "\n")
     with RunningCommand(forked_main, "resume", run, "--data.epochs=3") as process:
         assert process.wait() == 2
-        assert "begun with 20 training prompts and would go on with 21" in " ".join(process.output.split())
+        assert "begun with 20 training prompts and would continue with 21" in " ".join(process.output.split())
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "stream", "stale", "decoupled with every extra"])

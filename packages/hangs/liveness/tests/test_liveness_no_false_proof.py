@@ -313,6 +313,19 @@ def test_a_wait_for_an_unknown_producer_has_not_ended_well_while_its_timeout_may
     assert not how_it_ended(WaitGraph(heads=[unwinding], stall_after_s=STALL_S), endless).is_open
 
 
+def test_a_rank_that_is_gone_without_a_word_has_not_failed_before_its_word_had_time_to_come() -> None:
+    called = member("0", (0, 1), entry(1))
+    waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
+    verdict = found(waits, late)
+    goes_on = dataclasses.replace(late, groups=(called,))
+    gone = Absent(name="rank 0", rank=0, world="w", fate="killed", head=waits)
+    ending = how_it_ended(WaitGraph(heads=[goes_on], absent=(gone,), stall_after_s=STALL_S), verdict)
+    assert ending.has_failed
+    assert ending.is_open
+    crashed = dataclasses.replace(gone, fate="crashed", text="Segmentation fault")
+    assert not how_it_ended(WaitGraph(heads=[goes_on], absent=(crashed,), stall_after_s=STALL_S), verdict).is_open
+
+
 def test_a_receive_from_any_rank_is_no_call_that_all_are_in() -> None:
     receives = Wait(kind="p2p", what="recv_anysource", age_s=70.0, group="0")
     verdict = found(head(0, member("0", (0, 1)), waits=(receives,)), head(1, member("0", (0, 1))))

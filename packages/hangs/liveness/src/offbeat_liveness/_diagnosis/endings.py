@@ -21,7 +21,8 @@ class Ending:
         what: for people, to be followed by how long it took: "it moves again: rank 0 came".
         why: the rest of that sentence.
         has_failed: an error has ended those who waited, such as torch's own at its timeout.
-        is_open: the wait is over, but the missing rank is not known to have come: the waiters may be about to fail.
+        is_open: the wait is over, but what has ended it may only be about to be heard: an error of the waiters, or the
+            orderly end of one that is gone.
     """
 
     what: str
@@ -47,7 +48,9 @@ def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
     if failed:
         has = "has" if len(away) == 1 else "have"
         rest = f"; {join_names(away)} {has} not come" if away else ""
-        return Ending(what="the wait has failed", why=f": {fate_text(failed)}{rest}", has_failed=True)
+        # A process that is gone without a word may have ended well: on a busy machine its word comes late.
+        is_open = failed[0].fate == "killed"
+        return Ending(what="the wait has failed", why=f": {fate_text(failed)}{rest}", has_failed=True, is_open=is_open)
     if away:
         what = f"it moves again: {join_names(verdict.arrived)} went on without {join_names(away)}"
         return Ending(what=what, is_open=True)

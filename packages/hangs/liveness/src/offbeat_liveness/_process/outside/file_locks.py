@@ -115,5 +115,6 @@ def _absolute(path: object) -> str:
 
 RULES: Final = (
     Rule("/filelock/_api.py", ("BaseFileLock.acquire",), _filelock, reach=6),
+    Rule("/filelock/_core/_lock.py", ("BaseFileLock.acquire",), _filelock, reach=6),  # from 4.3 on
     Rule("/torch/utils/file_baton.py", ("FileBaton.wait",), _baton),
 )
