@@ -111,15 +111,15 @@ def test_a_disk_that_takes_no_more_of_a_file_is_told_in_one_line_or_done_without
         shutil.copytree(kept, job.run)
         faults.begin("full", job.run / name)
         with job.resume() as process:
-            code = process.wait(600)
-            assert "Traceback" not in process.output, name
+            code, output = process.wait(600), process.output
         faults.end("full")
+        assert "Traceback" not in output, name
         if names is RECORDS:
-            assert code == 2, (name, process.output)
-            assert "no space left to write it" in process.output.splitlines()[-1], (name, process.output)
+            assert code == 2, (name, output)
+            assert "no space left to write it" in output.splitlines()[-1], (name, output)
             with job.resume() as process:
-                code = process.wait(600)
-        assert code == 0, (name, process.output)
+                code, output = process.wait(600), process.output
+        assert code == 0, (name, output)
         assert job.complaints() == [], name
 
 

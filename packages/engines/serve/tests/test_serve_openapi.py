@@ -1,6 +1,7 @@
 """schemathesis against the command as a user starts it: what /openapi.json says is what the server does."""
 
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,17 @@ TOKEN = "a-token-for-tests-only"
 LIMITS = {"--max-model-len": 2048, "--max-samples": 2, "--max-prompts": 2, "--default-max-tokens": 2}
 
 
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+"""The description promises tools, which a model whose template does not read them refuses."""
+
+
 @pytest.fixture(scope="module")
-def command(model: Path):
+def command(model: Path, tmp_path_factory: pytest.TempPathFactory):
+    model = shutil.copytree(model, tmp_path_factory.mktemp("openapi") / "tiny")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     patched = pytest.MonkeyPatch()
     patched.setenv(TOKEN_VARIABLE, TOKEN)
     words = [word for pair in LIMITS.items() for word in pair]

@@ -63,7 +63,7 @@ def test_doctor_says_it_too() -> None:
     said = " ".join(ended.stdout.split())
     assert "device npu none on this machine" in said
     assert "npu CANN missing: neither ASCEND_HOME_PATH nor ASCEND_TOOLKIT_HOME is set" in said
-    assert "device cpu 1 here" in said
+    assert "device cpu here" in said
 
 
 @pytest.mark.nightly
