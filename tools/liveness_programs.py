@@ -129,6 +129,8 @@ CATALOGUE: Final = _read_faults()
 """Every fault; tests, the table in docs/liveness-programs.md and its examples use these."""
 
 
+# Of a rank on its way out: where the error was raised.
+RAISED: Final = re.compile(r"\(raised at ([^)]*)")
 CYCLES: Final = ("different-order", "wait-cycle")
 """Verdicts in which nobody alone is to blame."""
 
@@ -145,12 +147,15 @@ def named_axes(verdict: dict[str, Any]) -> set[str]:
 
 
 def ranks_at(verdict: dict[str, Any], fault: Fault, tag: str) -> set[int]:
-    """Ranks that a verdict shows at the lines of a mark."""
+    """Ranks that a verdict shows at the lines of a mark: standing there, or on their way out after an error there."""
     lines = fault.lines(tag)
     return {
         party["rank"]
         for party in verdict["parties"]
         if any(site["file"].endswith(fault.script.name) and site["line"] in lines for site in party["stack"])
+        or any(
+            f"{fault.script.name}:{line} in " in raised for raised in RAISED.findall(party["doing"]) for line in lines
+        )
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from fault_runs import Observation
-from liveness_programs import CATALOGUE, FAULTS, HEALTHY, PROGRAMS, complaints
+from liveness_programs import CATALOGUE, FAULTS, HEALTHY, PROGRAMS, complaints, ranks_at
 from liveness_table import BEGIN, BEGIN_HEALTHY, END, fault_table, healthy_table, plain_words, with_table
 
 SUSPICION = "offbeat liveness: suspicion: missing-member: rank 0 never came to barrier\n  since: now\n"
@@ -27,6 +27,15 @@ def test_each_fault_marks_who_waits_and_who_is_missing(fault):
     assert fault.lines("waits")
     assert not fault.lines("waits") & fault.lines("missing")
     assert all(fault.guilty(size) for size in fault.sizes)
+
+
+def test_a_rank_on_its_way_out_is_shown_where_its_error_was_raised():
+    fault = next(each for each in CATALOGUE if each.name == "literal_source")
+    [line] = fault.lines("waits")
+    raised = f"in barrier, after RuntimeError: closed (raised at {fault.script}:{line} in <module>)"
+    party = {"rank": 0, "doing": raised, "stack": [{"file": "agent.py", "line": line}]}
+    assert ranks_at({"parties": [party]}, fault, "waits") == {0}
+    assert ranks_at({"parties": [party]}, fault, "missing") == set()
 
 
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda healthy: healthy.name)
