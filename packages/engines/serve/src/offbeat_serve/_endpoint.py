@@ -190,7 +190,9 @@ class Endpoint:
         types = bounded_types(model, settings)
         self._completion_decoder = msgspec.json.Decoder(types.completion)
         self._chat_decoder = msgspec.json.Decoder(types.chat)
-        self._description = describe(model, settings, types, needs_token=bool(token))
+        template = tokenizer.chat_template
+        reads_tools = template is not None and "tools" in template.variables
+        self._description = describe(model, settings, types, reads_tools=reads_tools, needs_token=bool(token))
         self._created = int(time.time())
         self.app = self._build_app()
 

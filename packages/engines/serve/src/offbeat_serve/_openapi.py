@@ -28,12 +28,25 @@ _ERRORS: Final = {
 }
 
 
-def describe(model: ServedModel, settings: ServeSettings, types: RequestTypes, *, needs_token: bool) -> dict[str, Any]:
+def describe(
+    model: ServedModel, settings: ServeSettings, types: RequestTypes, *, reads_tools: bool, needs_token: bool
+) -> dict[str, Any]:
+    """Describe the server in OpenAPI.
+
+    Args:
+        model: served.
+        settings: of the server.
+        types: of the requests, with the bounds of this model and these settings.
+        reads_tools: whether the model's chat template has a place for tools.
+        needs_token: whether requests must bring the token.
+    """
     requests, answers = [types.completion, types.chat], [CompletionAnswer, ChatAnswer]
     all_types = [*requests, *answers, ModelList, HealthAnswer, ErrorAnswer]
     refs, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(all_types, refs, strict=True))
     _tell_what_types_cannot(components, settings, model.max_model_len)
+    if not reads_tools:
+        components["ChatRequest"]["anyOf"] = _NO_CALLS
     access = "401" if needs_token else "403"
 
     def answered(schema: Any, *errors: str, stream: bool = False) -> dict[str, Any]:
@@ -77,6 +90,13 @@ _EVENT: Final = {
     "properties": {"data": {"type": "string", "description": "A chunk as OpenAI has it, in JSON; [DONE] in the last."}},
     "required": ["data"],
 }
+
+
+_NO_CALLS: Final = [
+    {"properties": {"tools": {"anyOf": [{"type": "array", "maxItems": 0}, {"type": "null"}]}}},
+    {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
+]
+"""What a template without a place for tools adds to a chat: no tools, or none that may be called."""
 
 
 def _error(status: str, schema: Any) -> dict[str, Any]:
