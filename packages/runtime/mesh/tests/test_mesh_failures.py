@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -417,7 +418,7 @@ def test_an_error_with_any_text_is_heard(run_ranks, text):
 
 
 def test_the_control_server_outlives_a_lack_of_descriptors():
-    server, stranger = ControlServer("127.0.0.1", "token"), socket.socket()
+    server, stranger = ControlServer("127.0.0.1", "token", 1), socket.socket()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
@@ -441,7 +442,7 @@ def test_the_control_server_outlives_a_lack_of_descriptors():
     ids=["a failure", "a good-bye", "a failure after a hello with a wrong token"],
 )
 def test_a_stranger_is_cut_off_and_ends_no_rank(frames):
-    server = ControlServer("127.0.0.1", "token")
+    server = ControlServer("127.0.0.1", "token", 1)
     client = ControlClient(0, server.address, "token", LONG_S)
     try:
         with socket.create_connection(server.address, timeout=PROMPT_S) as stranger:
@@ -456,13 +457,60 @@ def test_a_stranger_is_cut_off_and_ends_no_rank(frames):
 
 
 def test_a_client_with_a_wrong_token_does_not_take_the_place_of_a_rank():
-    server = ControlServer("127.0.0.1", "token")
+    server = ControlServer("127.0.0.1", "token", 1)
     try:
-        with pytest.raises(DeadlineError, match="the control server closed the connection"):
-            ControlClient(1, server.address, "another token", PROMPT_S)
-        ControlClient(1, server.address, "token", PROMPT_S).close()
+        with pytest.raises(PeerFailedError, match="it closed the connection"):
+            ControlClient(0, server.address, "another token", PROMPT_S)
+        ControlClient(0, server.address, "token", PROMPT_S).close()
     finally:
         server.close()
+
+
+def test_nobody_is_let_in_before_all_have_come():
+    """A rank that is done before another has connected ends its process, and rank 0's ends the control server."""
+    server = ControlServer("127.0.0.1", "token", 2)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(ControlClient, 0, server.address, "token", LONG_S)
+            with pytest.raises(TimeoutError):
+                first.result(timeout=0.5)
+            second = ControlClient(1, server.address, "token", PROMPT_S)
+            first.result(timeout=PROMPT_S).close()
+            second.close()
+    finally:
+        server.close()
+
+
+def test_a_rank_that_does_not_connect_is_named():
+    server = ControlServer("127.0.0.1", "token", 3)
+    try:
+        with pytest.raises(DeadlineError, match=r"join_world: waited 0.5 s for rank 0, 2 to connect to rank 0"):
+            ControlClient(1, server.address, "token", 0.5)
+    finally:
+        server.close()
+
+
+def test_a_rank_that_dies_before_all_have_come_is_named():
+    server = ControlServer("127.0.0.1", "token", 3)
+    try:
+        with socket.create_connection(server.address, timeout=PROMPT_S) as dying, ThreadPoolExecutor(1) as threads:
+            dying.sendall(pack(Hello(2, "token")))
+            first = threads.submit(ControlClient, 0, server.address, "token", LONG_S)
+            time.sleep(0.2)
+            dying.close()
+            with pytest.raises(PeerFailedError, match="rank 2 failed: its process ended without a word"):
+                first.result(timeout=PROMPT_S)
+        with pytest.raises(PeerFailedError, match="rank 2 failed"):  # one that comes later hears of it too
+            ControlClient(1, server.address, "token", LONG_S)
+    finally:
+        server.close()
+
+
+def test_a_control_server_that_has_gone_is_told_at_once():
+    server = ControlServer("127.0.0.1", "token", 2)
+    server.close()
+    with pytest.raises(PeerFailedError, match=r"rank 0 failed: its control server at .* cannot be reached"):
+        ControlClient(1, server.address, "token", LONG_S)
 
 
 class Heard:
@@ -480,19 +528,17 @@ class Heard:
         return 0, "", False
 
 
-def test_a_failure_is_heard_by_a_rank_that_comes_later_and_by_a_group_that_is_made_later():
-    server, failed = ControlServer("127.0.0.1", "token"), Record(kind="failed", rank=0, reason="no more")
-    first = ControlClient(0, server.address, "token", LONG_S)
+def test_a_failure_is_heard_by_a_group_that_is_made_later():
+    server, failed = ControlServer("127.0.0.1", "token", 2), Record(kind="failed", rank=0, reason="no more")
+    with ThreadPoolExecutor(2) as threads:
+        joining = [threads.submit(ControlClient, rank, server.address, "token", LONG_S) for rank in range(2)]
+        first, other = (each.result() for each in joining)
     try:
         first.post(failed)
-        first.ask("", [0])  # answered after the server has taken the record
-        late = ControlClient(1, server.address, "token", LONG_S)
-        try:
-            late.wait_until(lambda: bool(late.records), PROMPT_S)
-            late.listen(group := Heard())
-            assert (late.records, group.records) == ([failed], [failed])
-        finally:
-            late.close()
+        other.wait_until(lambda: bool(other.records), PROMPT_S)
+        other.listen(group := Heard())
+        assert (other.records, group.records) == ([failed], [failed])
     finally:
+        other.close()
         first.close()
         server.close()

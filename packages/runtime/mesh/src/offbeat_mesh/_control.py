@@ -45,7 +45,13 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The control server's answer to a hello."""
+    """The control server's answer to a hello, once every rank has said it."""
+
+
+class Roll(msgspec.Struct, tag="roll", frozen=True):
+    """Question of a rank that waits for its welcome, and the control server's answer: who has not said hello."""
+
+    missing: tuple[int, ...] = ()
 
 
 class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
@@ -118,7 +124,7 @@ class Bye(msgspec.Struct, tag="bye", frozen=True):
     rank: int
 
 
-ControlMessage: TypeAlias = Hello | Welcome | Record | Ask | Standing | Bye
+ControlMessage: TypeAlias = Hello | Welcome | Roll | Record | Ask | Standing | Bye
 DECODER: Final = msgspec.msgpack.Decoder(ControlMessage)
 
 
@@ -164,10 +170,14 @@ def keep_watch(connection: socket.socket) -> None:
 
 
 class ControlServer:
-    """Listens for the ranks of one world, who know the token, and relays their messages until `close`."""
+    """Listens for the ranks of one world, who know the token, and relays their messages until `close`.
 
-    def __init__(self, host: str, token: str) -> None:
-        self._token = token
+    It welcomes them all at once: a rank that ended before another had come would take the server with it, or be missed
+    by nobody.
+    """
+
+    def __init__(self, host: str, token: str, size: int) -> None:
+        self._token, self._to_come = token, set(range(size))
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -230,6 +240,8 @@ class ControlServer:
             self._welcome(message, connection)
         elif connection not in self._ranks.values():
             raise ValueError("a message before a hello")
+        elif isinstance(message, Roll):
+            connection.sendall(pack(Roll(tuple(sorted(self._to_come)))))
         elif isinstance(message, Record):
             self._relay(message)
         elif isinstance(message, Ask):
@@ -242,12 +254,15 @@ class ControlServer:
             self._relay(Record(kind="left", rank=message.rank))
 
     def _welcome(self, hello: Hello, connection: socket.socket) -> None:
-        if hello.token != self._token or hello.rank in self._ranks:
+        if hello.token != self._token or hello.rank not in self._to_come:
             raise ValueError("a hello from a stranger")
+        self._to_come.remove(hello.rank)
         self._ranks[hello.rank] = connection
-        self._send(hello.rank, Welcome())
-        for record in self._records:
+        for record in self._records:  # of a rank that has died since its hello
             self._send(hello.rank, record)
+        if not self._to_come:
+            for rank in self._ranks:
+                self._send(rank, Welcome())
 
     def _relay(self, record: Record) -> None:
         self._records.append(record)
@@ -283,7 +298,12 @@ class Listener(Protocol):
 
 
 class ControlClient:
-    """The connection of this rank to the control server; DeadlineError: the server does not let it in."""
+    """The connection of this rank to the control server, made when all ranks have theirs.
+
+    Raises:
+        DeadlineError: rank 0 cannot be reached, or other ranks do not connect to it.
+        PeerFailedError: rank 0 has ended, or another rank that had connected.
+    """
 
     def __init__(self, rank: int, address: tuple[str, int], token: str, deadline_s: float) -> None:
         self.rank = rank
@@ -302,20 +322,63 @@ class ControlClient:
         self._thread.start()
 
     def _connect(self, address: tuple[str, int], token: str, deadline_s: float) -> socket.socket:
+        where = f"control server at {address[0]}:{address[1]}"
+        end_s = time.monotonic() + deadline_s
         try:
             connection = socket.create_connection(address, timeout=deadline_s)
+        except TimeoutError as error:
+            advice = "is it reachable from here?"
+            raise DeadlineError("join_world", f"rank 0's {where}", deadline_s, advice) from error
+        except OSError as error:
+            reason = f"its {where} cannot be reached: {error}; has it ended, or do a firewall or a route forbid it?"
+            raise PeerFailedError("rank 0", reason) from error
+        try:
             keep_watch(connection)
             connection.sendall(pack(Hello(self.rank, token)))
-            while not self._early:
-                data = connection.recv(1 << 16)
-                if not data:
-                    raise ConnectionError("the control server closed the connection")
-                self._early += self._inbox.feed(data)
+            self._await_welcome(connection, end_s, deadline_s)
         except OSError as error:
-            on = f"rank 0's control server at {address[0]}:{address[1]}"
-            raise DeadlineError("join_world", on, deadline_s, f"is it reachable from here? {error}") from error
+            connection.close()
+            raise PeerFailedError("rank 0", f"its {where} was lost while all were joining: {error}") from error
+        except OffbeatError:
+            connection.close()
+            raise
         connection.settimeout(None)
         return connection
+
+    def _await_welcome(self, connection: socket.socket, end_s: float, deadline_s: float) -> None:
+        has_asked = False
+        while not self._is_welcome():
+            try:
+                self._early += self._receive(connection, end_s)
+            except TimeoutError:
+                if has_asked:
+                    raise
+                connection.sendall(pack(Roll()))
+                has_asked, end_s = True, time.monotonic() + ANSWER_S
+            for each in self._early:
+                if isinstance(each, Roll) and each.missing:
+                    on = f"rank {', '.join(map(str, each.missing))} to connect to rank 0"
+                    advice = "do their processes still run, and does a network lead from them to rank 0?"
+                    raise DeadlineError("join_world", on, deadline_s, advice)
+
+    def _is_welcome(self) -> bool:
+        """Whether all ranks have come; where one has died before, nobody can begin."""
+        for each in self._early:
+            if isinstance(each, Record):
+                raise each.error(f"rank {each.rank}")
+            if isinstance(each, Welcome):
+                return True
+        return False
+
+    def _receive(self, connection: socket.socket, end_s: float) -> list[ControlMessage]:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it did not answer")
+        connection.settimeout(left_s)
+        data = connection.recv(1 << 16)
+        if not data:
+            raise ConnectionError("it closed the connection")
+        return list(self._inbox.feed(data))
 
     def listen(self, listener: Listener) -> None:
         """Tell `listener` of every record, past ones too."""
@@ -402,7 +465,7 @@ class ControlClient:
                     self._standings[message.number][message.rank] = message
                 self._changed.notify_all()
         else:
-            assert isinstance(message, Welcome), message
+            assert isinstance(message, Welcome | Roll), message
 
     def _hear(self, record: Record) -> None:
         with self._changed:

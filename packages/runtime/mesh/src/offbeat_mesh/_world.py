@@ -133,11 +133,12 @@ class World:
         """Start the control server on rank 0, tell the others through the store where it is, and connect to it.
 
         Raises:
-            DeadlineError: rank 0 opens none, or it does not answer.
+            DeadlineError: rank 0 opens none, it cannot be reached, or other ranks do not connect to it.
+            PeerFailedError: rank 0 has ended, or a rank that had connected.
         """
         if self.rank == 0:
             token = secrets.token_hex(16)
-            self._server = ControlServer(self.host, token)
+            self._server = ControlServer(self.host, token, self.size)
             self.store.set(key, f"{self._server.address[0]} {self._server.address[1]} {token}")
         try:
             server_host, server_port, token = self.store.get(key).decode().split()
@@ -262,6 +263,7 @@ def join_world(
     Raises:
         ConfigError: arguments that do not belong together, a rank given twice, a world joined already.
         DeadlineError: ranks that did not come, by number; or nobody at the address; or the store was lost.
+        PeerFailedError: a rank ended while all were joining.
     """
     if _joined:
         raise ConfigError(
