@@ -117,6 +117,10 @@ def test_a_run_that_is_interrupted_and_resumed_says_so(
     page = (run / "report.html").read_text()
     assert '<span class="badge">finished</span> <span>interrupted once, resumed once</span>' in page
     assert page.count("grpo-async-app</span>") == 2, "both commands"
+    ended = command("resume", run)
+    assert ended.code == 0
+    assert f"nothing is left to train: {updates} of {updates} updates are done" in ended.out
+    assert "starting" not in ended.out, "no role for that"
 
 
 @pytest.mark.parametrize(("share", "is_said"), [(0.25, False), (0.26, True)])

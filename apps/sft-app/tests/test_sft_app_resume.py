@@ -135,7 +135,9 @@ def test_a_run_without_a_checkpoint_begins_anew_and_one_whose_only_one_is_damage
 def test_a_finished_run_resumes_to_nothing(command: CommandLine, config: Path, tmp_path: Path) -> None:
     assert command("train", config, "--out", tmp_path / "run").code == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert command("resume", tmp_path / "run").code == 0
+    ended = command("resume", tmp_path / "run")
+    assert ended.code == 0
+    assert "nothing is left to train: 8 of 8 updates are done; to go on, raise engine.max_updates or data" in ended.out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 

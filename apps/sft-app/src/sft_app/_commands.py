@@ -24,13 +24,14 @@ from offbeat_run import (
     refuse_foreign_run,
     report_command,
     run_named_command,
+    say_finished,
 )
 from offbeat_types import ConfigError
 from sft_app._config import SftConfig
 from sft_app._import import import_command
 from sft_app._learners import create_learner
 from sft_app._plan import SftPlanner, describe_run
-from sft_app._preflight import Preflight, check_run
+from sft_app._preflight import LENGTH_KEYS, Preflight, check_run
 from sft_app._reference import Reference, compute_reference, load_reference
 from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, find_start, resume, train
@@ -79,6 +80,8 @@ def _resume(words: CommandWords, folder: str) -> int:
         config = load_config(run.config, SftConfig, words.overrides)
         check_trackers(config.log)
         preflight = check_run(config, start.progress)
+        if not words.overrides and say_finished(run, start.updates, preflight.num_updates, length_keys=LENGTH_KEYS):
+            return _conclude(run, words)
         with closing(create_engine(preflight, run)) as engine:
             return _work(partial(resume, preflight, run, engine, start), run, words)
 
@@ -112,6 +115,10 @@ def _work(train_or_resume: Callable[[], None], run: RunFolder, words: CommandWor
     """Train, and then say how it went and where to look."""
     with record_session(run, f"{_PROGRAM} {words.text}"):
         train_or_resume()
+    return _conclude(run, words)
+
+
+def _conclude(run: RunFolder, words: CommandWords) -> int:
     print_conclusion(run, {"eval/loss": "held-out loss"}, title="held-out sequences", application=_PROGRAM)
     push(run, words, _PROGRAM)
     return 0

@@ -53,6 +53,10 @@ class Progress:
     position: int = 0
 
 
+LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
+"""Settings that say how long a run is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
     """What a run will work with, checked.
@@ -200,7 +204,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     num_updates = _count_updates(config, len(examples.train), begun)
     config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
     wanted = config.train_engine(num_updates)
-    check_schedule(wanted, length_keys=("engine.max_updates", "data.epochs"))
+    check_schedule(wanted, length_keys=LENGTH_KEYS)
     if reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
     layout = backend.plan(wanted, config.engine.num_ranks)

@@ -169,6 +169,13 @@ def test_a_reader_writes_nothing_into_the_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
+def test_a_folder_with_a_config_of_somebody_s_own_is_left_as_it_is(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(RunFolderError, match=r"not a run folder: .* begin one with: train .*config.toml"):
+        RunFolder.open(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
 def test_opening_clears_what_a_kill_left_half_written(tmp_path):
     with make(tmp_path / "run") as run:
         (run.path / ".tmp-1234-config.toml").write_text("half")

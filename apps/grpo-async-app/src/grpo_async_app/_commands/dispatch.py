@@ -10,7 +10,7 @@ from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._commands.where import where_command
-from grpo_async_app._config.preflight import Preflight, check_run, check_same_data
+from grpo_async_app._config.preflight import LENGTH_KEYS, Preflight, check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
 from grpo_async_app._run.scaling import ask_for_engines
@@ -34,6 +34,7 @@ from offbeat_run import (
     refuse_foreign_run,
     report_command,
     run_named_command,
+    say_finished,
     whole_number,
 )
 
@@ -93,6 +94,8 @@ def _resume(words: CommandWords, folder: str) -> int:
         check_trackers(config.log)
         preflight = check_run(config)
         session = find_session(preflight, run)
+        if not words.overrides and say_finished(run, session.step, preflight.num_updates, length_keys=LENGTH_KEYS):
+            return _conclude(run, words, preflight)
         _show_plan(preflight, run)  # what is left open may be chosen otherwise now
         run.write_config(preflight.written, preflight.config)  # the next resume goes on with it
         return _work(partial(resume, session), run, words, preflight)
@@ -137,6 +140,10 @@ def _work(train_or_resume: Callable[[], object], run: RunFolder, words: CommandW
     """Train, and then say how it went and where to look."""
     with record_session(run, f"{_PROGRAM} {words.text}"):
         train_or_resume()
+    return _conclude(run, words, preflight)
+
+
+def _conclude(run: RunFolder, words: CommandWords, preflight: Preflight) -> int:
     print_conclusion(run, validated_names(preflight.sets), title="held-out prompts", application=_PROGRAM)
     push(run, words, _PROGRAM)
     return 0

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Final
 
 from grpo_async_app._config.agent import program_words
 from grpo_async_app._config.backends import check_backends, check_cut, check_turns
@@ -68,6 +69,9 @@ from offbeat_types import (
     installed_backends,
     load_backend,
 )
+
+LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
+"""Settings that say how long a run is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,7 +444,7 @@ def _plan_trainer(backend: TrainBackend, config: GrpoConfig, num_updates: int, v
             f"{num_updates} updates (engine.max_updates, data.epochs); lower it or make the run longer"
         )
     wanted = config.train_engine(config.model.path, num_updates)
-    check_schedule(wanted, length_keys=("engine.max_updates", "data.epochs"))
+    check_schedule(wanted, length_keys=LENGTH_KEYS)
     if view.reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and the driver need have none
     if config.algorithm.needs_critic:

@@ -46,7 +46,7 @@ from offbeat_run._run_log import (
     read_alarms,
     read_generations,
 )
-from offbeat_run._sessions import record_session, refuse_foreign_run
+from offbeat_run._sessions import record_session, refuse_foreign_run, say_finished
 from offbeat_run._signals import ending_signals
 from offbeat_run._status import counted_loss, doing, so_far
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
@@ -162,6 +162,7 @@ __all__ = [
     "report_command",
     "run_command",
     "run_named_command",
+    "say_finished",
     "secret_variables",
     "serve_report",
     "show_usage",

@@ -1,5 +1,6 @@
 """The run folder: where everything a run writes has its name, and one process at a time writes in it."""
 
+import os
 import shutil
 import socket
 import stat
@@ -109,6 +110,7 @@ class RunFolder:
         if not run.config.is_file():
             raise RunFolderError(f"{path}: not a run folder: it holds no config.toml")
         if write:
+            _require_run(run)
             _require_space(path, required_bytes)
             run._lock = _lock_existing(path)
             _forbid_others(path, stat.S_IWOTH)  # who has opened it for others to read since has meant that
@@ -203,6 +205,15 @@ def _lock_existing(path: Path) -> FolderLock:
         return FolderLock(path)
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be written: {error.strerror}; a run resumes where it was made") from error
+
+
+def _require_run(run: RunFolder) -> None:
+    """Refuse a folder that has a config.toml of somebody's own: folders of a run would be made beside it."""
+    if not (os.path.lexists(run.sessions) or os.path.lexists(run.checkpoints.path)):
+        raise RunFolderError(
+            f"{run.path}: not a run folder: beside its config.toml there is neither {run.sessions.name} nor "
+            f"{CHECKPOINTS}/, so no run was begun here; begin one with: train {run.config}"
+        )
 
 
 def _refuse_contents(path: Path) -> None:

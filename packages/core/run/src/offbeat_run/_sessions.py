@@ -1,7 +1,7 @@
 """The sessions of a run: each command that worked on its folder, from when to when, and how it ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
 
@@ -10,6 +10,7 @@ import msgspec
 from offbeat_run._config.secrets import hide_secrets
 from offbeat_run._files import JsonlFile, read_lines
 from offbeat_run._folder import RunFolder
+from offbeat_run._printing import print_text
 from offbeat_types import OffbeatError, RunFolderError
 
 _REASON_CHARACTERS: Final = 300
@@ -70,6 +71,23 @@ def read_sessions(run: RunFolder, damaged: list[str] | None = None) -> list[Sess
         elif found:
             found[-1] = msgspec.structs.replace(found[-1], **line)
     return found
+
+
+def say_finished(run: RunFolder, done: int, wanted: int, *, length_keys: Sequence[str]) -> bool:
+    """Say that a run is at its end, and return whether it is: nothing is left to train, and the last command knew it.
+
+    Args:
+        run: open for reading.
+        done: updates that its latest checkpoint has.
+        wanted: updates that it is to have.
+        length_keys: settings that make a run longer.
+    """
+    sessions = read_sessions(run, [])
+    if done < wanted or not sessions or sessions[-1].end != "finished":
+        return False
+    keys = " or ".join(length_keys)
+    print_text(f"nothing is left to train: {done} of {wanted} updates are done; to go on, raise {keys}")
+    return True
 
 
 def refuse_foreign_run(run: RunFolder, application: str) -> None:
