@@ -542,3 +542,11 @@ def test_options_and_defaults_of_trl_keep_their_meaning(
 def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft, correction: str, form: str) -> None:
     """The default may choose weights that the other framework does not have."""
     holds(draft, {"algorithm.correction": correction, "algorithm.correction_form": form}, {})
+
+
+def test_a_default_of_trl_that_has_changed_says_what_it_was_before():
+    said = {key: entry.source for key, entry in import_trl({"epsilon": 0.3}).entries.items()}
+    assert said["algorithm.kl_coefficient"] == "default of beta since TRL 0.19; before, 0.04"
+    assert said["rollout.temperature"] == "default of temperature since TRL 0.18; before, 0.9 with top_k 50"
+    assert said["algorithm.clip_low"] == "epsilon"
+    assert import_trl({"beta": 0.04}).entries["algorithm.kl_coefficient"].source == "beta"

@@ -38,6 +38,20 @@ _LONGEST: Final = ("vllm_max_model_length", "vllm_max_model_len")
 _DATA: Final = ("dataset_name", "dataset_id_or_path", "data_file_paths", "dataset_path")
 """TRL's own name, and those of scripts around it."""
 _LEAST: Final = "vllm_importance_sampling_clip_min"
+_SINCE: Final = {
+    "beta": "since TRL 0.19; before, 0.04",
+    "temperature": "since TRL 0.18; before, 0.9 with top_k 50",
+    "max_completion_length": "since TRL 1.10; before, 256",
+    "loss_type": "since TRL 0.22; before, bnpo",
+    "vllm_importance_sampling_mode": "since TRL 0.26; before, token_truncate, and no correction before 0.23",
+    "vllm_importance_sampling_clip_max": "since TRL 0.26; before, 2.0",
+    "vllm_mode": "since TRL 1.0; before, server",
+    "bf16": "since TRL 0.19; before, float32",
+}
+"""Defaults that have changed: a script that leaves them out may have been written for the older one.
+
+Source: trl/trainer/grpo_config.py of the wheels of TRL 0.14 to 1.14.1.
+"""
 
 
 def import_trl(options: Mapping[str, Any]) -> Draft:
@@ -52,7 +66,16 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     passes = draft.entries["algorithm.num_passes"].value
     write_rhythm(draft, steps_per_update=draft.entries["async.require_batches"].value * passes)
     finish_training_arguments(draft, __package__, "trl")
+    _tell_changed_defaults(draft)
     return draft
+
+
+def _tell_changed_defaults(draft: Draft) -> None:
+    """Write beside a default that it has changed."""
+    for key, entry in draft.entries.items():
+        name = entry.source.removeprefix("default of ")
+        if name != entry.source and name in _SINCE:
+            draft.entries[key] = Entry(entry.value, f"{entry.source} {_SINCE[name]}")
 
 
 def _write_data(draft: Draft) -> None:
@@ -124,7 +147,8 @@ def _write_rollout(draft: Draft, options: Mapping[str, Any]) -> None:
     _write_completion_length(draft, options)
     longest = draft.entries["data.max_prompt_tokens"].value + draft.entries["rollout.max_tokens"].value
     draft.copy("rollout.max_model_len", *_LONGEST, default=longest)
-    for name in ("temperature", "top_p", "min_p"):
+    draft.copy("rollout.temperature", "temperature", default=1.0)
+    for name in ("top_p", "min_p"):
         draft.copy(f"rollout.{name}", name)
     draft.copy("rollout.top_k", "top_k", convert=lambda k: max(k, 0))
     if (sampled := draft.text("vllm_dtype", default="auto")) in ("bfloat16", "float32"):
