@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from offbeat_data import load_tokenizer
 from offbeat_serve import TOKEN_VARIABLE, RolloutServer, ServedModel, ServeSettings
 from offbeat_serve._settings import read_token
 from offbeat_testing import FakeRolloutEngine
@@ -91,9 +92,8 @@ def test_a_token_file_that_is_not_there_is_told(tmp_path):
 async def test_a_port_in_use_is_told(serving, engine, model):
     async with serving(engine=engine) as served:
         port = int(served.server.url.rpartition(":")[2])
-        other = RolloutServer(
-            engine, None, ServedModel(name="m", max_model_len=8, vocab_size=8), ServeSettings(port=port)
-        )
+        small = ServedModel(name="m", max_model_len=8, vocab_size=8)
+        other = RolloutServer(engine, load_tokenizer(model), small, ServeSettings(port=port))
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}"):
             await other.start()
 
