@@ -11,6 +11,9 @@ from offbeat_liveness._diagnosis.graph import Absent, Fate, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
+from offbeat_liveness._network.side_channel import Address
+from offbeat_liveness._network.survey import SilenceHistory
+from offbeat_liveness._process.proc import TreeUsage
 from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, OutsideKind, OutsideWait, ProcessSnapshot, Wait
 
 WORLD = (0, 1, 2)
@@ -276,6 +279,19 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     assert not is_over(WaitGraph(heads=[waits, late], stall_after_s=STALL_S), verdict)
     assert not is_over(WaitGraph(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
     assert is_over(WaitGraph(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
+
+
+def test_a_stall_is_not_over_because_who_waited_is_too_busy_to_answer() -> None:
+    """On a machine with too much to do a process uses time, so it moves, and says nothing of its waits."""
+    called = member("0", (0, 1), entry(1))
+    waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
+    verdict = found(waits, late)
+    silences, address = SilenceHistory(), Address(host="", port=1, machine="vm", pid=0, born=0, name="rank 0", rank=0)
+    for time_s in (0.0, 1.0):
+        silences.note(("vm", 0), TreeUsage(cpu_s=time_s, time_s=time_s, num_processes=1))
+    busy = silences.stand_in(address, 70.0)
+    assert busy.is_heard, "it moves"
+    assert not is_over(WaitGraph(heads=[busy, late], stall_after_s=STALL_S), verdict)
 
 
 def test_nobody_is_said_to_have_come_who_has_not() -> None:

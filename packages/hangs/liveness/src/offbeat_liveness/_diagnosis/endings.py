@@ -36,7 +36,7 @@ def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
     place = (verdict.op, verdict.group, verdict.seq)
     heads = [head for head in graph.heads if head.name in verdict.arrived]
     waits = [wait for head in heads for wait in head.waits if (wait.what, wait.group, wait.seq) == place]
-    is_heard = not heads or any(head.is_heard for head in heads)
+    is_heard = not heads or any(head.is_heard and not head.is_stand_in for head in heads)
     return is_heard and all(wait.age_s < graph.stall_after_s for wait in waits)
 
 

@@ -220,7 +220,9 @@ class SilenceHistory:
             note = f"{address.name} does not answer, but computes: native code in it holds the GIL, or its host is busy"
         busy = max(known.busy, BUSY)
         is_heard = is_leaving or known.is_moving  # what it does is known though it says nothing
-        return _snapshot_of(address, time_s=time.time(), still_s=still_s, busy=busy, notes=(note,), is_heard=is_heard)
+        return _snapshot_of(
+            address, time_s=time.time(), still_s=still_s, busy=busy, notes=(note,), is_heard=is_heard, is_stand_in=True
+        )
 
 
 def head_answer(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:

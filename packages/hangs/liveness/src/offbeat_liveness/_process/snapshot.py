@@ -239,6 +239,8 @@ class ProcessSnapshot:
         left: last snapshots of processes that have told this one of their end.
         is_heard: False for one that has not answered this time. This is what it said before: it has come so far, but
             may have gone on since.
+        is_stand_in: True where others have written this for a process that cannot speak for itself: they know whether
+            it uses time, and nothing of its waits.
     """
 
     key: str
@@ -266,6 +268,7 @@ class ProcessSnapshot:
     notes: tuple[str, ...] = ()
     left: tuple["ProcessSnapshot", ...] = field(default=(), repr=False)
     is_heard: bool = True
+    is_stand_in: bool = False
 
     def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
         return next((each for each in self.groups if each.key == key), None)
