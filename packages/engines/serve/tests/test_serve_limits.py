@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import threading
 from urllib.parse import urlparse
 
 import pytest
 
-from offbeat_serve import ServedModel, ServeSettings
+from offbeat_serve import ServedModel, ServeSettings, _requests
 from offbeat_testing import FakeRolloutEngine
 from offbeat_types import ConfigError, OffbeatError, RolloutEngineConfig
 
@@ -32,6 +33,25 @@ async def open_raw(served):
 def raw_request(served, body: bytes, length: int | None = None) -> bytes:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlparse(served.server.url).netloc}\r\n"
     return f"{head}Content-Type: application/json\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body
+
+
+async def test_a_long_body_is_decoded_beside_the_loop(served, monkeypatch):
+    """Numbers written as 1.0 are read in Python, and one body can have hundreds of thousands of them."""
+    seen = []
+    convert = _requests._with_integers
+
+    def look(value):
+        seen.append(threading.current_thread().name)
+        return convert(value)
+
+    monkeypatch.setattr(_requests, "_with_integers", look)
+    numbers = [5.0] * 20_000
+    answer = await served.post("/v1/completions", prompt=numbers, max_tokens=1)
+    assert answer.status_code == 400
+    assert {name.partition("_")[0] for name in seen} == {"offbeat-encode"}
+    seen.clear()
+    assert (await served.post("/v1/completions", prompt=[5.0], max_tokens=1)).status_code == 200
+    assert set(seen) == {"MainThread"}
 
 
 async def test_a_client_that_leaves_ends_its_samples(served):

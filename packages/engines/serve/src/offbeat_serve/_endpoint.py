@@ -270,7 +270,7 @@ class Endpoint:
         return offer_session(request, self.sessions, self._settings.public_url)
 
     async def _end_session(self, request: Request) -> Response:
-        return await end_session(request, session_of(request), self._settings)
+        return await end_session(request, session_of(request), self._settings, self.encoder.run)
 
     async def _complete(self, request: Request) -> Response:
         body = await self._read(request, self._completion_decoder)
@@ -295,7 +295,7 @@ class Endpoint:
     # ── what routes share ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def _read(self, request: Request, decoder: "msgspec.json.Decoder[T]") -> T:
-        body = await read_json(request, decoder, self._settings)
+        body = await read_json(request, decoder, self._settings, self.encoder.run)
         # Agents have the names of other models in them, and a session has the one that it has.
         if body.model not in (None, self._model.name) and session_of(request) is None:
             message = f"there is no model {body.model!r:.80}: this server has {self._model.name!r}"

@@ -14,10 +14,11 @@ Legend: P prompt tokens.
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -295,17 +296,38 @@ def _subtype(base: Any, changed: list[Any]) -> Any:
 
 
 T = TypeVar("T")
+InThread: TypeAlias = Callable[[Callable[[], T]], Awaitable[T]]
 _AT_FIELD: Final = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN_FIELD: Final = re.compile(r"unknown field `(\w+)`")
 
 
-async def read_json(request: Request, decoder: "msgspec.json.Decoder[T]", settings: ServeSettings) -> T:
+LARGE_BODY_BYTES: Final = 1 << 16
+"""A longer body is decoded in the encoding thread: whole numbers written as 1.0 take a second per few megabytes."""
+
+
+async def read_json(
+    request: Request, decoder: "msgspec.json.Decoder[T]", settings: ServeSettings, in_thread: InThread[T]
+) -> T:
+    """Read and decode the body of a request.
+
+    Args:
+        request: whose body has not been read.
+        decoder: of its type.
+        settings: bounds of a body.
+        in_thread: runs a function beside the loop.
+
+    Raises:
+        RefusedError: it is no JSON, does not fit its type, is too long or comes too slowly.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # A page of another site may send a browser here with any other type, without asking first.
         message = f"the body must come with Content-Type: application/json, got {media_type[:80]!r}"
         raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
-    return _decode(await _read(request, settings), decoder)
+    body = await _read(request, settings)
+    if len(body) > LARGE_BODY_BYTES:
+        return await in_thread(partial(_decode, body, decoder))
+    return _decode(body, decoder)
 
 
 async def _read(request: Request, settings: ServeSettings) -> bytes:

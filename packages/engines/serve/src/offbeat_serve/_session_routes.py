@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from offbeat_data import parts_complaint
-from offbeat_serve._requests import read_json
+from offbeat_serve._requests import InThread, read_json
 from offbeat_serve._sessions import Session, Sessions
 from offbeat_serve._settings import RefusedError, ServeSettings
 
@@ -68,12 +68,14 @@ def _bound_url(request: Request) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-async def end_session(request: Request, session: Session | None, settings: ServeSettings) -> Response:
+async def end_session(
+    request: Request, session: Session | None, settings: ServeSettings, in_thread: InThread[SessionEnding]
+) -> Response:
     """Answer POST /v1/sessions/end."""
     if session is None:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "this call needs the key of a session, as in Authorization: Bearer")
     session.check_open()
-    ending = await read_json(request, _ENDING, settings)
+    ending = await read_json(request, _ENDING, settings, in_thread)
     if ending.reward is None:
         session.end("call")
     else:
