@@ -18,6 +18,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from offbeat_liveness import waiting
 from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 LENGTH: Final = struct.Struct("!I")
@@ -172,8 +173,8 @@ def keep_watch(connection: socket.socket) -> None:
 class ControlServer:
     """Listens for the ranks of one world, who know the token, and relays their messages until `close`.
 
-    It welcomes them all at once: a rank that ended before another had come would take the server with it, or be missed
-    by nobody.
+    It welcomes them all at once. Otherwise rank 0 could end before another rank has connected, and take the server with
+    it; and the end of another rank could be heard by none of those that wait for it.
     """
 
     def __init__(self, host: str, token: str, size: int) -> None:
@@ -335,7 +336,8 @@ class ControlClient:
         try:
             keep_watch(connection)
             connection.sendall(pack(Hello(self.rank, token)))
-            self._await_welcome(connection, end_s, deadline_s)
+            with waiting("join_world", on="the other ranks", deadline_s=deadline_s):
+                self._await_welcome(connection, end_s, deadline_s)
         except OSError as error:
             connection.close()
             raise PeerFailedError("rank 0", f"its {where} was lost while all were joining: {error}") from error
@@ -362,7 +364,7 @@ class ControlClient:
                     raise DeadlineError("join_world", on, deadline_s, advice)
 
     def _is_welcome(self) -> bool:
-        """Whether all ranks have come; where one has died before, nobody can begin."""
+        """Return whether all ranks have come; where one has died before, no rank can begin."""
         for each in self._early:
             if isinstance(each, Record):
                 raise each.error(f"rank {each.rank}")
