@@ -128,6 +128,8 @@ def test_signals_at_any_moment_lose_no_update_and_train_none_twice(
             assert "Traceback" not in process.output
             done = max(values_of(run, "train/reward"), default=0)
             assert (latest_checkpoint(run).step if done else 0) == done, process.output
+        if code == 0:
+            break
         words = ["resume", run] if run.exists() else words  # one that had not begun has left no folder
     with RunningCommand(forked_main, *words) as process:
         assert process.wait() == 0, process.output
