@@ -117,7 +117,7 @@ def test_signals_at_any_moment_lose_no_update_and_train_none_twice(
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     draw, run = random.Random(seed), tmp_path / "run"
-    words: list[object] = ["train", config, "--out", run, "--data.epochs=8", "--checkpoint.every=7"]
+    words: list[object] = ["train", config, "--out", run, "--data.epochs=24", "--checkpoint.every=7"]
     for _ in range(12):
         with RunningCommand(forked_main, *words) as process:
             process.wait_until(lambda: "run folder" in process.output, "the start")
@@ -133,7 +133,7 @@ def test_signals_at_any_moment_lose_no_update_and_train_none_twice(
         words = ["resume", run] if run.exists() else words  # one that had not begun has left no folder
     with RunningCommand(forked_main, *words) as process:
         assert process.wait() == 0, process.output
-    assert accounting_complaints(run, 20, 8, per_update=4) == []
+    assert accounting_complaints(run, 20, 24, per_update=4) == []
 
 
 @pytest.mark.parametrize("number", signals(signal.SIGHUP))
