@@ -233,5 +233,10 @@ def test_a_resumed_run_writes_the_journal_of_an_undisturbed_one(
     kill_in_the_midst(forked_main, runs[1], list(words[1]), num_updates=5, more_s=0.0)
     run_to_its_end(forked_main, "resume", runs[1])
     whole, resumed = map(logger, runs)
-    assert list(whole) == list(range(1, 11))
-    assert whole == resumed
+    assert list(whole) == list(resumed) == list(range(1, 11))
+    for number, (values, groups) in whole.items():
+        others, other_groups = resumed[number]
+        assert groups == other_groups, f"update {number}"
+        differ = {name: (value, others.get(name)) for name, value in values.items() if value != others.get(name)}
+        assert not differ, f"update {number}"
+        assert values == others, f"update {number}"
