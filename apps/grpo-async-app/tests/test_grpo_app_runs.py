@@ -237,6 +237,9 @@ def test_a_resumed_run_writes_the_journal_of_an_undisturbed_one(
     for number, (values, groups) in whole.items():
         others, other_groups = resumed[number]
         assert groups == other_groups, f"update {number}"
-        differ = {name: (value, others.get(name)) for name, value in values.items() if value != others.get(name)}
+        # Which completions are decoded side by side is a matter of time, and so is the last bit of their
+        # log-probabilities at the sampler: the trainer computes its own.
+        alike = {name: pytest.approx(value, abs=1e-9) for name, value in values.items() if name.startswith("mismatch/")}
+        differ = {name: (each, others.get(name)) for name, each in (values | alike).items() if each != others.get(name)}
         assert not differ, f"update {number}"
-        assert values == others, f"update {number}"
+        assert values.keys() == others.keys(), f"update {number}"
