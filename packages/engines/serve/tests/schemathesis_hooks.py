@@ -1,4 +1,4 @@
-"""What schemathesis does not ask, because a schema cannot say that the server refuses it."""
+"""Requests that schemathesis leaves out, because a schema cannot say that the server refuses them."""
 
 from typing import Any
 

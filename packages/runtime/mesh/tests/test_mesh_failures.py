@@ -490,6 +490,21 @@ def test_a_rank_that_does_not_connect_is_named():
         server.close()
 
 
+def test_a_rank_that_has_waited_in_vain_is_not_taken_for_dead_by_those_that_still_wait():
+    server = ControlServer("127.0.0.1", "token", 3)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            patient = threads.submit(ControlClient, 0, server.address, "token", LONG_S)
+            time.sleep(0.2)
+            for_rank_2 = r"waited 0.5 s for rank 2 to connect to rank 0"
+            with pytest.raises(DeadlineError, match=for_rank_2):
+                ControlClient(1, server.address, "token", 0.5)
+            with pytest.raises(DeadlineError, match=for_rank_2):
+                patient.result(timeout=PROMPT_S)
+    finally:
+        server.close()
+
+
 def test_a_rank_that_dies_before_all_have_come_is_named():
     server = ControlServer("127.0.0.1", "token", 3)
     try:

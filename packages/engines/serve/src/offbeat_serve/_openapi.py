@@ -96,7 +96,7 @@ _NO_CALLS: Final = [
     {"properties": {"tools": {"anyOf": [{"type": "array", "maxItems": 0}, {"type": "null"}]}}},
     {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
 ]
-"""What a template without a place for tools adds to a chat: no tools, or none that may be called."""
+"""Bounds of a chat whose template has no place for tools: no tools, or none that may be called."""
 
 
 def _error(status: str, schema: Any) -> dict[str, Any]:

@@ -317,7 +317,7 @@ async def read_json(
         in_thread: runs a function beside the loop.
 
     Raises:
-        RefusedError: it is no JSON, does not fit its type, is too long or comes too slowly.
+        RefusedError: it is no JSON, does not fit its type, is too long, comes too slowly, or too many long ones wait.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":

@@ -341,7 +341,10 @@ class ControlClient:
         except OSError as error:
             connection.close()
             raise PeerFailedError("rank 0", f"its {where} was lost while all were joining: {error}") from error
-        except OffbeatError:
+        except OffbeatError as error:
+            if isinstance(error, DeadlineError):  # otherwise those that still wait would take this rank for dead
+                with contextlib.suppress(OSError):
+                    connection.sendall(pack(Record.of(error, self.rank)))
             connection.close()
             raise
         connection.settimeout(None)
