@@ -56,7 +56,7 @@ Source: trl/trainer/grpo_config.py of the wheels of TRL 0.14 to 1.14.1.
 
 def import_trl(options: Mapping[str, Any]) -> Draft:
     """Translate fields of GRPOConfig, and of the script that makes one."""
-    draft = Draft(options)
+    draft = Draft(options, since=_SINCE)
     _write_data(draft)
     _write_rollout(draft, options)
     write_training_arguments(draft, learning_rate=1e-6, roles=("engine", "rollout"))
@@ -66,16 +66,7 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     passes = draft.entries["algorithm.num_passes"].value
     write_rhythm(draft, steps_per_update=draft.entries["async.require_batches"].value * passes)
     finish_training_arguments(draft, __package__, "trl")
-    _tell_changed_defaults(draft)
     return draft
-
-
-def _tell_changed_defaults(draft: Draft) -> None:
-    """Write beside a default that it has changed."""
-    for key, entry in draft.entries.items():
-        name = entry.source.removeprefix("default of ")
-        if name != entry.source and name in _SINCE:
-            draft.entries[key] = Entry(entry.value, f"{entry.source} {_SINCE[name]}")
 
 
 def _write_data(draft: Draft) -> None:

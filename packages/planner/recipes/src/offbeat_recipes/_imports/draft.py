@@ -51,6 +51,7 @@ class Draft:
     Args:
         options: of the other framework, by full name.
         written: by name, how the file calls an option that has had another name.
+        since: by name, what to write beside a default of the other framework that has changed.
 
     Attributes:
         entries: keys of ours, as "section.key".
@@ -61,8 +62,13 @@ class Draft:
         harmless: options without a key here, and without an effect on the result.
     """
 
-    def __init__(self, options: Mapping[str, Any], written: Mapping[str, str] | None = None) -> None:
-        self._options = dict(options)
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        written: Mapping[str, str] | None = None,
+        since: Mapping[str, str] | None = None,
+    ) -> None:
+        self._options, self._since = dict(options), dict(since or {})
         self._written = dict(written or {})
         self._left = dict(options)
         self.entries: dict[str, Entry] = {}
@@ -137,7 +143,8 @@ class Draft:
             names: options it comes from; where none of them is set it is the other framework's default.
         """
         given = [self._written.get(name, name) for name in names if self.has(name)]
-        self.entries[key] = Entry(value, " and ".join(given) if given else f"default of {names[0]}")
+        default = " ".join(filter(None, ("default of", names[0], self._since.get(names[0]))))
+        self.entries[key] = Entry(value, " and ".join(given) if given else default)
 
     def copy(
         self,
