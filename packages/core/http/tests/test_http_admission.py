@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from offbeat_http import ConnectionLimits, HttpServer, listen
+from offbeat_http import ConnectionLimits, HttpServer, _admission, listen
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 60.0
@@ -98,6 +99,16 @@ async def test_connections_without_a_byte_stay_in_the_kernel_and_end_none():
             for stranger in strangers:
                 await stranger.ended()
     assert are_open == [True] * 20
+
+
+async def test_of_many_that_connect_at_once_none_is_ended_for_another_before_its_moment_is_over(monkeypatch):
+    monkeypatch.setattr(_admission, "CROWDED_S", DEADLINE_S)
+    async with serving(max_strangers=16, head_deadline_s=DEADLINE_S) as (server, _):
+        clients = [await Client(server).open(HALF) for _ in range(20)]
+        await asyncio.sleep(0.2)
+        for client in clients:
+            client.writer.write(b"\r\n")
+        assert [await client.answer() for client in clients] == [200] * 20
 
 
 async def test_two_hundred_clients_at_once_are_no_strangers():
@@ -301,12 +312,17 @@ async def test_without_a_descriptor_accepting_waits_and_does_not_spin():
         clients = [send(port, "/") for _ in range(5)]  # now there is none
         process.stdin.write("\n")
         process.stdin.flush()
+        began_s = time.monotonic()
         time.sleep(2.0)
         process.stdin.write("\n")
         process.stdin.flush()
         spent_s = float(process.stdout.readline().removeprefix("spent: "))
         assert [read(client).endswith(b"here") for client in clients] == [True] * 5
+        paused_s = time.monotonic() - began_s
         told, _ = process.communicate("\n", timeout=DEADLINE_S)
     assert spent_s < 0.5
     [line] = told.splitlines()
+    # Counted too: where other processes have the CPUs, one that spins spends little time.
+    num_pauses = int(re.search(r"(\d+) pauses", line)[1])
+    assert num_pauses <= 1 + paused_s / _admission.LACK_S
     assert "pauses because no connection could be accepted, as for lack of a descriptor" in line

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat_objectives import AlgorithmConfig, check_algorithm, correct_rollouts
@@ -70,9 +70,19 @@ def reference(train_N, rollout_N, sequence_N, num_sequences, config):
     return [weights[n] for n in sorted(weights)], [keeps[n] for n in sorted(keeps)]
 
 
+# Of three sequences every rejection of tokens takes none, one of two, and the only token.
+SOME_REFUSED = (
+    torch.tensor([0.3, 0.1, 5.0, 5.0], dtype=torch.float64),
+    torch.zeros(4, dtype=torch.float64),
+    torch.tensor([0, 1, 1, 2]),
+    3,
+)
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 @settings(max_examples=25)
 @given(batch=batches(), tight=st.booleans(), normalise=st.booleans())
+@example(batch=SOME_REFUSED, tight=False, normalise=True)
 def test_a_preset_does_what_its_name_says(name, batch, tight, normalise):
     changes = {}
     if tight and "tis" in name:
