@@ -1,4 +1,4 @@
-"""Checks of the workspace. `nox -t cpu` runs those of CI together; `nox -s "test(types)"` runs one.
+"""Checks of the workspace. `nox -t cpu` runs those of CI together; `nox -s "test(core)"` runs one.
 
 Everything of a backend has its tag: `nox -l | grep vllm` lists it, and `nox -t vllm` runs it. The tags are
 {backends}; `nightly` for what is too long for CI; and `hardware` for what needs a device, which is
@@ -321,7 +321,7 @@ def peers(session: nox.Session) -> None:
     def make() -> None:
         # verl wants an older transformers than the lock has, so the pins are left out.
         run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
-        own = [f"--editable={package.folder}" for package in PACKAGES if package.key in ("types", "objectives")]
+        own = [f"--editable={package.folder}" for package in PACKAGES if package.key in ("core", "objectives")]
         links = [f"--find-links={link}" for link in find_links()]
         command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}", *links)
         run(session, *command, "torch==2.13.0", *PEERS, *own, *TEST_TOOLS)

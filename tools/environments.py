@@ -19,7 +19,7 @@ PACKAGES: Final = packages(ROOT)
 NOX: Final = ROOT / ".nox"
 # Suites whose wall-clock time two workers shorten where they run alone: they compute, or wait (grpo-async-app takes 4
 # minutes instead of 7). The others start processes that compute, or are over before a second worker has imported torch:
-# two workers cost them a third to twice of their processor time (data 33 s instead of 25, types 8 s instead of 4).
+# two workers cost them a third to twice of their processor time (data 33 s instead of 25, core 8 s instead of 4).
 TWO_WORKERS: Final = {
     **dict.fromkeys(
         ("grpo-async-app", "liveness", "mesh", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
@@ -31,7 +31,7 @@ PER_TEST_TIMEOUT_S: Final = 120
 OLDEST_TORCH: Final = "2.11.0"
 # Whose suites run with it: machines with a GPU often hold it, and some can fetch no other.
 ON_OLDEST_TORCH: Final = frozenset(
-    ("types", "device", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
+    ("core", "device", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
 )
 BESIDE_OLDEST_TORCH: Final = {*ON_OLDEST_TORCH, "data", "placement", "recipes", "run", "testing"}
 TEST_TOOLS: Final = (

@@ -27,10 +27,10 @@ from megatron_yardstick import (
 )
 from torch import Tensor
 
+from offbeat_core import TrainEngine, TrainEngineConfig
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngine, TrainEngineConfig
 
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {"family": "qwen3", "tied": True},

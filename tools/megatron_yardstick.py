@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat_types import LossTokens, Metrics, TrainEngine, TrainSequence
+from offbeat_core import LossTokens, Metrics, TrainEngine, TrainSequence
 
 NUM_STEPS: Final = 2
 LORA_RANK: Final = 3

@@ -124,7 +124,7 @@ class KeptWheel:
 
     @property
     def name(self) -> str:
-        """Distribution name, such as offbeat-types."""
+        """Distribution name, such as offbeat-core."""
         return dist_name(self.path.name.split("-")[0])
 
     @property

@@ -80,7 +80,7 @@ def add_session(
 
 
 def add_all_of(kind: str, names: Sequence[str], tags: Sequence[str] = ()) -> None:
-    """Add a session that runs all of a kind, such as `wheels` for `wheels(types)` and the others."""
+    """Add a session that runs all of a kind, such as `wheels` for `wheels(core)` and the others."""
 
     def run(session: nox.Session) -> None:
         for name in names:

@@ -35,7 +35,7 @@ class Package:
 
     @property
     def key(self) -> str:
-        """Folder name, as used in session names: `test(types)`."""
+        """Folder name, as used in session names: `test(core)`."""
         return self.folder.name
 
     @property
@@ -51,12 +51,12 @@ class Package:
 
     @property
     def name(self) -> str:
-        """Distribution name, such as offbeat-types."""
+        """Distribution name, such as offbeat-core."""
         return str(self.metadata["project"]["name"])
 
     @property
     def import_name(self) -> str:
-        """The one import package of the wheel, such as offbeat_types."""
+        """The one import package of the wheel, such as offbeat_core."""
         return self.name.replace("-", "_")
 
     @property

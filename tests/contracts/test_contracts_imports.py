@@ -10,7 +10,7 @@ from workspace import Package, packages
 
 PACKAGES = packages()
 LIGHT = {
-    *("types", "hanglint", "http", "placement", "actors", "run", "data", "async-policy", "simulation"),
+    *("core", "hanglint", "http", "placement", "actors", "run", "data", "async-policy", "simulation"),
     *("grpo-async-app", "sft-app"),
 }
 HEAVY = ("torch", "transformers", "vllm", "ray", "megatron")

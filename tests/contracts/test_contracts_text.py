@@ -42,7 +42,7 @@ IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and move
 HANDLES = "handles on a GPU's memory are opened by CUDA alone"
 # One module in two packages, of which neither may import the other; the tests of the first are those of both.
 COPIES = (
-    "packages/core/types/src/offbeat_types/_printable.py",
+    "packages/core/core/src/offbeat_core/_printable.py",
     "packages/hangs/liveness/src/offbeat_liveness/_printable.py",
 )
 DEVICES_ALLOWED: dict[str, str] = {

@@ -19,9 +19,10 @@ from workspace import ROOT, packages
 import grpo_async_app._commands.dispatch as grpo
 import sft_app._commands as sft
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import parse_config
 from offbeat_hanglint._config import load_config as load_hanglint_config
 from offbeat_placement import read_nodes
-from offbeat_run import Command, CommandWords, parse_config, run_named_command
+from offbeat_run import Command, CommandWords, run_named_command
 from sft_app._config import SftConfig
 
 APPLICATIONS: Mapping[str, tuple[ModuleType, type]] = {

@@ -7,7 +7,7 @@ barrier. Whether the engine can load part of a model is known to the leader only
 
 import pytest
 
-from offbeat_types import MismatchError, OffbeatError, PeerFailedError
+from offbeat_core import MismatchError, OffbeatError, PeerFailedError
 
 BUCKET_BYTES = 64
 # The third tensor is larger than a bucket.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat_types import GuardError
+from offbeat_core import GuardError
 
 # dp, cp, tp, pp
 SIZES = [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 1, 2), (1, 2, 2, 2)]

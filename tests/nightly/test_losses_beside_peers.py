@@ -21,8 +21,8 @@ from verl.trainer.ppo.core_algos import (
 )
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
+from offbeat_core import LossTokens
 from offbeat_objectives import AlgorithmConfig, ValueLoss, build_loss, compute_advantages, compute_returns, pack
-from offbeat_types import LossTokens
 
 NUM_SEQUENCES, LENGTH = 6, 9
 AGGREGATIONS = {

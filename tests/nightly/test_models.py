@@ -17,9 +17,9 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from offbeat_core import ConfigError, ModelError, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import reference_logprobs, reference_model
-from offbeat_types import ConfigError, ModelError, TrainEngineConfig, TrainSequence
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 NOT_OF_TEXT = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}

@@ -17,6 +17,7 @@ from string import ascii_letters
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import (
     DataConfig,
     EnvironmentConfig,
@@ -31,7 +32,6 @@ from offbeat_data import (
 from offbeat_data._environments.openenv_server import OpenEnvServer, OpenEnvSession
 from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
-from offbeat_types import ConfigError, DataError
 
 OPENENV_PYTHON = os.environ.get("OFFBEAT_OPENENV_PYTHON", "")
 pytestmark = pytest.mark.skipif(not OPENENV_PYTHON, reason="OFFBEAT_OPENENV_PYTHON names no Python with openenv")

@@ -44,7 +44,8 @@ class Ours:
     """sft-app after one update on all rows, and what its second one sees: `loss`, `grad_norm`, and its two models."""
 
     def __init__(self, folder, loss):
-        from offbeat_run import RunFolder, load_config
+        from offbeat_core import load_config
+        from offbeat_run import RunFolder
         from offbeat_testing import tiny_model
         from sft_app._config import SftConfig
         from sft_app._learners import create_learner

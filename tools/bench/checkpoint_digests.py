@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 import numpy as np
 
+from offbeat_core import TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import sft_loss
 from offbeat_run import Checkpoints, size_text
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngineConfig, TrainSequence
 
 HIDDEN_SIZE = 1024
 

@@ -127,9 +127,9 @@ def time_training_step(rounds: int) -> list[dict[str, float]]:
     import torch.distributed as dist
     from bench.train_step import policy_gradient
 
+    from offbeat_core import TrainEngineConfig, TrainSequence
     from offbeat_engine_torch import TorchTrainEngine
     from offbeat_mesh import Mesh, join_world
-    from offbeat_types import TrainEngineConfig, TrainSequence
 
     dist.init_process_group("gloo")
     join_world(device="cpu")

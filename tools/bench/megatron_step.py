@@ -29,10 +29,10 @@ import torch
 from bench.harness import on_ranks, parser_of, show
 from bench.train_step import policy_gradient, sequence_of
 
+from offbeat_core import TrainEngineConfig, TrainSequence, load_backend
 from offbeat_device import Device, open_device
 from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngineConfig, TrainSequence, load_backend
 
 SIZES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {"hidden_size": 32, "num_layers": 4, "num_kv_heads": 4},

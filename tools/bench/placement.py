@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.harness import parser_of, show
 
+from offbeat_core import PlacementError
 from offbeat_placement import Node, RankGroup, grid_nodes, plan_placement
 from offbeat_placement._planner import find_plan
-from offbeat_types import PlacementError
 
 Case = tuple[str, list[Node], list[RankGroup]]
 

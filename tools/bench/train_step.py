@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from bench.harness import Row, parser_of, show
 
-from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend
+from offbeat_core import LossTokens, Metrics, TrainEngineConfig, TrainSequence, load_backend
 
 
 def sequence_of(ids: "np.ndarray[Any, Any]", num_prompt: int, advantage: float) -> TrainSequence:

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from bench.harness import parser_of, show, take_turns
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
 PROMPT_TOKENS = 48
 TOP_P = 0.95

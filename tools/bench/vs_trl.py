@@ -139,8 +139,8 @@ def train_here(job: dict[str, Any]) -> None:
     """SFT, or one GRPO step for its memory, on the engine alone."""
     import numpy as np
 
+    from offbeat_core import TrainEngineConfig, TrainSequence, load_backend
     from offbeat_objectives import AlgorithmConfig, build_loss, sft_loss
-    from offbeat_types import TrainEngineConfig, TrainSequence, load_backend
 
     config = TrainEngineConfig(model_path=job["model"], dtype=job["dtype"], num_threads=job["threads"], device="cpu")
     engine = load_backend("offbeat.engine", "torch").create(config)

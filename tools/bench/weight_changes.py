@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from bench.harness import Row, show
 
+from offbeat_core import TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_types import TrainEngineConfig, TrainSequence
 from offbeat_weightsync._changes import encode_run
 
 TOKENS, RUN = 48, 1 << 18

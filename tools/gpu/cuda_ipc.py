@@ -19,7 +19,7 @@ import torch
 from gpu.piece import Figures, Place, main, require
 from torch import Tensor
 
-from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_core import DeadlineError, WeightSyncError
 from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors, new_socket_path, receive
 
 DEADLINE_S = 60.0

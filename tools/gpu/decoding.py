@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from gpu.piece import Figures, Place, main, require, require_close
 
+from offbeat_core import Completion, GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import logprob_errors, reference_model, tiny_model
-from offbeat_types import Completion, GenerateRequest, RolloutEngineConfig, SamplingParams
 
 FLOAT32_BOUND = 1e-3
 """Nats: the device and the CPU add up in different orders."""

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from gpu.piece import Figures, Place, device_name, main, peaks_of, require_recorded_speed, share
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import tiny_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
 BFLOAT16_BYTES = 2
 LAYERS, KV_HEADS, HEAD_SIZE, HIDDEN, WIDTH, VOCABULARY = 28, 8, 128, 1024, 3072, 151936

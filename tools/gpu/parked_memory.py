@@ -20,10 +20,10 @@ import torch
 from gpu.piece import Figures, Place, main, require, require_close
 from gpu.trainer_against_cpu import make_sequences, policy_gradient, relative
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, reference_model, tiny_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainEngineConfig
 
 STEP_BOUND = 1e-5
 """Of losses and gradient norms relative to themselves, on an accelerator."""

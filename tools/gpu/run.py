@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.piece import FOLDER, device_name, record, write_json
 
+from offbeat_core import ConfigError
 from offbeat_device import open_device
-from offbeat_types import ConfigError
 
 PIECES: Final = {
     "device_seam": "the device as every other part sees it",

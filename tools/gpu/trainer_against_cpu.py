@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from gpu.piece import Figures, Place, main, require, require_close
 
+from offbeat_core import LossTokens, Metrics, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
-from offbeat_types import LossTokens, Metrics, TrainEngineConfig, TrainSequence
 
 FLOAT32_BOUND = 2e-4
 """Of losses, norms and updates relative to themselves, of log-probabilities in nats: two orders of summing."""

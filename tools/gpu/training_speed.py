@@ -17,8 +17,8 @@ from gpu.decoding_speed import HEAD_SIZE, LAYERS, QUERY_HEADS, make_model, num_p
 from gpu.piece import Figures, Place, device_name, main, peaks_of, require_recorded_speed, share
 from gpu.trainer_against_cpu import policy_gradient
 
+from offbeat_core import TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_types import TrainEngineConfig, TrainSequence
 
 
 def make_sequences(num: int, length: int) -> list[TrainSequence]:

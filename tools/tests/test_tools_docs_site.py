@@ -16,7 +16,7 @@ PAGES = site_pages(PACKAGES)
     ("source", "text", "expected"),
     [
         ("README.md", "[how](docs/losses.md#groups)", "[how](losses.md#groups)"),
-        ("README.md", "[types](packages/core/types)", "[types](packages/types.md)"),
+        ("README.md", "[core](packages/core/core)", "[core](packages/core.md)"),
         ("docs/gpu.md", "[x](../packages/engines/serve/README.md)", "[x](packages/serve.md)"),
         ("packages/rl/data/README.md", "[x](../../../docs/rewards.md)", "[x](../rewards.md)"),
         ("packages/rl/data/README.md", "[x](../objectives)", "[x](objectives.md)"),

@@ -77,8 +77,8 @@ def test_what_was_released_stays_installable(offered):
 
 
 def test_a_solution_that_does_not_exist_is_said_in_uv_s_words(offered):
-    with pytest.raises(ValueError, match="uv finds no versions for 'offbeat-types>=7'"):
-        choose(["offbeat-types>=7"], offered / "newest", "highest")
+    with pytest.raises(ValueError, match="uv finds no versions for 'offbeat-core>=7'"):
+        choose(["offbeat-core>=7"], offered / "newest", "highest")
 
 
 def test_a_version_that_is_kept_and_in_the_workspace_is_taken_as_asked(tmp_path):
@@ -94,8 +94,8 @@ def test_a_version_that_is_kept_and_in_the_workspace_is_taken_as_asked(tmp_path)
 
 def test_a_parameter_that_an_older_version_lacks_is_found_by_types(tmp_path):
     for module, text in {
-        "offbeat_types": "def f(a: int) -> int:\n    return a\n",  # as in an older version
-        "offbeat_one": "from offbeat_types import f\n\nf(1, deadline_s=2)\n",
+        "offbeat_core": "def f(a: int) -> int:\n    return a\n",  # as in an older version
+        "offbeat_one": "from offbeat_core import f\n\nf(1, deadline_s=2)\n",
     }.items():
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text(text)

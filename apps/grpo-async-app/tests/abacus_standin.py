@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from offbeat_core import RolloutEngineConfig
 from offbeat_device._cpu import CpuDevice
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_types import RolloutEngineConfig
 
 NUM_DEVICES = "ABACUS_NUM_DEVICES"
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # Ray sets it for whatever a node calls GPU

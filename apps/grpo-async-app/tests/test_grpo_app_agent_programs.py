@@ -15,8 +15,8 @@ import pytest
 from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._roles import agent_forks
 from grpo_async_app._roles.agent import AgentExit, AgentRole
+from offbeat_core import ConfigError
 from offbeat_testing import wait_until_gone
-from offbeat_types import ConfigError
 
 ECHO = """
 import json, os, sys

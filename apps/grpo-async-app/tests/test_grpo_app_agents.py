@@ -23,10 +23,10 @@ from grpo_async_app._commands import quickstart
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.agents import Agents
+from offbeat_core import GenerateRequest, RecordedSession, SamplingParams, load_config
 from offbeat_data import Prompt
-from offbeat_run import RunFolder, load_config, read_generations
+from offbeat_run import RunFolder, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from offbeat_types import GenerateRequest, RecordedSession, SamplingParams
 
 NUM_TRAIN = 20
 

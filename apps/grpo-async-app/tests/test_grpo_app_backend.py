@@ -28,9 +28,7 @@ from grpo_async_app._run.sampling import Scored
 from grpo_async_app._run.session import Session, _train_on, find_session
 from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import AsyncPolicy, GroupResult, Sync
-from offbeat_data import Prompt, RewardScore, RowCounts
-from offbeat_run import Checkpoints, load_config, summarize
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     GenerateRequest,
@@ -38,7 +36,10 @@ from offbeat_types import (
     RunFolderError,
     Trajectory,
     VersionSegment,
+    load_config,
 )
+from offbeat_data import Prompt, RewardScore, RowCounts
+from offbeat_run import Checkpoints, summarize
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:

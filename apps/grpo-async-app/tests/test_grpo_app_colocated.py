@@ -14,10 +14,10 @@ from test_grpo_app_engines import Handle, run, settings
 
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engine
+from offbeat_core import OffbeatError
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import CommandLine, RunningCommand, tiny_model
-from offbeat_types import OffbeatError
 
 Main = Callable[[], object]
 NUM_TRAIN = 20

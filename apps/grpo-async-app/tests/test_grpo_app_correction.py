@@ -11,8 +11,9 @@ from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
+from offbeat_core import load_config
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import RunFolder, load_config
+from offbeat_run import RunFolder
 from offbeat_testing import CommandLine
 
 ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false")

@@ -18,11 +18,10 @@ from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
+from offbeat_core import Completion, ConfigError, TrainEngineConfig, TrainSequence, Trajectory, load_config
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand, tiny_model
-from offbeat_types import Completion, ConfigError, TrainEngineConfig, TrainSequence, Trajectory
 
 GAE = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-2", "--eval.every_updates=0")
 # On policy and greedy enough to be the same run each time: the groups of an update are those of its prompts.

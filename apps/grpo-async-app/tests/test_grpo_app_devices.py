@@ -14,10 +14,9 @@ from grpo_async_app._config.placement import find_view, place_run
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
+from offbeat_core import ConfigError, PlacementError, load_config
 from offbeat_placement import grid_nodes
-from offbeat_run import load_config
 from offbeat_testing import CommandLine, RunningCommand
-from offbeat_types import ConfigError, PlacementError
 
 ON_ABACUS = ["--engine.device=abacus", "--rollout.device=abacus", "--rollout.backend=abacus"]
 SHORT = ["--eval.every_updates=0", "--engine.max_updates=2"]

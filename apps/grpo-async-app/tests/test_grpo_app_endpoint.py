@@ -13,7 +13,8 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.rollout import RolloutRole
-from offbeat_run import RunFolder, load_config
+from offbeat_core import load_config
+from offbeat_run import RunFolder
 from offbeat_testing import RunningCommand, reference_logprobs, reference_model
 
 Main = Callable[[], object]

@@ -11,8 +11,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engine_watch import EngineSpeeds, TokenWatch
 from grpo_async_app._fleet.fleet import RoleSpecs
 from offbeat_actors import StuckError
-from offbeat_run import load_config
-from offbeat_types import EngineHealth
+from offbeat_core import EngineHealth, load_config
 
 
 def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:

@@ -17,8 +17,7 @@ from grpo_async_app._fleet.weights import WeightOffer, bring_weights, transfer_w
 from grpo_async_app._roles import rollout as rollout_role
 from offbeat_actors import RestartBudget
 from offbeat_actors._spec import Wait
-from offbeat_run import load_config
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DeadlineError,
     EngineHealth,
@@ -31,6 +30,7 @@ from offbeat_types import (
     SamplingParams,
     WeightPart,
     WeightSyncError,
+    load_config,
 )
 
 REQUEST = GenerateRequest(request_id="1", prompt_ids=(1,), params=SamplingParams(max_tokens=1))

@@ -8,7 +8,8 @@ import pytest
 
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import load_config, read_metrics
+from offbeat_core import load_config
+from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, tiny_model
 
 Main = Callable[[], object]

@@ -13,10 +13,7 @@ from draw_geometry import main as draw_geometry
 from grpo_async_app._config.shown import refuse_shown
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._run.sampling import _later_turn
-from offbeat_data import Picture
-from offbeat_run import read_metrics
-from offbeat_testing import CommandLine, RunningCommand, tiny_model, tiny_vision_model
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     GenerateRequest,
@@ -25,6 +22,9 @@ from offbeat_types import (
     Trajectory,
     VersionSegment,
 )
+from offbeat_data import Picture
+from offbeat_run import read_metrics
+from offbeat_testing import CommandLine, RunningCommand, tiny_model, tiny_vision_model
 
 
 @pytest.fixture(scope="module")

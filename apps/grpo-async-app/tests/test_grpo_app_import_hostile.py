@@ -8,10 +8,10 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
+from offbeat_core import ConfigError, load_config
 from offbeat_recipes import read_options
 from offbeat_recipes._imports.shell.reading import read_shell
-from offbeat_run import CommandWords, load_config
-from offbeat_types import ConfigError
+from offbeat_run import CommandWords
 
 START = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/data/train.parquet "

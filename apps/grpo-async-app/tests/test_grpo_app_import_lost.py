@@ -12,9 +12,9 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
+from offbeat_core import ConfigError, load_config
 from offbeat_recipes import read_command_line, read_options
-from offbeat_run import CommandWords, load_config
-from offbeat_types import ConfigError
+from offbeat_run import CommandWords
 
 VERL = {"data.train_files": "/data", "actor_rollout_ref.model.path": "/model", "algorithm.adv_estimator": "grpo"}
 

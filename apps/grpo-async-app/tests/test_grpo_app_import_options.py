@@ -12,8 +12,8 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports import openrlhf, prime_rl, trl, verl
+from offbeat_core import ConfigError
 from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, Verdict, read_option_table
-from offbeat_types import ConfigError
 
 LISTS = Path(__file__).parent / "import_options"
 TABLES = "grpo_async_app._imports"

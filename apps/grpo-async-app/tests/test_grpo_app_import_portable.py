@@ -9,7 +9,8 @@ import pytest
 from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
-from offbeat_run import CommandWords, load_config
+from offbeat_core import load_config
+from offbeat_run import CommandWords
 
 # As verl's scripts of fully asynchronous runs are written (verl/experimental/fully_async_policy/shell), with the keys
 # of its document: a part.

@@ -19,8 +19,8 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
+from offbeat_core import parse_config
 from offbeat_recipes import Draft, OptionTable, Program, read_option_table
-from offbeat_run import parse_config
 
 LISTS = Path(__file__).parent / "import_options"
 NO_TABLE = OptionTable({})

@@ -9,10 +9,10 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
+from offbeat_core import ConfigError, load_config
 from offbeat_recipes._imports.options import read_program
 from offbeat_recipes._imports.shell.reading import read_shell
-from offbeat_run import CommandWords, load_config
-from offbeat_types import ConfigError
+from offbeat_run import CommandWords
 
 
 def overrides(text: str) -> Mapping[str, str]:

@@ -8,10 +8,9 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
+from offbeat_core import ConfigError, load_config, parse_config
 from offbeat_recipes._imports.options import read_options, read_value
-from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine
-from offbeat_types import ConfigError
 
 SCRIPT = r"""
 #!/usr/bin/env bash

@@ -17,9 +17,9 @@ from role_faults import accounting_complaints, role_pids
 
 from grpo_async_app._run.interruption import Interruption, run_interruptible
 from grpo_async_app._run.session import _while_cluster_lives
+from offbeat_core import PeerFailedError
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import RunningCommand, wait_until_gone
-from offbeat_types import PeerFailedError
 
 GONE_WITHIN_S = 15.0
 """It takes two or three; politeness towards a trainer in the middle of a long update would take 18."""

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_async_app._commands import quickstart
 from grpo_async_app._commands.quickstart import LESSONS, carries_forgotten, make_model, warm_up
+from offbeat_core import TrainEngine, TrainSequence
 from offbeat_data import Prompt, Tokenizer, load_tokenizer
-from offbeat_types import TrainEngine, TrainSequence
 
 
 @pytest.fixture

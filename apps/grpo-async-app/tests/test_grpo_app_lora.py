@@ -15,9 +15,8 @@ from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_lora_sync, settle_lora_sync
 from grpo_async_app._roles.rollout import RolloutRole
-from offbeat_run import load_config
+from offbeat_core import ConfigError, load_config
 from offbeat_testing import RunningCommand
-from offbeat_types import ConfigError
 
 LORA = ("--engine.lora_rank=4", "--engine.learning_rate=3e-3", "--eval.every_updates=0")
 SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false")

@@ -14,9 +14,9 @@ from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.rollout import RolloutRole
 from grpo_async_app._run.mismatch_alarm import ALARM_METRIC, MismatchAlarm
 from grpo_async_app._run.run_logger import RunLogger
+from offbeat_core import Completion, Floats, GenerateRequest, Metric, load_config
 from offbeat_objectives import AlgorithmConfig
-from offbeat_run import MetricsLine, RunFolder, load_config, read_alarms, read_metrics
-from offbeat_types import Completion, Floats, GenerateRequest, Metric
+from offbeat_run import MetricsLine, RunFolder, read_alarms, read_metrics
 
 FIGURES = ("kl", "abs_p99_nats", "abs_max_nats", "ess_share")
 ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--rollout.seed=7")

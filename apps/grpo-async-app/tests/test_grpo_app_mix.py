@@ -17,10 +17,10 @@ from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import TrainingSource, check_sources, source_settings
 from grpo_async_app._run.prompt_stream import PromptStream
+from offbeat_core import ConfigError, RunFolderError, load_config, parse_config
 from offbeat_data import EpochOrder, Prompt, RowCounts
-from offbeat_run import RunFolder, load_config, parse_config, read_answers, read_generations
+from offbeat_run import RunFolder, read_answers, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from offbeat_types import ConfigError, RunFolderError
 
 WEIGHTS = {"sums": 3, "talks": 1, "words": 2}
 GROUPS_PER_UPDATE = 4

@@ -11,9 +11,9 @@ from grpo_runs import values_of
 
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
+from offbeat_core import Completion, TrainSequence, Trajectory, VersionSegment
 from offbeat_objectives import AlgorithmConfig
 from offbeat_testing import CommandLine
-from offbeat_types import Completion, TrainSequence, Trajectory, VersionSegment
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 FAULTY = """

@@ -23,13 +23,7 @@ from grpo_async_app._run.run_logger import RunLogger, _group_metrics, _turn_metr
 from grpo_async_app._run.sampling import Rollouts, Scored
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import Statistics
-from offbeat_data import Prompt, RewardScore
-from offbeat_engine_torch import TorchTrainEngine
-from offbeat_objectives import AlgorithmConfig
-from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_run import RunFolder, check_limits, dump_config, load_config, parse_config, summarize
-from offbeat_testing import CommandLine
-from offbeat_types import (
+from offbeat_core import (
     INSTALL_LINES,
     Completion,
     ConfigError,
@@ -42,9 +36,19 @@ from offbeat_types import (
     Trajectory,
     TrajectoryEnd,
     VersionSegment,
+    check_limits,
+    dump_config,
     installed_backends,
+    load_config,
     merge_metrics,
+    parse_config,
 )
+from offbeat_data import Prompt, RewardScore
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_objectives import AlgorithmConfig
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_run import RunFolder, summarize
+from offbeat_testing import CommandLine
 
 
 def group(group_id: int, lengths: list[int], rewards: list[float], num_turns: int = 1) -> SampledGroup:

@@ -15,10 +15,9 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.trainer import TrainerRole
+from offbeat_core import Completion, ConfigError, LossTokens, Metrics, TrainSequence, Trajectory, load_config
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_objectives import AlgorithmConfig, build_loss
-from offbeat_run import load_config
-from offbeat_types import Completion, ConfigError, LossTokens, Metrics, TrainSequence, Trajectory
 from offbeat_weightsync import new_address
 
 RATE = "--engine.learning_rate=1e-2"

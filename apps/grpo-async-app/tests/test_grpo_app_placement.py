@@ -14,12 +14,11 @@ from grpo_async_app._config.placement import place_run, request_resources
 from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import plan_threads, share_cpus
+from offbeat_core import ConfigError, PlacementError, load_config, parse_config
 from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
-from offbeat_run import load_config, parse_config
 from offbeat_testing import CommandLine, large_model_configs, ray_nodes
-from offbeat_types import ConfigError, PlacementError
 
 AND_THEN_RAY = """
 import ray

@@ -7,8 +7,8 @@ import pytest
 from grpo_async_app._config import platform
 from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import parse_config
 from offbeat_placement import ClusterView, grid_nodes
-from offbeat_run import parse_config
 
 PLAIN = '[model]\npath = "m"\n[data]\npath = "d"\n'
 

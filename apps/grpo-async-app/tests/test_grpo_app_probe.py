@@ -13,10 +13,9 @@ import wide_standin
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.engine_probe import ProbeOutcome, _WidthProbe, widths_to_probe
 from offbeat_actors import Launcher
+from offbeat_core import PeerFailedError, load_config
 from offbeat_placement import ClusterView, Node, Plan, RankGroup
-from offbeat_run import load_config
 from offbeat_testing import CommandLine, ray_nodes
-from offbeat_types import PeerFailedError
 
 
 def probe(config: Path, *words: str, env: dict[str, str] = {}) -> subprocess.CompletedProcess[str]:  # noqa: B006  never changed

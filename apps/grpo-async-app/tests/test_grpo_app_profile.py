@@ -8,9 +8,8 @@ import pytest
 
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import load_config
+from offbeat_core import ConfigError, load_config
 from offbeat_testing import RunningCommand
-from offbeat_types import ConfigError
 
 Main = Callable[[], object]
 

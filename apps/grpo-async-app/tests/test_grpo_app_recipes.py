@@ -11,9 +11,8 @@ import pytest
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.estimates import BatchArithmetic
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import load_config
+from offbeat_core import BackendError, load_backend, load_config
 from offbeat_testing import CommandLine, large_model_configs, tiny_model
-from offbeat_types import BackendError, load_backend
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 _CLUSTER = re.compile(r"^#     grpo-async-app plan \S+ --cluster (\d+)x(\d+)", re.MULTILINE)

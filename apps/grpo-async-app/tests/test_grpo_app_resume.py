@@ -14,7 +14,8 @@ from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.backend import LOOP_FOLDER
 from grpo_async_app._run.session import Session
 from offbeat_async_policy import AsyncPolicy, Submit
-from offbeat_run import RunFolder, load_config
+from offbeat_core import load_config
+from offbeat_run import RunFolder
 
 
 def resumed(path: Path, preflight: Preflight, policy: AsyncPolicy, finished: list[SampledGroup]) -> Session:

@@ -20,11 +20,11 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.teachers import RewardModels
 from grpo_async_app._roles.reward_model import RewardModelRole, _Waiting
+from offbeat_core import ConfigError, ModelError, load_config
 from offbeat_data import DataConfig, RewardError, load_prompts, load_tokenizer
 from offbeat_placement import ClusterView, grid_nodes
-from offbeat_run import load_config, read_metrics
+from offbeat_run import read_metrics
 from offbeat_testing import CommandLine, RunningCommand
-from offbeat_types import ConfigError, ModelError
 
 Main = Callable[[], object]
 NUM_TRAIN = 20

@@ -12,7 +12,8 @@ from grpo_runs import Main, latest_checkpoint, run_to_its_end, statistics_of, tr
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.ending import EarlyEnd
-from offbeat_run import load_config, read_metrics, read_timeline
+from offbeat_core import load_config
+from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 
 NUM_TRAIN = 20

@@ -13,9 +13,7 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.sampling import EpisodesLostError, Rollouts, _later_turn
-from offbeat_data import Prompt, RewardScore, TurnTemplate, Written
-from offbeat_run import load_config
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     GenerateRequest,
     RecordedSession,
@@ -23,7 +21,9 @@ from offbeat_types import (
     SamplingParams,
     Trajectory,
     VersionSegment,
+    load_config,
 )
+from offbeat_data import Prompt, RewardScore, TurnTemplate, Written
 
 
 def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:

@@ -16,9 +16,9 @@ from grpo_async_app._fleet.engines import JOINING_AT_ONCE, Engines
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.scaling import ask_for_engines, scale_as_asked, take_asked_engines
 from offbeat_actors import RestartBudget
-from offbeat_run import RunFolder, load_config
+from offbeat_core import ConfigError, EngineHealth, PeerFailedError, UserError, load_config
+from offbeat_run import RunFolder
 from offbeat_testing import RunningCommand
-from offbeat_types import ConfigError, EngineHealth, PeerFailedError, UserError
 
 
 @pytest.mark.nightly

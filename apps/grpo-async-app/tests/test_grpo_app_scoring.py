@@ -25,9 +25,9 @@ from grpo_async_app._roles.scorer import ScorerAsk, prompt_to_json
 from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig, call_or_kill
+from offbeat_core import ConfigError, DeadlineError
 from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
 from offbeat_testing import wait_until_gone
-from offbeat_types import ConfigError, DeadlineError
 
 CODE = r"""
 import asyncio, os, signal, sys, time

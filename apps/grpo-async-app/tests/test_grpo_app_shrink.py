@@ -9,7 +9,8 @@ import pytest
 
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import load_config, read_metrics
+from offbeat_core import load_config
+from offbeat_run import read_metrics
 from offbeat_testing import CommandLine, RunningCommand
 
 RECIPES = Path(__file__).parents[1] / "recipes"

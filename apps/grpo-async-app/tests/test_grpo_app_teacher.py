@@ -21,11 +21,7 @@ from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.teacher import TeacherRole
-from offbeat_objectives import AlgorithmConfig
-from offbeat_placement import ClusterView, Node, grid_nodes
-from offbeat_run import load_config, read_metrics, read_timeline
-from offbeat_testing import FakeRolloutEngine, RunningCommand, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     Reply,
@@ -33,7 +29,12 @@ from offbeat_types import (
     TrainSequence,
     Trajectory,
     VersionSegment,
+    load_config,
 )
+from offbeat_objectives import AlgorithmConfig
+from offbeat_placement import ClusterView, Node, grid_nodes
+from offbeat_run import read_metrics, read_timeline
+from offbeat_testing import FakeRolloutEngine, RunningCommand, tiny_model
 
 Main = Callable[[], object]
 NUM_TRAIN = 20

@@ -10,7 +10,8 @@ from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.cut_off_alarm import CutOffAlarm
-from offbeat_run import RunFolder, load_config, read_alarms
+from offbeat_core import load_config
+from offbeat_run import RunFolder, read_alarms
 from offbeat_testing import CommandLine, RunningCommand
 
 NO_WORD = "every_updates = 2\n"

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.trainer import TrainerRole
-from offbeat_run import parse_config
+from offbeat_core import WeightPart, WeightSyncError, parse_config
 from offbeat_testing import reference_model, tiny_model
-from offbeat_types import WeightPart, WeightSyncError
 from offbeat_weightsync import KeptStream, WeightCopy, WeightGroup, new_address, receive
 
 BIAS = "gate.e_score_correction_bias"

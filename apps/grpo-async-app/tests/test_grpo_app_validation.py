@@ -12,19 +12,9 @@ from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.validation import Validation
-from offbeat_run import (
-    EvalFolder,
-    ItemAnswers,
-    RunFolder,
-    SampledAnswer,
-    load_config,
-    parse_config,
-    read_answers,
-    read_metrics,
-    summarize,
-)
+from offbeat_core import ConfigError, RunFolderError, load_config, parse_config
+from offbeat_run import EvalFolder, ItemAnswers, RunFolder, SampledAnswer, read_answers, read_metrics, summarize
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
-from offbeat_types import ConfigError, RunFolderError
 
 SETS = """
 [eval.sets.sums]

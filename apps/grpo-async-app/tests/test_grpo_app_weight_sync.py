@@ -13,9 +13,8 @@ from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.weights import WeightOffer
+from offbeat_core import ConfigError, load_config
 from offbeat_placement import PlacedRank
-from offbeat_run import load_config
-from offbeat_types import ConfigError
 
 
 def placed(*ranks: tuple[str, str, int | None]) -> Any:

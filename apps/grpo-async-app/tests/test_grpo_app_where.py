@@ -17,7 +17,8 @@ from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.places import PlacesFile
 from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace
-from offbeat_run import RunFolder, load_config
+from offbeat_core import load_config
+from offbeat_run import RunFolder
 from offbeat_testing import CommandLine, RunningCommand
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import abacus_standin
 
+from offbeat_core import RolloutEngineConfig
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_types import RolloutEngineConfig
 
 HANGS_AT, DIES_AT = "WIDE_HANGS_AT", "WIDE_DIES_AT"
 SLEEPER = "import time; time.sleep(600)  # of a wide engine"

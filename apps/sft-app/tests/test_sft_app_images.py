@@ -11,11 +11,11 @@ from draw_geometry import main as draw_geometry
 from PIL import Image
 from transformers import AutoConfig
 
+from offbeat_core import TrainEngineConfig, parse_config
 from offbeat_data import ConversationConfig, load_conversations, load_tokenizer
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_run import RunFolder, parse_config, read_metrics
+from offbeat_run import RunFolder, read_metrics
 from offbeat_testing import CommandLine, tiny_vision_model
-from offbeat_types import TrainEngineConfig
 from sft_app._config import SftConfig
 from sft_app._examples import load_examples
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, Source, Verdict, read_option_table
-from offbeat_types import ConfigError
 from sft_app._import import import_verl
 from sft_app._import_trl import import_preferences, import_supervised
 

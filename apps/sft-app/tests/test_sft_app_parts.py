@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import check_limits, dump_config, load_config, parse_config
 from offbeat_data import EpochOrder, load_tokenizer
-from offbeat_run import check_limits, dump_config, load_config, parse_config
 from offbeat_testing import CommandLine
 from sft_app._config import SftConfig
 from sft_app._preflight import Progress, batch_positions, check_run

@@ -13,9 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 from sft_runs import RANKS, assert_same, latest_checkpoint, values_of
 
-from offbeat_run import load_config
+from offbeat_core import Floats, Metric, Metrics, TrainSequence, load_config
 from offbeat_testing import CommandLine, RunningCommand
-from offbeat_types import Floats, Metric, Metrics, TrainSequence
 from sft_app import _cli
 from sft_app._config import SftConfig
 from sft_app._examples import Example, _scored

@@ -10,9 +10,9 @@ from role_faults import signal_role
 from sft_runs import RANKS, WORDS, assert_same, latest_checkpoint, values_of
 
 from offbeat_actors import Tell
-from offbeat_run import RunFolder, load_config
+from offbeat_core import LossFunction, Metrics, OffbeatError, PeerFailedError, TrainSequence, load_config
+from offbeat_run import RunFolder
 from offbeat_testing import CommandLine, RunningCommand, forked_main, wait_until_gone
-from offbeat_types import LossFunction, Metrics, OffbeatError, PeerFailedError, TrainSequence
 from sft_app import _cli
 from sft_app._config import SftConfig
 from sft_app._preflight import check_run

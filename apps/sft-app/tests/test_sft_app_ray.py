@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from sft_runs import RANKS, WORDS, assert_same
 
+from offbeat_core import ConfigError, PlacementError, load_config
 from offbeat_placement import grid_nodes
-from offbeat_run import load_config
 from offbeat_testing import CommandLine, RayNodes, RunningCommand, ray_nodes
-from offbeat_types import ConfigError, PlacementError
 from sft_app._config import SftConfig
 from sft_app._preflight import check_run
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_run import load_config
+from offbeat_core import BackendError, load_backend, load_config
 from offbeat_testing import CommandLine, large_model_configs
-from offbeat_types import BackendError, load_backend
 from sft_app._config import SftConfig
 from sft_app._preflight import sharing_ranks
 

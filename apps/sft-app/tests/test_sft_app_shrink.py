@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_run import load_config, read_metrics
+from offbeat_core import load_config
+from offbeat_run import read_metrics
 from offbeat_testing import CommandLine, RunningCommand, forked_main, tiny_vision_model
 from sft_app._config import SftConfig
 from sft_app._shrink import shrink_run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import GenerateRequest, OffbeatError, SamplingParams, VersionSegment, WeightSyncError
 from offbeat_testing import FakeRolloutEngine, FakeWeightStream
-from offbeat_types import GenerateRequest, OffbeatError, SamplingParams, VersionSegment, WeightSyncError
 
 
 def count_up(request, index):

@@ -11,8 +11,8 @@ import pytest
 from megatron_layouts import Layout, engine_config, make_model
 from megatron_yardstick import make_sequences, policy_loss
 
+from offbeat_core import TrainSequence
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_types import TrainSequence
 from offbeat_weightsync import (
     BucketPlan,
     DiskSender,

@@ -11,8 +11,8 @@ import sys
 
 import numpy as np
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_weightsync import WeightGroup, receive
 
 DEADLINE_S = 60.0

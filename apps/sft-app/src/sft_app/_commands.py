@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from offbeat_core import ConfigError, load_config
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
 from offbeat_run import (
     Command,
@@ -14,7 +15,6 @@ from offbeat_run import (
     check_destination,
     check_trackers,
     doctor_command,
-    load_config,
     new_run_folder,
     print_conclusion,
     print_text,
@@ -26,7 +26,6 @@ from offbeat_run import (
     run_named_command,
     say_finished,
 )
-from offbeat_types import ConfigError
 from sft_app._config import SftConfig
 from sft_app._import import import_command
 from sft_app._learners import create_learner

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, fields
 
 from offbeat_actors import ClusterConfig, available_cpus
+from offbeat_core import REQUIRED, TrainEngineConfig, TrainEngineSettings, load_backend, setting
 from offbeat_data import ConversationConfig
 from offbeat_objectives import PreferenceConfig
 from offbeat_run import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_types import REQUIRED, TrainEngineConfig, TrainEngineSettings, load_backend, setting
 
 
 @dataclass(frozen=True, kw_only=True)

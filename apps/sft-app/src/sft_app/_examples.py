@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from offbeat_core import Floats, TrainSequence
 from offbeat_data import (
     ConversationSet,
     Pair,
@@ -22,7 +23,6 @@ from offbeat_data import (
     load_pairs,
     load_ratings,
 )
-from offbeat_types import Floats, TrainSequence
 from sft_app._config import SftConfig
 
 CHOSEN, REJECTED = 1.0, -1.0

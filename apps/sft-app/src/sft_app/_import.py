@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from offbeat_core import ConfigError, parse_config
 from offbeat_recipes import (
     Draft,
     Framework,
@@ -19,8 +20,7 @@ from offbeat_recipes import (
     write_betas,
     write_trackers,
 )
-from offbeat_run import CommandWords, parse_config
-from offbeat_types import ConfigError
+from offbeat_run import CommandWords
 from sft_app._config import SftConfig
 from sft_app._import_trl import PREFERENCE_TRAINERS, check_supervised, import_preferences, import_supervised
 

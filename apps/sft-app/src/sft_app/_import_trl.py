@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import ConfigError
 from offbeat_recipes import (
     FETCHED,
     Draft,
@@ -18,7 +19,6 @@ from offbeat_recipes import (
     write_rhythm,
     write_training_arguments,
 )
-from offbeat_types import ConfigError
 
 _OF_PREFERENCES: Final = (
     *("beta", "desirable_weight", "rpo_alpha", "precompute_ref_log_probs", "reference_free", "simpo_gamma"),

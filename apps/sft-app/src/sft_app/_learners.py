@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from offbeat_core import Floats, LossFunction, Metric, Metrics, TrainSequence
 from offbeat_objectives import PreferenceLoss, kto_baseline, sft_loss
 from offbeat_run import RunFolder, counted_loss, so_far
-from offbeat_types import Floats, LossFunction, Metric, Metrics, TrainSequence
 from sft_app._examples import Example, with_extras
 from sft_app._preflight import Preflight
 from sft_app._ranks import RanksEngine

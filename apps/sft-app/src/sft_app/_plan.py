@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from offbeat_actors import find_view
+from offbeat_core import PlacementError, TrainLayout
 from offbeat_placement import ClusterView, Placement, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
-from offbeat_types import PlacementError, TrainLayout
 from sft_app._config import SftConfig
 from sft_app._preflight import Preflight, check_run, estimate_memory, request_resources, sharing_ranks
 from sft_app._shrink import shrink_run

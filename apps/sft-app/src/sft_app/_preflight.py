@@ -6,6 +6,15 @@ from math import prod
 from typing import Final
 
 from offbeat_actors import check_kinds, check_processes, cluster_request, find_view
+from offbeat_core import (
+    ConfigError,
+    ModelError,
+    TrainBackend,
+    TrainLayout,
+    check_schedule,
+    load_backend,
+    require_backend,
+)
 from offbeat_data import EpochOrder, Tokenizer, check_data_paths, load_tokenizer
 from offbeat_objectives import check_preference
 from offbeat_placement import (
@@ -27,15 +36,6 @@ from offbeat_run import (
     inspect_model,
     size_text,
     tracker_notices,
-)
-from offbeat_types import (
-    ConfigError,
-    ModelError,
-    TrainBackend,
-    TrainLayout,
-    check_schedule,
-    load_backend,
-    require_backend,
 )
 from sft_app._config import SftConfig
 from sft_app._examples import Example, ExampleSet, load_examples

@@ -10,6 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offbeat_actors import ActorGroup, Launcher, RestartBudget, RoleSpec, Tell, start_again, start_ranks
+from offbeat_core import (
+    Floats,
+    LossFunction,
+    Metrics,
+    OffbeatError,
+    PeerFailedError,
+    TrainEngine,
+    TrainEngineConfig,
+    TrainSequence,
+    load_backend,
+)
 from offbeat_device import StepTracer, open_device
 from offbeat_liveness import current_monitor
 from offbeat_mesh import Rendezvous, current_world, open_rendezvous
@@ -23,17 +34,6 @@ from offbeat_run import (
     log_loaded,
     log_start,
     so_far,
-)
-from offbeat_types import (
-    Floats,
-    LossFunction,
-    Metrics,
-    OffbeatError,
-    PeerFailedError,
-    TrainEngine,
-    TrainEngineConfig,
-    TrainSequence,
-    load_backend,
 )
 from sft_app._preflight import Preflight
 
@@ -131,7 +131,7 @@ class TrainerRank:
 
 
 class RanksEngine:
-    """All ranks as one engine: has what the training loop uses of `offbeat_types.TrainEngine`.
+    """All ranks as one engine: has what the training loop uses of `offbeat_core.TrainEngine`.
 
     A rank that fails or dies ends the call with an error that names it; there is no way on after that but `restart`,
     where one has died, or `close`.

@@ -13,8 +13,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from offbeat_core import Floats, TrainEngine, digest_sequences
 from offbeat_run import doing
-from offbeat_types import Floats, TrainEngine, digest_sequences
 from sft_app._examples import Example
 from sft_app._preflight import Preflight
 from sft_app._ranks import RanksEngine

@@ -13,9 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from offbeat_device import StepTracer, open_device
-from offbeat_run import RunFolder, RunLog, doing, ending_signals, reading
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     Metric,
     Metrics,
@@ -25,6 +23,8 @@ from offbeat_types import (
     TrainEngine,
     load_backend,
 )
+from offbeat_device import StepTracer, open_device
+from offbeat_run import RunFolder, RunLog, doing, ending_signals, reading
 from sft_app._learners import create_learner
 from sft_app._preflight import Preflight, Progress
 from sft_app._ranks import RanksEngine

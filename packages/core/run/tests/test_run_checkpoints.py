@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from offbeat_run import Checkpoints, atomic_folder, atomic_write, reading
+from offbeat_core import ConfigError, RunFolderError, atomic_folder, atomic_write, tensor_file_header
+from offbeat_run import Checkpoints, reading
 from offbeat_testing import DiskRecord, drop_digests
-from offbeat_types import ConfigError, RunFolderError, tensor_file_header
 
 
 def checkpoints(tmp_path, *steps, **scores):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_core import ConfigError, DataError, DeadlineError, setting
 from offbeat_run import (
     Command,
     CommandWords,
@@ -23,11 +24,10 @@ from offbeat_run import (
     split_arguments,
     whole_number,
 )
-from offbeat_types import ConfigError, DataError, DeadlineError, setting
 
 
 def run(body, *words, **env):
-    code = "import sys\nfrom offbeat_run import *\nfrom offbeat_types import *\ndef main():\n"
+    code = "import sys\nfrom offbeat_run import *\nfrom offbeat_core import *\ndef main():\n"
     code += "".join(f"    {line}\n" for line in body.splitlines()) + "run_command(main, program='app')\n"
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, env={**os.environ, **env}

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from offbeat_core import ConfigError, OffbeatError, RunFolderError
 from offbeat_run import (
     Generation,
     LogConfig,
@@ -19,9 +20,8 @@ from offbeat_run import (
     write_report,
 )
 from offbeat_run import _files as files
-from offbeat_run._files import JsonlFile
+from offbeat_run._lines import JsonlFile
 from offbeat_run._validation.items import ItemAnswers, SampledAnswer
-from offbeat_types import ConfigError, OffbeatError, RunFolderError
 
 FILES = (
     "metrics.jsonl",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError
 from offbeat_run import bootstrap_interval, majority_at_k, pass_at_k
-from offbeat_types import ConfigError
 
 
 def enumerated_pass(right, k):

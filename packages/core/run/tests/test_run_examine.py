@@ -11,12 +11,12 @@ import pytest
 from safetensors.numpy import save_file
 
 import offbeat_run
+from offbeat_core import INSTALL_LINES, BackendError, ModelError
 from offbeat_run import (
     _examine,  # its loader is replaced
     examine,
     inspect_model,
 )
-from offbeat_types import INSTALL_LINES, BackendError, ModelError
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch):
         def count(cls):  # as a device
             return 0
 
-    for module in ("offbeat_run._examine", "offbeat_types._backends"):
+    for module in ("offbeat_run._examine", "offbeat_core._backends"):
         monkeypatch.setattr(f"{module}.load_backend", lambda kind, name: Adapter)
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "")
     assert dict(examine())["engine abacus"] == "no abacus here"

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from offbeat_run import LogConfig, RunFolder, check_shared, parse_config, writer_of
-from offbeat_types import RunFolderError
+from offbeat_core import RunFolderError, parse_config
+from offbeat_run import LogConfig, RunFolder, check_shared, writer_of
 
 LOOKING = """
 import sys

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_core import RunFolderError
 from offbeat_run import RunFolder, _lock, writer_of
-from offbeat_types import RunFolderError
 
 ELSEWHERE = """
 import fcntl, signal, sys

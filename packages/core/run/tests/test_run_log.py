@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import BackendError, Metric, RunFolderError
 from offbeat_run import (
     Alarm,
     CheckpointConfig,
@@ -27,7 +28,6 @@ from offbeat_run import (
     read_timeline,
 )
 from offbeat_run._metrics import Tracker
-from offbeat_types import BackendError, Metric, RunFolderError
 
 
 @pytest.fixture

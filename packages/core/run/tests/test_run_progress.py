@@ -6,9 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
+from offbeat_core import Metric
 from offbeat_run import Estimate, Progress, duration_text, print_before_after
 from offbeat_run._progress import _SHOWN, print_facts
-from offbeat_types import Metric
 
 
 class Clock:

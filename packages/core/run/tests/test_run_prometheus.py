@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError
 from offbeat_run import LogConfig, PrometheusServer, RunFolder, RunLog
 from offbeat_run._prometheus import CONTENT_TYPE, TOKEN_VARIABLE, exposition
-from offbeat_types import ConfigError
 
 TOKEN = "a-secret-of-many-letters"
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from offbeat_core import ConfigError, RunFolderError
 from offbeat_run import (
     CommandWords,
     MetricsLog,
@@ -17,7 +18,6 @@ from offbeat_run import (
     print_conclusion,
     push,
 )
-from offbeat_types import ConfigError, RunFolderError
 
 TOKEN = "hf_verysecretverysecret"
 CONFIG = """

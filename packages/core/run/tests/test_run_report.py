@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from offbeat_core import RunFolderError
 from offbeat_run import (
     Generation,
     GenerationsLog,
@@ -17,7 +18,6 @@ from offbeat_run import (
     write_report,
 )
 from offbeat_run._report.page import _script_json
-from offbeat_types import RunFolderError
 
 EVIL = "</pre></script><script>document.title='pwned'</script><img src=http://evil.example/x onerror=alert(1)>"
 GRPO = {

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_run import RunFolder, serve_report
 from offbeat_run._report.serving import ServedReport
-from offbeat_types import ConfigError
 
 DEADLINE_S = 60.0
 SERVE = """

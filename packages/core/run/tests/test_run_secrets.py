@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from offbeat_run import LogConfig, RunFolder, drop_secrets, dump_config, parse_config, run_command, secret_variables
-from offbeat_run._config.secrets import hide_secrets
-from offbeat_types import ConfigError, setting
+from offbeat_core import ConfigError, drop_secrets, dump_config, hide_secrets, parse_config, secret_variables, setting
+from offbeat_run import LogConfig, RunFolder, run_command
 
 
 @dataclass(frozen=True, kw_only=True)

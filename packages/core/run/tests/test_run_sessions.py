@@ -9,11 +9,11 @@ import time
 
 import pytest
 
+from offbeat_core import BackendError, RunFolderError
 from offbeat_run import MetricsLog, RunFolder, record_session, refuse_foreign_run
 from offbeat_run._run_summary import summarize_run
 from offbeat_run._series import read_run_metrics
 from offbeat_run._sessions import Session, read_sessions
-from offbeat_types import BackendError, RunFolderError
 
 KILLED = """
 import os, signal, sys

@@ -147,7 +147,7 @@ def test_a_terminal_has_one_line_that_gives_way_to_what_is_printed_and_is_gone_a
 
 
 def test_an_error_takes_the_place_of_the_status_line():
-    text, done = run_in_a_terminal("import offbeat_types\nraise offbeat_types.ConfigError('what is wrong')")
+    text, done = run_in_a_terminal("import offbeat_core\nraise offbeat_core.ConfigError('what is wrong')")
     assert done.returncode == 2
     assert "\x1b[Kerror: what is wrong\r\n" in text
 

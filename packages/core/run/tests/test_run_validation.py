@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from offbeat_core import ConfigError, DataError, RunFolderError
 from offbeat_run import (
     AnswersLog,
     EvalFolder,
@@ -22,7 +23,6 @@ from offbeat_run import (
     write_comparison,
     write_report,
 )
-from offbeat_types import ConfigError, DataError, RunFolderError
 
 EVIL = "</pre><script>alert(1)</script>"
 

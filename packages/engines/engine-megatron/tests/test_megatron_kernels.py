@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from offbeat_core import ConfigError
 from offbeat_engine_megatron import MegatronEngineOptions, _kernels
 from offbeat_engine_megatron._kernels import GROUPED, GROUPED_TE, SEQUENTIAL, choose_kernels
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_engine_megatron._weights import list_mtp_slots, list_slots, view_of
-from offbeat_types import ConfigError
 
 SHAPE = ModelShape(
     family="qwen3_moe",

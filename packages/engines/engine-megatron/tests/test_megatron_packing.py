@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import TrainEngineConfig, TrainSequence
 from offbeat_engine_megatron._layout import Parallel, plan_layout
 from offbeat_engine_megatron._packing import (
     attend,
@@ -20,7 +21,6 @@ from offbeat_engine_megatron._packing import (
 )
 from offbeat_testing import tiny_model
 from offbeat_training import Family
-from offbeat_types import TrainEngineConfig, TrainSequence
 
 
 def sequences_of(lengths, seed=0):

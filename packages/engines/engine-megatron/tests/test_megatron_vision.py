@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from offbeat_core import ConfigError, ModelError, TrainEngineConfig, TrainSequence
 from offbeat_engine_megatron._layout import Parallel, plan_engine
 from offbeat_engine_megatron._packing import cut, lay_out_all
 from offbeat_engine_megatron._shape import angles_of, read_model, rotary_axes
 from offbeat_engine_megatron._weights import list_slots
 from offbeat_testing import tiny_vision_model
 from offbeat_training import Family
-from offbeat_types import ConfigError, ModelError, TrainEngineConfig, TrainSequence
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import TrainSequence
 from offbeat_testing import tiny_model
-from offbeat_types import TrainSequence
 
 torch.set_num_threads(1)
 

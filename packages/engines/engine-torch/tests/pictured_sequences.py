@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from offbeat_types import TrainSequence
+from offbeat_core import TrainSequence
 
 SIZES = ((40, 56), (33, 70), (24, 24))
 

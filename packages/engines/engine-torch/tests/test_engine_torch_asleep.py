@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import ConfigError, OffbeatError, SleepingTrainEngine, TrainEngineConfig
 from offbeat_device import open_device
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
-from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine, TrainEngineConfig
 
 
 def config(folder, **changes):

@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, MambaConfig
 
+from offbeat_core import ConfigError, ModelError, ShapeError, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_types import ConfigError, ModelError, ShapeError, TrainEngineConfig, TrainSequence
 
 
 def create(folder, **changes):

@@ -6,9 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngineConfig
 
 
 def assert_near(exact, coarse, sequences):

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
+from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine, _policy
 from offbeat_engine_torch._model import load_model
 from offbeat_testing import reference_logprobs, reference_model
-from offbeat_types import TrainEngineConfig
 
 SHAPE = {
     "vocab_size": 300,

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offbeat_core import ModelError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import DAMAGES, reference_logprobs, reference_model, tiny_model
-from offbeat_types import ModelError, TrainEngineConfig
 
 
 def config(folder, **changes):

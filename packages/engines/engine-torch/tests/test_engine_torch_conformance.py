@@ -2,9 +2,9 @@ import dataclasses
 
 import pytest
 
+from offbeat_core import load_backend
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import TrainEngineConformance
-from offbeat_types import load_backend
 
 
 class TestQwen3(TrainEngineConformance):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._attention import AttentionPlan, packed_attention
 from offbeat_testing import tiny_model
 from offbeat_training import lay_out, plan_packs
-from offbeat_types import TrainEngineConfig
 
 
 def double_engine(folder, **changes):

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
+from offbeat_core import ModelError, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._lengths import find_thresholds
 from offbeat_testing import reference_logprobs, reference_model
-from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
 
 ORIGINAL, LONGEST = 32, 128
 SMALL = {

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_types import TrainEngineConfig
 
 
 def trained(folder, make_groups, loss, **changes):

@@ -16,7 +16,7 @@ import sys
 import numpy as np, torch
 from offbeat_device import open_device
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_types import TrainEngineConfig, TrainSequence
+from offbeat_core import TrainEngineConfig, TrainSequence
 folder, vocabulary, length, *counts = sys.argv[1], *map(int, sys.argv[2:])
 torch.set_num_threads(1)
 engine = TorchTrainEngine.create(TrainEngineConfig(model_path=folder, device="cpu"))

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import ConfigError, TrainEngineConfig, learning_rate_at
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_types import ConfigError, TrainEngineConfig, learning_rate_at
 
 
 def config(folder="unused", **changes):

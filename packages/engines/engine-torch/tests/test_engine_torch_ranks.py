@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_engine_torch import TorchTrainEngine
-from offbeat_mesh import Mesh
-from offbeat_testing import tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     Metric,
     MismatchError,
@@ -19,6 +16,9 @@ from offbeat_types import (
     TrainEngineConfig,
     TrainSequence,
 )
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_mesh import Mesh
+from offbeat_testing import tiny_model
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False)]
 BUDGET_TOKENS = 48

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from offbeat_core import ModelError, OffbeatError, PeerFailedError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_mesh import Mesh
 from offbeat_testing import DAMAGES
-from offbeat_types import ModelError, OffbeatError, PeerFailedError, TrainEngineConfig
 
 RANKS = {"dp4": {"dp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}, "one": {}}
 

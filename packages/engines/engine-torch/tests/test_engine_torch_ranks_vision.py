@@ -5,9 +5,9 @@ import pytest
 import torch
 from pictured_sequences import Pictures
 
+from offbeat_core import ConfigError, DataError, PeerFailedError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_vision_model
-from offbeat_types import ConfigError, DataError, PeerFailedError, TrainEngineConfig
 
 FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False)]
 

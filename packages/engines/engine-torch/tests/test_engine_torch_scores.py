@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from offbeat_core import ModelError, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._model import read_config
 from offbeat_testing import tiny_model, tiny_vision_model
-from offbeat_types import ModelError, TrainEngineConfig, TrainSequence
 
 
 def config(folder, **changes):

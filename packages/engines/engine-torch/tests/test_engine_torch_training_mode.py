@@ -5,9 +5,9 @@ import pytest
 import torch
 import transformers
 
+from offbeat_core import ConfigError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import reference_logprobs, reference_model
-from offbeat_types import ConfigError, TrainEngineConfig
 
 IDS = dict.fromkeys(("bos_token_id", "eos_token_id"), 1) | {"pad_token_id": None}
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, **IDS}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from pictured_sequences import SIZES, Pictures, Yardstick, draw_image
 
+from offbeat_core import ConfigError, DataError, ModelError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_vision_model
 from offbeat_training import plan_packs
-from offbeat_types import ConfigError, DataError, ModelError, TrainEngineConfig
 
 FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
 COUNTS = (0, 1, 3, 1)

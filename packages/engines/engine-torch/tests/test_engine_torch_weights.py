@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_mesh import Group
-from offbeat_types import TrainEngineConfig
 
 PEFT_PREFIX = "base_model.model."
 RANK = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_types import defer_device_backends
+from offbeat_core import defer_device_backends
 
 sys.path.insert(0, str(Path(__file__).parent))  # for npu_standin
 defer_device_backends()  # tests/engine runs beside torch-npu

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import ShapeError
 from offbeat_device import AttendedTokens, open_device
 from offbeat_npu import REFERENCE
 from offbeat_npu._attention import PackAttention, RowAttention, shape_attention
-from offbeat_types import ShapeError
 
 IMAGE = 90
 HEADS, KEYS, SIZE = 4, 2, 8

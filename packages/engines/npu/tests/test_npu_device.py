@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 from npu_pictures import IMAGES, pictured
 
-from offbeat_device import StepTracer, open_device
-from offbeat_engine_torch import TorchTrainEngine
-from offbeat_mesh import Mesh, join_world
-from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_testing import tiny_model
-from offbeat_types import (
+from offbeat_core import (
     GenerateRequest,
     RolloutEngineConfig,
     SamplingParams,
@@ -28,6 +23,11 @@ from offbeat_types import (
     TrainSequence,
     available_devices,
 )
+from offbeat_device import StepTracer, open_device
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_mesh import Mesh, join_world
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_core import (
+    BackendError,
+    ConfigError,
+    RolloutEngineSettings,
+    engine_needs,
+    installed_backends,
+    load_backend,
+)
 from offbeat_npu import (
     RAY_RESOURCE,
     VISIBLE_DEVICES,
@@ -20,14 +28,6 @@ from offbeat_npu import (
 from offbeat_npu._environment import CANN_HOMES, _mindspeed, _torch_npu
 from offbeat_placement import ClusterView
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_types import (
-    BackendError,
-    ConfigError,
-    RolloutEngineSettings,
-    engine_needs,
-    installed_backends,
-    load_backend,
-)
 
 HERE = Path(__file__).parent
 
@@ -231,7 +231,7 @@ def test_mindspeed_comes_before_megatron_or_not_at_all(tmp_path, first, expected
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 {first}
 from offbeat_npu import patch_megatron
-from offbeat_types import BackendError
+from offbeat_core import BackendError
 try:
     patch_megatron({{"tensor_model_parallel_size": 2}})
     print("done")

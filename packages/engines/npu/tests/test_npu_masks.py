@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, ShapeError
 from offbeat_npu import REFERENCE, PackedBatch, PaddedBatch, VisionBatch, dense_batch, packed_batch, vision_batch
-from offbeat_types import ConfigError, ShapeError
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 

@@ -7,10 +7,10 @@ import npu_standin
 import pytest
 import torch
 
+from offbeat_core import ModelFolder, WeightSyncError
 from offbeat_rollout_vllm._updates import WeightLoader
 from offbeat_rollout_vllm._workers import Arena, Workers
 from offbeat_testing import tiny_model
-from offbeat_types import ModelFolder, WeightSyncError
 from offbeat_weightsync import InProcessStream, NameMap, describe_tensors
 
 ALONE = pytest.mark.ranks(1, join=False, deadline_s=90)

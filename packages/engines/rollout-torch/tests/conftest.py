@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from offbeat_core import RolloutEngineConfig
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_types import RolloutEngineConfig
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[TorchRolloutEngine]]
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_testing import FakeWeightStream, logprob_errors, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     GenerateRequest,
     LoraAdapter,
@@ -17,6 +16,7 @@ from offbeat_types import (
     TensorSpec,
     WeightSyncError,
 )
+from offbeat_testing import FakeWeightStream, logprob_errors, reference_model, tiny_model
 from offbeat_weightsync import InProcessStream, dequantize_blocks, is_fp8_weight, merge_adapter, quantize_blocks
 
 pytestmark = pytest.mark.asyncio

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from offbeat_core import ConfigError, ModelError, RolloutEngineConfig
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer
 from offbeat_testing import tiny_model
-from offbeat_types import ConfigError, ModelError, RolloutEngineConfig
 
 ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 

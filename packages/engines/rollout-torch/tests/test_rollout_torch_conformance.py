@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from offbeat_core import load_backend
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import RolloutConformance
-from offbeat_types import load_backend
 
 
 class Torch(RolloutConformance):

@@ -10,11 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from offbeat_rollout_torch import TorchRolloutEngine, _worker
-from offbeat_rollout_torch._families import read_architecture
-from offbeat_rollout_torch._scheduler import StopStrings
-from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DataError,
     GenerateRequest,
@@ -26,6 +22,10 @@ from offbeat_types import (
     ScoreRequest,
     WeightSyncError,
 )
+from offbeat_rollout_torch import TorchRolloutEngine, _worker
+from offbeat_rollout_torch._families import read_architecture
+from offbeat_rollout_torch._scheduler import StopStrings
+from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
 
 pytestmark = pytest.mark.asyncio
 

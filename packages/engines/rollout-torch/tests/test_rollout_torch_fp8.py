@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import GenerateRequest, SamplingParams, WeightSyncError
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, SamplingParams, WeightSyncError
 from offbeat_weightsync import (
     DequantizedStream,
     InProcessStream,

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_vision_model
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     DataError,
     GenerateRequest,
@@ -16,6 +15,7 @@ from offbeat_types import (
     ScoreRequest,
     VersionSegment,
 )
+from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_vision_model
 
 pytestmark = pytest.mark.asyncio
 FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]

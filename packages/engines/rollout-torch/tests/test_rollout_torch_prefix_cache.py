@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from offbeat_core import GenerateRequest, SamplingParams
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.asyncio
 NEW_TOKENS = 20

@@ -6,9 +6,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import SamplingParams
 from offbeat_rollout_torch import _sampling
 from offbeat_rollout_torch._sampling import cut_distribution, draw, invert, uniforms
-from offbeat_types import SamplingParams
 
 
 def slow_cut(probs, params):

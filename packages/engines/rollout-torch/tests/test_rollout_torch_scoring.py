@@ -5,8 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from offbeat_testing import reference_logprobs, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     DataError,
     GenerateRequest,
     OffbeatError,
@@ -14,6 +13,7 @@ from offbeat_types import (
     ScoreRequest,
     ScoringEngine,
 )
+from offbeat_testing import reference_logprobs, reference_model, tiny_model
 
 pytestmark = pytest.mark.asyncio
 LENGTHS = (0, 1, 40, 7, 40, 130)

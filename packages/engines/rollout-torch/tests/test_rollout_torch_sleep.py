@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat_core import GenerateRequest, OffbeatError, SamplingParams
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import GenerateRequest, OffbeatError, SamplingParams
 
 NUM_SAMPLES, PROMPT_TOKENS = 32, 120
 """Of one group, with a prompt so short that each of its samples has a copy."""

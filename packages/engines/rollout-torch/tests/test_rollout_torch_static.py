@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offbeat_core import ConfigError, GenerateRequest, LoraAdapter, ModelError, SamplingParams, ScoreRequest
 from offbeat_device import open_device
 from offbeat_rollout_torch import _engine
 from offbeat_rollout_torch._sampling import (
@@ -34,7 +35,6 @@ from offbeat_testing import (
     reference_model,
     tiny_model,
 )
-from offbeat_types import ConfigError, GenerateRequest, LoraAdapter, ModelError, SamplingParams, ScoreRequest
 from offbeat_weightsync import InProcessStream
 
 STATIC = {"static_rows": True}

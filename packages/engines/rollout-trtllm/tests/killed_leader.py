@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from trtllm_peers import HostHandles
 
+from offbeat_core import PeerFailedError
 from offbeat_mesh import Mesh, join_world
 from offbeat_rollout_trtllm import EngineControl, ReplicaWeights
-from offbeat_types import PeerFailedError
 from offbeat_weightsync import BucketPlan, describe_tensors
 
 addresses = os.environ["ENGINES"].split(",")

@@ -9,9 +9,9 @@ import pytest
 import trtllm_standin
 from trtllm_peers import EngineProcess, open_in
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, load_backend
 from offbeat_rollout_trtllm import LocalLink, TrtllmRolloutEngine
 from offbeat_testing import RolloutConformance
-from offbeat_types import GenerateRequest, RolloutEngineConfig, load_backend
 
 
 class Trtllm(RolloutConformance):

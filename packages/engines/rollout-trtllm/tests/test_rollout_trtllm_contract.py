@@ -10,11 +10,11 @@ import pytest
 import trtllm_standin
 from record_api import compare, find_symbol, names_of
 
+from offbeat_core import RolloutEngineConfig, SamplingParams
 from offbeat_rollout_trtllm import SUPPORTED_VERSIONS, USES, Use
 from offbeat_rollout_trtllm._local_link import engine_arguments
 from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._requests import to_engine_params
-from offbeat_types import RolloutEngineConfig, SamplingParams
 
 FOLDER = Path(__file__).parent / "recorded"
 # One record for each series of the table; the newest is the one that drift is told against.

@@ -11,12 +11,7 @@ import pytest
 import torch
 from trtllm_peers import HostHandles, open_in
 
-from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release
-from offbeat_rollout_trtllm._handles import tensors_checksum
-from offbeat_rollout_trtllm._requests import to_engine_params
-from offbeat_rollout_trtllm._server_link import HttpEngine, ServerLink
-from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DataError,
     DeadlineError,
@@ -27,6 +22,11 @@ from offbeat_types import (
     SamplingParams,
     WeightSyncError,
 )
+from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release
+from offbeat_rollout_trtllm._handles import tensors_checksum
+from offbeat_rollout_trtllm._requests import to_engine_params
+from offbeat_rollout_trtllm._server_link import HttpEngine, ServerLink
+from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_weightsync import dequantize_blocks
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from offbeat_core import WeightSyncError
 from offbeat_rollout_trtllm import CudaHandles
 from offbeat_rollout_trtllm._handles import encode_handles, open_cuda_handles, tensors_checksum
-from offbeat_types import WeightSyncError
 
 # What WorkerExtension.update_weights of TensorRT-LLM 1.2 lets through: rlhf_utils.py.
 ALLOWED_BUILTINS = {"list", "tuple", "str", "int", "float", "bool", "bytes", "dict", "NoneType", "type"}

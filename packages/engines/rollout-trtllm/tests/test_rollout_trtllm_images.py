@@ -10,12 +10,12 @@ import pytest
 from trtllm_peers import open_in, record_of
 from trtllm_sight import Sight
 
+from offbeat_core import ConfigError, DataError, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_trtllm import TrtllmRolloutEngine
 from offbeat_rollout_trtllm._images import MAX_REQUEST_IMAGE_BYTES, PromptImages
 from offbeat_rollout_trtllm._requests import to_engine_params
 from offbeat_rollout_trtllm._server_link import HttpEngine, ServerLink
 from offbeat_testing import FakeWeightStream, changed_weights
-from offbeat_types import ConfigError, DataError, RolloutEngineConfig, SamplingParams
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
 

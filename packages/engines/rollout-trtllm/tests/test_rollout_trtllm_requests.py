@@ -8,10 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from offbeat_core import SamplingParams
 from offbeat_rollout_trtllm._local_link import Delta
 from offbeat_rollout_trtllm._requests import InFlight, Sample
 from offbeat_rollout_trtllm._weights import WeightLoader
-from offbeat_types import SamplingParams
 
 LONG = "never this, and never that"
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from trtllm_peers import ask, record_of
 
+from offbeat_core import BackendError, ConfigError, PeerFailedError, RolloutEngineConfig
 from offbeat_rollout_trtllm import EngineControl, find_release
 from offbeat_rollout_trtllm.serve import serve
-from offbeat_types import BackendError, ConfigError, PeerFailedError, RolloutEngineConfig
 
 CONFIG = RolloutEngineConfig(model_path="no-model")
 

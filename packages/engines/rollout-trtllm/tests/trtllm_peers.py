@@ -15,10 +15,10 @@ import torch
 import trtllm_standin
 from torch import Tensor
 
+from offbeat_core import RolloutEngineConfig
 from offbeat_rollout_trtllm._handles import Packed
 from offbeat_rollout_trtllm._server_link import HttpEngine
 from offbeat_rollout_trtllm.serve import serve
-from offbeat_types import RolloutEngineConfig
 
 # Forked from the test process, which has imported torch.
 PROCESSES = multiprocessing.get_context("fork")

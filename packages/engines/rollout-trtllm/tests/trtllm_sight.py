@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from offbeat_types import Completion, GenerateRequest, SamplingParams
+from offbeat_core import Completion, GenerateRequest, SamplingParams
 
 SIZES = ((40, 56), (32, 72), (24, 24))
 

@@ -7,12 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from offbeat_rollout_vllm._adapters import AdapterReadback, Adapters, check_adapter_shapes, read_peft_adapter
-from offbeat_rollout_vllm._options import AdapterLimits
-from offbeat_rollout_vllm._requests import ServedVersions
-from offbeat_rollout_vllm._vllm_objects import _embedded, check_request
-from offbeat_testing import FakeWeightStream, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     DataError,
@@ -22,6 +17,11 @@ from offbeat_types import (
     ModelFolder,
     WeightSyncError,
 )
+from offbeat_rollout_vllm._adapters import AdapterReadback, Adapters, check_adapter_shapes, read_peft_adapter
+from offbeat_rollout_vllm._options import AdapterLimits
+from offbeat_rollout_vllm._requests import ServedVersions
+from offbeat_rollout_vllm._vllm_objects import _embedded, check_request
+from offbeat_testing import FakeWeightStream, tiny_model
 
 LAYERS = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
 DOWN, UP = (f"base_model.model.model.q_proj.lora_{part}.weight" for part in "AB")

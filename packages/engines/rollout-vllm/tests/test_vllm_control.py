@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_rollout_vllm._vllm_objects import Delta
-from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     DeadlineError,
     GenerateRequest,
     OffbeatError,
@@ -25,6 +22,9 @@ from offbeat_types import (
     new_future,
     settle,
 )
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_rollout_vllm._vllm_objects import Delta
+from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
 
 DEADLINE_S = 30.0
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
+from offbeat_core import RolloutEngineConfig
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._options import environment
 from offbeat_rollout_vllm._setup import Setup
 from offbeat_testing import tiny_model
-from offbeat_types import RolloutEngineConfig
 
 KIND = """
-from offbeat_types import EngineNeeds
+from offbeat_core import EngineNeeds
 
 class Demanding:
     @classmethod

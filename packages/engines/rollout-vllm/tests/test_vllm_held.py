@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from offbeat_core import ModelFolder, WeightSyncError  # noqa: E402
 from offbeat_rollout_vllm._extension import WorkerSide  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._updates import Part, Readback, UnstackedStream  # noqa: E402
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
-from offbeat_types import ModelFolder, WeightSyncError  # noqa: E402
 from offbeat_weightsync import InProcessStream  # noqa: E402
 
 HIDDEN, HEAD_SIZE = 8, 2

@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat_core import (
+    BackendError,
+    CacheNeeds,
+    ConfigError,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    load_backend,
+)
 from offbeat_rollout_vllm import RENAMED, SUPPORTED_VERSIONS, VllmRolloutEngine, VllmRolloutOptions
 from offbeat_rollout_vllm._options import (
     GIVEN_BY,
@@ -17,14 +25,6 @@ from offbeat_rollout_vllm._options import (
     sleep_levels,
 )
 from offbeat_rollout_vllm._setup import installed_engine, is_cpu_build, supported_version
-from offbeat_types import (
-    BackendError,
-    CacheNeeds,
-    ConfigError,
-    RolloutEngineConfig,
-    RolloutEngineSettings,
-    load_backend,
-)
 
 README = Path(__file__).parents[1] / "README.md"
 CONFIG = RolloutEngineConfig(model_path="m", tensor_parallel=2, max_running=7, max_model_len=99, dtype="bfloat16")

@@ -4,6 +4,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from offbeat_core import (
+    Completion,
+    ConfigError,
+    DataError,
+    GenerateRequest,
+    RolloutCapabilities,
+    SamplingParams,
+    ScoreRequest,
+    VersionSegment,
+    WeightSyncError,
+)
 from offbeat_rollout_vllm._requests import (
     Requests,
     RequestState,
@@ -15,17 +26,6 @@ from offbeat_rollout_vllm._requests import (
     score_requests,
 )
 from offbeat_rollout_vllm._vllm_objects import Delta, check_request, prompt_logprobs, vllm_params
-from offbeat_types import (
-    Completion,
-    ConfigError,
-    DataError,
-    GenerateRequest,
-    RolloutCapabilities,
-    SamplingParams,
-    ScoreRequest,
-    VersionSegment,
-    WeightSyncError,
-)
 
 EOS = frozenset([2])
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_core import DeadlineError, ModelError, ModelFolder, PeerFailedError, RolloutEngineConfig, WeightSyncError
 from offbeat_rollout_vllm._options import environment, remove_shared_memory, start_variables
 from offbeat_rollout_vllm._updates import WeightLoader, tiny_elements
 from offbeat_rollout_vllm._workers import Arena, Workers
 from offbeat_testing import FakeWeightStream, tiny_model
-from offbeat_types import DeadlineError, ModelError, ModelFolder, PeerFailedError, RolloutEngineConfig, WeightSyncError
 
 
 class ScriptedWorkers:

@@ -12,11 +12,11 @@ import openai
 import pytest
 import pytest_asyncio
 
+from offbeat_core import RolloutEngine, RolloutEngineConfig
 from offbeat_data import load_tokenizer
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_serve import RolloutServer, ServedModel, ServeSettings
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
-from offbeat_types import RolloutEngine, RolloutEngineConfig
 
 DEADLINE_S = 60.0
 

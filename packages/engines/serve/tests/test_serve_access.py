@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_data import load_tokenizer
 from offbeat_serve import TOKEN_VARIABLE, RolloutServer, ServedModel, ServeSettings
 from offbeat_serve._settings import read_token
 from offbeat_testing import FakeRolloutEngine
-from offbeat_types import ConfigError
 
 TOKEN = "a-token-for-tests-only"
 

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import Completion
 from offbeat_serve._calls import RecordedCall, RefusedCall, trajectories_of
-from offbeat_types import Completion
 
 NO_PROMPT = np.array([], np.int32)
 

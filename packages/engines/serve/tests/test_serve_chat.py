@@ -10,8 +10,8 @@ import numpy as np
 import openai
 import pytest
 
+from offbeat_core import Completion, EngineHealth, GenerateRequest, VersionSegment
 from offbeat_data import load_tokenizer
-from offbeat_types import Completion, EngineHealth, GenerateRequest, VersionSegment
 
 EXTRA = {"return_token_ids": True}
 QUESTION = [{"role": "user", "content": "what is one and one?"}]

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from offbeat_core import Completion, GenerateRequest, OffbeatError, SamplingParams, VersionSegment
 from offbeat_data import load_tokenizer
 from offbeat_serve import RolloutServer, ServedModel, ServeSettings, _endpoint
 from offbeat_serve._answers import Answerer, Sampled
 from offbeat_serve._requests import CompletionRequest, completion_prompts
 from offbeat_testing import FakeRolloutEngine
-from offbeat_types import Completion, GenerateRequest, OffbeatError, SamplingParams, VersionSegment
 
 pytestmark = pytest.mark.asyncio
 PROMPT = [67, 68, 69, 70]

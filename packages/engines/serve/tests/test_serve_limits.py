@@ -7,9 +7,9 @@ from urllib.parse import urlparse
 
 import pytest
 
+from offbeat_core import ConfigError, OffbeatError, RolloutEngineConfig
 from offbeat_serve import ServedModel, ServeSettings, _requests
 from offbeat_testing import FakeRolloutEngine
-from offbeat_types import ConfigError, OffbeatError, RolloutEngineConfig
 
 pytestmark = pytest.mark.asyncio
 ASK = {"prompt": [67, 68, 69], "max_tokens": 500, "ignore_eos": True}

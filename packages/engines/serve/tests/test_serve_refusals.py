@@ -9,9 +9,9 @@ from urllib.parse import urlparse
 
 import pytest
 
+from offbeat_core import SamplingParams, SessionPlan
 from offbeat_data import Tokenizer, load_tokenizer
 from offbeat_testing import FakeRolloutEngine
-from offbeat_types import SamplingParams, SessionPlan
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 60.0

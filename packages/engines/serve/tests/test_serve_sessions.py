@@ -11,12 +11,12 @@ import numpy as np
 import openai
 import pytest
 
+from offbeat_core import RolloutEngineConfig, SamplingParams, SessionPlan
 from offbeat_data import load_tokenizer
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_serve import RolloutServer, ServedModel, ServeSettings
 from offbeat_serve._requests import CompletionRequest
 from offbeat_testing import FakeRolloutEngine, reference_logprobs, reference_model
-from offbeat_types import RolloutEngineConfig, SamplingParams, SessionPlan
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 60.0

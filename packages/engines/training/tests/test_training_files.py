@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from offbeat_core import ModelError, TensorSpec, describe_damage, sync_path
 from offbeat_device import open_device
 from offbeat_testing import DiskRecord
 from offbeat_training import (
@@ -34,7 +35,6 @@ from offbeat_training import (
     write_model_index,
     write_state,
 )
-from offbeat_types import ModelError, TensorSpec, describe_damage, sync_path
 
 
 @settings(max_examples=60)

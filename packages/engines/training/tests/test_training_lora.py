@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from offbeat_core import ModelError
 from offbeat_training import (
     LoraLinear,
     adapter_shapes,
@@ -17,7 +18,6 @@ from offbeat_training import (
     save_adapter,
     without_lora,
 )
-from offbeat_types import ModelError
 
 
 def make_model(rank=2, alpha=6.0):

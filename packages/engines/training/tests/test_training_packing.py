@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import DataError, TrainSequence
 from offbeat_training import Family, NoImages, lay_out, plan_packs, plan_shares, rounds_with_images
-from offbeat_types import DataError, TrainSequence
 
 PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import Metric, OffbeatError, PeerFailedError
 from offbeat_training import BackgroundWrite, TrainerRanks
-from offbeat_types import Metric, OffbeatError, PeerFailedError
 
 
 def ranks_of(mesh):

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from offbeat_core import DeadlineError, RunFolderError
 from offbeat_mesh import Mesh
 from offbeat_training import BackgroundWrite, stage
-from offbeat_types import DeadlineError, RunFolderError
 
 
 class Folder:

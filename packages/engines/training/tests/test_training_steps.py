@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from offbeat_core import Metric, OffbeatError, ShapeError, TrainEngineConfig, TrainSequence, learning_rate_at
 from offbeat_training import (
     ClippedAdamW,
     LossCalls,
@@ -19,7 +20,6 @@ from offbeat_training import (
     plan_shares,
     with_loss_tokens,
 )
-from offbeat_types import Metric, OffbeatError, ShapeError, TrainEngineConfig, TrainSequence, learning_rate_at
 
 
 def config_of(**changes):

@@ -1,6 +1,6 @@
 """What a terminal would obey is written as an escape wherever a line is printed.
 
-The rule is that of offbeat-types, whose tests try it; a contract holds the two alike.
+The rule is that of offbeat-core, whose tests try it; a contract holds the two alike.
 """
 
 import subprocess

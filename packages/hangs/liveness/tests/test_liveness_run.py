@@ -118,7 +118,7 @@ def test_the_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) ->
 
 def test_an_error_of_ours_in_the_script_ends_it_as_any_other(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from offbeat_types import ConfigError\nraise ConfigError('an even number: got 3')\n")
+    script.write_text("from offbeat_core import ConfigError\nraise ConfigError('an even number: got 3')\n")
     ended = run(["-m", "offbeat_liveness", "run", str(script)], tmp_path)
     assert ended.returncode == 1
     assert f'File "{script}", line 2' in ended.stderr

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from offbeat_core import TrainEngineConfig, TrainEngineSettings, TrainLayout
 from offbeat_placement import (
     ClusterView,
     MemoryEstimate,
@@ -12,7 +13,6 @@ from offbeat_placement import (
 )
 from offbeat_recipes import RunMemory, layout_elsewhere
 from offbeat_testing import large_model_configs
-from offbeat_types import TrainEngineConfig, TrainEngineSettings, TrainLayout
 
 
 def test_memory_is_told_with_what_the_device_has(tmp_path):

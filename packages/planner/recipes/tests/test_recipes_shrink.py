@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from offbeat_core import TrainEngineSettings
 from offbeat_recipes import (
     NUM_DRAWN,
     draw_chats,
@@ -17,7 +18,6 @@ from offbeat_recipes import (
     takes_images,
 )
 from offbeat_recipes._tiny_model import SQUARE_PX
-from offbeat_types import TrainEngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)

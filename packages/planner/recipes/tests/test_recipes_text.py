@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from offbeat_core import ConfigError, setting
 from offbeat_recipes import change_recipe, sample_row
-from offbeat_types import ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)

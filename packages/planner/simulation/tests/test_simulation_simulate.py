@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_async_policy import AsyncConfig
+from offbeat_core import ConfigError, DataError
 from offbeat_simulation import Cluster, DecodeCurve, DecodeTime, Lengths, Workload, read_lengths, simulate
-from offbeat_types import ConfigError, DataError
 
 FLAT = DecodeCurve(((1, 100.0),))  # 100 tokens/s whatever runs
 LINEAR = DecodeCurve(((1, 100.0), (1000, 100_000.0)))  # every sample at 100 tokens/s whatever else runs

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_async_policy import AsyncConfig
-from offbeat_types import METADATA_KEY, ConfigError
+from offbeat_core import METADATA_KEY, ConfigError
 
 
 @given(hundredths=st.integers(0, 500), batch=st.integers(1, 400), steps=st.integers(1, 6))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from offbeat_async_policy import AsyncConfig, AsyncPolicy, GroupResult, run_loop
-from offbeat_types import DeadlineError, PeerFailedError
+from offbeat_core import DeadlineError, PeerFailedError
 
 QUICK = {"stall_after_s": 5.0, "mini_batch_size": 4}
 

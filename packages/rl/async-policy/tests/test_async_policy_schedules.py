@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from offbeat_async_policy import AsyncConfig, AsyncPolicy, Drop, Finish, Submit, Sync, Update
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 
 @st.composite

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat_async_policy import AsyncConfig, AsyncPolicy, Drop, Finish, Submit, Sync, Update
-from offbeat_types import ConfigError, RunFolderError
+from offbeat_core import ConfigError, RunFolderError
 
 CONFIG = AsyncConfig(staleness_threshold=1.0, mini_batch_size=2, partial_rollout=True)
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offbeat_core import DataError
 from offbeat_data import Prompt, RewardConfig, build_reward
 from offbeat_data._scoring.code_tests import names_used, read_tests
-from offbeat_types import DataError
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 Score = Callable[..., dict[str, float]]

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError, DataError, ModelError
 from offbeat_data import ConversationConfig, load_conversations
-from offbeat_types import ConfigError, DataError, ModelError
 
 TURNS = [
     {"role": "user", "content": "What is the sum?"},

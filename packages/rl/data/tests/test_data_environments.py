@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_data import (
     DataConfig,
     EnvironmentConfig,
@@ -24,7 +25,6 @@ from offbeat_data import (
     load_prompts,
     load_tokenizer,
 )
-from offbeat_types import ConfigError
 
 OWN = """
 class Own:

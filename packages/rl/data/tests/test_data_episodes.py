@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from offbeat_core import Completion, DataError, Ids, ModelError, VersionSegment
 from offbeat_data import (
     DataConfig,
     EpisodeLimits,
@@ -14,7 +15,6 @@ from offbeat_data import (
     load_tokenizer,
     play_episode,
 )
-from offbeat_types import Completion, DataError, Ids, ModelError, VersionSegment
 
 QUESTION = {"role": "user", "content": "What is the sum?"}
 TOOL = {"role": "tool", "content": "12, 日本 🙂"}

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import DataConfig, build_character_tokenizer, check_data_paths, load_prompts
-from offbeat_types import ConfigError, DataError
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
 

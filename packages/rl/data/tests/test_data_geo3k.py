@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from offbeat_core import DataError
 from offbeat_data import (
     ConversationConfig,
     DataConfig,
@@ -21,7 +22,6 @@ from offbeat_data import (
     load_prompts,
     load_tokenizer,
 )
-from offbeat_types import DataError
 
 CARD = """---
 dataset_info:

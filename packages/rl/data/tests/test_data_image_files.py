@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from offbeat_core import DataError
 from offbeat_data import DataConfig, Picture, load_image_rules, load_prompts, load_tokenizer
 from offbeat_data._images import image_part, read_image_part
-from offbeat_types import DataError
 
 LARGE = 40_000_000
 

@@ -13,6 +13,7 @@ import pytest
 from draw_geometry import main as draw_geometry
 from PIL import Image
 
+from offbeat_core import DataError, ModelError
 from offbeat_data import (
     ConversationConfig,
     DataConfig,
@@ -25,7 +26,6 @@ from offbeat_data import (
     load_ratings,
     load_tokenizer,
 )
-from offbeat_types import DataError, ModelError
 
 SQUARE = 8  # pixels of a token, high and wide: see `vision_folder`
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_data import Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
-from offbeat_types import ConfigError
 
 PROMPT = Prompt(
     index=7,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_data import Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
-from offbeat_types import ConfigError
 
 PROMPT = Prompt(index=7, ids=np.array([1], np.int32), text="?", answer="12", fields={"prompt": "?"})
 Send = Callable[[socket.socket], None]

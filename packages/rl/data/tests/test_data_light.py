@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_core import METADATA_KEY
 from offbeat_data import ConversationConfig, DataConfig, EnvironmentConfig, RewardConfig
-from offbeat_types import METADATA_KEY
 
 BY_DEFAULT = """
 data = DataConfig(path="arithmetic:2", num_items=20, eval_size=5)
@@ -86,7 +86,7 @@ def test_a_missing_extra_names_its_install_line(missing, work, line, tmp_path):
     (tmp_path / "older" / "vocab.json").write_text("{}")
     (tmp_path / "verifiers.py").write_text("__version__ = '0.4.0'")
     hide = f"sys.modules[{missing!r}] = None\n" if missing else ""
-    told = "from offbeat_types import BackendError\ntry: {}\nexcept BackendError as error: print(error)\n"
+    told = "from offbeat_core import BackendError\ntry: {}\nexcept BackendError as error: print(error)\n"
     done = run_python(tmp_path, hide + told.format(work))
     assert (line if "pip" in line else f'pip install "offbeat-data[{line}]"') in done.stdout, done.stderr
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import EnvironmentConfig, EpisodeHost, Prompt, build_environment, environment_tools
-from offbeat_types import ConfigError, DataError
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 

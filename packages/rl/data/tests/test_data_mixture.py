@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import CurriculumConfig, MixtureOrder, SuccessRates
-from offbeat_types import ConfigError, DataError
 
 SEEDS = st.integers(0, 2**40)
 WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=6).filter(any)

@@ -9,6 +9,7 @@ import socket
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import (
     DataConfig,
     EnvironmentConfig,
@@ -21,7 +22,6 @@ from offbeat_data import (
     load_prompts,
 )
 from offbeat_data._environments.openenv_server import StepResult
-from offbeat_types import ConfigError, DataError
 
 serve = pytest.importorskip("websockets.asyncio.server", reason="the extra openenv is not installed").serve
 

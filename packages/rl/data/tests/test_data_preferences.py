@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from offbeat_core import DataError
 from offbeat_data import ConversationConfig, load_pairs, load_ratings
-from offbeat_types import DataError
 
 ASKED = {"role": "user", "content": "What is the sum?"}
 GOOD, BAD = {"role": "assistant", "content": "Twelve"}, {"role": "assistant", "content": "It is thirteen."}

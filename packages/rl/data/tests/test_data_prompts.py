@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError, DataError, ModelError
 from offbeat_data import DataConfig, RowCounts, load_prompts, load_tokenizer
-from offbeat_types import ConfigError, DataError, ModelError
 
 ROWS: list[dict[str, object]] = [
     {"prompt": "What is the sum?", "answer": "12", "level": 1},

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import DataConfig, Prompt, RewardConfig, build_reward, load_prompts
 from offbeat_data._rows import pack, unpack
-from offbeat_types import ConfigError, DataError
 
 REWARD = build_reward(RewardConfig(name="reasoning_gym"))
 

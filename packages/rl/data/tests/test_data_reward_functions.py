@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError
 from offbeat_data import (
     DataConfig,
     FaultyFunctionError,
@@ -19,7 +20,6 @@ from offbeat_data import (
     parts_complaint,
 )
 from offbeat_data._character_tokenizer import build_character_tokenizer
-from offbeat_types import ConfigError
 
 ROW = {
     "data_source": "openai/gsm8k",

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import Prompt, Reward, RewardConfig, RewardError, build_reward
 from offbeat_data._scoring.answers import last_boxed, last_number, to_number
 from offbeat_data._scoring.votes import vote_of
-from offbeat_types import ConfigError, DataError
 
 
 def _prompt(answer: str | None = "12", **fields: Any) -> Prompt:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offbeat_core import BackendError, ConfigError, DataError
 from offbeat_data import ProgramRun, Prompt, RewardConfig, build_reward
 from offbeat_data._scoring import watching
 from offbeat_data._scoring.assertions import run_assertions
@@ -21,7 +22,6 @@ from offbeat_data._scoring.code import prints_alike, program_of
 from offbeat_data._scoring.code_tests import read_tests
 from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
 from offbeat_data._scoring.watching import ProgramLimits
-from offbeat_types import BackendError, ConfigError, DataError
 
 HAS_BUBBLEWRAP = shutil.which("bwrap") is not None
 needs_bubblewrap = pytest.mark.skipif(not HAS_BUBBLEWRAP, reason="no bubblewrap on this machine")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from offbeat_core import BackendError
 from offbeat_data._scoring.sandbox import BubblewrapSandbox
 from offbeat_data._scoring.seccomp import ARCHITECTURES, syscall_filter
 from offbeat_data._scoring.watching import Meter, ProgramLimits
-from offbeat_types import BackendError
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from offbeat_core import Completion, DataError, VersionSegment
 from offbeat_data import (
     DataConfig,
     EnvironmentConfig,
@@ -22,7 +23,6 @@ from offbeat_data import (
     load_tokenizer,
     play_episode,
 )
-from offbeat_types import Completion, DataError, VersionSegment
 
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?")
 SEEN = "<|vision_start|>{}<|vision_end|>"

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import (
     ARITHMETIC_ALPHABET,
     ConversationConfig,
@@ -14,7 +15,6 @@ from offbeat_data import (
     load_prompts,
 )
 from offbeat_data._sources import draw_problems
-from offbeat_types import ConfigError, DataError
 
 
 @given(

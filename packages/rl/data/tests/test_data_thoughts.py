@@ -2,8 +2,8 @@
 
 import pytest
 
+from offbeat_core import DataError
 from offbeat_data import ConversationConfig, DataConfig, load_conversations, load_pairs, load_prompts
-from offbeat_types import DataError
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "[THINK]", "[/THINK]"]
 WORDS = ["a", "b", "x", "y", "yes", "no", "assistant", "user"]

@@ -3,10 +3,10 @@ import json
 import numpy as np
 import pytest
 
+from offbeat_core import DataError, ModelError
 from offbeat_data import load_tokenizer
 from offbeat_data._chat_template import ChatTemplate
 from offbeat_data._tokenizer import _BLOCK
-from offbeat_types import DataError, ModelError
 
 MESSAGES = [
     {"role": "system", "content": "You are terse <&>."},

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import Prompt, ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
-from offbeat_types import ConfigError, DataError
 
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?")
 

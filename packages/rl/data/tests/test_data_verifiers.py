@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data import EnvironmentConfig, EnvironmentFailedError, EpisodeHost, Prompt, build_environment
 from offbeat_data._task_libraries import draw_rows
-from offbeat_types import ConfigError, DataError
 
 pytest.importorskip("verifiers", reason="verifiers is not installed")
 

@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
+from offbeat_core import LossTokens
 from offbeat_objectives import AlgorithmConfig
-from offbeat_types import LossTokens
 
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")
 """Losses whose statistics are of one micro-batch."""

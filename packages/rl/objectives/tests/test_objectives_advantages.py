@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, DataError, ShapeError
 from offbeat_objectives import AlgorithmConfig, compute_advantages, gae_advantages
-from offbeat_types import ConfigError, DataError, ShapeError
 
 
 def advantages(*arguments, **named):

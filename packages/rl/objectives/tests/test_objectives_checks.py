@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
+from offbeat_core import METADATA_KEY, ConfigError
 from offbeat_objectives import AlgorithmConfig, check_algorithm
 from offbeat_objectives._config import COMPARING_ADVANTAGES, CORRECTIONS, LOSSES
-from offbeat_types import METADATA_KEY, ConfigError
 
 TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import LossTokens, ShapeError
 from offbeat_objectives import AlgorithmConfig, ValueLoss, compute_advantages, compute_returns
-from offbeat_types import LossTokens, ShapeError
 
 
 @st.composite

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import LossTokens, ShapeError
 from offbeat_objectives import AlgorithmConfig, build_loss, compute_advantages, distill
-from offbeat_types import LossTokens, ShapeError
 
 VOCABULARY = 3
 

@@ -19,6 +19,7 @@ from loss_batches import (
     sequences_of,
 )
 
+from offbeat_core import LossTokens, ShapeError, merge_metrics
 from offbeat_objectives import (
     AlgorithmConfig,
     build_loss,
@@ -29,7 +30,6 @@ from offbeat_objectives import (
     weighted_kl,
 )
 from offbeat_objectives._config import CORRECTIONS
-from offbeat_types import LossTokens, ShapeError, merge_metrics
 
 
 def clip(x, low, high):

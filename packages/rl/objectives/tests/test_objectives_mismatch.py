@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import Metric, merge_metrics
 from offbeat_objectives import measure_mismatch, summarise_mismatch
-from offbeat_types import Metric, merge_metrics
 
 FIGURES = ("kl", "abs_p99_nats", "abs_max_nats", "ess_share")
 BIN = 10 ** (1 / 32)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from loss_batches import batches
 
+from offbeat_core import ConfigError, DataError, ShapeError
 from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, compute_advantages, try_functions
-from offbeat_types import ConfigError, DataError, ShapeError
 
 HEAD = "import torch\nfrom offbeat_objectives import Advantages, Surrogate\n\n"
 SOUND_LOSS = """

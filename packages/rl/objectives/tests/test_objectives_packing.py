@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offbeat_objectives
+from offbeat_core import ConfigError, DataError, ShapeError
 from offbeat_objectives import has_signal, kl_per_token, overlong_penalty, pack, sequence_of_tokens, unpack
-from offbeat_types import ConfigError, DataError, ShapeError
 
 
 @settings(max_examples=50)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, ShapeError
 from offbeat_objectives import AlgorithmConfig, compute_advantages
-from offbeat_types import ConfigError, ShapeError
 
 PEERS = ("gpg", "grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline")
 

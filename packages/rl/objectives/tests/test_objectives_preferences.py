@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, LossTokens, ShapeError, merge_metrics
 from offbeat_objectives import PreferenceConfig, PreferenceLoss, check_preference, kto_baseline
-from offbeat_types import ConfigError, LossTokens, ShapeError, merge_metrics
 
 PAIRWISE = ("dpo", "ipo", "orpo", "simpo", "reward")
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import DataError
 from offbeat_objectives import AlgorithmConfig, compute_advantages, has_signal, overlong_penalty
 from offbeat_objectives._config import GROUP_ADVANTAGES
-from offbeat_types import DataError
 
 REWARD = st.sampled_from([0.0, 0.5, 1.0])
 

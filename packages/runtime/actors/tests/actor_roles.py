@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     DeadlineError,

@@ -12,7 +12,7 @@ from test_actors_failures import error_of, needs_linux
 
 from offbeat_actors import ActorGroup, ActorHandle, LocalLauncher, RoleSpec, _group, call_all
 from offbeat_actors._spec import Wait
-from offbeat_types import ConfigError, DeadlineError, PeerFailedError
+from offbeat_core import ConfigError, DeadlineError, PeerFailedError
 
 
 async def start_all(launcher: Any, target: str, names: list[str], env: dict[str, str]) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat_actors import ActorHandle
 from offbeat_actors._launcher import drop_settings
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     EngineHealth,
     GenerateRequest,

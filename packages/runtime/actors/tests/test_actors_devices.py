@@ -8,8 +8,8 @@ import pytest
 
 from offbeat_actors import ClusterConfig, LocalLauncher, RoleSpec, find_view
 from offbeat_actors.ray._agent import _whereabouts
+from offbeat_core import BackendError
 from offbeat_placement import RankGroup, grid_nodes, plan_placement
-from offbeat_types import BackendError
 
 VARIABLE = "ABACUS_VISIBLE_DEVICES"
 GROUPS = [

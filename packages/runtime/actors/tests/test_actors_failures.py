@@ -18,7 +18,7 @@ from role_processes import role_processes
 
 from offbeat_actors import ActorHandle, RoleSpec, _local
 from offbeat_actors._local import LocalProcess
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DeadlineError,
     OffbeatError,
@@ -408,7 +408,7 @@ def test_cancelling_a_start_ends_the_process(launchers: Launchers, role_env: dic
 DRIVER = """
 import asyncio, sys
 from offbeat_actors import ClusterConfig, RoleSpec
-from offbeat_types import load_backend
+from offbeat_core import load_backend
 
 async def main(kind, address):
     launcher = load_backend("offbeat.launcher", kind)("test", ClusterConfig(launcher=kind, address=address))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RoleSpec
-from offbeat_types import PeerFailedError
+from offbeat_core import PeerFailedError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no subreapers")
 QUICK_S = 10.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_actors import LocalLauncher, RoleSpec
-from offbeat_types import PeerFailedError
+from offbeat_core import PeerFailedError
 
 BOUND = 100_000
 

@@ -11,8 +11,8 @@ from ray_cluster import NUM_GPUS, RayCluster
 
 from offbeat_actors import ClusterConfig, Launcher, RoleSpec
 from offbeat_actors.ray import RayLauncher, cluster_nodes
+from offbeat_core import DeadlineError
 from offbeat_placement import RankGroup, plan_placement
-from offbeat_types import DeadlineError
 
 
 def states(launcher: Launcher) -> dict[str, str]:

@@ -16,8 +16,8 @@ from test_actors_failures import ends, needs_linux
 
 from offbeat_actors import ClusterConfig, RoleSpec, call_all
 from offbeat_actors.ray import RayLauncher, cluster_nodes
+from offbeat_core import DeadlineError, PeerFailedError, PlacementError
 from offbeat_placement import Plan, RankGroup, plan_placement
-from offbeat_types import DeadlineError, PeerFailedError, PlacementError
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the cluster; nodes take seconds to start and to end
 

@@ -21,7 +21,7 @@ DRIVER = """
 import asyncio, os, sys
 from role_processes import MARK
 from offbeat_actors import ClusterConfig, RoleSpec
-from offbeat_types import load_backend
+from offbeat_core import load_backend
 
 async def main(kind, address):
     launcher = load_backend("offbeat.launcher", kind)("test", ClusterConfig(launcher=kind, address=address))

@@ -23,7 +23,7 @@ from offbeat_actors import (
     start_ranks,
     wait_gone,
 )
-from offbeat_types import ConfigError, DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import ConfigError, DeadlineError, OffbeatError, PeerFailedError
 
 SILENT_AFTER_S = 0.4
 

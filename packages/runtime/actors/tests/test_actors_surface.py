@@ -8,7 +8,7 @@ from pathlib import Path
 import offbeat_actors
 from offbeat_actors import Launcher, LocalLauncher
 from offbeat_actors.ray import RayLauncher
-from offbeat_types import load_backend
+from offbeat_core import load_backend
 
 
 def test_the_local_launcher_is_found_by_its_entry_point() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_actors import available_cpus, check_processes, split_threads
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 WEIGHTS = st.dictionaries(st.text(max_size=3), st.floats(0.01, 100), min_size=1, max_size=6)
 

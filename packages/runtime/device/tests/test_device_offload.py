@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
+from offbeat_core import ConfigError, OffbeatError
 from offbeat_device import MemoryOffloader, _offload, open_device
-from offbeat_types import ConfigError, OffbeatError
 
 MIB = 2**20
 

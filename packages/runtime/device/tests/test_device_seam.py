@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from offbeat_core import ConfigError, TracePlan, available_devices, load_backend
 from offbeat_device import StepTracer, TraceFiles, open_device, rank_device
-from offbeat_types import ConfigError, TracePlan, available_devices, load_backend
 
 
 def test_auto_takes_the_preferred_kind_that_is_here():

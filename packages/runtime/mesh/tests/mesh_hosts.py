@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from offbeat_core import OffbeatError
 from offbeat_mesh import Mesh, join_world
-from offbeat_types import OffbeatError
 
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 HEAD, OTHER = "10.78.0.1", "10.78.0.2"

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offbeat_core import ConfigError, GuardError
 from offbeat_mesh import Group, Layout, Mesh, join_world
-from offbeat_types import ConfigError, GuardError
 
 
 @pytest.mark.ranks(4)

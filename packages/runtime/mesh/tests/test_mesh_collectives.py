@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_types import ConfigError, GroupError, MismatchError, PeerFailedError, ShapeError
+from offbeat_core import ConfigError, GroupError, MismatchError, PeerFailedError, ShapeError
 
 REDUCIBLE = [
     torch.float32,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat_core import DeadlineError, PeerFailedError
 from offbeat_mesh import Mesh, join_world
 from offbeat_mesh._control import Bye, ControlClient, ControlServer, Hello, Record, pack
-from offbeat_types import DeadlineError, PeerFailedError
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
 LONG_S = 50.0  # so that no deadline of a call can be what ended it

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError, GuardError, PeerFailedError
 from offbeat_mesh import AXES, Guard, Layout, Mesh, join_world
 from offbeat_mesh._guard import check_guards
-from offbeat_types import ConfigError, GuardError, PeerFailedError
 
 SIZES = st.sampled_from([1, 2, 3])
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import ConfigError
 from offbeat_mesh import AXES, Layout
 from offbeat_mesh._layout import GRID_AXES, describe_group, name_ranks
-from offbeat_types import ConfigError
 
 SIZES = st.sampled_from([1, 2, 3])
 few = settings(max_examples=40)

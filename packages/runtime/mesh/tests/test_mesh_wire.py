@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from offbeat_core import GroupError
 from offbeat_mesh._plain_data import decode, encode
-from offbeat_types import GroupError
 
 LEAVES = (
     st.none()

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from offbeat_core import ConfigError, DeadlineError
 from offbeat_device import open_device
 from offbeat_mesh import Mesh, _world, current_world, join_world, open_store
-from offbeat_types import ConfigError, DeadlineError
 
 
 def free_port():

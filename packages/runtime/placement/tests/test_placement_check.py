@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from offbeat_core import PlacementError
 from offbeat_placement import Node, PlacedDriver, Plan, RankGroup, check_plan, plan_placement
-from offbeat_types import PlacementError
 
 
 def nodes_of(num_nodes, *, devices=4, **more):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat_core import PlacementError
 from offbeat_placement import (
     Allocation,
     Node,
@@ -24,7 +25,6 @@ from offbeat_placement import (
 )
 from offbeat_placement._packing import Room, UnitType, pack
 from offbeat_placement._planner import find_plan
-from offbeat_types import PlacementError
 
 MANY = settings(max_examples=250)
 

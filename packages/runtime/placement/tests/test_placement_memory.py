@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from offbeat_core import ModelError, TrainEngineSettings, TrainLayout
 from offbeat_placement import (
     ClassifierMemory,
     MemoryEstimate,
@@ -15,7 +16,6 @@ from offbeat_placement import (
     train_memory,
 )
 from offbeat_placement._memory import block_activations
-from offbeat_types import ModelError, TrainEngineSettings, TrainLayout
 
 TEXT = {
     "vocab_size": 97,

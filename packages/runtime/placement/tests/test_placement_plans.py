@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from offbeat_core import ConfigError, PlacementError
 from offbeat_placement import (
     Allocation,
     ClusterView,
@@ -23,7 +24,6 @@ from offbeat_placement import (
     suggest_changes,
     verify_placed,
 )
-from offbeat_types import ConfigError, PlacementError
 
 
 def trainer(num_ranks, **more):

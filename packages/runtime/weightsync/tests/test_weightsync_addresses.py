@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 from weightsync_peers import Weights, are_equal, give, in_thread, plan_of, receive_all, receiving
 
-from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_core import DeadlineError, WeightSyncError
 from offbeat_weightsync import SharedMemorySender, TcpSender, _addresses, _sender, new_address, open_sender
 from offbeat_weightsync._addresses import TcpAddress, kernel_address
 from offbeat_weightsync._connection import Connection, Deadline, Join

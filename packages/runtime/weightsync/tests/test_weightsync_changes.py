@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from weightsync_peers import Weights, are_equal, in_thread, load, plan_of
 
-from offbeat_types import WeightProof, WeightSyncError
+from offbeat_core import WeightProof, WeightSyncError
 from offbeat_weightsync import WeightCopy, WeightSender, new_address, open_sender, receive
 from offbeat_weightsync._changes import decode_run, encode_run
 

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing import reductions
 from weightsync_peers import Weights, plan_of
 
-from offbeat_types import TensorSpec, WeightSyncError
+from offbeat_core import TensorSpec, WeightSyncError
 from offbeat_weightsync import SharedMemorySender
 from offbeat_weightsync._connection import CudaHandle, Message, Offer
 

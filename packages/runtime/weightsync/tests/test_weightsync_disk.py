@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from weightsync_peers import Weights, are_equal, give, load, load_into, plan_of, receiving, take
 
+from offbeat_core import DeadlineError, WeightSyncError
 from offbeat_testing import DiskRecord
-from offbeat_types import DeadlineError, WeightSyncError
 from offbeat_weightsync import (
     BucketPlan,
     DiskSender,

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from weightsync_peers import in_thread
 
-from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_testing import changed_weights, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     GenerateRequest,
     OffbeatError,
@@ -27,6 +25,8 @@ from offbeat_types import (
     WeightProof,
     WeightSyncError,
 )
+from offbeat_rollout_torch import TorchRolloutEngine
+from offbeat_testing import changed_weights, reference_model, tiny_model
 from offbeat_weightsync import (
     BucketPlan,
     DiskSender,

@@ -5,7 +5,7 @@ import time
 import pytest
 from weightsync_peers import Sync, Weights, give, in_thread, plan_of, receive_all
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 from offbeat_weightsync import _receiver, new_address, open_sender
 
 

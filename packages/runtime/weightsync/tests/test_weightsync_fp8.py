@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 from offbeat_weightsync import (
     BucketPlan,
     DequantizedStream,

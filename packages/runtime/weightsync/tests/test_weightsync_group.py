@@ -29,7 +29,7 @@ from weightsync_peers import (
     take,
 )
 
-from offbeat_types import ConfigError, DeadlineError, WeightSyncError
+from offbeat_core import ConfigError, DeadlineError, WeightSyncError
 from offbeat_weightsync import DiskSender, GroupSender, WeightGroup, _group, new_address, receive
 
 

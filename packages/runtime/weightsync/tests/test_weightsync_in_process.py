@@ -4,7 +4,7 @@ import pytest
 import torch
 from weightsync_peers import Weights, are_equal
 
-from offbeat_types import WeightStream, WeightSyncError
+from offbeat_core import WeightStream, WeightSyncError
 from offbeat_weightsync import InProcessStream
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 from offbeat_weightsync import (
     EXPERTS,
     GATE_UP,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat_types import TENSOR_DTYPES, WeightSyncError
+from offbeat_core import TENSOR_DTYPES, WeightSyncError
 from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors
 from offbeat_weightsync._plan import ALIGNMENT, agreed_plan
 from offbeat_weightsync._tensors import RUN_BYTES, PlannedTensors

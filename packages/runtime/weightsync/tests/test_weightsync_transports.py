@@ -23,7 +23,7 @@ from weightsync_peers import (
     receiving,
 )
 
-from offbeat_types import DeadlineError, WeightSyncError
+from offbeat_core import DeadlineError, WeightSyncError
 from offbeat_weightsync import PeerStream, TcpSender, WeightSender, receive, tensor_checksums
 
 # For tests that wait for a deadline.

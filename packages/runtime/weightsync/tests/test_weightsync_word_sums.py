@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from weightsync_peers import Weights, are_equal, in_thread, load, plan_of, receiving
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 from offbeat_weightsync import SharedMemorySender, WeightCopy, receive
 from offbeat_weightsync._word_sums import WordSum
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from offbeat_types import OffbeatError
+from offbeat_core import OffbeatError
 from offbeat_weightsync import BucketPlan, describe_tensors, new_address, open_sender, receive
 
 CLONE_NEWNET = 0x40000000

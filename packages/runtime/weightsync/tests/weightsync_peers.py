@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offbeat_types import OffbeatError, WeightProof, WeightSyncError
+from offbeat_core import OffbeatError, WeightProof, WeightSyncError
 from offbeat_weightsync import (
     ArrivingStream,
     BucketPlan,

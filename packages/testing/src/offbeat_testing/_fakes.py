@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     EngineHealth,
     GenerateRequest,

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from offbeat_types import Completion, Floats, Ids
+from offbeat_core import Completion, Floats, Ids
 
 TinyFamily = Literal["qwen3", "qwen3_moe", "glm4_moe", "qwen2", "llama"]
 

@@ -11,16 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat_testing._fakes import FakeWeightStream
-from offbeat_testing._models import (
-    TinyFamily,
-    changed_weights,
-    logprob_errors,
-    reference_logprobs,
-    reference_model,
-    tiny_model,
-)
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     DataError,
@@ -33,6 +24,15 @@ from offbeat_types import (
     ScoreRequest,
     ScoringEngine,
     WeightSyncError,
+)
+from offbeat_testing._fakes import FakeWeightStream
+from offbeat_testing._models import (
+    TinyFamily,
+    changed_weights,
+    logprob_errors,
+    reference_logprobs,
+    reference_model,
+    tiny_model,
 )
 
 PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat_testing._models import TinyFamily, reference_logprobs, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     LossTokens,
     Metric,
@@ -21,6 +20,7 @@ from offbeat_types import (
     TrainLayout,
     TrainSequence,
 )
+from offbeat_testing._models import TinyFamily, reference_logprobs, reference_model, tiny_model
 
 
 def _sequences(num: int = 6, *, seed: int = 0) -> list[TrainSequence]:

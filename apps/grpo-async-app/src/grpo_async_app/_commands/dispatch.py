@@ -16,6 +16,7 @@ from grpo_async_app._imports.command import import_command
 from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
+from offbeat_core import load_config
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
 from offbeat_run import (
     Command,
@@ -23,7 +24,6 @@ from offbeat_run import (
     RunFolder,
     check_destination,
     check_trackers,
-    load_config,
     new_run_folder,
     print_conclusion,
     print_table,

@@ -11,9 +11,9 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.engine_probe import ProbeOutcome, probe_engines, widths_to_probe
 from grpo_async_app._run.interruption import run_interruptible
 from offbeat_actors import Launcher
+from offbeat_core import ConfigError, PeerFailedError, load_backend, load_config
 from offbeat_placement import ClusterView
-from offbeat_run import CommandWords, doctor_command, doing, inspect_model, load_config, print_text
-from offbeat_types import ConfigError, PeerFailedError, load_backend
+from offbeat_run import CommandWords, doctor_command, doing, inspect_model, print_text
 
 _SHOWN_LINES = 12
 """Last lines shown of a failed engine's log; the whole log is kept, and its path is printed."""

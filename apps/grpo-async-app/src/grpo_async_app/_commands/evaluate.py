@@ -6,6 +6,7 @@ from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._run.evaluation import default_folder, evaluate
 from grpo_async_app._run.session import with_model
+from offbeat_core import ConfigError, load_config, parse_config, toml_value, user_path
 from offbeat_run import (
     Checkpoint,
     CommandWords,
@@ -13,15 +14,11 @@ from offbeat_run import (
     RunFolder,
     check_model,
     inspect_model,
-    load_config,
-    parse_config,
     print_text,
     refuse_foreign_run,
-    toml_value,
     whole_number,
     write_comparison,
 )
-from offbeat_types import ConfigError, user_path
 
 
 def eval_command(words: CommandWords, target: str) -> int:

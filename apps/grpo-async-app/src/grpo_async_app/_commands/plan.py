@@ -13,10 +13,10 @@ from grpo_async_app._config.preflight import Preflight, check_reward, check_run,
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.fleet import plan_threads
+from offbeat_core import BackendError
 from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
 from offbeat_run import count_text, size_text, tracker_notices
-from offbeat_types import BackendError
 
 _IN_TURNS: Final[Mapping[str, Setting]] = {
     "async.staleness_threshold": 0,

@@ -14,6 +14,17 @@ from typing import Final
 import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import (
+    Completion,
+    ConfigError,
+    TrainEngine,
+    TrainEngineConfig,
+    TrainSequence,
+    Trajectory,
+    VersionSegment,
+    load_backend,
+    parse_config,
+)
 from offbeat_data import (
     ARITHMETIC_ALPHABET,
     DataConfig,
@@ -25,17 +36,7 @@ from offbeat_data import (
     load_tokenizer,
 )
 from offbeat_objectives import sft_loss
-from offbeat_run import doing, parse_config
-from offbeat_types import (
-    Completion,
-    ConfigError,
-    TrainEngine,
-    TrainEngineConfig,
-    TrainSequence,
-    Trajectory,
-    VersionSegment,
-    load_backend,
-)
+from offbeat_run import doing
 
 Transcript = Callable[[Prompt, Tokenizer], TrainSequence]
 

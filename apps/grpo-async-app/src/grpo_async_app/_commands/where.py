@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_async_app._run.places import RoleStatus, RunPlaces, read_places, state_of
+from offbeat_core import ConfigError
 from offbeat_run import CommandWords, RunFolder, Writer, duration_text, print_text, refuse_foreign_run, writer_of
-from offbeat_types import ConfigError
 
 _HEADS = ("node", "role", "pid", "devices", "state", "since", "restarts", "version")
 _FORMATS = ("text", "json")

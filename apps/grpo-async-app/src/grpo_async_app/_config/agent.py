@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from offbeat_types import ConfigError, setting
+from offbeat_core import ConfigError, setting
 
 PROMPT_FILE: Final = "{prompt_file}"
 """Stands in `agent.command` for the path of the file that holds the row."""

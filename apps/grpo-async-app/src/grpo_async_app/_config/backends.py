@@ -2,8 +2,7 @@
 
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import Problems
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     RolloutEngineSettings,
     SleepingTrainEngine,
@@ -11,6 +10,7 @@ from offbeat_types import (
     load_backend,
     require_backend,
 )
+from offbeat_run import Problems
 
 
 def check_backends(config: GrpoConfig) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from grpo_async_app._config.engine_formats import rounding_reason
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import ModelError, read_model_json
 from offbeat_objectives import resolve_correction
-from offbeat_types import ModelError, read_model_json
 
 _ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "half with experts": 2.0, "fp8": 2.0}
 """At least twice what rounding alone does; docs/losses.md has the table."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import ConfigError, TrainBackend, load_backend, setting
 from offbeat_data import Tokenizer, load_tokenizer
 from offbeat_run import ModelFolder, check_model, inspect_model
-from offbeat_types import ConfigError, TrainBackend, load_backend, setting
 
 CRITIC_FOLDER: Final = "critic"
 """Beside the policy in a checkpoint."""

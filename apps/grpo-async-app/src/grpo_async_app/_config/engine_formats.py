@@ -3,7 +3,7 @@
 from typing import Any
 
 from grpo_async_app._config.sections import RolloutConfig
-from offbeat_types import HeldBytes, RolloutEngineSettings, installed_backends, load_backend
+from offbeat_core import HeldBytes, RolloutEngineSettings, installed_backends, load_backend
 
 
 def held_bytes(backend: str, settings: RolloutEngineSettings) -> HeldBytes:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import ConfigError, load_backend
 from offbeat_data import Tokenizer, load_tokenizer
 from offbeat_run import ModelFolder, check_model, inspect_model
-from offbeat_types import ConfigError, load_backend
 
 
 def check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:

@@ -8,6 +8,15 @@ from grpo_async_app._config.engine_formats import held_bytes
 from grpo_async_app._config.placement import trainer_width
 from grpo_async_app._config.reward_model import RewardModelOptions, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import (
+    CacheBudget,
+    CacheNeeds,
+    ModelError,
+    RolloutEngineSettings,
+    TrainLayout,
+    installed_backends,
+    load_backend,
+)
 from offbeat_placement import (
     NUMBER_BYTES,
     ClassifierMemory,
@@ -20,15 +29,6 @@ from offbeat_placement import (
     train_memory,
 )
 from offbeat_recipes import RunMemory
-from offbeat_types import (
-    CacheBudget,
-    CacheNeeds,
-    ModelError,
-    RolloutEngineSettings,
-    TrainLayout,
-    installed_backends,
-    load_backend,
-)
 
 
 class BatchArithmetic:

@@ -16,11 +16,11 @@ from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherCon
 from grpo_async_app._config.sources import Tools, tools_of, turn_templates, with_tools
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
 from offbeat_actors import check_processes
+from offbeat_core import ConfigError
 from offbeat_data import CurriculumConfig, Tokenizer, TurnTemplate, load_prompts, load_tokenizer
 from offbeat_objectives import AlgorithmConfig
 from offbeat_placement import Placement
 from offbeat_run import HELD_OUT, inspect_model
-from offbeat_types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

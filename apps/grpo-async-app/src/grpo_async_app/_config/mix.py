@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat_core import REQUIRED, ConfigError, setting
 from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
-from offbeat_types import REQUIRED, ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import cluster_request
 from offbeat_actors import find_view as find_nodes
+from offbeat_core import ConfigError
 from offbeat_placement import ClusterView, Placement, RankGroup, ResourceRequest
-from offbeat_types import ConfigError
 
 _TRAINER_KEYS: Final = {"num_replicas": "engine.num_ranks", "cpus_per_rank": "cluster.trainer_threads"}
 _ROLLOUT_KEYS: Final = {

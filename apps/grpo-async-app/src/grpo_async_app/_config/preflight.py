@@ -47,6 +47,16 @@ from grpo_async_app._config.validation_sets import (
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_kinds, check_processes
+from offbeat_core import (
+    BackendError,
+    ConfigError,
+    ModelError,
+    TrainBackend,
+    TrainLayout,
+    check_schedule,
+    installed_backends,
+    load_backend,
+)
 from offbeat_data import (
     PromptSet,
     TurnTemplate,
@@ -59,16 +69,6 @@ from offbeat_objectives import check_algorithm, try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
 from offbeat_run import HELD_OUT, ModelFolder, Problems, check_model, doing, inspect_model
-from offbeat_types import (
-    BackendError,
-    ConfigError,
-    ModelError,
-    TrainBackend,
-    TrainLayout,
-    check_schedule,
-    installed_backends,
-    load_backend,
-)
 
 LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
 """Settings that say how long a run is."""

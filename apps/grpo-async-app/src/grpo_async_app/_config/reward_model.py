@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat_core import ConfigError, ModelError, read_options, setting
 from offbeat_data import RewardConfig
 from offbeat_run import check_model, inspect_model
-from offbeat_types import ConfigError, ModelError, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,7 @@ from grpo_async_app._config.mix import PromptsConfig
 from grpo_async_app._config.reward_model import reward_model_of
 from offbeat_actors import ClusterConfig
 from offbeat_async_policy import AsyncConfig
-from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
-from offbeat_objectives import AlgorithmConfig
-from offbeat_run import HELD_OUT, VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_types import (
+from offbeat_core import (
     REQUIRED,
     ConfigError,
     RolloutEngineConfig,
@@ -23,6 +20,9 @@ from offbeat_types import (
     WeightPart,
     setting,
 )
+from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
+from offbeat_objectives import AlgorithmConfig
+from offbeat_run import HELD_OUT, VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 
 AUTO: Final = "auto"
 """A choice that is left to the machine: see `choose_for_platform`."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from offbeat_core import ConfigError, ModelError, Trajectory
 from offbeat_data import EnvironmentConfig, load_image_rules
-from offbeat_types import ConfigError, ModelError, Trajectory
 
 _SETTINGS: Final = {"mcp": "shows_images", "openenv": "image_field"}
 """Of `environment.options`, by environment. What an environment of the user's own will say is known when it says it."""

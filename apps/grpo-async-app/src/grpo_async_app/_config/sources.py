@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 from grpo_async_app._config.mix import MixSourceConfig, PromptsConfig
 from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
+from offbeat_core import BackendError, ConfigError, DataError
 from offbeat_data import (
     DataConfig,
     EnvironmentConfig,
@@ -21,7 +22,6 @@ from offbeat_data import (
     load_prompts,
 )
 from offbeat_run import doing
-from offbeat_types import BackendError, ConfigError, DataError
 
 OWN_DATA: Final = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
 """Environments that judge by themselves, prompts of their own only; and how the path of those begins."""

@@ -15,6 +15,7 @@ from grpo_async_app._config.sources import (
     scored_alone,
     with_tools,
 )
+from offbeat_core import ConfigError, SamplingParams
 from offbeat_data import (
     EnvironmentConfig,
     Prompt,
@@ -25,7 +26,6 @@ from offbeat_data import (
     load_prompts,
 )
 from offbeat_run import HELD_OUT
-from offbeat_types import ConfigError, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_async_app._config.sections import GrpoConfig
+from offbeat_core import ConfigError, load_backend
 from offbeat_placement import PlacedRank, Placement
-from offbeat_types import ConfigError, load_backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from grpo_async_app._fleet.busy import Busy
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._roles.agent import AgentExit
 from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
-from offbeat_data import Prompt
-from offbeat_types import (
+from offbeat_core import (
     DeadlineError,
     GenerateRequest,
     OffbeatError,
@@ -22,6 +21,7 @@ from offbeat_types import (
     SamplingParams,
     SessionPlan,
 )
+from offbeat_data import Prompt
 
 GRACE_S: Final = 30.0
 """The role ends a program at its deadline; so long after it without an answer mean that the role itself is stuck."""

@@ -25,8 +25,8 @@ from weakref import WeakKeyDictionary
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.trainers import Trainers, is_lost
 from offbeat_actors import ActorHandle, Supervised
+from offbeat_core import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
 from offbeat_run import clock_s
-from offbeat_types import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"

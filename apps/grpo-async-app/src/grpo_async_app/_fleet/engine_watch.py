@@ -6,7 +6,7 @@ from statistics import median
 from typing import Final
 
 from offbeat_actors import StuckError
-from offbeat_types import EngineHealth
+from offbeat_core import EngineHealth
 
 STRAGGLER_FACTOR: Final = 3.0
 """An engine this many times slower than the median of the others is a straggler."""

@@ -21,8 +21,7 @@ from offbeat_actors import (
     start_again,
     wait_gone,
 )
-from offbeat_run import clock_s
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     EngineHealth,
     GenerateRequest,
@@ -30,6 +29,7 @@ from offbeat_types import (
     PeerFailedError,
     PlacementError,
 )
+from offbeat_run import clock_s
 
 JOINING_AT_ONCE: Final = 4
 """Engines that start beside a run that goes on: each loads a model, and a hundred at once would take the machine."""

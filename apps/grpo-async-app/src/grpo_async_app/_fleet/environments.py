@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 from offbeat_data import EnvironmentFailedError, Prompt, RewardScore
-from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 GRACE_S = 10.0
 """The role ends a step that takes too long. It gives others back the time that one has blocked it; so twice the time

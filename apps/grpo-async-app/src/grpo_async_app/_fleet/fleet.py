@@ -37,10 +37,7 @@ from offbeat_actors import (
     split_threads,
     start_again,
 )
-from offbeat_data import Prompt, RewardConfig, RewardScore, Written
-from offbeat_placement import Placement
-from offbeat_run import clock_s, doing
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DeadlineError,
     DroppedSettings,
@@ -50,6 +47,9 @@ from offbeat_types import (
     PlacementError,
     load_backend,
 )
+from offbeat_data import Prompt, RewardConfig, RewardScore, Written
+from offbeat_placement import Placement
+from offbeat_run import clock_s, doing
 from offbeat_weightsync import new_socket_path
 
 _log = logging.getLogger(__name__)

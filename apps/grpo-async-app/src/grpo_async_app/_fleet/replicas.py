@@ -17,8 +17,8 @@ from offbeat_actors import (
     start_again,
     wait_gone,
 )
+from offbeat_core import PeerFailedError
 from offbeat_run import clock_s
-from offbeat_types import PeerFailedError
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.shown import refuse_shown
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._roles.scorer import Judged, ScorerAnswer
+from offbeat_core import Floats, Ids, Image, ScoreRequest, Trajectory
 from offbeat_data import Prompt
-from offbeat_types import Floats, Ids, Image, ScoreRequest, Trajectory
 
 
 class Teachers:

@@ -7,7 +7,7 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_ranks
-from offbeat_types import PeerFailedError, WeightSyncError
+from offbeat_core import PeerFailedError, WeightSyncError
 
 
 class Trainers(ActorGroup):

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
 from offbeat_actors import ActorHandle, Supervised
+from offbeat_core import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError
 from offbeat_run import clock_s
-from offbeat_types import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError
 
 E = TypeVar("E", bound=Supervised)
 Taken = Callable[[str, WeightPart, int, float], None]

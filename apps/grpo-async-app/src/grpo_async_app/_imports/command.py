@@ -11,9 +11,9 @@ from grpo_async_app._imports.openrlhf import import_openrlhf, names_model
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
+from offbeat_core import ConfigError, parse_config
 from offbeat_recipes import Draft, Framework, Source, import_recipe, read_command_line, read_options
-from offbeat_run import CommandWords, parse_config
-from offbeat_types import ConfigError
+from offbeat_run import CommandWords
 
 _SFT_HERE: Final = "`sft-app import` takes it"
 _OTHERS: Final = {

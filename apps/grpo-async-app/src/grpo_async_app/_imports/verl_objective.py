@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from offbeat_core import ConfigError
 from offbeat_recipes import Draft, Entry, is_number, is_open
-from offbeat_types import ConfigError
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _CORRECTION: Final = "algorithm.rollout_correction."

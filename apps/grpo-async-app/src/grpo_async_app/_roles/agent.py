@@ -20,7 +20,7 @@ from typing import IO, Any, Final, Literal
 from grpo_async_app._config.agent import PROMPT_FILE, AgentConfig, program_words
 from grpo_async_app._roles.agent_forks import ForkServer
 from grpo_async_app._roles.agent_streams import Streams, keep_end, key_pipe, key_variables
-from offbeat_run import drop_secrets
+from offbeat_core import drop_secrets
 
 _REAPER: Final = "trap '' HUP INT QUIT TERM; read _; kill -KILL 0"
 _OWN_VARIABLES: Final = frozenset(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from grpo_async_app._roles.agent_streams import Streams, key_variables
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 _READY: Final = b"ready"
 _LONGEST_REQUEST: Final = 192 * 1024

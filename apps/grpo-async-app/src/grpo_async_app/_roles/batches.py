@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from grpo_async_app._roles.groups import SampledGroup
+from offbeat_core import Floats, Metric, Metrics, TrainEngine, TrainSequence, Trajectory
 from offbeat_objectives import (
     AlgorithmConfig,
     Correction,
@@ -22,7 +23,6 @@ from offbeat_objectives import (
     distill,
     kl_per_token,
 )
-from offbeat_types import Floats, Metric, Metrics, TrainEngine, TrainSequence, Trajectory
 
 
 def build_batches(

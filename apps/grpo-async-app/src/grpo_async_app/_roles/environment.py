@@ -6,8 +6,8 @@ other way is ended with this process.
 
 from typing import Any
 
+from offbeat_core import drop_secrets
 from offbeat_data import EnvironmentConfig, EpisodeHost, Prompt, RewardScore, build_environment
-from offbeat_run import drop_secrets
 
 
 class EnvironmentRole:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from offbeat_core import Completion, Floats, Ids, Reply, Trajectory, VersionSegment
 from offbeat_data import Picture
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import reading
-from offbeat_types import Completion, Floats, Ids, Reply, Trajectory, VersionSegment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.scorer import ScorerAnswer
+from offbeat_core import Ids
 from offbeat_data import RewardError, RewardScore, Tokenizer, load_tokenizer
 from offbeat_device import open_device
 from offbeat_run import inspect_model, log_line, log_loaded, log_start
-from offbeat_types import Ids
 
 
 @dataclass(frozen=True)

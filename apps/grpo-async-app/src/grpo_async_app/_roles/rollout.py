@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.residence import resident_bytes
-from offbeat_data import load_tokenizer
-from offbeat_device import Profiler, TraceFiles, open_device
-from offbeat_run import log_line, log_loaded, log_start, size_text
-from offbeat_types import (
+from offbeat_core import (
     BackendError,
     Completion,
     ConfigError,
@@ -29,6 +26,9 @@ from offbeat_types import (
     WeightStream,
     load_backend,
 )
+from offbeat_data import load_tokenizer
+from offbeat_device import Profiler, TraceFiles, open_device
+from offbeat_run import log_line, log_loaded, log_start, size_text
 from offbeat_weightsync import WeightCopy, WeightGroup, receive
 
 

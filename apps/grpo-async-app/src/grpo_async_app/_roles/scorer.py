@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from offbeat_core import BackendError, ConfigError, DataError, OffbeatError, drop_secrets
 from offbeat_data import (
     FaultyFunctionError,
     NotANumberError,
@@ -24,8 +25,6 @@ from offbeat_data import (
     Written,
     build_reward,
 )
-from offbeat_run import drop_secrets
-from offbeat_types import BackendError, ConfigError, DataError, OffbeatError
 
 _ERRORS: Final[dict[str, type[OffbeatError]]] = {
     error.__name__: error

@@ -5,8 +5,7 @@ import time
 import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_run import log_line, log_loaded, log_start
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     EngineHealth,
     Floats,
@@ -14,6 +13,7 @@ from offbeat_types import (
     ScoringEngine,
     load_backend,
 )
+from offbeat_run import log_line, log_loaded, log_start
 
 
 class TeacherRole:

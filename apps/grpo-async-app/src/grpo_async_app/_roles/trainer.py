@@ -15,11 +15,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import after_a_step, build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.residence import resident_bytes
-from offbeat_device import StepTracer, open_device
-from offbeat_mesh import Rendezvous, current_world
-from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
-from offbeat_run import check_shared, counted_loss, disk_errors, log_line, log_loaded, log_start, size_text
-from offbeat_types import (
+from offbeat_core import (
     Metric,
     Metrics,
     SleepingTrainEngine,
@@ -28,9 +24,14 @@ from offbeat_types import (
     TrainSequence,
     WeightPart,
     WeightProof,
+    disk_errors,
     load_backend,
     merge_metrics,
 )
+from offbeat_device import StepTracer, open_device
+from offbeat_mesh import Rendezvous, current_world
+from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
+from offbeat_run import check_shared, counted_loss, log_line, log_loaded, log_start, size_text
 from offbeat_weightsync import (
     BucketPlan,
     DiskSender,

@@ -19,10 +19,10 @@ from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, Scored
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
+from offbeat_core import ConfigError, GenerateRequest, Metrics, SamplingParams
 from offbeat_data import Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
-from offbeat_types import ConfigError, GenerateRequest, Metrics, SamplingParams
 
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_types import OffbeatError
+from offbeat_core import OffbeatError
 
 
 class SamplesLostError(OffbeatError):

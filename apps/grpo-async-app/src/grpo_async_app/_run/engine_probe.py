@@ -17,8 +17,8 @@ import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import Launcher, RoleSpec, available_cpus, read_log_tail
+from offbeat_core import Completion, GenerateRequest, OffbeatError, PlacementError, SamplingParams, UserError
 from offbeat_placement import ClusterView, Node, Plan, RankGroup, plan_placement
-from offbeat_types import Completion, GenerateRequest, OffbeatError, PlacementError, SamplingParams, UserError
 
 _PROMPT: Final = np.asarray([1, 2, 3], np.int32)
 _NUM_TOKENS: Final = 2

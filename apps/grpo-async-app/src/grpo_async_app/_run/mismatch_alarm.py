@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from offbeat_core import Metric
 from offbeat_run import MetricsLine
-from offbeat_types import Metric
 
 ALARM_METRIC: Final = "mismatch/abs_p99_nats_lag0"
 _CAUSES: Final = (

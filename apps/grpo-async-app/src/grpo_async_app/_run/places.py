@@ -18,8 +18,8 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace, RoleState
+from offbeat_core import RunFolderError
 from offbeat_run import RunFolder, Writer
-from offbeat_types import RunFolderError
 
 LOOKED_EVERY_S: Final = 0.5
 """Between two looks at the roles; the file is written when something has changed."""

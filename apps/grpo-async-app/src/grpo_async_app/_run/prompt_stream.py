@@ -7,8 +7,8 @@ from typing import Any
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import TrainingSource
+from offbeat_core import Metric, Metrics, RunFolderError
 from offbeat_data import EpochOrder, MixtureOrder, Prompt, SuccessRates
-from offbeat_types import Metric, Metrics, RunFolderError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from grpo_async_app._run.cut_off_alarm import CutOffAlarm
 from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.validation import Validation, accuracy_metric
 from offbeat_async_policy import Statistics
+from offbeat_core import Metric, Metrics, WeightPart
 from offbeat_data import Prompt
 from offbeat_run import HELD_OUT, Generation, MetricsLine, RunFolder, RunLog, clock_s, iter_metrics, read_alarms
-from offbeat_types import Metric, Metrics, WeightPart
 
 WAIT_SHOWN_AFTER_S = 120.0
 _logging = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from grpo_async_app._fleet.busy import Busy
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._scoring.error_share import ErrorShare
 from offbeat_actors import gather_or_cancel
-from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, Written, play_episode
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     DataError,
     GenerateRequest,
@@ -23,6 +22,7 @@ from offbeat_types import (
     OffbeatError,
     Trajectory,
 )
+from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, Written, play_episode
 
 
 class EpisodesLostError(OffbeatError):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_actors import Tell
+from offbeat_core import ConfigError, DeadlineError, UserError
 from offbeat_run import RunFolder
-from offbeat_types import ConfigError, DeadlineError, UserError
 
 _ASKED: Final = "scale.json"
 _TAKEN: Final = "scale.taken"

@@ -25,8 +25,8 @@ from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.scaling import scale_as_asked
 from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
-from offbeat_run import Checkpoint, LivenessConfig, RunFolder, disk_errors, print_text, reading
-from offbeat_types import OffbeatError, PeerFailedError, RunFolderError
+from offbeat_core import OffbeatError, PeerFailedError, RunFolderError, disk_errors
+from offbeat_run import Checkpoint, LivenessConfig, RunFolder, print_text, reading
 
 
 def train(preflight: Preflight, run: RunFolder) -> LoopSummary:

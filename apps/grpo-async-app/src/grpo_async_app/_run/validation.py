@@ -9,9 +9,9 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._run.sampling import Rollouts, Scored
+from offbeat_core import GenerateRequest, OffbeatError, PeerFailedError, StopReason
 from offbeat_data import Prompt, vote_of
 from offbeat_run import HELD_OUT, ItemAnswers, SampledAnswer, SetSummary, label_of, summarize
-from offbeat_types import GenerateRequest, OffbeatError, PeerFailedError, StopReason
 
 _PROMPT_CHARACTERS = 500
 """Of a prompt, kept with its answers: whoever reads them has the set."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from grpo_async_app._fleet.busy import BusyClock
-from offbeat_types import Metric, Metrics
+from offbeat_core import Metric, Metrics
 
 
 class ScoringGauge:

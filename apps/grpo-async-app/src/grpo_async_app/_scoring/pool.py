@@ -15,8 +15,8 @@ from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.processes import BlockingScorers, ScorerStarter, worthless
 from grpo_async_app._scoring.waiting import WaitingScorer
 from offbeat_actors import ClusterConfig, Tell
+from offbeat_core import Metrics, OffbeatError, printable
 from offbeat_data import Prompt, RewardConfig, RewardError, RewardScore, Written
-from offbeat_types import Metrics, OffbeatError, printable
 
 _logger = logging.getLogger(__name__)
 

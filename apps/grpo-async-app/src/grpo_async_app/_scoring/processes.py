@@ -26,8 +26,8 @@ from offbeat_actors import (
     Tell,
     call_or_kill,
 )
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 from offbeat_data import RewardConfig, RewardError, RewardScore
-from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ from typing import Final
 
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig
+from offbeat_core import ConfigError, DataError, secret_variables
 from offbeat_data import FaultyFunctionError, NotANumberError, Prompt, RewardConfig, RewardError, RewardScore
-from offbeat_run import doing, secret_variables
-from offbeat_types import ConfigError, DataError
+from offbeat_run import doing
 
 _MADE_UP: Final = "a completion made up to try the reward: 42"
 

@@ -7,8 +7,8 @@ from functools import partial
 from grpo_async_app._roles.scorer import Judged, ScorerAnswer, ScorerAsk
 from grpo_async_app._scoring.processes import BlockingScorers, Scorer, ScorerStarter, split
 from offbeat_actors import ActorHandle, wait_gone
+from offbeat_core import PeerFailedError
 from offbeat_data import RewardConfig, RewardError
-from offbeat_types import PeerFailedError
 
 _log = logging.getLogger(__name__)
 

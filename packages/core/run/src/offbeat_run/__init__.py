@@ -15,13 +15,7 @@ from offbeat_run._command import (
     whole_number,
 )
 from offbeat_run._conclusion import print_conclusion
-from offbeat_run._config.load import load_config, parse_config, split_overrides
-from offbeat_run._config.schema import check_limits
-from offbeat_run._config.secrets import drop_secrets, secret_variables
-from offbeat_run._config.sections import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_run._config.text import dump_config, explain, toml_value
 from offbeat_run._examine import ModelFolder, examine, inspect_model
-from offbeat_run._files import atomic_folder, atomic_write, disk_errors, write_new_file
 from offbeat_run._folder import RunFolder, check_shared
 from offbeat_run._lock import Writer, writer_of
 from offbeat_run._metric_names import METRIC_NAMES, MetricName, label_of
@@ -46,6 +40,7 @@ from offbeat_run._run_log import (
     read_alarms,
     read_generations,
 )
+from offbeat_run._sections import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 from offbeat_run._sessions import record_session, refuse_foreign_run, say_finished
 from offbeat_run._signals import ending_signals
 from offbeat_run._status import counted_loss, doing, so_far
@@ -110,31 +105,23 @@ __all__ = [
     "Tracker",
     "Writer",
     "answers_path",
-    "atomic_folder",
-    "atomic_write",
     "bootstrap_interval",
     "check_destination",
-    "check_limits",
     "check_model",
     "check_shared",
     "check_trackers",
     "clock_s",
     "count_text",
     "counted_loss",
-    "disk_errors",
     "doctor_command",
     "doing",
-    "drop_secrets",
-    "dump_config",
     "duration_text",
     "ending_signals",
     "examine",
-    "explain",
     "inspect_model",
     "item_histories",
     "iter_metrics",
     "label_of",
-    "load_config",
     "log_line",
     "log_loaded",
     "log_start",
@@ -142,7 +129,6 @@ __all__ = [
     "model_card",
     "new_run_folder",
     "open_trackers",
-    "parse_config",
     "pass_at_k",
     "print_before_after",
     "print_conclusion",
@@ -163,23 +149,19 @@ __all__ = [
     "run_command",
     "run_named_command",
     "say_finished",
-    "secret_variables",
     "serve_report",
     "show_usage",
     "size_text",
     "so_far",
     "split_arguments",
-    "split_overrides",
     "summarize",
     "table_json",
     "table_markdown",
     "table_text",
-    "toml_value",
     "tracker_notices",
     "whole_number",
     "write_card",
     "write_comparison",
-    "write_new_file",
     "write_report",
     "writer_of",
 ]

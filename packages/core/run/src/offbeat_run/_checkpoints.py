@@ -17,16 +17,18 @@ from typing import Final, TypeVar
 import msgspec
 import xxhash
 
-from offbeat_run._files import atomic_folder, atomic_write, read_small
-from offbeat_run._printing import print_text
-from offbeat_types import (
+from offbeat_core import (
     DIGEST_SUFFIX,
     ConfigError,
     RunFolderError,
+    atomic_folder,
+    atomic_write,
     describe_damage,
     digest_of,
+    read_small,
     read_tensor_shapes,
 )
+from offbeat_run._printing import print_text
 
 T = TypeVar("T")
 

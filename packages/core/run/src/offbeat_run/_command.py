@@ -17,9 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from offbeat_core import ConfigError, OffbeatError, UserError, defer_device_backends, explain, sections_of
 from offbeat_http import raise_descriptor_limit
-from offbeat_run._config.schema import sections_of
-from offbeat_run._config.text import explain
 from offbeat_run._examine import examine
 from offbeat_run._folder import RunFolder, last_has_checkpoint
 from offbeat_run._lock import last_locked
@@ -28,7 +27,6 @@ from offbeat_run._report.page import write_report
 from offbeat_run._report.serving import serve_report
 from offbeat_run._signals import interrupted_by_signals
 from offbeat_run._status import doing, showing_status
-from offbeat_types import ConfigError, OffbeatError, UserError, defer_device_backends
 
 INTERRUPTED = 130
 CLOSED_PIPE = 141
@@ -314,6 +312,8 @@ def run_named_command(words: Sequence[str], commands: Mapping[str, Command], con
     if "" in arguments:
         raise ConfigError(f"{_wanted_words(name, command.argument)}, got an empty one")
     _refuse_unread(name, command, sorted_words)
+    if command.overrides:
+        doing(" ".join(("reading the configuration", *arguments)))
     return command.run(sorted_words, *arguments)
 
 

@@ -10,9 +10,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_run._checkpoints import by_step
-from offbeat_run._folder import CHECKPOINTS
-from offbeat_types import (
+from offbeat_core import (
     INSTALL_LINES,
     MODEL_INDEX_FILE,
     BackendError,
@@ -26,6 +24,8 @@ from offbeat_types import (
     require_backend,
     user_path,
 )
+from offbeat_run._checkpoints import by_step
+from offbeat_run._folder import CHECKPOINTS
 
 
 @dataclass(frozen=True, kw_only=True)

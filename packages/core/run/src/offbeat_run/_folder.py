@@ -10,13 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from offbeat_core import RunFolderError, UserError, atomic_write, dump_config, remove_leftovers, user_path
 from offbeat_run._checkpoints import Checkpoints
-from offbeat_run._config.text import dump_config
-from offbeat_run._files import atomic_write, remove_leftovers
 from offbeat_run._lock import LOCK_NAME, FolderLock, last_locked
 from offbeat_run._printing import shown
 from offbeat_run._quantities import size_text
-from offbeat_types import RunFolderError, UserError, user_path
 
 CHECKPOINTS: Final = "checkpoints"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakSet
 
+from offbeat_core import RunFolderError
 from offbeat_run._printing import print_text
-from offbeat_types import RunFolderError
 
 LOCK_NAME: Final = ".lock"
 BEAT_S: Final = 5.0

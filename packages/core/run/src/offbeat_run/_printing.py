@@ -2,8 +2,7 @@
 
 import sys
 
-from offbeat_run._config.secrets import hide_secrets
-from offbeat_types import printable
+from offbeat_core import hide_secrets, printable
 
 
 def shown(text: str) -> str:

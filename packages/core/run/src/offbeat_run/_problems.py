@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offbeat_types import ConfigError, UserError
+from offbeat_core import ConfigError, UserError
 
 
 class Problems:

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from offbeat_core import Metric
 from offbeat_run._metric_names import label_of
 from offbeat_run._printing import shown
 from offbeat_run._quantities import duration_text
 from offbeat_run._run_summary import change_text, estimate_text
 from offbeat_run._status import current_status
 from offbeat_run._validation.summary import Estimate
-from offbeat_types import Metric
 
 if TYPE_CHECKING:  # rich is imported where it draws: processes that only log need none of it
     from rich.console import Console

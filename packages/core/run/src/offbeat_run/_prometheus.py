@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
+from offbeat_core import ConfigError
 from offbeat_http import Page, PageServer, is_loopback, listen
 from offbeat_run._metric_names import METRIC_NAMES
-from offbeat_types import ConfigError
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TOKEN_VARIABLE: Final = "OFFBEAT_METRICS_TOKEN"

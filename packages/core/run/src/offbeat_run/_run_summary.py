@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from offbeat_run._config.load import MAX_CONFIG_BYTES
+from offbeat_core import MAX_CONFIG_BYTES, read_small
 from offbeat_run._described import describe_task
-from offbeat_run._files import read_small
 from offbeat_run._folder import RunFolder
 from offbeat_run._lock import writer_of
 from offbeat_run._metric_names import is_share, label_of

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from offbeat_run._config.sections import LogConfig
+from offbeat_core import BackendError
 from offbeat_run._folder import RunFolder
 from offbeat_run._metrics import Tracker
-from offbeat_types import BackendError
+from offbeat_run._sections import LogConfig
 
 _COLUMNS: Final = ("step", "set", "version", "reward", "prompt", "completion", "answer", "num_tokens", "stop_reason")
 """Of the table of completions, before its images."""

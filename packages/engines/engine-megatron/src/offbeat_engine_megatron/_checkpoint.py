@@ -16,6 +16,15 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
+from offbeat_core import (
+    ModelError,
+    RunFolderError,
+    TensorSpec,
+    UserError,
+    copy_tokenizer,
+    drop_model_files,
+    sync_tree,
+)
 from offbeat_device import Device
 from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._model import Policy
@@ -49,15 +58,6 @@ from offbeat_training import (
     write_files,
     write_model_index,
     write_state,
-)
-from offbeat_types import (
-    ModelError,
-    RunFolderError,
-    TensorSpec,
-    UserError,
-    copy_tokenizer,
-    drop_model_files,
-    sync_tree,
 )
 
 GENERATION_CONFIG: Final = "generation_config.json"

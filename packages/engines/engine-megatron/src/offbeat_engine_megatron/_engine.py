@@ -13,6 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from offbeat_core import (
+    Floats,
+    LossFunction,
+    Metrics,
+    OffbeatError,
+    TrainEngineConfig,
+    TrainLayout,
+    TrainSequence,
+    WeightPart,
+)
 from offbeat_device import Device, MemoryOffloader, open_device
 from offbeat_engine_megatron._layout import Plan, plan_engine, plan_layout
 from offbeat_engine_megatron._megatron import (
@@ -25,16 +35,6 @@ from offbeat_engine_megatron._megatron import (
 )
 from offbeat_mesh import Mesh
 from offbeat_training import ImageInputs, LossCalls, NoImages, StepCounts, Steps, TrainerRanks, with_loss_tokens
-from offbeat_types import (
-    Floats,
-    LossFunction,
-    Metrics,
-    OffbeatError,
-    TrainEngineConfig,
-    TrainLayout,
-    TrainSequence,
-    WeightPart,
-)
 
 if TYPE_CHECKING:
     from offbeat_engine_megatron._optimizer import ClippedOptimizer
@@ -48,7 +48,7 @@ _KEPT = {"config", "parallel", "temperature", "_plan", "_device", "_shim", "_ope
 
 
 class MegatronTrainEngine(StepCounts):
-    """A causal language model in megatron-core, and its optimizer: implements `offbeat_types.TrainEngine`.
+    """A causal language model in megatron-core, and its optimizer: implements `offbeat_core.TrainEngine`.
 
     Every rank calls every method, in the same order and with the same arguments: the sequences of the whole update.
     The engine takes its share, and each rank returns what one process would. Make one with `create`.

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch
 
+from offbeat_core import ConfigError
 from offbeat_device import Device
 from offbeat_engine_megatron._shape import ModelShape
 from offbeat_training import fits_varlen
-from offbeat_types import ConfigError
 
 LOCAL: Final = "local"
 TE: Final = "te"

@@ -46,13 +46,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 
+from offbeat_core import Metric, Metrics, ShapeError, TrainSequence
 from offbeat_device import MaskedAttention
 from offbeat_engine_megatron._layout import MegatronEngineOptions
 from offbeat_engine_megatron._packing import CausalRuns, MtpInputs, PassInputs, attend, causal_runs
 from offbeat_engine_megatron._weights import Slot
 from offbeat_mesh import Group, Mesh
 from offbeat_training import ImageProcessor
-from offbeat_types import Metric, Metrics, ShapeError, TrainSequence
 
 
 class PackedParams(PackedSeqParams):  # type: ignore[misc]

@@ -9,10 +9,10 @@ from typing import Any, Final, Self
 
 import torch
 
+from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
 from offbeat_engine_megatron._kernels import GROUPED, LOCAL, SEQUENTIAL, TE, Kernels, choose_kernels
 from offbeat_engine_megatron._shape import ModelShape, read_model
-from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +286,7 @@ def _check_tower(shape: ModelShape, config: TrainEngineConfig, options: Megatron
 
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
-    """How so many ranks will share the model; see `offbeat_types.TrainBackend.plan`."""
+    """How so many ranks will share the model; see `offbeat_core.TrainBackend.plan`."""
     device = open_device(config.device)
     plan = plan_engine(config, {"dp": num_ranks, "cp": 1, "tp": 1, "pp": 1, "ep": 1})
     sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
+from offbeat_core import INSTALL_LINES, BackendError, ConfigError
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_mesh import Mesh, World, current_world, join_world
-from offbeat_types import INSTALL_LINES, BackendError, ConfigError
 
 NOTICES = (
     "(Transformer Engine and )?Apex (is|are) not installed",

@@ -13,9 +13,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
+from offbeat_core import ConfigError, TrainEngineConfig, learning_rate_at
 from offbeat_engine_megatron._layout import MegatronEngineOptions
 from offbeat_training import clip_gradients
-from offbeat_types import ConfigError, TrainEngineConfig, learning_rate_at
 
 
 def wrap_parts(parts: Sequence[Any], config: Any, options: MegatronEngineOptions) -> list[Any]:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import offbeat_training as training
+from offbeat_core import TrainSequence
 from offbeat_device import AttendedTokens, MaskedAttention
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_mesh import Group
 from offbeat_training import ImageInputs, Indices, MicroBatch, Share, VarlenBounds, varlen_attention
-from offbeat_types import TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from offbeat_core import Floats, TrainSequence, check_token_ids
 from offbeat_device import MaskedAttention
 from offbeat_engine_megatron._kernels import MASKED
 from offbeat_engine_megatron._layout import Plan
@@ -27,7 +28,6 @@ from offbeat_training import (
     answers_of_all,
     plan_shares,
 )
-from offbeat_types import Floats, TrainSequence, check_token_ids
 
 Found = Callable[[int, Tensor], Tensor]
 """Given a micro-batch's number and its answer [2, N], the loss to differentiate."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat_types import ModelError
+from offbeat_core import ModelError
 
 
 def outline_tower(hf_config: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -5,7 +5,7 @@ import pytest
 from megatron_layouts import Layout, copied, params_of, same
 from megatron_yardstick import make_sequences, policy_loss
 
-from offbeat_types import ConfigError, OffbeatError, SleepingTrainEngine
+from offbeat_core import ConfigError, OffbeatError, SleepingTrainEngine
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 KINDS = [

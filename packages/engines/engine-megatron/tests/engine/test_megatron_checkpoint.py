@@ -8,9 +8,9 @@ import torch
 from megatron_layouts import Layout, copied, params_of, same
 from megatron_yardstick import train_steps
 
+from offbeat_core import ModelError
 from offbeat_mesh import Mesh
 from offbeat_testing import DAMAGES, reference_model, tiny_model
-from offbeat_types import ModelError
 
 WRITERS = [
     Layout(),

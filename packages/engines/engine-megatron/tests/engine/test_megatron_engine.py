@@ -9,10 +9,7 @@ import torch
 from megatron_layouts import Layout, copied, same
 from megatron_yardstick import make_sequences, policy_loss, reference_loss
 
-from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_mesh import Mesh, current_world
-from offbeat_testing import reference_logprobs, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DataError,
     Metric,
@@ -23,6 +20,9 @@ from offbeat_types import (
     TrainSequence,
     load_backend,
 )
+from offbeat_engine_megatron import MegatronTrainEngine
+from offbeat_mesh import Mesh, current_world
+from offbeat_testing import reference_logprobs, reference_model, tiny_model
 
 
 @pytest.mark.mesh(tp=2, cp=2)

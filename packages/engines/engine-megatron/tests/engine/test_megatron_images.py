@@ -9,10 +9,10 @@ import torch
 from megatron_layouts import whole_gradients
 from pictured_sequences import Pictures, Yardstick
 
+from offbeat_core import DataError, Metric, TrainEngineConfig
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_vision_model
-from offbeat_types import DataError, Metric, TrainEngineConfig
 
 FAMILIES = {
     "qwen2_5_vl": {"tied": False},

@@ -12,12 +12,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from offbeat_core import DeadlineError, GuardError, TrainEngineConfig, TrainSequence
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_engine_megatron._megatron import CpuShim
 from offbeat_liveness import current_monitor
 from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
-from offbeat_types import DeadlineError, GuardError, TrainEngineConfig, TrainSequence
 
 DEADLINE_S = 15.0
 LOOK_AFTER_S = 3.0

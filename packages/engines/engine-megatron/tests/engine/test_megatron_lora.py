@@ -9,10 +9,10 @@ from megatron_layouts import Layout, copied, same
 from megatron_yardstick import LORA_RANK, make_sequences, train_steps
 from safetensors.torch import load_file
 
+from offbeat_core import ModelError, PeerFailedError
 from offbeat_engine_megatron._lora import Adapter
 from offbeat_engine_megatron._weights import Gathering
 from offbeat_testing import reference_logprobs, reference_model
-from offbeat_types import ModelError, PeerFailedError
 
 PREFIX = "base_model.model."
 LORA = Layout(lora=True)

@@ -12,10 +12,10 @@ from megatron_yardstick import make_sequences, policy_loss
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from offbeat_core import ConfigError, LossTokens, ModelError
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh
 from offbeat_testing import reference_model
-from offbeat_types import ConfigError, LossTokens, ModelError
 
 NUM_LAYERS, WEIGHT, TOLERANCE = 2, 0.3, 1e-5
 OPTIONS = {"mtp_layers": NUM_LAYERS, "mtp_loss_weight": WEIGHT}

@@ -33,7 +33,7 @@ class Device:
 CREATE = """
 import sys
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_types import TrainEngineConfig
+from offbeat_core import TrainEngineConfig
 
 MegatronTrainEngine.create(TrainEngineConfig(model_path=sys.argv[1], device="patched"))
 """

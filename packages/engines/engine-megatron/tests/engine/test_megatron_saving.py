@@ -18,11 +18,11 @@ from megatron_layouts import Layout, engine_config
 from megatron_yardstick import train_steps
 from torch._C._distributed_c10d import FileStore
 
+from offbeat_core import DeadlineError, RunFolderError
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh, join_world
 from offbeat_testing import reference_model, tiny_model
 from offbeat_training import BackgroundWrite, FileWriter, TensorFolder
-from offbeat_types import DeadlineError, RunFolderError
 
 DEADLINE_S = 120
 
@@ -197,7 +197,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from offbeat_engine_megatron import MegatronTrainEngine
-from offbeat_types import TrainEngineConfig
+from offbeat_core import TrainEngineConfig
 engine = MegatronTrainEngine.create(TrainEngineConfig(model_path=sys.argv[1], device="cpu"))
 engine.save_in_background(Path(sys.argv[2]))
 """

@@ -7,9 +7,9 @@ import pytest
 from megatron_layouts import Layout
 from megatron_yardstick import train_steps
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainSequence
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import reference_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, TrainSequence
 from offbeat_weightsync import InProcessStream, merge_adapter, select_adapter
 
 PROMPT = np.array([1, 264, 17, 33], np.int32)

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from offbeat_core import ModelError
 from offbeat_training import Indices, Segment, VarlenBounds, fits_varlen, varlen_attention
-from offbeat_types import ModelError
 
 Made = TypeVar("Made")
 

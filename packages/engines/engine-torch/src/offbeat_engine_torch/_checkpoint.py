@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat_core import ModelError, TensorSpec, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 from offbeat_device import Device
 from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel
 from offbeat_engine_torch._pieces import Piece
@@ -37,7 +38,6 @@ from offbeat_training import (
     write_model_index,
     write_state,
 )
-from offbeat_types import ModelError, TensorSpec, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 
 
 def iterate_weights(

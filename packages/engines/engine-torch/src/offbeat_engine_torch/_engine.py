@@ -12,6 +12,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from offbeat_core import (
+    ConfigError,
+    Floats,
+    LossFunction,
+    Metrics,
+    OffbeatError,
+    TrainEngineConfig,
+    TrainLayout,
+    TrainSequence,
+    WeightPart,
+    check_schedule,
+)
 from offbeat_device import Device, MemoryOffloader, open_device
 from offbeat_engine_torch._checkpoint import (
     export_weights,
@@ -40,22 +52,10 @@ from offbeat_training import (
     with_loss_tokens,
     without_lora,
 )
-from offbeat_types import (
-    ConfigError,
-    Floats,
-    LossFunction,
-    Metrics,
-    OffbeatError,
-    TrainEngineConfig,
-    TrainLayout,
-    TrainSequence,
-    WeightPart,
-    check_schedule,
-)
 
 
 class TorchTrainEngine(StepCounts):
-    """A causal language model and its optimizer: implements `offbeat_types.TrainEngine`, on one rank or many.
+    """A causal language model and its optimizer: implements `offbeat_core.TrainEngine`, on one rank or many.
 
     Weights, gradients and moments are float32; with dtype bfloat16 the matrix products of the blocks run in bfloat16
     under autocast. Make one with `create`.

@@ -12,11 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from offbeat_core import ModelError, OffbeatError
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._lengths import LengthLimit, find_thresholds, lowered_thresholds, rotary_limit, shorter
 from offbeat_engine_torch._model import CausalModel, HeadQuery, one_line
 from offbeat_training import Segment, logprobs_of_logits
-from offbeat_types import ModelError, OffbeatError
 
 NUM_TOKENS: Final = 12
 PAIR_TOKENS: Final = (20, 6)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import open_device
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._sharding import check_tensor_parallel
 from offbeat_mesh import Mesh
-from offbeat_types import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import PretrainedConfig
 
-from offbeat_types import ModelError, TrainSequence
+from offbeat_core import ModelError, TrainSequence
 
 LOWERED_TOKENS: Final = 8
 """Tokens that thresholds are lowered to for a check."""

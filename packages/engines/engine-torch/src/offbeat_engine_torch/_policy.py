@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offbeat_core import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
 from offbeat_device import Device
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._family_check import FamilyCheck
@@ -44,7 +45,6 @@ from offbeat_training import (
     lay_out,
     slices,
 )
-from offbeat_types import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat_core import ConfigError, Floats, Metrics, TrainSequence, merge_metrics
 from offbeat_engine_torch._pieces import Piece
 from offbeat_mesh import Group, Mesh
 from offbeat_training import Box, TrainerRanks, num_elements, slices
-from offbeat_types import ConfigError, Floats, Metrics, TrainSequence, merge_metrics
 
 Value = TypeVar("Value")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 
 def recompute_layers(whole: nn.Module) -> None:

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
+from offbeat_core import ConfigError, ModelError
 from offbeat_engine_torch._formats import stays_in_float32
 from offbeat_engine_torch._model import CausalModel, here, plain_name
 from offbeat_mesh import Group, Mesh
 from offbeat_training import LoraLinear, VocabularyPart
-from offbeat_types import ConfigError, ModelError
 
 
 class TensorParallel:

@@ -18,10 +18,10 @@ from itertools import accumulate, count
 import torch
 from torch import Tensor
 
+from offbeat_core import ShapeError
 from offbeat_device import AttendedTokens, MaskedAttention
 from offbeat_npu._masks import compressed_mask, packed_batch, vision_batch
 from offbeat_npu._operators import Operators
-from offbeat_types import ShapeError
 
 
 def shape_attention(tokens: AttendedTokens, operators: Operators, device: torch.device) -> MaskedAttention:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from offbeat_core import BackendError, EngineNeeds
 from offbeat_device import AttendedTokens, DeviceMemory, MaskedAttention, Profiler
 from offbeat_npu._attention import shape_attention
 from offbeat_npu._environment import (
@@ -16,7 +17,6 @@ from offbeat_npu._environment import (
 )
 from offbeat_npu._operators import Operators, substitute_operators
 from offbeat_npu._runtime import load_operators, load_runtime, patch_megatron
-from offbeat_types import BackendError, EngineNeeds
 
 MEGATRON, VLLM = "megatron", "vllm"
 
@@ -61,7 +61,7 @@ class NpuDevice:
     def engine_needs(
         cls, library: str, devices: Sequence[int], options: Mapping[str, Any], releases: Collection[str]
     ) -> EngineNeeds:
-        """What a rollout engine needs on NPUs; see `offbeat_types.engine_needs`."""
+        """What a rollout engine needs on NPUs; see `offbeat_core.engine_needs`."""
         return needs_of_vllm(devices, options, releases) if library == VLLM else EngineNeeds()
 
     def synchronize(self) -> None:

@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import BackendError, ConfigError, EngineNeeds
 from offbeat_npu._runtime import INSTALL
-from offbeat_types import BackendError, ConfigError, EngineNeeds
 
 RAY_RESOURCE: Final = "NPU"
 """Ray's resource of one device. Source: ray 2.60, ray/_private/accelerators/npu.py."""

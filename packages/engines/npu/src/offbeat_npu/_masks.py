@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_types import ConfigError, ShapeError
+from offbeat_core import ConfigError, ShapeError
 
 DENSE: Final = 0
 """sparse_mode: the mask is given whole."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from offbeat_core import ModelError
 from offbeat_npu._masks import COMPRESSED, DENSE, RIGHT_DOWN_CAUSAL
-from offbeat_types import ModelError
 
 ROTATION: Final = "apply_rotary_pos_emb"
 

@@ -1,7 +1,7 @@
 """torch_npu and MindSpeed, imported when they are wanted and not before.
 
 torch imports every installed backend by itself, and transformers imports torch_npu; where CANN is missing both fail.
-So the commands of offbeat hide it (`offbeat_types.defer_device_backends`), and this module imports it where wanted.
+So the commands of offbeat hide it (`offbeat_core.defer_device_backends`), and this module imports it where wanted.
 
 MindSpeed makes megatron-core run on NPUs by replacing functions of it. Importing `mindspeed.megatron_adaptor` patches
 torch, and megatron as it is imported; `repatch` does it again for other settings. Both must be over before megatron
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from offbeat_types import BackendError, defer_device_backends, restore_module
+from offbeat_core import BackendError, defer_device_backends, restore_module
 
 RUNTIME: Final = "torch_npu"
 INSTALL: Final = 'pip install "offbeat-npu[engine]", on a machine with the NPU driver and CANN'

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from record_api import record
 
+from offbeat_core import BackendError
 from offbeat_npu import NpuDevice, examine_environment
 from offbeat_testing import small_grpo_run, small_sft_run, tiny_model
-from offbeat_types import BackendError
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 pytestmark = [

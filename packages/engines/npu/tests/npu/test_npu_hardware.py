@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat_core import TrainEngineConfig, TrainSequence
 from offbeat_device import open_device
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_npu import REFERENCE, Operators, dense_batch, packed_batch
 from offbeat_npu._runtime import load_operators
 from offbeat_testing import tiny_model
-from offbeat_types import TrainEngineConfig, TrainSequence
 
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}  # bfloat16
 

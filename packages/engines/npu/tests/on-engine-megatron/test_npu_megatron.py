@@ -12,12 +12,12 @@ from megatron_layouts import make_model
 from megatron_yardstick import make_sequences
 from pictured_sequences import Pictures
 
+from offbeat_core import ShapeError, TrainEngineConfig
 from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh, join_world
 from offbeat_npu import NpuDevice
 from offbeat_npu._attention import PackAttention, RowAttention
 from offbeat_testing import tiny_vision_model
-from offbeat_types import ShapeError, TrainEngineConfig
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 COUNTS = (0, 1, 3, 0)

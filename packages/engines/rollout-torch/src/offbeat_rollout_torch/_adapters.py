@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat_core import LoraAdapter, WeightSyncError
 from offbeat_rollout_torch._decoder import DecoderWeights, Parameter
-from offbeat_types import LoraAdapter, WeightSyncError
 from offbeat_weightsync import select_adapter
 
 PEFT_PREFIX: Final = "base_model.model."

@@ -8,16 +8,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 
 import torch
 
-from offbeat_device import Device, open_device
-from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, StaticCache, static_row_tokens
-from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
-from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
-from offbeat_rollout_torch._images import ImageProcessor, RequestImages
-from offbeat_rollout_torch._model_runner import ModelRunner
-from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriteria
-from offbeat_rollout_torch._static import StaticDecoder
-from offbeat_rollout_torch._worker import Worker
-from offbeat_types import (
+from offbeat_core import (
     CacheBudget,
     CacheNeeds,
     Completion,
@@ -40,6 +31,15 @@ from offbeat_types import (
     setting,
     wake_tags,
 )
+from offbeat_device import Device, open_device
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, StaticCache, static_row_tokens
+from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
+from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
+from offbeat_rollout_torch._images import ImageProcessor, RequestImages
+from offbeat_rollout_torch._model_runner import ModelRunner
+from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriteria
+from offbeat_rollout_torch._static import StaticDecoder
+from offbeat_rollout_torch._worker import Worker
 from offbeat_weightsync import DequantizedStream
 
 T = TypeVar("T")

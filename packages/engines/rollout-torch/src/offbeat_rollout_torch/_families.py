@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from offbeat_types import ModelError, read_eos_ids, read_model_json
+from offbeat_core import ModelError, read_eos_ids, read_model_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import BackendError, DataError, GenerateRequest, ImageCutter, ModelError, ScoreRequest
+from offbeat_core import BackendError, DataError, GenerateRequest, ImageCutter, ModelError, ScoreRequest
 
 Indices = npt.NDArray[np.int64]
 

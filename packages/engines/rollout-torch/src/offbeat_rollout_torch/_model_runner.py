@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat_core import Floats, ModelError, ScoreRequest
 from offbeat_rollout_torch._adapters import Adapters
 from offbeat_rollout_torch._attention import (
     Attention,
@@ -28,7 +29,6 @@ from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_imag
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Sample, Scheduler, StopCriteria
 from offbeat_rollout_torch._static import StaticDecoder, StepInFlight
-from offbeat_types import Floats, ModelError, ScoreRequest
 
 HEAD_TOKENS: Final = 256
 """Scores' logits are made for so many tokens at a time: all of a long pass would take more memory than the model."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import SamplingParams
+from offbeat_core import SamplingParams
 
 CANDIDATES: Final = (64, 256, 2048)
 """So many largest are looked at before a whole vocabulary is sorted, which costs far more; each time only in the rows

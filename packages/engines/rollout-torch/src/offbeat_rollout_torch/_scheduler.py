@@ -8,10 +8,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from offbeat_core import Completion, GenerateRequest, SamplingParams, StopReason, TellToken, new_future
 from offbeat_rollout_torch._attention import Chunk, prefill_group
 from offbeat_rollout_torch._cache import KVCache, Prefix, Row
 from offbeat_rollout_torch._images import RequestImages
-from offbeat_types import Completion, GenerateRequest, SamplingParams, StopReason, TellToken, new_future
 
 
 class StopStrings:

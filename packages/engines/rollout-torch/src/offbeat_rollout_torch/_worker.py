@@ -6,13 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
-from offbeat_device import Device
-from offbeat_rollout_torch._adapters import Adapter
-from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter
-from offbeat_rollout_torch._images import RequestImages
-from offbeat_rollout_torch._model_runner import ModelRunner
-from offbeat_rollout_torch._scheduler import RequestState
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     EngineHealth,
     EngineThread,
@@ -27,6 +21,12 @@ from offbeat_types import (
     WeightSyncError,
     new_future,
 )
+from offbeat_device import Device
+from offbeat_rollout_torch._adapters import Adapter
+from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter
+from offbeat_rollout_torch._images import RequestImages
+from offbeat_rollout_torch._model_runner import ModelRunner
+from offbeat_rollout_torch._scheduler import RequestState
 
 
 class Worker:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_core import ModelFolder
     from offbeat_rollout_trtllm._engine import TrtllmRolloutEngine
     from offbeat_rollout_trtllm._handles import CudaHandles, HandleFormat
     from offbeat_rollout_trtllm._local_link import LocalLink
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, USES, Release, Use, find_release
     from offbeat_rollout_trtllm._weights import ReplicaWeights, is_fp8_weight, plan_flushes
     from offbeat_rollout_trtllm.serve import RolloutApp
-    from offbeat_types import ModelFolder
 
 __all__ = [
     "SUPPORTED_VERSIONS",

@@ -8,15 +8,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from offbeat_rollout_trtllm._handles import open_cuda_handles
-from offbeat_rollout_trtllm._images import PromptImages
-from offbeat_rollout_trtllm._local_link import LocalLink
-from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, held_bytes, load_tokenizer
-from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
-from offbeat_rollout_trtllm._server_link import EngineLink, ServerLink
-from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
-from offbeat_rollout_trtllm._weights import OpenHandles, WeightLoader
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     DataError,
@@ -36,6 +28,14 @@ from offbeat_types import (
     WeightSyncError,
     wake_tags,
 )
+from offbeat_rollout_trtllm._handles import open_cuda_handles
+from offbeat_rollout_trtllm._images import PromptImages
+from offbeat_rollout_trtllm._local_link import LocalLink
+from offbeat_rollout_trtllm._options import TrtllmOptions, cache_budget, held_bytes, load_tokenizer
+from offbeat_rollout_trtllm._requests import InFlight, Sample, check_cut, to_engine_params
+from offbeat_rollout_trtllm._server_link import EngineLink, ServerLink
+from offbeat_rollout_trtllm._versions import Release, check_same_torch, find_release, installed_version
+from offbeat_rollout_trtllm._weights import OpenHandles, WeightLoader
 
 PAUSED: Final = "paused"
 LOADING: Final = "loading"

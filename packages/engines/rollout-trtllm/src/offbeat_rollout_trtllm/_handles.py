@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 
 
 class Packed(NamedTuple):

@@ -17,8 +17,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from offbeat_core import DataError, Image, ModelFolder
 from offbeat_rollout_trtllm._versions import import_engine
-from offbeat_types import DataError, Image, ModelFolder
 
 MAX_REQUEST_IMAGE_BYTES: Final = 128 << 20
 """Pixels of one request at most, on either side of the wire: 44 megapixels, and base64 adds a third."""

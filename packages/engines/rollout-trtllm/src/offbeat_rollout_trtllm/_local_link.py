@@ -4,10 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
-from offbeat_rollout_trtllm._images import PromptImages
-from offbeat_rollout_trtllm._options import FP8_QUANTIZATION, TrtllmOptions
-from offbeat_rollout_trtllm._versions import Release, find_release, import_engine
-from offbeat_types import (
+from offbeat_core import (
     BackendError,
     ConfigError,
     DataError,
@@ -17,6 +14,9 @@ from offbeat_types import (
     RolloutEngineConfig,
     WeightSyncError,
 )
+from offbeat_rollout_trtllm._images import PromptImages
+from offbeat_rollout_trtllm._options import FP8_QUANTIZATION, TrtllmOptions
+from offbeat_rollout_trtllm._versions import Release, find_release, import_engine
 
 
 class Delta(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, Final, Self
 
 from tokenizers import Tokenizer
 
-from offbeat_types import (
+from offbeat_core import (
     CacheBudget,
     CacheNeeds,
     HeldBytes,

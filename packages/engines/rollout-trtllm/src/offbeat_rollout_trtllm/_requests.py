@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from offbeat_rollout_trtllm._local_link import Delta
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     ConfigError,
     DeadlineError,
@@ -18,6 +17,7 @@ from offbeat_types import (
     SamplingParams,
     StopReason,
 )
+from offbeat_rollout_trtllm._local_link import Delta
 
 SEED_MASK: Final = (1 << 64) - 1
 MAX_TOP_K: Final = 1024

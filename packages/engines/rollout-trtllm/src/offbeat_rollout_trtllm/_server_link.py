@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
+from offbeat_core import ConfigError, DataError, DeadlineError, PeerFailedError, WeightSyncError
 from offbeat_liveness import waiting
 from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._local_link import Delta, LocalLink
-from offbeat_types import ConfigError, DataError, DeadlineError, PeerFailedError, WeightSyncError
 
 TOKEN_VARIABLE: Final = "OFFBEAT_TRTLLM_TOKEN"
 """Environment variable that holds the secret of server and clients; unset where the server listens on loopback."""

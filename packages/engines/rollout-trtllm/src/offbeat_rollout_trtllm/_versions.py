@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from types import ModuleType
 from typing import Final, NamedTuple
 
-from offbeat_types import BackendError, ConfigError
+from offbeat_core import BackendError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

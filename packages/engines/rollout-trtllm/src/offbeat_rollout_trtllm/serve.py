@@ -18,12 +18,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+from offbeat_core import ConfigError, OffbeatError, RolloutEngineConfig
 from offbeat_rollout_trtllm._images import PromptImages
 from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._server_link import TOKEN_VARIABLE
 from offbeat_rollout_trtllm._versions import import_engine
-from offbeat_types import ConfigError, OffbeatError, RolloutEngineConfig
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -15,10 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_rollout_vllm._options import SHARED_MEMORY, AdapterLimits
-from offbeat_rollout_vllm._updates import FolderStream, Readback
-from offbeat_rollout_vllm._workers import Arena, Workers
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     LoraAdapter,
     ModelError,
@@ -28,6 +25,9 @@ from offbeat_types import (
     WeightStream,
     WeightSyncError,
 )
+from offbeat_rollout_vllm._options import SHARED_MEMORY, AdapterLimits
+from offbeat_rollout_vllm._updates import FolderStream, Readback
+from offbeat_rollout_vllm._workers import Arena, Workers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,6 +11,24 @@ from typing import Any, Final
 
 import numpy as np
 
+from offbeat_core import (
+    Completion,
+    ConfigError,
+    DeadlineError,
+    EngineHealth,
+    Floats,
+    GenerateRequest,
+    LoraAdapter,
+    OffbeatError,
+    PauseMode,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    ScoreRequest,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+    wake_tags,
+)
 from offbeat_rollout_vllm._adapters import Adapters, read_peft_adapter
 from offbeat_rollout_vllm._forms import EngineForm
 from offbeat_rollout_vllm._fp8_blocks import read_blocks
@@ -40,24 +58,6 @@ from offbeat_rollout_vllm._setup import (
 from offbeat_rollout_vllm._updates import WeightLoader
 from offbeat_rollout_vllm._vllm_objects import check_request
 from offbeat_rollout_vllm._workers import GRACE_S, Workers
-from offbeat_types import (
-    Completion,
-    ConfigError,
-    DeadlineError,
-    EngineHealth,
-    Floats,
-    GenerateRequest,
-    LoraAdapter,
-    OffbeatError,
-    PauseMode,
-    RolloutEngineConfig,
-    RolloutEngineSettings,
-    ScoreRequest,
-    WeightProof,
-    WeightStream,
-    WeightSyncError,
-    wake_tags,
-)
 
 CLOSE_DEADLINE_S: Final = 60.0
 MIB: Final = 1 << 20

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, Final
 
+from offbeat_core import EngineThread, Image, OffbeatError, PeerFailedError, WeightSyncError, new_future, settle
 from offbeat_rollout_vllm._options import environment
 from offbeat_rollout_vllm._vllm_objects import (
     AdapterUse,
@@ -24,7 +25,6 @@ from offbeat_rollout_vllm._vllm_objects import (
     read_output,
     sampling_params,
 )
-from offbeat_types import EngineThread, Image, OffbeatError, PeerFailedError, WeightSyncError, new_future, settle
 
 OnDelta = Callable[[str, Delta], None]
 """Called in the owner's thread with the id of a sample and what a step added to it."""

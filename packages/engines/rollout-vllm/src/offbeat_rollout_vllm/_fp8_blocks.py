@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
+from offbeat_core import ConfigError, ModelError, ModelFolder, RolloutEngineConfig, list_model_files
 from offbeat_rollout_vllm._updates import FolderStream
-from offbeat_types import ConfigError, ModelError, ModelFolder, RolloutEngineConfig, list_model_files
 
 if TYPE_CHECKING:
     from torch import Tensor

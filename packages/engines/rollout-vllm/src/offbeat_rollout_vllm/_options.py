@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from offbeat_types import METADATA_KEY, ConfigError, RolloutEngineConfig, read_options, setting
+from offbeat_core import METADATA_KEY, ConfigError, RolloutEngineConfig, read_options, setting
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offbeat_rollout_vllm._adapters import Adapters
-from offbeat_rollout_vllm._forms import EngineForm
-from offbeat_rollout_vllm._vllm_objects import Delta, vllm_params
-from offbeat_rollout_vllm._workers import Workers
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     Floats,
     GenerateRequest,
@@ -34,6 +30,10 @@ from offbeat_types import (
     WeightSyncError,
     new_future,
 )
+from offbeat_rollout_vllm._adapters import Adapters
+from offbeat_rollout_vllm._forms import EngineForm
+from offbeat_rollout_vllm._vllm_objects import Delta, vllm_params
+from offbeat_rollout_vllm._workers import Workers
 
 PROMPT_LOGPROBS: Final = {"prompt_logprobs": 0, "max_tokens": 1}
 """Of the prompt's own tokens, and none beside."""

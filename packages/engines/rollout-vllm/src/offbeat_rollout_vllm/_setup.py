@@ -9,6 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import (
+    INSTALL_LINES,
+    BackendError,
+    CacheBudget,
+    CacheNeeds,
+    HeldBytes,
+    ModelFolder,
+    RolloutCapabilities,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    engine_needs,
+)
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
 from offbeat_rollout_vllm._fp8_blocks import FP8, READABLE_KERNELS, block_arguments, holds_blocks, with_scales
 from offbeat_rollout_vllm._options import (
@@ -22,18 +34,6 @@ from offbeat_rollout_vllm._options import (
     start_variables,
 )
 from offbeat_rollout_vllm._workers import WorkerTraces
-from offbeat_types import (
-    INSTALL_LINES,
-    BackendError,
-    CacheBudget,
-    CacheNeeds,
-    HeldBytes,
-    ModelFolder,
-    RolloutCapabilities,
-    RolloutEngineConfig,
-    RolloutEngineSettings,
-    engine_needs,
-)
 
 LIBRARY: Final = "vllm"
 """What devices know the engine as."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from offbeat_core import ExpectedTensors, ModelFolder, OffbeatError, WeightProof, WeightStream, WeightSyncError
 from offbeat_rollout_vllm._workers import Arena, Workers, aligned
-from offbeat_types import ExpectedTensors, ModelFolder, OffbeatError, WeightProof, WeightStream, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from offbeat_core import ConfigError, DataError, GenerateRequest, Image, OffbeatError, SamplingParams
 from offbeat_rollout_vllm._options import check_arguments
-from offbeat_types import ConfigError, DataError, GenerateRequest, Image, OffbeatError, SamplingParams
 
 MIN_TEMPERATURE: Final = 0.01
 """vllm 0.32.0, vllm/sampling_params.py, _MAX_TEMP."""

@@ -14,8 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from offbeat_core import DeadlineError, PeerFailedError, WeightSyncError
 from offbeat_rollout_vllm._forms import EngineForm
-from offbeat_types import DeadlineError, PeerFailedError, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor

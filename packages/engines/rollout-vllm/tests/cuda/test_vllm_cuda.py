@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offbeat_core import GenerateRequest, OffbeatError, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, RolloutConformance, changed_weights, reference_model, tiny_model
-from offbeat_types import GenerateRequest, OffbeatError, RolloutEngineConfig, SamplingParams
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

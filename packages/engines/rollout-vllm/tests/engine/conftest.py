@@ -13,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for what several tests share
 
+from offbeat_core import OffbeatError
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, reference_model
-from offbeat_types import OffbeatError
 
 
 def _has_engine():

@@ -5,9 +5,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import logprob_errors
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams
 
 DEADLINE_S = 300.0
 SHORT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)

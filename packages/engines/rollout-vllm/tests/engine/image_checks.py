@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from engine_checks import draw_adapter, merged
 
+from offbeat_core import DataError, LoraAdapter
 from offbeat_testing import FakeWeightStream
-from offbeat_types import DataError, LoraAdapter
 
 SIZES = ((40, 56), (33, 70), (24, 24))
 POET = LoraAdapter(name="poet", scale=0.7)

@@ -19,15 +19,15 @@ from engine_checks import (
     until_sampled,
 )
 
-from offbeat_rollout_vllm._extension import WorkerSide
-from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     LoraAdapter,
     ModelError,
     OffbeatError,
     WeightSyncError,
 )
+from offbeat_rollout_vllm._extension import WorkerSide
+from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 POET = LoraAdapter(name="poet", scale=0.7)

@@ -7,9 +7,9 @@ import pytest
 from engine_checks import draw_adapter, merged
 from image_checks import POET, Trainer, check_adapter, check_numbers_of_images, check_refusals
 
+from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams, load_backend
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import FakeWeightStream, RolloutConformance, tiny_vision_model
-from offbeat_types import GenerateRequest, RolloutEngineConfig, SamplingParams, load_backend
 
 DEADLINE_S = 300.0
 PROMPT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)  # the suite's own

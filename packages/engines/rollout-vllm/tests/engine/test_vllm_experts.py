@@ -5,8 +5,8 @@ import pytest
 import torch
 from engine_checks import DEADLINE_S, config_of, request, run
 
+from offbeat_core import WeightSyncError
 from offbeat_testing import FakeWeightStream, changed_weights, reference_logprobs, reference_model, tiny_model
-from offbeat_types import WeightSyncError
 from offbeat_weightsync import InProcessStream
 
 pytestmark = pytest.mark.timeout(DEADLINE_S)  # a first start on a cold machine takes a minute

@@ -14,6 +14,14 @@ import pytest
 import pytest_asyncio
 from engine_checks import DEADLINE_S, LONG, SHORT, config_of, error_of, request, started, until_sampled
 
+from offbeat_core import (
+    ConfigError,
+    PeerFailedError,
+    Reply,
+    RolloutEngineConfig,
+    Trajectory,
+    WeightSyncError,
+)
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_rollout_vllm._extension import WorkerSide
 from offbeat_testing import (
@@ -23,14 +31,6 @@ from offbeat_testing import (
     reference_logprobs,
     reference_model,
     tiny_model,
-)
-from offbeat_types import (
-    ConfigError,
-    PeerFailedError,
-    Reply,
-    RolloutEngineConfig,
-    Trajectory,
-    WeightSyncError,
 )
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute

@@ -10,8 +10,8 @@ import pytest
 from engine_checks import DEADLINE_S, config_of, started
 from image_checks import Trainer, check_numbers_of_images, check_refusals, request
 
+from offbeat_core import OffbeatError
 from offbeat_testing import FakeWeightStream, changed_weights, tiny_vision_model
-from offbeat_types import OffbeatError
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 

@@ -18,10 +18,10 @@ from image_checks import Trainer, request
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import ClusterConfig, RoleSpec
 from offbeat_actors.ray import RayLauncher, cluster_nodes
+from offbeat_core import Completion, EngineHealth, PeerFailedError, WeightProof, parse_config
 from offbeat_placement import RankGroup, plan_placement
-from offbeat_run import parse_config, read_metrics
+from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, changed_weights, ray_nodes, tiny_model, tiny_vision_model
-from offbeat_types import Completion, EngineHealth, PeerFailedError, WeightProof
 from offbeat_weightsync import BucketPlan, describe_tensors, new_address, open_sender
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]  # each start of two ranks takes a minute, or three if busy

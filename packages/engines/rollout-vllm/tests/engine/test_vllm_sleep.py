@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from engine_checks import DEADLINE_S, LONG, config_of, request, started
 
-from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_rollout_vllm._extension import WorkerSide
-from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     OffbeatError,
     WeightSyncError,
 )
+from offbeat_rollout_vllm import VllmRolloutEngine
+from offbeat_rollout_vllm._extension import WorkerSide
+from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
 MIB = 1 << 20

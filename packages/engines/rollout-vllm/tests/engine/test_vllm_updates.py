@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from engine_checks import DEADLINE_S, SHORT, config_of, draw_adapter, merged, request, run
 
+from offbeat_core import LoraAdapter, PeerFailedError
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
-from offbeat_types import LoraAdapter, PeerFailedError
 from offbeat_weightsync import (
     BucketPlan,
     DiskSender,

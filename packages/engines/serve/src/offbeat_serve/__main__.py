@@ -11,11 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from offbeat_data import load_tokenizer
-from offbeat_http import raise_descriptor_limit
-from offbeat_serve._server import RolloutServer
-from offbeat_serve._settings import TOKEN_VARIABLE, ServedModel, ServeSettings, read_token
-from offbeat_types import (
+from offbeat_core import (
     METADATA_KEY,
     ConfigError,
     DeadlineError,
@@ -27,6 +23,10 @@ from offbeat_types import (
     load_backend,
     printable,
 )
+from offbeat_data import load_tokenizer
+from offbeat_http import raise_descriptor_limit
+from offbeat_serve._server import RolloutServer
+from offbeat_serve._settings import TOKEN_VARIABLE, ServedModel, ServeSettings, read_token
 
 T = TypeVar("T", ServeSettings, RolloutEngineConfig)
 INTERRUPTED: Final = 130

@@ -14,9 +14,9 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType, json
 
+from offbeat_core import Completion, Ids, StopReason, VersionSegment
 from offbeat_data import Tokenizer, read_tool_calls
 from offbeat_serve._requests import ChatRequest, CompletionRequest, SamplingRequest
-from offbeat_types import Completion, Ids, StopReason, VersionSegment
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 _FINISH: Final[dict[StopReason, FinishReason]] = {"eos": "stop", "stop": "stop", "length": "length", "aborted": "abort"}

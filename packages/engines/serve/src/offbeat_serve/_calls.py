@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from offbeat_types import Completion, Ids, Reply, Trajectory, TrajectoryEnd
+from offbeat_core import Completion, Ids, Reply, Trajectory, TrajectoryEnd
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from offbeat_core import (
+    Completion,
+    DeadlineError,
+    EngineHealth,
+    GenerateRequest,
+    Ids,
+    OffbeatError,
+    RolloutEngine,
+    SamplingParams,
+    StreamingEngine,
+)
 from offbeat_data import Tokenizer
 from offbeat_serve._answers import Answerer, HealthAnswer, ModelCard, ModelList, Sampled
 from offbeat_serve._encoding import CONTEXT_EXCEEDED, PromptEncoder
@@ -43,17 +54,6 @@ from offbeat_serve._settings import (
     refusal_of,
 )
 from offbeat_serve._stream import KEEP_ALIVE, AnswerStream, MakeAnswer, error_event
-from offbeat_types import (
-    Completion,
-    DeadlineError,
-    EngineHealth,
-    GenerateRequest,
-    Ids,
-    OffbeatError,
-    RolloutEngine,
-    SamplingParams,
-    StreamingEngine,
-)
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 
+from offbeat_core import Ids, SamplingParams
 from offbeat_data import DataConfig, Message, Tokenizer, TurnTemplate, escape_messages, escape_tools
 from offbeat_serve._settings import RefusedError, ServedModel, ServeSettings
-from offbeat_types import Ids, SamplingParams
 
 LOWEST_TEMPERATURE: Final = 0.01
 """But for 0, which is greedy: logits divided by less leave the range of float32."""

@@ -4,12 +4,12 @@ import secrets
 from types import TracebackType
 from typing import Self
 
+from offbeat_core import ConfigError, RolloutEngine
 from offbeat_data import Tokenizer
 from offbeat_http import ConnectionLimits, HttpServer, listen
 from offbeat_serve._endpoint import Endpoint
 from offbeat_serve._sessions import Sessions
 from offbeat_serve._settings import ServedModel, ServeSettings, read_token
-from offbeat_types import ConfigError, RolloutEngine
 
 
 class RolloutServer:

@@ -21,6 +21,17 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from offbeat_core import (
+    Completion,
+    GenerateRequest,
+    Ids,
+    ModelError,
+    RecordedSession,
+    SamplingParams,
+    SessionEnd,
+    SessionPlan,
+    TrajectoryEnd,
+)
 from offbeat_data import Tokenizer
 from offbeat_serve._answers import AnsweredMessage, answered_message, text_before
 from offbeat_serve._calls import RecordedCall, RefusedCall, trajectories_of
@@ -34,17 +45,6 @@ from offbeat_serve._requests import (
     turn_template,
 )
 from offbeat_serve._settings import RefusedError
-from offbeat_types import (
-    Completion,
-    GenerateRequest,
-    Ids,
-    ModelError,
-    RecordedSession,
-    SamplingParams,
-    SessionEnd,
-    SessionPlan,
-    TrajectoryEnd,
-)
 
 KEY_PREFIX: Final = "session-"
 """Of all keys, so that one whose session is over is not taken for somebody without a session."""

@@ -18,8 +18,7 @@ from typing import Final, Self
 import msgspec
 from starlette.datastructures import Headers
 
-from offbeat_http import is_loopback
-from offbeat_types import (
+from offbeat_core import (
     ConfigError,
     DeadlineError,
     ModelError,
@@ -31,6 +30,7 @@ from offbeat_types import (
     read_model_json,
     setting,
 )
+from offbeat_http import is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
+from offbeat_core import Completion, Ids
 from offbeat_data import Tokenizer
 from offbeat_serve._answers import ChatAnswer, CompletionAnswer, Sampled
 from offbeat_serve._requests import SamplingRequest
 from offbeat_serve._settings import RefusedError, error_answer
-from offbeat_types import Completion, Ids
 
 MakeAnswer = Callable[[Sequence[Sampled], int], ChatAnswer | CompletionAnswer]
 """Builds the answer of what was sampled and the policy version served now."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import DataError, Image, ImageCutter, ImagePlaces, TrainSequence
+from offbeat_core import DataError, Image, ImageCutter, ImagePlaces, TrainSequence
 
 Indices = npt.NDArray[np.int64]
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from offbeat_core import ModelError, digest_file, write_digest
 from offbeat_training._tensor_files import TensorFolder
-from offbeat_types import ModelError, digest_file, write_digest
 
 log = logging.getLogger(__name__)
 

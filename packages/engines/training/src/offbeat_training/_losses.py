@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import (
+from offbeat_core import (
     LossFunction,
     LossTokens,
     Metrics,

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat_core import TrainEngineConfig, learning_rate_at
 from offbeat_training._trainer_state import MOMENTS
-from offbeat_types import TrainEngineConfig, learning_rate_at
 
 
 class ClippedAdamW:

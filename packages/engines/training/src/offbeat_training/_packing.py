@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from offbeat_core import Image, TrainSequence
 from offbeat_training._images import ImageInputs, Indices, NoImages
-from offbeat_types import Image, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)

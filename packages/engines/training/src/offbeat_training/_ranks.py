@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from offbeat_core import Floats, Metrics, TrainSequence, digest_sequences, merge_over_ranks, spread_values
 from offbeat_mesh import Group
 from offbeat_training._packing import Share
-from offbeat_types import Floats, Metrics, TrainSequence, digest_sequences, merge_over_ranks, spread_values
 
 Value = TypeVar("Value")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 import offbeat_liveness as liveness
+from offbeat_core import DeadlineError, OffbeatError, RunFolderError, sync_path, sync_tree
 from offbeat_mesh import Group, Mesh
-from offbeat_types import DeadlineError, OffbeatError, RunFolderError, sync_path, sync_tree
 
 log = logging.getLogger(__name__)
 

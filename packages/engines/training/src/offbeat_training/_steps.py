@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from offbeat_types import Metric, Metrics
+from offbeat_core import Metric, Metrics
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offbeat_types import (
+from offbeat_core import (
     MODEL_INDEX_FILE,
     ModelError,
     TensorSpec,

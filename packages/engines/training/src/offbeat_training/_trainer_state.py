@@ -24,10 +24,10 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from offbeat_core import DIGEST_SUFFIX, ModelError, describe_damage, digest_file, digest_of, write_digest
 from offbeat_device import Device
 from offbeat_training._lora import ADAPTER_FOLDER
 from offbeat_training._tensor_files import Box, TensorFolder, whole_box
-from offbeat_types import DIGEST_SUFFIX, ModelError, describe_damage, digest_file, digest_of, write_digest
 
 FORMAT: Final = 2
 TRAINER_FOLDER: Final = "trainer"

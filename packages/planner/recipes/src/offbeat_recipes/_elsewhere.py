@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from offbeat_types import (
+from offbeat_core import (
     BackendError,
     ModelError,
     TrainEngineConfig,

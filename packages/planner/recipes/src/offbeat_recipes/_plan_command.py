@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic
 
+from offbeat_core import ConfigError, ModelError, load_config, write_new_file
 from offbeat_placement import (
     ClusterView,
     MemoryEstimate,
@@ -19,8 +20,7 @@ from offbeat_placement import (
 )
 from offbeat_recipes._elsewhere import NOT_LOOKED_AT
 from offbeat_recipes._recipe_text import ConfigT, change_recipe, with_settings
-from offbeat_run import CommandWords, count_text, doing, load_config, print_table, print_text, size_text, write_new_file
-from offbeat_types import ConfigError, ModelError
+from offbeat_run import CommandWords, count_text, doing, print_table, print_text, size_text
 
 PLAN_OPTIONS: Final = ("cluster", "fit", "format")
 PLAN_SWITCHES: Final = ("shrink",)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from offbeat_core import ConfigError, parse_config
 from offbeat_placement import Setting
-from offbeat_run import parse_config
-from offbeat_types import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 _COMMENT_COLUMN: Final = 36

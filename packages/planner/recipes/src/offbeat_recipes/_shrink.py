@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from offbeat_types import BackendError, TrainEngineSettings, require_backend
+from offbeat_core import BackendError, TrainEngineSettings, require_backend
 
 EMBEDDED: Final = "torch"
 """The backend that is always here."""

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from offbeat_core import ConfigError, setting
 from offbeat_simulation._workload import DecodeTime, Lengths
-from offbeat_types import ConfigError, setting
 
 
 @dataclass(frozen=True, kw_only=True)

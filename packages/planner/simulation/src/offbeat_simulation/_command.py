@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_async_policy import AsyncConfig
+from offbeat_core import ConfigError, DataError, OffbeatError
 from offbeat_simulation._report import advise, chart_page, describe_model, proposal_text, simulation_text
 from offbeat_simulation._runs import read_run, scenario_text
 from offbeat_simulation._scenario import ScenarioModel, describe_keys, read_scenario
 from offbeat_simulation._search import Candidate, propose
 from offbeat_simulation._simulate import SimulationReport
-from offbeat_types import ConfigError, DataError, OffbeatError
 
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from offbeat_core import ConfigError, DataError
 from offbeat_simulation._calibration import length_moments
 from offbeat_simulation._scenario import read_tables
 from offbeat_simulation._workload import Lengths, read_lengths
-from offbeat_types import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)

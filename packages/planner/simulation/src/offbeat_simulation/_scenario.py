@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_async_policy import AsyncConfig
+from offbeat_core import METADATA_KEY, ConfigError, DataError, read_options, setting
 from offbeat_simulation._calibration import ColocatedStep, calibrate, engine_time
 from offbeat_simulation._simulate import SimulationReport, simulate
 from offbeat_simulation._workload import (
@@ -25,7 +26,6 @@ from offbeat_simulation._workload import (
     Workload,
     read_lengths,
 )
-from offbeat_types import METADATA_KEY, ConfigError, DataError, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True)

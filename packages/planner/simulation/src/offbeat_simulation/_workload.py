@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from offbeat_types import REQUIRED, ConfigError, DataError, check_ranges, setting
+from offbeat_core import REQUIRED, ConfigError, DataError, check_ranges, setting
 
 
 @dataclass(frozen=True)

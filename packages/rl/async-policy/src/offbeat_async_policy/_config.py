@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from offbeat_types import ConfigError, check_ranges, setting
+from offbeat_core import ConfigError, check_ranges, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 
 from offbeat_async_policy._policy import AsyncPolicy
 from offbeat_async_policy._state import Action, Drop, Finish, Submit, Sync, Update
-from offbeat_types import DeadlineError, PeerFailedError
+from offbeat_core import DeadlineError, PeerFailedError
 
 
 @dataclass(frozen=True, kw_only=True)

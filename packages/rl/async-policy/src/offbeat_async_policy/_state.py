@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._lag import LagBound, fit_in_time
-from offbeat_types import ConfigError, RunFolderError
+from offbeat_core import ConfigError, RunFolderError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from offbeat_types import DataError, ModelError
+from offbeat_core import DataError, ModelError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from offbeat_core import DataError, Ids, TrainSequence
 from offbeat_data._chat_reader import ChatReader
 from offbeat_data._chat_template import STAND_IN, Message, RenderedChat
 from offbeat_data._escaping import RowNotes
@@ -32,7 +33,6 @@ from offbeat_data._sources import ConversationConfig, read_sources
 from offbeat_data._thoughts import check_thoughts
 from offbeat_data._tokenizer import Tokenizer
 from offbeat_data._turn_ends import encode_turns, find_end, with_next_marker
-from offbeat_types import DataError, Ids, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)

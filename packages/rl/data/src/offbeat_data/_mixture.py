@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_types import ConfigError, DataError, setting
+from offbeat_core import ConfigError, DataError, setting
 
 _WORD: Final = 2**64
 _GOLDEN_STEP: Final = np.uint64(0x9E3779B97F4A7C15)

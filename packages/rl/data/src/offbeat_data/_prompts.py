@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from offbeat_core import ConfigError, DataError, Ids, Image
 from offbeat_data._chat_reader import ChatReader
 from offbeat_data._chat_template import RenderedChat
 from offbeat_data._escaping import RowNotes
@@ -23,7 +24,6 @@ from offbeat_data._rows import (
 from offbeat_data._sources import DataConfig, SourceConfig, read_sources
 from offbeat_data._task_libraries import without_judgement
 from offbeat_data._tokenizer import Tokenizer
-from offbeat_types import ConfigError, DataError, Ids, Image
 
 
 @dataclass(frozen=True, kw_only=True)

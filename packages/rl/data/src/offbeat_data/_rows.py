@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import ConfigError, DataError, download_advice
 from offbeat_data._file_forms import name_other_form, name_unknown_form
-from offbeat_types import ConfigError, DataError, download_advice
 
 Row = dict[str, Any]
 _FORMS: Final = (

@@ -10,11 +10,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from offbeat_core import REQUIRED, ConfigError, DataError, setting, user_path
 from offbeat_data._chat_template import DECIDED_VARIABLES
 from offbeat_data._environments.openenv_server import draw_tasks
 from offbeat_data._rows import Row, read_rows, refuse_split, require_path
 from offbeat_data._task_libraries import draw_entries, draw_rows
-from offbeat_types import REQUIRED, ConfigError, DataError, setting, user_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from offbeat_core import BackendError, Ids, ModelError, download_advice, read_eos_ids, read_model_json, user_path
 from offbeat_data._chat_template import MARKS, ChatTemplate
 from offbeat_data._turn_markers import find_markers
-from offbeat_types import BackendError, Ids, ModelError, download_advice, read_eos_ids, read_model_json, user_path
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from offbeat_core import Ids
 from offbeat_data._chat_template import RenderedChat
 from offbeat_data._tokenizer import Tokenizer
-from offbeat_types import Ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from offbeat_core import DataError
 from offbeat_data._chat_template import ChatTemplate, Message
-from offbeat_types import DataError
 
 _WORDS: Final = "?"
 _USER: Final[Message] = {"role": "user", "content": _WORDS}

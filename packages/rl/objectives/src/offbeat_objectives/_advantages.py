@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat_core import DataError, Metrics, ShapeError, find_function
 from offbeat_objectives._config import AlgorithmConfig
 from offbeat_objectives._estimators import (
     ADVANTAGE_FUNCTIONS,
@@ -20,7 +21,6 @@ from offbeat_objectives._estimators import (
     required,
 )
 from offbeat_objectives._packing import read_metrics, segment_sum, sequence_of_tokens
-from offbeat_types import DataError, Metrics, ShapeError, find_function
 
 
 @torch.no_grad()

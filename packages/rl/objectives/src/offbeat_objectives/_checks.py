@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Final
 
+from offbeat_core import METADATA_KEY, ConfigError, find_function, read_options
 from offbeat_objectives._config import (
     ADVANTAGES,
     AUTO,
@@ -21,7 +22,6 @@ from offbeat_objectives._config import (
     read_preset,
 )
 from offbeat_objectives._options import ADVANTAGE_OPTIONS, LOSS_OPTIONS, ClipCovOptions, LossOptions, PassAtKOptions
-from offbeat_types import METADATA_KEY, ConfigError, find_function, read_options
 
 LEAST_RATIO: Final = math.exp(-LOG_RATIO_BOUND)
 LARGEST_RATIO: Final = math.exp(LOG_RATIO_BOUND)

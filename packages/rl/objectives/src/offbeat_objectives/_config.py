@@ -7,7 +7,7 @@ when that choice was not made, because it would then do nothing.
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
-from offbeat_types import setting
+from offbeat_core import setting
 
 OptionsT = TypeVar("OptionsT")
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat_core import ConfigError
 from offbeat_objectives._config import SAME_REWARD, AlgorithmConfig
 from offbeat_objectives._options import GaeOptions, GrpoPasskOptions, PassAtKOptions
 from offbeat_objectives._packing import reverse_scan, segment_sum
-from offbeat_types import ConfigError
 
 EPSILON: Final = 1e-6
 """Keeps a division by a standard deviation finite."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from offbeat_core import LossTokens, Metrics, ShapeError, find_function
 from offbeat_objectives._config import DEFAULT_CAP, AlgorithmConfig, read_preset
 from offbeat_objectives._correction import correct_rollouts, off_policy_mask
 from offbeat_objectives._divergence import kl_per_token, weighted_kl
@@ -17,7 +18,6 @@ from offbeat_objectives._mismatch import measure_mismatch
 from offbeat_objectives._options import LossOptions
 from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
 from offbeat_objectives._surrogates import OBJECTIVES, Objective, PolicyTokens, Surrogate
-from offbeat_types import LossTokens, Metrics, ShapeError, find_function
 
 ADVANTAGES: Final = "advantages"
 OLD: Final = "old_logprobs"

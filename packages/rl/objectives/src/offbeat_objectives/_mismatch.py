@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offbeat_core import Metric, Metrics
 from offbeat_objectives._config import LOG_RATIO_BOUND
-from offbeat_types import Metric, Metrics
 
 SUMS_PREFIX: Final = "mismatch_sums/"
 LAG0: Final = "lag0"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_types import setting
+from offbeat_core import setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offbeat_types import Aggregation, Metric, Metrics, ShapeError
+from offbeat_core import Aggregation, Metric, Metrics, ShapeError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ it with another loss, because it would do nothing there.
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from offbeat_types import ConfigError, setting
+from offbeat_core import ConfigError, setting
 
 RowKind = Literal["conversations", "pairs", "ratings"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from offbeat_core import Floats, LossTokens, Metrics, ShapeError, TrainSequence
 from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum, sequence_of_tokens
 from offbeat_objectives._preference_config import PreferenceConfig
-from offbeat_types import Floats, LossTokens, Metrics, ShapeError, TrainSequence
 
 SIGN: Final = "sign"
 PAIR: Final = "pair"

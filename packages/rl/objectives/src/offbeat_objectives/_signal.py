@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from offbeat_core import ConfigError, DataError
 from offbeat_objectives._config import SAME_REWARD, AlgorithmConfig
 from offbeat_objectives._options import PassAtKOptions
-from offbeat_types import ConfigError, DataError
 
 _BY_PARTS: Final = "gdpo"
 

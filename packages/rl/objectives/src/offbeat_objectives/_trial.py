@@ -9,13 +9,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from offbeat_core import ConfigError
 from offbeat_objectives._advantages import find_advantage
 from offbeat_objectives._config import AlgorithmConfig
 from offbeat_objectives._estimators import Advantages, RewardedSamples
 from offbeat_objectives._losses import find_objective
 from offbeat_objectives._packing import sequence_of_tokens
 from offbeat_objectives._surrogates import PolicyTokens, Surrogate
-from offbeat_types import ConfigError
 
 LENGTHS: Final = (5, 1, 7, 3)
 """Tokens of the sequences that a loss is tried on; the second has no token left."""

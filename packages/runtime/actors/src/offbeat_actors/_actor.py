@@ -26,7 +26,7 @@ from offbeat_actors._wire import (
     Stop,
     write_frame,
 )
-from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 
 T = TypeVar("T")
 

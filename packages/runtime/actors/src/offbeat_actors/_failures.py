@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final
 
 from offbeat_actors._wire import Failure
-from offbeat_types import OffbeatError, PeerFailedError, printable
+from offbeat_core import OffbeatError, PeerFailedError, printable
 
 NUM_TAIL_LINES: Final = 30
 

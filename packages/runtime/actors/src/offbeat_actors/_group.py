@@ -11,7 +11,7 @@ from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._spec import RoleSpec
 from offbeat_actors._supervision import wait_gone
-from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 
 T = TypeVar("T")
 

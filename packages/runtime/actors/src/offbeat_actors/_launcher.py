@@ -14,9 +14,9 @@ from typing import Final, Self
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, Wait
 from offbeat_actors._wire import MAIN_THREAD, START_ID, Bytes, FrameWriter, Start
+from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RunFolderError
 from offbeat_liveness import current_monitor
 from offbeat_placement import Node, Plan, RankGroup
-from offbeat_types import ConfigError, DeadlineError, PeerFailedError, RunFolderError
 
 _log: Final = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from offbeat_actors._output import OnOutput, RoleOutput
 from offbeat_actors._reaper import ReaperPipe
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel, SocketStream
+from offbeat_core import PlacementError, load_backend
 from offbeat_placement import Node, Plan, RankGroup, local_node, process_of
-from offbeat_types import PlacementError, load_backend
 
 _WORDS: Final = {
     "T": "its process is stopped (SIGSTOP, or a debugger): continue it with SIGCONT, or kill it",

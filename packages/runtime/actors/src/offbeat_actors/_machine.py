@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from offbeat_core import ConfigError
 from offbeat_placement import available_cpus
-from offbeat_types import ConfigError
 
 _MOST_PER_CPU: Final = 32
 """More processes than these only wait for each other, and do not start before their deadline."""

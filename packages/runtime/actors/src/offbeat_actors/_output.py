@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_actors._launcher import open_log
-from offbeat_types import RunFolderError
+from offbeat_core import RunFolderError
 
 _LAST_BYTES: Final = 64 * 1024
 """Longest end of a log: tracebacks of a role that dies."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from offbeat_actors._spec import ClusterConfig
+from offbeat_core import ConfigError, PlacementError, available_devices, installed_backends, load_backend
 from offbeat_placement import ACCELERATOR, Allocation, ClusterView, Node, RankGroup, ResourceRequest
-from offbeat_types import ConfigError, PlacementError, available_devices, installed_backends, load_backend
 
 _LIVE: Final = "live"
 """Instead of a file of nodes: ask the running cluster."""

@@ -46,8 +46,8 @@ from offbeat_actors._wire import (
     Stop,
     write_frame,
 )
+from offbeat_core import defer_device_backends
 from offbeat_liveness import watch_if_invited
-from offbeat_types import defer_device_backends
 
 EXIT_PARENT_GONE: Final = 70
 EXIT_NO_ANSWER: Final = 71

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from offbeat_core import setting
 from offbeat_liveness import Policy
-from offbeat_types import setting
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._spec import RoleSpec
-from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 
 S = TypeVar("S", bound="Supervised")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from offbeat_types import ConfigError, available_devices, load_backend
+from offbeat_core import ConfigError, available_devices, load_backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import BinaryIO, Final
 import torch
 from torch import Tensor, UntypedStorage
 
+from offbeat_core import ConfigError, OffbeatError
 from offbeat_device._device import Device
-from offbeat_types import ConfigError, OffbeatError
 
 _CHUNK_BYTES = 64 * 2**20
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.profiler import record_function
 
+from offbeat_core import TracePlan
 from offbeat_device._device import Device, Profiler
-from offbeat_types import TracePlan
 
 
 class TraceFiles:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from offbeat_core import DeadlineError, GroupError, MismatchError, OffbeatError, PeerFailedError
 from offbeat_mesh._control import ControlClient, Record, Standing, one_line
 from offbeat_mesh._guard import check_guards
 from offbeat_mesh._layout import Layout, describe_group
 from offbeat_mesh._world import World, backends
-from offbeat_types import DeadlineError, GroupError, MismatchError, OffbeatError, PeerFailedError
 
 
 @dataclass(frozen=True, kw_only=True)

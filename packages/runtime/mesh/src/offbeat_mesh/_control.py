@@ -18,8 +18,8 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 from offbeat_liveness import waiting
-from offbeat_types import DeadlineError, OffbeatError, PeerFailedError
 
 LENGTH: Final = struct.Struct("!I")
 MAX_FRAME_BYTES: Final = 1 << 20

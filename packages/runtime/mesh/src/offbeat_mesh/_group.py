@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
+from offbeat_core import ConfigError, ShapeError
 from offbeat_device import Device
 from offbeat_mesh._calls import Calls, Membership, name_for_liveness, open_calls
 from offbeat_mesh._plain_data import DataGroup
 from offbeat_mesh._world import current_world
-from offbeat_types import ConfigError, ShapeError
 
 ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
 

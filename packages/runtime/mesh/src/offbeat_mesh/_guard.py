@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offbeat_core import ConfigError, GuardError
 from offbeat_mesh._layout import Layout, name_ranks
-from offbeat_types import ConfigError, GuardError
 
 Place: TypeAlias = int | str | Collection[int]
 """One index of an axis, "first" or "last", or several indices."""

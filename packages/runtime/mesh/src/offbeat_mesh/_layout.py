@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 from typing import Final
 
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 AXES: Final = ("dp", "cp", "tp", "pp", "ep", "edp")
 """Data, context, tensor, pipeline, expert, and expert-data parallel."""

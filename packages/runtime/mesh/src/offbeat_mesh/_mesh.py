@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from offbeat_core import ConfigError
 from offbeat_device import Device, open_device
 from offbeat_mesh._calls import Membership, group_name, make_process_group, name_for_liveness, open_calls
 from offbeat_mesh._group import Group
 from offbeat_mesh._guard import Guard, Place, check_guards
 from offbeat_mesh._layout import GRID_AXES, Layout
 from offbeat_mesh._world import DEADLINE_S, World, current_world, join_world
-from offbeat_types import ConfigError
 
 CHECK_VARIABLE = "OFFBEAT_CHECK"
 """Set to 1, it turns on `check` of every mesh that does not say otherwise."""

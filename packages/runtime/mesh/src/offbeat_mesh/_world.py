@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
+from offbeat_core import ConfigError, DeadlineError, available_devices
 from offbeat_device import Device, open_device
 from offbeat_mesh._control import ControlClient, ControlServer, Record
-from offbeat_types import ConfigError, DeadlineError, available_devices
 
 
 def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPStore:

@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from offbeat_core import PlacementError
 from offbeat_placement._plan import PlacedDriver, PlacedRank, Plan
 from offbeat_placement._resources import Node, RankGroup, node_order, sort_nodes
-from offbeat_types import PlacementError
 
 _MOST_SHOWN = 8
 _SLACK = 1e-6

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from offbeat_core import TrainEngineSettings, TrainLayout, read_model_json
 from offbeat_placement._model_shape import ModelShape
-from offbeat_types import TrainEngineSettings, TrainLayout, read_model_json
 
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 512 * 2**20

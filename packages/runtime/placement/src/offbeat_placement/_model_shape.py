@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from offbeat_types import ModelError
+from offbeat_core import ModelError
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from offbeat_core import PlacementError
 from offbeat_placement._check import check_plan
 from offbeat_placement._plan import Block, Plan, draw_plan, plan_blocks
 from offbeat_placement._planner import Part, allocate, find_plan
 from offbeat_placement._resources import Allocation, ClusterView, Node, RankGroup, sort_nodes
 from offbeat_placement._shortfall import Suggestion, allocation_error, misfit_error, suggest_changes
-from offbeat_types import PlacementError
 
 Setting = bool | int
 _MAX_ROUNDS: Final = 4

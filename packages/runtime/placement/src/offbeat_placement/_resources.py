@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Final
 
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 ACCELERATOR: Final = "GPU"
 """Kind of accelerator where nothing says otherwise; Ray's name for the resource."""

@@ -10,9 +10,9 @@ from itertools import groupby, islice
 from math import ceil
 from typing import Any, Final
 
+from offbeat_core import PlacementError
 from offbeat_placement._planner import allocate, fits
 from offbeat_placement._resources import Allocation, Node, RankGroup, kinds_of, names_text, sort_nodes
-from offbeat_types import PlacementError
 
 _MOST_LINES: Final = 12
 MAX_SUGGESTIONS: Final = 5

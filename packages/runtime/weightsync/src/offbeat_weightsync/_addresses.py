@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 from offbeat_weightsync._connection import Connection, Deadline
 
 _NAMELESS: Final = sys.platform == "linux"

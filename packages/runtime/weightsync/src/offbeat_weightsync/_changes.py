@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_types import TensorSpec, WeightProof, WeightSyncError
+from offbeat_core import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
 from offbeat_weightsync._tensors import RUN_BYTES, Bytes, PlannedTensors, tensor_bytes, torch_dtype
 

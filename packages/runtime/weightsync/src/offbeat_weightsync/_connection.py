@@ -28,8 +28,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from offbeat_core import DeadlineError, OffbeatError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_liveness import waiting
-from offbeat_types import DeadlineError, OffbeatError, TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._tensors import Checksum
 
 T = TypeVar("T")

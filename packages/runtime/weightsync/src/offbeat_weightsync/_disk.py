@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from offbeat_types import (
+from offbeat_core import (
     MODEL_INDEX_FILE,
     TensorSpec,
     WeightProof,

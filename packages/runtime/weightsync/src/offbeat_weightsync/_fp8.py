@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_types import TensorSpec, WeightProof, WeightStream, WeightSyncError
+from offbeat_core import TensorSpec, WeightProof, WeightStream, WeightSyncError
 
 BLOCK: Final = 128
 MAX_E4M3: Final = 448.0

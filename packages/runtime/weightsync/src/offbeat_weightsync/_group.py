@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
 
+from offbeat_core import ConfigError, WeightSyncError, new_future, settle
 from offbeat_device import open_device
 from offbeat_mesh import break_off
-from offbeat_types import ConfigError, WeightSyncError, new_future, settle
 from offbeat_weightsync._connection import LOOK_UP_S, Deadline, GroupPlace, GroupSeat
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import Checksum

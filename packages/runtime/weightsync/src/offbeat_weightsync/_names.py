@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat_types import TensorSpec, WeightSyncError
+from offbeat_core import TensorSpec, WeightSyncError
 from offbeat_weightsync._tensors import torch_dtype
 
 EXPERT: Final = "{expert}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from offbeat_types import TENSOR_DTYPES, TensorSpec, WeightSyncError
+from offbeat_core import TENSOR_DTYPES, TensorSpec, WeightSyncError
 
 ALIGNMENT: Final = 64
 """Every piece starts at a multiple of this, so that any dtype can be viewed in place."""

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.distributed import Work
 
-from offbeat_types import DeadlineError, WeightProof, WeightSyncError
+from offbeat_core import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import TcpAddress, connect
 from offbeat_weightsync._changes import WeightCopy, apply_bucket
 from offbeat_weightsync._connection import (

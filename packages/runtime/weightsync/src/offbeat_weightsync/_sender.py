@@ -11,7 +11,7 @@ from typing import Final, Self, TypeVar
 
 from torch import Tensor
 
-from offbeat_types import DeadlineError, WeightProof, WeightSyncError
+from offbeat_core import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import ANSWER_BYTES, TcpAddress, admit, listen
 from offbeat_weightsync._changes import WeightCopy, coded_buckets
 from offbeat_weightsync._connection import (

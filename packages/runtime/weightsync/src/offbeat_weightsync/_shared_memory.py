@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from offbeat_types import WeightSyncError
+from offbeat_core import WeightSyncError
 from offbeat_weightsync._connection import CudaHandle
 from offbeat_weightsync._plan import ALIGNMENT, BucketPlan
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from offbeat_types import TensorSpec, WeightProof, WeightSyncError
+from offbeat_core import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan, Piece
 from offbeat_weightsync._tensors import (
     Bytes,

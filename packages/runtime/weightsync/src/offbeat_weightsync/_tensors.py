@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offbeat_types import TensorSpec, WeightProof, WeightSyncError
+from offbeat_core import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
 from offbeat_weightsync._word_sums import WordSum
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 from torch._C._distributed_c10d import Store
 
+from offbeat_core import WeightSyncError
 from offbeat_mesh import open_store
-from offbeat_types import WeightSyncError
 from offbeat_weightsync._addresses import TcpAddress, greet, is_same_user, remove_socket
 from offbeat_weightsync._connection import Connection, Filled, GroupPlace, GroupSeat, Join, Loaded, Offer, Written
 from offbeat_weightsync._disk import VersionFolder

@@ -8,16 +8,23 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import (
+    DIGEST_SUFFIX,
+    BackendError,
+    ConfigError,
+    OffbeatError,
+    RunFolderError,
+    atomic_folder,
+    hide_secrets,
+    user_path,
+)
 from offbeat_run._checkpoints import Checkpoint
 from offbeat_run._command import CommandWords, whole_number
-from offbeat_run._config.secrets import hide_secrets
-from offbeat_run._files import atomic_folder
 from offbeat_run._folder import RunFolder
 from offbeat_run._printing import print_text
 from offbeat_run._publish.card import CARD, model_card
 from offbeat_run._sessions import refuse_foreign_run
 from offbeat_run._status import doing
-from offbeat_types import DIGEST_SUFFIX, BackendError, ConfigError, OffbeatError, RunFolderError, user_path
 
 HUB: Final = "hub:"
 PUSH_OPTION: Final = "push-to"

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from offbeat_run._files import atomic_write
+from offbeat_core import ConfigError, DataError, atomic_write
 from offbeat_run._report.assets import asset, page_template
 from offbeat_run._validation.folder import read_eval_note
 from offbeat_run._validation.items import ItemAnswers, answers_path, read_answers
 from offbeat_run._validation.summary import Estimate
-from offbeat_types import ConfigError, DataError
 
 _SHOWN: Final = 200
 """Items on the page, those that changed most first."""

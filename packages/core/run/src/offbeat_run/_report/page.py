@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_run._files import MAX_DAMAGED
 from offbeat_run._folder import RunFolder
+from offbeat_run._lines import MAX_DAMAGED
 from offbeat_run._quantities import moment_text, size_text
 from offbeat_run._report.assets import asset, page_template
 from offbeat_run._report.figures import Constant, Figure, figure_json, metric_figures

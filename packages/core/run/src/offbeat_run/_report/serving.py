@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
+from offbeat_core import ConfigError, OffbeatError
 from offbeat_http import Page, PageServer, listen
 from offbeat_run._folder import RunFolder
 from offbeat_run._printing import print_text
 from offbeat_run._report.page import write_report
-from offbeat_types import ConfigError, OffbeatError
 
 HOST: Final = "127.0.0.1"
 """Loopback only: the report holds prompts and completions, and there is no password."""

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 CONFIDENCE: Final = 0.95
 NUM_RESAMPLES: Final = 2000

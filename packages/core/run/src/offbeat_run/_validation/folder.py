@@ -9,11 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from offbeat_run._files import atomic_write, read_small
+from offbeat_core import RunFolderError, atomic_write, read_small
 from offbeat_run._lock import FolderLock
 from offbeat_run._validation.items import AnswersLog, ItemAnswers, answers_path, read_answers
 from offbeat_run._validation.summary import SetSummary, table_json, table_markdown, table_text
-from offbeat_types import RunFolderError
 
 _ASKED: Final = "eval.json"
 _MAX_NOTE_BYTES: Final = 1 << 24

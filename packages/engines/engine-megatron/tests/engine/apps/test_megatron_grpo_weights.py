@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat_mesh import Mesh
-from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_types import (
+from offbeat_core import (
     Completion,
     GenerateRequest,
     RolloutEngineConfig,
@@ -24,6 +22,8 @@ from offbeat_types import (
     TrainSequence,
     load_backend,
 )
+from offbeat_mesh import Mesh
+from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_weightsync import (
     BucketPlan,
     DiskSender,

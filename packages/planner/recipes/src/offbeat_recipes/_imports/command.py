@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from offbeat_core import ConfigError, write_new_file
 from offbeat_recipes._imports.draft import CHANGES_RESULT, Draft
 from offbeat_recipes._imports.options import Source
-from offbeat_run import CommandWords, print_text, write_new_file
-from offbeat_types import ConfigError
+from offbeat_run import CommandWords, print_text
 
 _NOT_THE_SAME: Final = 4
 """Exit code of `--strict`: the file is written, and would not train as the source does."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from offbeat_core import toml_value
 from offbeat_recipes._imports.option_table import NOT_KNOWN, NOTHING_FOLLOWS, OptionTable, Verdict
 from offbeat_recipes._imports.options import is_open
-from offbeat_run import toml_value
 
 _TEXTS: Final = (
     "model.path",

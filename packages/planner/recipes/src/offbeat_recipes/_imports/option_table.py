@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Final
 
-from offbeat_types import ConfigError
+from offbeat_core import ConfigError
 
 
 class Verdict(StrEnum):

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import yaml
 
+from offbeat_core import ConfigError
 from offbeat_recipes._imports.exports import describe_defaults, describe_exports
 from offbeat_recipes._imports.shell.reading import ANOTHER_SCRIPT, ShellReading, read_shell
-from offbeat_types import ConfigError
 
 _OVERRIDE: Final = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_][\w@/.-]*)=(?P<value>.*)", re.DOTALL)
 _CONFIG_NAMES: Final = ("--config-name", "-cn")

@@ -18,6 +18,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any, Final
 
+from offbeat_core import ConfigError, DataError, find_function, setting
 from offbeat_data._chat_template import Message
 from offbeat_data._environments.environment import Environment, EnvironmentFactory, interruptible
 from offbeat_data._environments.mcp import McpEnvironment, describe_tools, import_mcp
@@ -35,7 +36,6 @@ from offbeat_data._task_libraries import (
     load_environment,
     score_entry,
 )
-from offbeat_types import ConfigError, DataError, find_function, setting
 
 JUDGES: Final = {"calculator": False, "mcp": False, "openenv": True, "reasoning_gym": True, "verifiers": True}
 """Built-in environments, and whether they have a reward of their own."""

@@ -20,11 +20,11 @@ from contextvars import ContextVar
 from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+from offbeat_core import OffbeatError
 from offbeat_data._chat_template import Message
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import to_plain
 from offbeat_data._scoring.rewards import RewardScore
-from offbeat_types import OffbeatError
 
 
 class Environment(Protocol):

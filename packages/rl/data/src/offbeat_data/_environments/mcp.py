@@ -10,10 +10,10 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Final
 
+from offbeat_core import BackendError, ConfigError, DataError
 from offbeat_data._environments.tools import ToolEnvironment
 from offbeat_data._images import image_part
 from offbeat_data._prompts import Prompt
-from offbeat_types import BackendError, ConfigError, DataError
 
 DESCRIBE_TIMEOUT_S: Final = 60.0
 """For a server to start and to name its tools before a run begins."""

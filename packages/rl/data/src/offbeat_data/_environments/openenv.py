@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat_core import ConfigError, DataError
 from offbeat_data._chat_template import Message
 from offbeat_data._environments.openenv_server import (
     OPENENV,
@@ -19,7 +20,6 @@ from offbeat_data._images import image_part
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import last_in_tag
 from offbeat_data._scoring.rewards import RewardScore
-from offbeat_types import ConfigError, DataError
 
 
 class OpenEnvEnvironment:

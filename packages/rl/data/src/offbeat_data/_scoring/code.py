@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
 
+from offbeat_core import BackendError, ConfigError, DataError, find_function, printable, read_options, setting
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import find_column
 from offbeat_data._scoring.assertions import Verdict, run_assertions
@@ -15,7 +16,6 @@ from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._scoring.functions import Worth, Written
 from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
 from offbeat_data._scoring.watching import ProgramLimits
-from offbeat_types import BackendError, ConfigError, DataError, find_function, printable, read_options, setting
 
 _log: Final = logging.getLogger(__name__)
 

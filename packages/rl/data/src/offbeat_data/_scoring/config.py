@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_types import ConfigError, setting
+from offbeat_core import ConfigError, setting
 
 NEEDS_ANSWER = frozenset({"exact_match", "number_match", "math_verify"})
 """Rewards that compare with `Prompt.answer`."""

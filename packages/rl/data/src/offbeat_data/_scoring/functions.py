@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
 
+from offbeat_core import ConfigError, OffbeatError, find_function
 from offbeat_data._prompts import Prompt
 from offbeat_data._rows import find_column
 from offbeat_data._scoring.config import RewardConfig
-from offbeat_types import ConfigError, OffbeatError, find_function
 
 
 class RewardError(OffbeatError):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from offbeat_core import ConfigError, read_options, setting
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import to_number
 from offbeat_data._scoring.functions import RewardError, Worth, Written
 from offbeat_data._scoring.judge_client import JudgeClient, JudgeReply
-from offbeat_types import ConfigError, read_options, setting
 
 _TEMPLATE: Final = """Judge an answer to a question.
 

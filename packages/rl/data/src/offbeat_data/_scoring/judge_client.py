@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from offbeat_core import BackendError, ConfigError
 from offbeat_data._scoring.functions import RewardError
-from offbeat_types import BackendError, ConfigError
 
 deadline: ContextVar[asyncio.Timeout | None] = ContextVar("offbeat_reward_deadline", default=None)
 """Of the completion that is being scored: whoever scores sets it, and a wait for the rate limit moves it."""

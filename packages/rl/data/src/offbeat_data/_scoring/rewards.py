@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from offbeat_core import BackendError, ConfigError, DataError
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import (
     as_latex,
@@ -25,7 +26,6 @@ from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._scoring.functions import RewardFunction, Worth, Written
 from offbeat_data._scoring.judge import Judge
 from offbeat_data._scoring.judge_client import deadline
-from offbeat_types import BackendError, ConfigError, DataError
 
 OfOne = Callable[[Prompt, str], float | None]
 """What a completion is worth; None when its judge raised on what the model wrote."""

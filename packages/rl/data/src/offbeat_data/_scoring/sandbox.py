@@ -25,9 +25,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, Protocol
 
+from offbeat_core import BackendError
 from offbeat_data._scoring.seccomp import ARCHITECTURES, syscall_filter
 from offbeat_data._scoring.watching import Meter, ProgramLimits, ProgramRun, as_file, started, watch
-from offbeat_types import BackendError
 
 SOCKET_VARIABLE: Final = "OFFBEAT_SOCKET"
 """Names, to a program in a sandbox, the descriptor of the socket to the one that runs beside it."""

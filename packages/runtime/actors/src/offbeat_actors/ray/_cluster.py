@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_actors._spec import ClusterConfig
+from offbeat_core import INSTALL_LINES, BackendError, ConfigError, DeadlineError
 from offbeat_placement import Node, local_node
-from offbeat_types import INSTALL_LINES, BackendError, ConfigError, DeadlineError
 
 LOCAL: Final = "local"
 _ADVICE: Final = (

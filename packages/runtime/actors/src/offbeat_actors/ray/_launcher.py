@@ -30,8 +30,8 @@ from offbeat_actors.ray._reservation import (
     start_agent,
     unanswered,
 )
+from offbeat_core import PeerFailedError, PlacementError
 from offbeat_placement import Node, PlacedDriver, PlacedRank, Plan, RankGroup, plan_blocks, process_of, verify_placed
-from offbeat_types import PeerFailedError, PlacementError
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from offbeat_actors._launcher import open_log
 from offbeat_actors.ray._agent import CHUNK_BYTES, Report, decode
-from offbeat_types import RunFolderError
+from offbeat_core import RunFolderError
 
 _log: Final = logging.getLogger(__name__)
 

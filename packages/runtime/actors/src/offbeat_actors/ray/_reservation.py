@@ -11,8 +11,8 @@ from typing import Any, Final
 from offbeat_actors.ray._agent import NodeAgent, Whereabouts, decode
 from offbeat_actors.ray._cluster import Connection
 from offbeat_actors.ray._process import AgentLink, is_node_alive
+from offbeat_core import DeadlineError, PeerFailedError, PlacementError
 from offbeat_placement import Block, Node
-from offbeat_types import DeadlineError, PeerFailedError, PlacementError
 
 _POLL_S: Final = 0.05
 _RELEASE_S: Final = 10.0

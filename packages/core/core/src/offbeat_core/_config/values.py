@@ -1,0 +1,181 @@
+"""Turns what a file or a command line says into what a field holds: variables, types, bounds."""
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from itertools import repeat
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from offbeat_core._config.advice import show, value_advice
+from offbeat_core._config.schema import union_arms
+from offbeat_core._config.secrets import mark_secrets
+from offbeat_core._config.setting import Setting
+
+_LARGEST_COUNT = 2**53
+"""Of what is counted from a least value on: what is computed from it stays within 64 bits for longer than a run."""
+
+NONE = "none"
+"""How a file says None, which TOML lacks: every optional setting takes it."""
+
+# One pass over the text, so that what a variable holds is never expanded again. One more dollar before `${`, or
+# before a leading `~`, stands for the text itself.
+_REFERENCE = re.compile(
+    r"\$(?P<escaped>\$+\{)"
+    r"|\A\$(?P<escaped_home>\$*~)(?=/|\Z)"
+    r"|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}"
+    r"|(?P<home>\A~)(?=/|\Z)"
+    r"|(?P<broken>\$\{)"
+)
+
+
+class ValueProblemError(Exception):
+    """A value does not fit: `got` is what there was, in words; the text is all there is to say where `got` is empty."""
+
+    def __init__(self, text: str = "", *, got: str = "") -> None:
+        super().__init__(text or f"got {got}")
+        self.got = got
+
+
+def expand_text(text: str) -> str:
+    """Expand `${NAME}`, `${NAME:-default}` and a leading `~`; `$${` and `$~` stand for `${` and `~` themselves."""
+
+    def replace(match: re.Match[str]) -> str:
+        for escaped in (match["escaped"], match["escaped_home"]):
+            if escaped is not None:
+                return str(escaped)
+        if match["home"] is not None:
+            return os.path.expanduser("~")
+        if match["broken"] is not None:
+            raise ValueProblemError("${ must name a variable, as ${NAME} or ${NAME:-default}; write $${ for the text")
+        return _variable(match["name"], match["default"], at_start=match.start() == 0)
+
+    return _REFERENCE.sub(replace, text)
+
+
+def _variable(name: str, default: str | None, *, at_start: bool) -> str:
+    value = os.environ.get(name) or default  # as in a shell, `:-` also covers a variable that is set but empty
+    if value is None:
+        value = os.environ.get(name)
+    if value is None:
+        raise ValueProblemError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
+    starts_at_home = at_start and (value == "~" or value.startswith("~/"))
+    return os.path.expanduser(value) if starts_at_home else value
+
+
+def escape_text(text: str) -> str:
+    """The inverse of `expand_text`: a text that expands to `text`."""
+    return re.sub(r"\A(?=\$*~(?:/|\Z))|(?=\$+\{)(?<!\$)", "$", text)
+
+
+def expand(value: Any) -> Any:
+    """Expand every string in a value read from TOML; keys of tables stay as they are."""
+    if isinstance(value, str):
+        return expand_text(value)
+    if isinstance(value, list | tuple):
+        return type(value)(expand(item) for item in value)
+    if isinstance(value, dict):
+        return {key: expand(item) for key, item in value.items()}
+    return value
+
+
+def escape(value: Any) -> Any:
+    """The inverse of `expand`; what a secret variable of the environment holds becomes a reference to it again."""
+    if isinstance(value, str | Path):
+        text, marks = mark_secrets(str(value))
+        text = escape_text(text)
+        for mark, reference in marks.items():
+            text = text.replace(mark, reference)
+        return text
+    if isinstance(value, list | tuple):
+        return [escape(item) for item in value]
+    if isinstance(value, dict):
+        return {key: escape(item) for key, item in value.items()}
+    return value
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """Turn a value of TOML into one of `annotation`, strictly: an integer is a number, but true is not an integer.
+
+    Raises:
+        ValueProblemError: it does not fit, or is a number that is not finite.
+    """
+    arms = union_arms(annotation)
+    if type(None) in arms and (value == NONE or value is None):
+        return None
+    for item, inner in _items(value, annotation):
+        convert(item, inner)  # first, so that an error shows the part that does not fit
+    try:
+        converted = msgspec.convert(value, annotation, dec_hook=lambda kind, held: kind(held))
+    except msgspec.ValidationError:
+        too_large = ", which is not finite" if float in arms and type(value) is int else ""
+        raise ValueProblemError(got=show(value) + too_large) from None
+    if float in arms and isinstance(converted, float) and not math.isfinite(converted):
+        raise ValueProblemError(got=f"{show(value)}, which is not finite")
+    return converted
+
+
+def _items(value: Any, annotation: Any) -> Iterable[tuple[Any, Any]]:
+    """The parts of a list or a table, each with what it must be."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is dict and isinstance(value, dict):
+        return [(item, args[1]) for item in value.values()]
+    if origin in (list, tuple) and isinstance(value, list | tuple):
+        return zip(value, repeat(args[0]) if origin is list or args[-1] is Ellipsis else args, strict=False)
+    return ()
+
+
+def fit(value: Any, annotation: Any, setting: Setting) -> Any:
+    """Expand, convert and check against the bounds; elements of a list are checked one by one.
+
+    Raises:
+        ValueProblemError: it does not fit.
+    """
+    try:
+        converted = convert(expand(value), annotation)
+    except ValueProblemError as problem:
+        if not problem.got:
+            raise
+        raise ValueProblemError(got=problem.got + value_advice(value, annotation, setting)) from None
+    for item in converted if isinstance(converted, list | tuple) else (converted,):
+        is_huge = type(item) is int and item > _LARGEST_COUNT and setting.ge is not None
+        if is_huge or (not isinstance(item, bool) and setting.complaint(item)):
+            raise ValueProblemError(got=show(item))
+    return converted
+
+
+def parse_scalar(text: str) -> Any:
+    """Parse the value of an override as TOML would; what is not TOML is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # not TOML, or integers and lists without measure
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def fit_override(text: str, annotation: Any, setting: Setting) -> Any:
+    """Fit the text of an override: as TOML, else as a bare string, else as a list separated by commas.
+
+    Where `setting.is_text`, it is TOML or one entry of a list, as it is.
+
+    Raises:
+        ValueProblemError: no reading fits; it speaks of the first one.
+    """
+    if setting.is_text:
+        value = parse_scalar(text) if text else []
+        entry = value if isinstance(value, str) else text
+        return fit(value if isinstance(value, list) else [entry], annotation, setting)
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    readings: list[Any] = [parse_scalar(text), text, [parse_scalar(piece) for piece in pieces], pieces]
+    first: ValueProblemError | None = None
+    for reading in readings:
+        try:
+            return fit(reading, annotation, setting)
+        except ValueProblemError as problem:
+            first = first or problem
+    assert first is not None
+    raise first

@@ -1,0 +1,493 @@
+"""The training contract: what every engine that updates weights takes and gives, and what all do with an update.
+
+Shapes: T tokens of one sequence, N loss tokens of one micro-batch (packed, no padding), S sequences in it.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from offbeat_core._config.setting import REQUIRED, setting
+from offbeat_core._contracts.requests import Floats
+from offbeat_core._contracts.trajectory import TrainSequence
+from offbeat_core._errors import ConfigError, ModelError, OffbeatError, PeerFailedError
+
+TensorT = TypeVar("TensorT")
+Aggregation = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One number with the way it combines over micro-batches, ranks and steps declared beside it.
+
+    Args:
+        value: the number.
+        weight: its weight in a mean, such as the tokens it was taken over; ignored by the other aggregations.
+        how: how two of them become one.
+    """
+
+    value: float
+    weight: float = 1.0
+    how: Aggregation = "mean"
+
+    def merge(self, other: "Metric") -> "Metric":
+        """Combine with a later metric of the same name and aggregation."""
+        if self.how != other.how:
+            raise ValueError(f"cannot merge a {self.how} with a {other.how}")
+        if self.how == "mean":
+            weight = self.weight + other.weight
+            value = (self.value * self.weight + other.value * other.weight) / weight if weight else 0.0
+            return Metric(value=value, weight=weight, how="mean")
+        if self.how == "last":
+            return other
+        value = {"sum": self.value + other.value, "max": max(self.value, other.value)}.get(
+            self.how, min(self.value, other.value)
+        )
+        return Metric(value=value, weight=self.weight + other.weight, how=self.how)
+
+
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(batches: Sequence[Mapping[str, Metric]]) -> Metrics:
+    """Merge metrics by name, in order."""
+    merged: Metrics = {}
+    for batch in batches:
+        for name, metric in batch.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTokens(Generic[TensorT]):
+    """The loss tokens of one micro-batch, packed: what a loss function reads.
+
+    Args:
+        logprobs_N: [N] float32, nats, carries gradient.
+        entropy_N: [N] float32, nats; carries gradient when the engine was asked for it.
+        sequence_N: [N] int64 in [0, S), sorted: the sequence of each token.
+        num_sequences: S.
+        extras: the sequences' extras at the loss tokens, each [N] float32.
+        total_tokens: loss tokens of the whole update, over all micro-batches and ranks.
+        total_sequences: sequences with at least one loss token in the whole update.
+    """
+
+    logprobs_N: TensorT
+    entropy_N: TensorT
+    sequence_N: TensorT
+    num_sequences: int
+    extras: dict[str, TensorT]
+    total_tokens: int
+    total_sequences: int
+
+
+LossFunction = Callable[[LossTokens[Any]], tuple[Any, Metrics]]
+"""Maps loss tokens to (scalar loss, metrics). The micro-batches' losses are summed, so divide by the totals."""
+
+
+WeightPart = Literal["merged", "base", "adapter"]
+"""Of a policy with LoRA: weights with the adapter merged in, weights without it, or its tensors alone, PEFT's names."""
+
+
+class TrainEngine(Protocol):
+    """Holds a model and its optimizer. One update is any number of `forward_backward`, then one `step`.
+
+    On several ranks every rank holds an engine and calls the same methods in the same order with the same arguments:
+    the sequences of the whole update, not a share of them. The engine divides the work, and every rank is given the
+    same answer, with metrics over all ranks. The loss function is called for the sequences of its own rank only, and
+    must not wait for other ranks.
+
+    An engine may have a property `float32_weights`, a frozenset: names of the tensors that stay in float32 whatever
+    format the others are in, such as routers' correction biases. Trainer and sampling engines compute with them in
+    float32, so that is how they travel, by any channel, and how they are proved. An engine without it has none.
+    """
+
+    def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
+        """Split into micro-batches by the token budget, and add up gradients of the summed loss.
+
+        An error that the loss raises on one rank is raised on all.
+
+        Returns:
+            The loss function's metrics merged, and the engine's own: `loss` (the sum) and others, such as
+            `num_microbatches`, whose names hold no slash.
+        """
+
+    def step(self) -> Metrics:
+        """Clip, update the weights, clear gradients. A step whose gradient is not finite is refused and counted.
+
+        Returns:
+            `grad_norm`, `learning_rate`, `steps_refused`.
+        """
+
+    def logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool = False) -> list[Floats]:
+        """[T] float32 nats per sequence; 0 where loss_mask is False. `reference` asks the frozen first policy."""
+
+    def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Any:
+        """Iterate (Hugging Face name, tensor) in one fixed order.
+
+        On several ranks each step gathers a whole tensor, so every rank iterates to the end, whoever needs them.
+
+        Args:
+            dtype: format in which floating-point tensors are wanted, such as "bfloat16"; None: the engine's own. A rank
+                rounds its part before it is gathered, so that fewer bytes travel. What is not gathered may come in the
+                engine's own format: whoever wants another converts it. `float32_weights` are never rounded.
+            part: of a policy with LoRA; without, "merged" and "base" are the same, and "adapter" is nothing.
+        """
+
+    def save_weights(self, folder: Path) -> None:
+        """Write a folder in Hugging Face format: weights with LoRA merged, config, tokenizer."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `save_weights` writes, and optimizer, schedule and RNG beside it, into a folder all ranks see.
+
+        Everything is on disk when it returns on any rank; publishing it by a rename is the caller's.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on whatever number of ranks."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+@runtime_checkable
+class SleepingTrainEngine(TrainEngine, Protocol):
+    """A training engine that can lend its device to rollout engines between updates. Every rank is told alike."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: level 1 all but the weights, which can still be handed out; level 2 the weights too.
+
+        Everything is kept where it takes no memory of the device, and `wake` brings it back. Until then a method that
+        needs it raises. Sleeping again, or deeper, is fine.
+
+        Raises:
+            ConfigError: another level.
+            OffbeatError: in the midst of an update; or there is no room for what is put away.
+        """
+
+    def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLayout:
+    """How the ranks of a trainer share the model and its updates.
+
+    Args:
+        dp, cp, tp, pp: data, context, tensor and pipeline parallel; their product is the number of ranks.
+        ep: expert parallel, a second way of counting the ranks of a stage.
+        zero_stage: what data and context parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients
+            too, 3 weights too. Source: arXiv:1910.02054, figure 1.
+        weight_bytes: of one weight that the model computes with.
+        gradient_bytes: of one gradient that is kept until the step.
+        optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
+        kernels: what computes on the device, in words, where the backend has a choice.
+        max_sequence_tokens: longest sequence for which the backend computes what the model's family computes; 0 for
+            any. (A backend may find out about a shorter one when it loads the weights.)
+        max_sequence_reason: what changes beyond it, and the key of the model's config.json that says so.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero_stage: int = 0
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    kernels: str = field(default="", compare=False)
+    max_sequence_tokens: int = 0
+    max_sequence_reason: str = field(default="", compare=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many train together."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
+        """Bytes of weights on one rank, and of their gradients and optimizer state where all of them train."""
+        whole = num_parameters // (self.tp * self.pp)
+        parts = [(3, self.weight_bytes)]
+        if trains_all:
+            parts += [(2, self.gradient_bytes), (1, self.optimizer_bytes)]
+        return sum(whole * size // (self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
+
+    def __str__(self) -> str:
+        sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+        shared = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+        return ", ".join(filter(None, (shared, self.kernels)))
+
+
+class TrainBackend(Protocol):
+    """What a package registers under the entry point `offbeat.engine`: the class of its engine.
+
+    A class attribute `heads` names the values of `TrainEngineConfig.head` that it knows; without one it is "tokens".
+    """
+
+    def plan(self, config: "TrainEngineConfig", num_ranks: int = 1) -> TrainLayout:
+        """Check what can be checked before anything starts, and say how the ranks will share the model.
+
+        Starts no process, joins no group and reads no weights; needs no device but those that the settings name.
+
+        Args:
+            config: of the engine; its options say how the ranks share the model, where the backend knows several ways.
+            num_ranks: processes that will train together, on devices of the kind that `config.device` names.
+
+        Raises:
+            BackendError: what the backend needs is not installed; with the install line.
+            ConfigError: a setting or option is out of range, or so many ranks cannot share this model that way.
+            ModelError: the model folder is missing, corrupt, or of a family that is not supported.
+        """
+
+    def create(self, config: "TrainEngineConfig", mesh: Any = None) -> TrainEngine:
+        """Load the model and make the optimizer.
+
+        Args:
+            config: the same on all ranks.
+            mesh: offbeat-mesh's, of the ranks that train together; with no other axis than dp it is so many ranks,
+                which the engine arranges as `plan` said. None for one process.
+
+        Raises:
+            BackendError, ConfigError, ModelError: as `plan`, and of weights that are missing or of another model.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEngineSettings:
+    """What a user may set of any training backend."""
+
+    device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
+    dtype: str = setting("float32", "Number format of the matrix products.", choices=("float32", "bfloat16"))
+    learning_rate: float = setting(1e-6, "Peak learning rate.", ge=0)
+    schedule: str = setting("constant", "Learning rate after the warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "steps", ge=0)
+    min_learning_rate_ratio: float = setting(0.0, "End of the schedule, as a share of the peak.", ge=0, le=1)
+    weight_decay: float = setting(0.0, "AdamW weight decay on matrices.", ge=0)
+    adam_beta1: float = setting(0.9, "AdamW first moment decay.", ge=0, lt=1)
+    adam_beta2: float = setting(0.95, "AdamW second moment decay.", ge=0, lt=1)
+    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this norm; 0 turns it off.", ge=0)
+    max_tokens_per_microbatch: int = setting(
+        8192, "Token budget of one forward and backward pass: bounds memory, changes no result.", "tokens", ge=16
+    )
+    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all weights.", ge=0, le=65536)
+    lora_alpha: float = setting(0.0, "LoRA scale; 0 means twice the rank.", ge=0)
+    seed: int = setting(0, "Seed of everything random in the engine.", ge=0)
+    options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
+
+    @property
+    def lora_scale(self) -> float:
+        """What the product of an adapter's matrices is multiplied with: alpha / rank. There must be adapters."""
+        return (self.lora_alpha or 2.0 * self.lora_rank) / self.lora_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEngineConfig(TrainEngineSettings):
+    """What every training backend needs to start."""
+
+    model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
+    total_steps: int = setting(0, "Updates after which linear and cosine reach their end; 0: set by the app.", ge=0)
+    head: str = setting(
+        "tokens",
+        "What the model answers at a loss token: tokens, its log-probability; score, one number that a sequence "
+        "classification head reads off the token before it.",
+        choices=("tokens", "score"),
+    )
+    adam_eps: float = setting(1e-8, "AdamW epsilon.", gt=0)
+    num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", ge=0)
+
+
+def learning_rate_at(step: int, config: TrainEngineConfig) -> float:
+    """Learning rate of update `step`, counted from 0.
+
+    It rises linearly over the warm-up, reaching its peak at update `warmup_steps`, and falls to
+    `min_learning_rate_ratio` of it at update `total_steps`, where it stays.
+    """
+    peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_learning_rate_ratio
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return peak
+    done = min((step - warmup) / max(config.total_steps - warmup, 1), 1.0)
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (floor + (1.0 - floor) * left)
+
+
+def check_schedule(config: TrainEngineConfig, *, length_keys: Sequence[str] = ()) -> None:
+    """Refuse a schedule that has no end, or ends before its warm-up does, and a scale of adapters that are not there.
+
+    Args:
+        config: of the engine.
+        length_keys: an application's settings that say how many steps a run makes, such as "engine.max_updates"; its
+            other settings of the engine are those of section `engine`. Empty: nobody but the engine is told of.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    section = "engine." if length_keys else ""
+    if config.lora_alpha and not config.lora_rank:
+        raise ConfigError(f"{section}lora_alpha has no effect while {section}lora_rank is 0: set both or neither")
+    if config.schedule == "constant" or config.total_steps > config.warmup_steps:
+        return
+    if length_keys:
+        raise ConfigError(
+            f"engine.schedule = {config.schedule!r} needs more optimizer steps than engine.warmup_steps = "
+            f"{config.warmup_steps}: the run makes {config.total_steps} ({', '.join(length_keys)}); make it longer, "
+            "lower engine.warmup_steps, or set engine.schedule = 'constant'"
+        )
+    raise ConfigError(
+        f"schedule {config.schedule!r} needs total_steps above warmup_steps: "
+        f"got {config.total_steps} and {config.warmup_steps}; set total_steps, or schedule = 'constant'"
+    )
+
+
+def check_token_ids(sequences: Sequence[TrainSequence], vocabulary: int) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        ModelError: with the range found.
+    """
+    found = [sequence.ids for sequence in sequences if len(sequence.ids)]
+    low = min((int(ids.min()) for ids in found), default=0)
+    high = max((int(ids.max()) for ids in found), default=0)
+    if low < 0 or high >= vocabulary:
+        raise ModelError(
+            f"token ids must be in [0, {vocabulary}): got {low} to {high}; use the tokenizer of this model"
+        )
+
+
+def loss_extras(sequences: Sequence[TrainSequence]) -> dict[str, Floats]:
+    """The extras of a micro-batch's sequences at their loss tokens, each [N] float32, by name in order."""
+    return {
+        name: np.concatenate([each.extras[name][each.loss_mask] for each in sequences]).astype(np.float32)
+        for name in sorted(sequences[0].extras)
+    }
+
+
+def call_loss(loss: LossFunction, tokens: LossTokens[TensorT]) -> tuple[TensorT, Metrics]:
+    """Call the caller's loss and check what it returns, before anything is done with it that other ranks wait for.
+
+    Returns:
+        A scalar, and metrics whose numbers are plain ones.
+
+    Raises:
+        OffbeatError: it returned something else; and whatever the loss raises.
+    """
+    value: Any
+    value, metrics = loss(tokens)
+    is_tensor = isinstance(value, type(tokens.logprobs_N))
+    if not is_tensor or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
+        raise OffbeatError(f"the loss must return (scalar tensor, metrics): got {got} for the scalar")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise OffbeatError(f"the loss must return its metrics as Metric(value=...): got {name} = {metric!r}")
+    return value.reshape(()), {
+        name: Metric(value=float(metric.value), weight=float(metric.weight), how=metric.how)
+        for name, metric in metrics.items()
+    }
+
+
+def count_micro_batch(sequences: Sequence[TrainSequence], num_computed: int, loss: float) -> Metrics:
+    """What an engine reports of a micro-batch beside the metrics of the loss function.
+
+    Args:
+        sequences: of the micro-batch.
+        num_computed: tokens that were computed for them.
+        loss: of the micro-batch.
+    """
+    counts = {
+        "loss": loss,
+        "num_microbatches": 1.0,
+        "packed_tokens": float(num_computed),
+        "sequence_tokens": float(sum(len(sequence.ids) for sequence in sequences)),
+    }
+    return {name: Metric(value=value, how="sum") for name, value in counts.items()}
+
+
+def spread_values(
+    sequences: Sequence[TrainSequence], members: Sequence[Sequence[int]], values: Sequence[Floats]
+) -> list[Floats]:
+    """Bring each share's values, one per loss token in its order, to the sequences.
+
+    Args:
+        sequences: of the whole update.
+        members: for each share, which of them it computed.
+        values: of each share.
+
+    Returns:
+        [T] float32 for each sequence, 0 outside the loss mask.
+    """
+    found = [np.zeros(len(sequence.ids), np.float32) for sequence in sequences]
+    for share, theirs in zip(members, values, strict=True):
+        start = 0
+        for member in share:
+            mask = sequences[member].loss_mask
+            stop = start + int(mask.sum())
+            found[member][mask] = theirs[start:stop]
+            start = stop
+    return found
+
+
+def merge_over_ranks(
+    results: Sequence[Metrics],
+    failure: Exception | None,
+    *,
+    share: int,
+    speaks: bool,
+    exchange: Callable[[Any], Sequence[Any]],
+) -> Metrics:
+    """Metrics of all micro-batches over all shares, in their order. All ranks call it, and all get the same.
+
+    Args:
+        results: of the micro-batches of this rank.
+        failure: why there are no more, if something failed.
+        share: the part of the update that this rank computes.
+        speaks: this rank reports for its share; one of each does.
+        exchange: gives the plain data of every rank, in the order of ranks.
+
+    Raises:
+        PeerFailedError: another rank failed; and `failure`, on the rank that did.
+    """
+    plain, failure = _pack(results, failure)
+    reason = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    found = exchange((reason, share, speaks, plain))
+    if failure is not None:
+        raise failure
+    for rank, (their_reason, *_) in enumerate(found):
+        if their_reason:
+            raise PeerFailedError(f"trainer rank {rank}", their_reason)
+    by_share = {their_share: metrics for _, their_share, they_speak, metrics in found if they_speak}
+    return merge_metrics([_unpack(by_share[each]) for each in sorted(by_share)])
+
+
+def digest_sequences(sequences: Sequence[TrainSequence]) -> str:
+    """Digest of everything that the plan of an update and its loss read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sequence in sequences:
+        digest.update(f"group {sequence.group}".encode())
+        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
+        for name, array in (*unnamed, *sorted(sequence.extras.items())):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _pack(results: Sequence[Metrics], failure: Exception | None) -> tuple[dict[str, list[Any]], Exception | None]:
+    """Metrics as plain data, or why there are none; raises nothing: other ranks wait for either."""
+    try:
+        merged = merge_metrics(results)
+    except Exception as error:  # noqa: BLE001  two micro-batches add up one name in two ways: told to all ranks
+        return {}, failure or error
+    return {name: [metric.value, metric.weight, metric.how] for name, metric in merged.items()}, failure
+
+
+def _unpack(plain: Mapping[str, Sequence[Any]]) -> Metrics:
+    return {name: Metric(value=value, weight=weight, how=how) for name, (value, weight, how) in plain.items()}

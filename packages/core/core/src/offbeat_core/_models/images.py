@@ -1,0 +1,148 @@
+"""How a model of the Qwen-VL families cuts images into patches, and where they stand among the tokens of a sequence.
+
+Shapes: T tokens of a sequence.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat_core._contracts.requests import Image
+from offbeat_core._contracts.trajectory import TrainSequence
+from offbeat_core._errors import BackendError, DataError, ModelError
+
+Grid = tuple[int, int, int]
+"""Patches of an image in time, height and width."""
+
+
+class ImageCutter:
+    """Prepares images for a vision tower of the Qwen-VL families. May be used from several threads.
+
+    Source: `smart_resize` of transformers 5.19, in the module of the model's image processor.
+
+    Args:
+        folder: of the model, for errors.
+        load: loads its image processor, when the first image comes.
+        install: what to run where Pillow or torchvision is missing.
+    """
+
+    def __init__(self, folder: Path, load: Callable[[], Any], install: str) -> None:
+        self._folder, self._load, self._install = folder, load, install
+        self._grids: dict[tuple[int, int], Grid] = {}
+
+    def grid(self, image: Image) -> Grid:
+        """Patches that an image will become.
+
+        Raises:
+            DataError: it is too narrow to be cut.
+            ModelError, BackendError: the image processor cannot be loaded.
+        """
+        size = (image.shape[0], image.shape[1])
+        if size not in self._grids:
+            self._grids[size] = self._cut(*size)
+        return self._grids[size]
+
+    def prepare(self, images: Sequence[Image]) -> tuple[Any, Any]:
+        """Tensors [P, C] of pixels and [I, 3] of grids: P patches of C values, I images.
+
+        Raises:
+            ModelError: the processor cuts images otherwise than its sizes say, or cannot be loaded.
+            BackendError: Pillow or torchvision is missing.
+        """
+        made = self._processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
+        pixels, grid = made["pixel_values"], made["image_grid_thw"]
+        if grid.tolist() != [list(self.grid(image)) for image in images]:
+            raise ModelError(f"{self._folder}: {type(self._processor).__name__} cuts images otherwise than it declares")
+        return pixels, grid
+
+    def _cut(self, height: int, width: int) -> Grid:
+        processor = self._processor
+        limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
+        resize = import_module(type(processor).__module__).smart_resize
+        try:
+            size = resize(height, width, factor=processor.patch_size * processor.merge_size, **limits)
+        except ValueError as error:
+            raise DataError(f"an image of {width} x {height} pixels: {error}") from error
+        return 1, size[0] // processor.patch_size, size[1] // processor.patch_size
+
+    @cached_property
+    def _processor(self) -> Any:
+        try:
+            return self._load()
+        except ImportError as error:
+            raise BackendError(
+                f"images are prepared by {self._folder.name}'s processor, which needs Pillow or torchvision ({error}); "
+                f"install it with: {self._install}"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"{self._folder}: no image processor can be loaded: {error}; copy preprocessor_config.json (or "
+                "processor_config.json) from the model"
+            ) from error
+
+
+Indices = npt.NDArray[np.int64]
+RopeIndex = Callable[[Indices, npt.NDArray[np.int32], list[Grid]], Indices]
+"""From [1, T] ids, [1, T] kinds (1 for a token of an image) and the grids of the images to [3, T] positions."""
+
+
+class ImagePlaces:
+    """Of the sequences that train one vision-language model of the Qwen-VL families.
+
+    Args:
+        config: transformers' configuration of the model.
+        cutter: of its images.
+        rope_index: computes positions, as transformers' `get_rope_index` does.
+
+    Attributes:
+        blank_shape: (patches, values) of the smallest image.
+        blank_grid: patches of it in time, height and width.
+    """
+
+    def __init__(self, config: Any, cutter: ImageCutter, rope_index: RopeIndex) -> None:
+        vision = config.vision_config
+        self._image_id: int = config.image_token_id
+        self._cutter, self._rope_index = cutter, rope_index
+        merge: int = vision.spatial_merge_size
+        self._patches_of_token = merge**2
+        self.blank_shape = (merge**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+        self.blank_grid: Grid = (1, merge, merge)
+
+    def check(self, sequences: Sequence[TrainSequence]) -> None:
+        """Refuse placeholders that are not those of the images.
+
+        Raises:
+            DataError: other runs of placeholder tokens than the images take.
+            ModelError, BackendError: the image processor cannot be loaded.
+        """
+        for index, sequence in enumerate(sequences):
+            wanted = [math.prod(self._cutter.grid(image)) // self._patches_of_token for image in sequence.images]
+            found = [stop - start for start, stop in self.spans(sequence)]
+            if wanted != found:
+                raise DataError(
+                    f"sequence {index}: its images take {wanted} placeholder tokens (id {self._image_id}) one after "
+                    f"the other, and it holds runs of {found}; give the ids and images that the model was sampled with"
+                )
+
+    def spans(self, sequence: TrainSequence) -> list[tuple[int, int]]:
+        """(start, stop) of each run of placeholders. Those in the loss were sampled: they are tokens like others."""
+        marked = np.zeros(len(sequence.ids) + 2, bool)
+        marked[1:-1] = (sequence.ids == self._image_id) & ~sequence.loss_mask
+        edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def positions(self, sequence: TrainSequence) -> Indices:
+        """[3, T]: position in time, height and width; equal but within images, as transformers computes them."""
+        if not sequence.images:
+            return np.tile(np.arange(len(sequence.ids)), (3, 1))
+        kinds = np.zeros((1, len(sequence.ids)), np.int32)
+        for start, stop in self.spans(sequence):
+            kinds[0, start:stop] = 1
+        grids = [self._cutter.grid(image) for image in sequence.images]
+        return self._rope_index(sequence.ids.astype(np.int64)[None], kinds, grids)

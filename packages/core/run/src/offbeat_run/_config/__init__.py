@@ -1,1 +1,0 @@
-"""Typed configuration: what a class declares, what a file and the command line say, and how it is written down."""
