@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there; the last and the best ones stay."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -11,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from offbeat_core import ConfigError, RunFolderError, atomic_folder, atomic_write, tensor_file_header
+from offbeat_core import ConfigError, RunFolderError, tensor_file_header
 from offbeat_run import Checkpoints, reading
-from offbeat_testing import DiskRecord, drop_digests
+from offbeat_testing import drop_digests
 
 
 def checkpoints(tmp_path, *steps, **scores):
@@ -23,90 +22,6 @@ def checkpoints(tmp_path, *steps, **scores):
             (folder / "model").mkdir()
             (folder / "model" / "weights").write_text(f"weights {step}")
     return held
-
-
-def test_a_file_appears_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    with atomic_write(path) as file:
-        file.write("old")
-    with pytest.raises(KeyError), atomic_write(path) as file:
-        fail_after(file.write("half"))
-    assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_folder_appears_whole_or_not_at_all_and_replaces_an_older_one(tmp_path):
-    path = tmp_path / "folder"
-    for text in ("old", "new"):
-        with atomic_folder(path) as folder:
-            (folder / text).write_text(text)
-    with pytest.raises(KeyError), atomic_folder(path) as folder:
-        fail_after((folder / "half").write_text("half"))
-    assert [each.name for each in path.iterdir()] == ["new"]
-    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
-
-
-def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with DiskRecord(tmp_path) as disk:
-        with atomic_write(path) as file:
-            file.write("new")
-        (named,) = disk.steps
-        assert (named.target, named.unsynced) == ("file", ())
-        assert disk.unsynced() == []
-
-
-def test_a_folder_has_its_name_once_all_of_it_is_on_the_disk_and_the_older_one_goes_after_that(tmp_path):
-    held = checkpoints(tmp_path, 1)
-    with DiskRecord(tmp_path) as disk:
-        with held.write(1) as folder:
-            (folder / "deep" / "model").mkdir(parents=True)
-            (folder / "deep" / "model" / "weights").write_text("new")
-        *_, named, removed = disk.steps
-        assert (named.target, removed.target) == ("step-000001", "")
-        assert not [step for step in disk.steps if step.unsynced]
-        assert removed.unsynced_beside == ()
-        assert disk.unsynced() == []
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_the_disk_refuses_gets_no_name(tmp_path, monkeypatch, kind):
-    path = tmp_path / kind
-
-    def write(text):
-        if kind == "file":
-            with atomic_write(path) as file:
-                file.write(text)
-        else:
-            with atomic_folder(path) as folder:
-                (folder / "old").write_text(text)
-
-    def refuse(_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    write("old")
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(RunFolderError, match=r"the disk or its file system fails \(Input/output error\)"):
-        write("new")
-    assert [each.name for each in tmp_path.iterdir()] == [kind]
-    assert (path.read_text() if kind == "file" else path.joinpath("old").read_text()) == "old"
-
-
-def test_a_full_disk_is_named(tmp_path):
-    with pytest.raises(RunFolderError, match="no space left"), atomic_folder(tmp_path / "folder"):
-        fill_the_disk()
-    assert list(tmp_path.iterdir()) == []
-
-
-def fail_after(num_written):
-    assert num_written == 4
-    raise KeyError
-
-
-def fill_the_disk():
-    with open("/dev/full", "w") as full:  # the system's own device without room: every write fails with ENOSPC
-        full.write("x")
 
 
 def test_the_latest_and_the_best_are_found(tmp_path):
