@@ -5,7 +5,15 @@ import os
 
 import pytest
 
-from offbeat_core import RunFolderError, atomic_folder, atomic_write, remove_leftovers
+from offbeat_core import (
+    RunFolderError,
+    atomic_folder,
+    atomic_write,
+    publish_folder,
+    recover_folder,
+    remove_leftovers,
+    stage_folder,
+)
 from offbeat_testing import DiskRecord
 
 
@@ -83,6 +91,61 @@ def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(RunFolderError, match="no space left"), atomic_folder(tmp_path / "folder"):
         fill_the_disk()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["a new name", "a folder that is there"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_folder_written_in_parts_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, replaces, is_there):
+    place = tmp_path / "step-1"
+    if is_there:
+        place.mkdir()
+        (place / "old").touch()
+    with DiskRecord(tmp_path) as disk:
+        staged = stage_folder(place)
+        for name in ("adapter/weights", "model", "tokenizer", "trainer/engine.json"):
+            (staged / name).parent.mkdir(exist_ok=True)
+            (staged / name).write_text(name)
+        publish_folder(staged, place, replaces=replaces)
+        assert disk.unsynced() == []
+        assert not [step for step in disk.steps if step.unsynced]
+        assert not [step for step in disk.steps if not step.target and step.unsynced_beside], "the old one goes last"
+    kept = ["old"] if is_there and not replaces else []
+    assert sorted(each.name for each in place.iterdir()) == sorted([*kept, "adapter", "model", "tokenizer", "trainer"])
+    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
+    if kept:
+        come = [os.path.basename(step.target) for step in disk.steps]
+        assert sorted(come[:2]) == ["model", "tokenizer"], "the state of training comes last"
+        assert sorted(come[2:]) == ["adapter", "trainer"]
+
+
+def test_folders_are_put_back_and_replaced(tmp_path):
+    place = tmp_path / "step-1"
+    staged = stage_folder(place)
+    (staged / "new").touch()
+    place.mkdir()
+    (place / "theirs").touch()
+    publish_folder(staged, place, replaces=False)
+    assert {each.name for each in place.iterdir()} == {"new", "theirs"}
+    staged = stage_folder(place)
+    publish_folder(staged, place, replaces=True)
+    assert not list(place.iterdir())
+    place.rename(tmp_path / ".old-01234567-step-1")  # killed between two renames
+    recover_folder(place)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_what_a_killed_process_has_left_is_cleared_away_and_other_folders_stay(tmp_path):
+    place = tmp_path / "step-1"
+    left, others = tmp_path / ".tmp-01234567-step-1", [tmp_path / ".tmp-01234567-my-step-1", tmp_path / "step-10"]
+    for each in (left, *others):
+        (each / "file").parent.mkdir()
+        (each / "file").touch()
+    staged = stage_folder(place)
+    assert not left.exists()
+    assert all((each / "file").exists() for each in others)
+    assert staged.parent == tmp_path
+    assert not list(staged.iterdir())
+    assert not place.exists()
 
 
 def test_what_a_kill_has_left_is_cleared_and_what_it_had_put_aside_comes_back(tmp_path):

@@ -1,6 +1,7 @@
 """Files of a model folder: any reader of safetensors reads them, and no tensor is taken from the wrong one."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -129,6 +130,26 @@ def test_the_end_of_a_sequence_is_what_the_first_file_says(tmp_path):
     assert read_eos_ids(tmp_path) == {2}
     generation.write_text('{"eos_token_id": [0, 1]}')
     assert read_eos_ids(tmp_path) == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4000000000\n")
+    with pytest.raises(ModelError, match=r"is a pointer of git-lfs and not the file itself: .* `git lfs pull`"):
+        read_model_json(path) if name.endswith("json") else read_tensor_shapes(path)
+
+
+def test_json_that_would_never_end_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match=r"a model folder needs config.json: cannot read .* \(it is a pipe\)"):
+        read_model_json(path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(100_000_001)
+    with pytest.raises(ModelError, match="it has more than 100000000 bytes"):
+        read_model_json(path)
 
 
 @pytest.mark.parametrize(("text", "words"), [("[1]", "must hold a JSON object, got list"), ("{", "is not valid JSON")])

@@ -1,7 +1,6 @@
-"""Safetensors by boxes, and folders that are whole or not there."""
+"""Safetensors by boxes."""
 
 import json
-import os
 from collections import Counter
 
 import numpy as np
@@ -25,12 +24,9 @@ from offbeat_training import (
     num_elements,
     overlap,
     plan_files,
-    publish,
     random_state,
-    recover,
     slices,
     spec_of,
-    stage,
     write_files,
     write_model_index,
     write_state,
@@ -151,31 +147,6 @@ def test_of_two_models_in_a_folder_the_index_decides(tmp_path):
         TensorFolder(tmp_path)
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["a new name", "a folder that is there"])
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_folder_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, replaces, is_there):
-    place = tmp_path / "step-1"
-    if is_there:
-        place.mkdir()
-        (place / "old").touch()
-    with DiskRecord(tmp_path) as disk:
-        staged = stage(place)
-        for name in ("adapter/weights", "model", "tokenizer", "trainer/engine.json"):
-            (staged / name).parent.mkdir(exist_ok=True)
-            (staged / name).write_text(name)
-        publish(staged, place, replaces=replaces)
-        assert disk.unsynced() == []
-        assert not [step for step in disk.steps if step.unsynced]
-        assert not [step for step in disk.steps if not step.target and step.unsynced_beside], "the old one goes last"
-    kept = ["old"] if is_there and not replaces else []
-    assert sorted(each.name for each in place.iterdir()) == sorted([*kept, "adapter", "model", "tokenizer", "trainer"])
-    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
-    if kept:
-        come = [os.path.basename(step.target) for step in disk.steps]
-        assert sorted(come[:2]) == ["model", "tokenizer"], "the state of training comes last"
-        assert sorted(come[2:]) == ["adapter", "trainer"]
-
-
 def test_the_bytes_of_a_file_are_on_the_disk_when_its_rank_has_written_it(tmp_path):
     """Another rank gives it its name, perhaps on another machine, which forces none of them onto the disk."""
     tensors = {str(number): torch.full((3, 4), float(number)) for number in range(3)}
@@ -184,22 +155,6 @@ def test_the_bytes_of_a_file_are_on_the_disk_when_its_rank_has_written_it(tmp_pa
         write_files(tmp_path, files, tensors.items())
         sync_path(tmp_path)
         assert disk.unsynced() == []
-
-
-def test_folders_are_put_back_and_replaced(tmp_path):
-    place = tmp_path / "step-1"
-    staged = stage(place)
-    (staged / "new").touch()
-    place.mkdir()
-    (place / "theirs").touch()
-    publish(staged, place, replaces=False)
-    assert {each.name for each in place.iterdir()} == {"new", "theirs"}
-    staged = stage(place)
-    publish(staged, place, replaces=True)
-    assert not list(place.iterdir())
-    place.rename(tmp_path / ".old-01234567-step-1")  # killed between two renames
-    recover(place)
-    assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
 
 
 @given(

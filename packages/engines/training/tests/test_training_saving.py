@@ -7,7 +7,7 @@ import pytest
 
 from offbeat_core import DeadlineError, RunFolderError
 from offbeat_mesh import Mesh
-from offbeat_training import BackgroundWrite, stage
+from offbeat_training import BackgroundWrite
 
 
 class Folder:
@@ -72,17 +72,3 @@ def test_a_write_that_takes_longer_than_it_may_is_named_and_waited_for_again(tmp
         assert time.monotonic() < end
         time.sleep(0.01)
     background.finish()
-
-
-def test_what_a_killed_process_has_left_is_cleared_away_and_other_folders_stay(tmp_path):
-    place = tmp_path / "step-1"
-    left, others = tmp_path / ".tmp-01234567-step-1", [tmp_path / ".tmp-01234567-my-step-1", tmp_path / "step-10"]
-    for each in (left, *others):
-        (each / "file").parent.mkdir()
-        (each / "file").touch()
-    staged = stage(place)
-    assert not left.exists()
-    assert all((each / "file").exists() for each in others)
-    assert staged.parent == tmp_path
-    assert not list(staged.iterdir())
-    assert not place.exists()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from offbeat_core._errors import RunFolderError
-from offbeat_core._models.files import sync_path, sync_tree
 
 TEMPORARY = ".tmp-"
 OLD = ".old-"
@@ -77,8 +76,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     try:
         with disk_errors(path):
             yield temporary
-            sync_tree(temporary)
-        _rename_folder(temporary, path)
+            publish_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -88,11 +86,65 @@ def remove_leftovers(folder: Path) -> None:
     for left in folder.glob(f"{TEMPORARY}*"):
         _remove(left)
     for old in folder.glob(f"{OLD}*"):
-        name = old.name.removeprefix(OLD).partition("-")[2]
-        if (folder / name).exists():
-            _remove(old)
-        else:
-            old.rename(folder / name)
+        _put_back(old)
+
+
+def stage_folder(path: Path) -> Path:
+    """Make an empty folder beside `path`, for whoever writes it in parts and then calls `publish_folder`.
+
+    What a killed process has left of the same name is cleared away before.
+    """
+    recover_folder(path)
+    for left in path.parent.glob(f"{TEMPORARY}*-{path.name}"):
+        if _name_of(left, TEMPORARY) == path.name:
+            _remove(left)
+    staged = _beside(path, TEMPORARY)
+    staged.mkdir(parents=True)
+    return staged
+
+
+def publish_folder(staged: Path, path: Path, *, replaces: bool = True) -> None:
+    """Give a staged folder its name; everything in it is on the disk before.
+
+    Args:
+        staged: of `stage_folder`.
+        path: its name; may be there.
+        replaces: what it holds is replaced; else it is kept, and what was staged comes into it, its folders last.
+    """
+    sync_tree(staged)
+    if path.is_dir() and not replaces:
+        for entry in sorted(staged.iterdir(), key=lambda each: each.is_dir()):
+            entry.rename(path / entry.name)
+        staged.rmdir()
+        sync_path(path)
+        return
+    old = _beside(path, OLD)
+    if path.exists():  # a rename cannot replace a folder that holds files: the old one steps aside, see `_put_back`
+        path.rename(old)
+    staged.rename(path)
+    sync_path(path.parent)
+    if old.exists():
+        _remove(old)
+
+
+def recover_folder(path: Path) -> None:
+    """Put back a folder whose replacement was killed between its two renames."""
+    for old in path.parent.glob(f"{OLD}*-{path.name}"):
+        if _name_of(old, OLD) == path.name:
+            _put_back(old)
+
+
+def _put_back(old: Path) -> None:
+    """Give a folder that has stepped aside its name again, unless the new one has got it."""
+    named = old.with_name(_name_of(old, OLD))
+    if named.exists():
+        _remove(old)
+    else:
+        old.rename(named)
+
+
+def _name_of(aside: Path, prefix: str) -> str:
+    return aside.name.removeprefix(prefix).partition("-")[2]
 
 
 def _beside(path: Path, prefix: str) -> Path:
@@ -106,15 +158,21 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _rename_folder(temporary: Path, path: Path) -> None:
-    # A rename cannot replace a folder that holds files, so the old one steps aside; see remove_leftovers.
-    old = _beside(path, OLD)
-    if path.exists():
-        path.rename(old)
-    temporary.rename(path)
-    sync_path(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+def sync_path(path: Path) -> None:
+    """Return when a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when a folder and everything in it is on the disk."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            sync_path(Path(root, name))
+        sync_path(Path(root))
 
 
 @contextmanager

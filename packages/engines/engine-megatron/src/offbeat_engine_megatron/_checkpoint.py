@@ -23,6 +23,9 @@ from offbeat_core import (
     UserError,
     copy_tokenizer,
     drop_model_files,
+    publish_folder,
+    recover_folder,
+    stage_folder,
     sync_tree,
 )
 from offbeat_device import Device
@@ -49,11 +52,8 @@ from offbeat_training import (
     open_adapters,
     peft_name,
     plan_files,
-    publish,
     random_state,
-    recover,
     spec_of,
-    stage,
     whole_box,
     write_files,
     write_model_index,
@@ -107,7 +107,7 @@ class Checkpoints:
             background: return when the host holds a copy of everything; the rest goes on in threads.
         """
         self.finish()
-        made = self._on_each("save", lambda: str(stage(folder)) if self._ranks.leader else "")
+        made = self._on_each("save", lambda: str(stage_folder(folder)) if self._ranks.leader else "")
         staged = Path(self._ranks.exchange(made)[0])
         files = self._files(with_state=True)
         steps_taken = self._optimizer.steps_taken
@@ -119,7 +119,7 @@ class Checkpoints:
             replaces = (folder / STATE_FILE).is_file()
             if not replaces:
                 drop_model_files(folder)
-            publish(staged, folder, replaces=replaces)
+            publish_folder(staged, folder, replaces=replaces)
 
         def clear() -> None:
             if self._ranks.leader:
@@ -144,7 +144,7 @@ class Checkpoints:
         from a disk that breaks, leaves the policy half loaded and the group ended: start anew.
         """
         self.finish()
-        self._on_each("load", lambda: recover(folder) if self._ranks.leader else None, ModelError)
+        self._on_each("load", lambda: recover_folder(folder) if self._ranks.leader else None, ModelError)
         opened, weights, state = self._on_each("load", lambda: self._open(folder), ModelError)
         with opened, self._ranks.together("load"):
             optimizer = OptimizerState(self._optimizer)

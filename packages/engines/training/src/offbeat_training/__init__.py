@@ -31,7 +31,7 @@ from offbeat_training._packing import (
     rounds_with_images,
 )
 from offbeat_training._ranks import TrainerRanks, answers_of_all
-from offbeat_training._saving import BackgroundWrite, publish, recover, stage
+from offbeat_training._saving import BackgroundWrite
 from offbeat_training._steps import StepCounts, Steps
 from offbeat_training._tensor_files import (
     Box,
@@ -109,14 +109,11 @@ __all__ = [
     "plan_files",
     "plan_packs",
     "plan_shares",
-    "publish",
     "random_state",
-    "recover",
     "rounds_with_images",
     "save_adapter",
     "slices",
     "spec_of",
-    "stage",
     "token_logprobs",
     "varlen_attention",
     "whole_box",

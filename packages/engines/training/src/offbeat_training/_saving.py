@@ -1,27 +1,20 @@
-"""Folders that are whole or not there, and a write of one that goes on beside the training.
-
-A folder is staged beside the place it is for, and moved there by renames.
-"""
+"""A write of a checkpoint that goes on beside the training."""
 
 import atexit
 import logging
-import shutil
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import offbeat_liveness as liveness
-from offbeat_core import DeadlineError, OffbeatError, RunFolderError, sync_path, sync_tree
+from offbeat_core import DeadlineError, OffbeatError, RunFolderError
 from offbeat_mesh import Group, Mesh
 
 log = logging.getLogger(__name__)
 
 CHANNEL: Final = "checkpoint"
 DISK, OTHERS = "the disk", "the other ranks"
-TEMPORARY: Final = ".tmp-"
-OLD: Final = ".old-"
 
 
 class BackgroundWrite:
@@ -127,52 +120,3 @@ class BackgroundWrite:
             self.finish()
         except OffbeatError as error:
             log.error("at the end of the process: %s", error)  # noqa: TRY400  its text says all
-
-
-def stage(folder: Path) -> Path:
-    """Make an empty folder beside `folder`, after clearing away what a killed process has left there."""
-    recover(folder)
-    for left in folder.parent.glob(f"{TEMPORARY}*-{folder.name}"):
-        if len(left.name) == len(TEMPORARY) + 9 + len(folder.name):
-            shutil.rmtree(left)
-    staged = _beside(folder, TEMPORARY)
-    staged.mkdir(parents=True)
-    return staged
-
-
-def publish(staged: Path, folder: Path, *, replaces: bool) -> None:
-    """Give a staged folder its name; everything in it is on the disk before.
-
-    Args:
-        staged: of `stage`.
-        folder: may be there.
-        replaces: what it holds is replaced; else it is kept, and what was staged comes into it.
-    """
-    sync_tree(staged)
-    if folder.is_dir() and not replaces:
-        for entry in sorted(staged.iterdir(), key=lambda each: each.is_dir()):  # the state of training comes last
-            entry.rename(folder / entry.name)
-        staged.rmdir()
-        sync_path(folder)
-        return
-    old = _beside(folder, OLD)
-    if folder.is_dir():  # a rename cannot replace a folder that holds files: the old one steps aside, see `recover`
-        folder.rename(old)
-    staged.rename(folder)
-    sync_path(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """Put back a folder whose replacement was killed between its two renames, and clear away what it left else."""
-    for old in folder.parent.glob(f"{OLD}*-{folder.name}"):
-        if len(old.name) != len(OLD) + 9 + len(folder.name):
-            continue
-        if folder.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(folder)
-
-
-def _beside(folder: Path, prefix: str) -> Path:
-    return folder.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{folder.name}")

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_core._errors import ModelError
+from offbeat_core._files import read_small
 from offbeat_core._models.digests import DIGEST_SUFFIX
 
 MODEL_FILE: Final = "model.safetensors"
 MODEL_INDEX_FILE: Final = "model.safetensors.index.json"
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Of a safetensors file, and of the JSON files beside it: a tokenizer of 300,000 tokens has a third of that."""
 _MODEL_FILES: Final = (
     MODEL_FILE,
     "model-?????-of-?????.safetensors",
@@ -88,7 +91,9 @@ def read_model_json(path: Path) -> dict[str, Any]:
         ModelError: it is missing, is not JSON, or holds something else than an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = read_small(path, _MAX_HEADER_BYTES)
+        _refuse_pointer(path, content)
+        value = json.loads(content)
     except OSError as error:
         raise ModelError(f"a model folder needs {path.name}: cannot read {path} ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -106,7 +111,13 @@ def _read_index(folder: Path) -> dict[str, str]:
     return index
 
 
-_MAX_HEADER_BYTES: Final = 100_000_000
+def _refuse_pointer(path: Path, begin: bytes) -> None:
+    """Refuse what git leaves in place of a large file where git-lfs is not installed."""
+    if begin.startswith(b"version https://git-lfs.github.com/"):
+        raise ModelError(
+            f"{path} is a pointer of git-lfs and not the file itself: install git-lfs and run `git lfs pull` in that "
+            "folder, or download it again"
+        )
 
 
 def list_model_files(folder: Path) -> list[Path]:
@@ -133,6 +144,8 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with path.open("rb") as file:
             got = os.fstat(file.fileno()).st_size
+            _refuse_pointer(path, file.read(64))
+            file.seek(0)
             num_bytes = int.from_bytes(file.read(8), "little")
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header would have {num_bytes} bytes")  # noqa: TRY301
@@ -231,20 +244,3 @@ def tensor_file_index(files: Mapping[str, Iterable[TensorSpec]]) -> str:
     total = sum(spec.num_bytes for spec in places)
     weight_map = {spec.name: name for spec, name in places.items()}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-
-
-def sync_path(path: Path) -> None:
-    """Return when a file's bytes, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(folder: Path) -> None:
-    """Return when a folder and everything in it is on the disk."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            sync_path(Path(root, name))
-        sync_path(Path(root))
