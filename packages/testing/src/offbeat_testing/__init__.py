@@ -3,8 +3,9 @@
 Names are imported when asked for: the plugin lives in this package, and every pytest session loads it.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_testing._commands import (
@@ -71,27 +72,19 @@ __all__ = [
     "wait_until_gone",
 ]
 
-_NAMES = {
-    "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run tell_every_stage",
-    "_disk": "DAMAGES DiskRecord DiskStep drop_digests",
-    "_fakes": "FakeRolloutEngine FakeWeightStream Script",
-    "_forked_roles": "fork_roles forked_main",
-    "_models": "TinyFamily large_model_configs tiny_model tiny_tokenizer tiny_vision_model"
-    " changed_weights logprob_errors reference_logprobs reference_model",
-    "_processes": "RunningCommand read_terminal wait_for_leaving_threads wait_until_gone",
-    "_ranks._child": "Ranks",
-    "_ray_nodes": "RayNodes ray_nodes",
-    "_rollout_conformance": "RolloutConformance",
-    "_train_conformance": "TrainEngineConformance",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    {
+        "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run tell_every_stage",
+        "_disk": "DAMAGES DiskRecord DiskStep drop_digests",
+        "_fakes": "FakeRolloutEngine FakeWeightStream Script",
+        "_forked_roles": "fork_roles forked_main",
+        "_models": "changed_weights large_model_configs logprob_errors reference_logprobs reference_model"
+        " tiny_model tiny_tokenizer tiny_vision_model TinyFamily",
+        "_processes": "read_terminal RunningCommand wait_for_leaving_threads wait_until_gone",
+        "_ranks._child": "Ranks",
+        "_ray_nodes": "ray_nodes RayNodes",
+        "_rollout_conformance": "RolloutConformance",
+        "_train_conformance": "TrainEngineConformance",
+    },
+)

@@ -113,6 +113,7 @@ from offbeat_core._files import (
     sync_tree,
     write_new_file,
 )
+from offbeat_core._lazy import load_lazily
 from offbeat_core._models.digests import DIGEST_SUFFIX, describe_damage, digest_file, digest_of, write_digest
 from offbeat_core._models.files import (
     MODEL_FILE,
@@ -242,6 +243,7 @@ __all__ = [
     "list_model_files",
     "load_backend",
     "load_config",
+    "load_lazily",
     "loss_extras",
     "merge_metrics",
     "merge_over_ranks",

@@ -3,8 +3,9 @@
 Names are loaded when they are asked for: importing the package imports neither torch nor TensorRT-LLM.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_core import ModelFolder
@@ -36,18 +37,16 @@ __all__ = [
     "plan_flushes",
 ]
 
-_HOMES = ("_versions", "_options", "_handles", "_local_link", "_server_link", "serve", "_weights", "_engine")
-"""Modules that hold these names, those that import least first."""
-
-
-def __getattr__(name: str) -> object:
-    homes = _HOMES if name in __all__ else ()
-    for module in homes:
-        found = import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    {
+        "_engine": "ModelFolder TrtllmRolloutEngine",
+        "_handles": "CudaHandles HandleFormat",
+        "_local_link": "LocalLink",
+        "_options": "TrtllmOptions",
+        "_server_link": "EngineControl",
+        "_versions": "find_release Release SUPPORTED_VERSIONS Use USES",
+        "_weights": "is_fp8_weight plan_flushes ReplicaWeights",
+        "serve": "RolloutApp",
+    },
+)

@@ -5,9 +5,9 @@ torch is imported with the first name that needs it. `AlgorithmConfig`, `check_a
 can read and check settings at once.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from offbeat_core import load_lazily
 from offbeat_objectives._auto import resolve_correction
 from offbeat_objectives._checks import check_algorithm
 from offbeat_objectives._config import AlgorithmConfig
@@ -79,16 +79,20 @@ __all__ = [
     "weighted_kl",
 ]
 
-_NEED_TORCH = (
-    *("_advantages", "_correction", "_critic", "_divergence", "_estimators", "_losses", "_mismatch", "_packing"),
-    *("_preferences", "_surrogates", "_trial"),
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    {
+        "_advantages": "compute_advantages",
+        "_correction": "correct_rollouts Correction",
+        "_critic": "compute_returns ValueLoss",
+        "_divergence": "distill Distillation kl_per_token weighted_kl",
+        "_estimators": "Advantages gae_advantages RewardedSamples",
+        "_losses": "build_loss PolicyLoss sft_loss",
+        "_mismatch": "measure_mismatch summarise_mismatch",
+        "_packing": "aggregate pack Packed sequence_of_tokens unpack",
+        "_preferences": "dpo_losses ipo_losses kto_baseline kto_losses orpo_losses PreferenceLoss reward_losses"
+        " simpo_losses",
+        "_surrogates": "PolicyTokens Surrogate",
+        "_trial": "try_functions",
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for module in _NEED_TORCH:
-            found = vars(import_module(f"{__name__}.{module}"))
-            if name in found:
-                return found[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

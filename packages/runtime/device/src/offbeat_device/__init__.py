@@ -3,8 +3,9 @@
 Names are loaded when they are asked for: importing the package does not import torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_device._device import (
@@ -34,24 +35,11 @@ __all__ = [
     "rank_device",
 ]
 
-_NAMES = {
-    "_device": "AttendedTokens Device DeviceMemory MaskedAttention Profiler WorkGraphs open_device rank_device",
-    "_offload": "MemoryOffloader",
-    "_tracing": "StepTracer TraceFiles",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except AttributeError as error:  # Python would drop it, and say only that the name cannot be imported
-        raise ImportError(f"{name} of {__name__} cannot be loaded: {error}") from error
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    {
+        "_device": "AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device WorkGraphs",
+        "_offload": "MemoryOffloader",
+        "_tracing": "StepTracer TraceFiles",
+    },
+)

@@ -3,8 +3,9 @@
 Names are loaded when they are asked for: importing a part of it does not import torch before that part needs it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_mesh._calls import break_off
@@ -31,28 +32,15 @@ __all__ = [
     "open_store",
 ]
 
-_NAMES = {
-    "_calls": "break_off",
-    "_group": "Group ReduceOp",
-    "_guard": "Guard",
-    "_layout": "AXES Layout",
-    "_mesh": "Mesh",
-    "_rendezvous": "Rendezvous open_rendezvous",
-    "_world": "World current_world join_world open_store",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except AttributeError as error:  # Python would drop it, and say only that the name cannot be imported
-        raise ImportError(f"{name} of {__name__} cannot be loaded: {error}") from error
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    {
+        "_calls": "break_off",
+        "_group": "Group ReduceOp",
+        "_guard": "Guard",
+        "_layout": "AXES Layout",
+        "_mesh": "Mesh",
+        "_rendezvous": "open_rendezvous Rendezvous",
+        "_world": "current_world join_world open_store World",
+    },
+)
