@@ -24,7 +24,7 @@ from grpo_async_app._run.backend import GrpoBackend, check_same_prompts
 from grpo_async_app._run.ending import EarlyEnd, SamplesLostError
 from grpo_async_app._run.interruption import Interruption
 from grpo_async_app._run.prompt_stream import PromptStream
-from grpo_async_app._run.sampling import Scored
+from grpo_async_app._run.sampling import ScoredSample
 from grpo_async_app._run.session import Session, _train_on, find_session
 from grpo_async_app._run.validation import Validation
 from offbeat_async_policy import AsyncPolicy, GroupResult, Sync
@@ -140,9 +140,9 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
     async def scenario() -> None:
         backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
 
-        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[ScoredSample]:
             requests.append(request)
-            return [Scored(trajectories=(Trajectory.of(long),), score=RewardScore(value=1.0, parts={}))]
+            return [ScoredSample(trajectories=(Trajectory.of(long),), score=RewardScore(value=1.0, parts={}))]
 
         backend._rollouts.sample = sample  # type: ignore[method-assign]
         draw = backend._stream.draw(0)
@@ -159,7 +159,7 @@ def completion(num_tokens: int) -> Completion:
 
 
 def is_filtered(
-    config: GrpoConfig, model: Path, folder: Path, samples: list[Scored], greedy: Scored | None = None
+    config: GrpoConfig, model: Path, folder: Path, samples: list[ScoredSample], greedy: ScoredSample | None = None
 ) -> bool:
     """Return whether the group of these samples is left out of training."""
     found: list[bool] = []
@@ -172,8 +172,10 @@ def is_filtered(
     return found[0]
 
 
-def scored(value: float, num_tokens: int = 3, **parts: float) -> Scored:
-    return Scored(trajectories=(Trajectory.of(completion(num_tokens)),), score=RewardScore(value=value, parts=parts))
+def scored(value: float, num_tokens: int = 3, **parts: float) -> ScoredSample:
+    return ScoredSample(
+        trajectories=(Trajectory.of(completion(num_tokens)),), score=RewardScore(value=value, parts=parts)
+    )
 
 
 def test_wrong_answers_of_different_lengths_are_filtered(config: Path, model: Path, tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ def test_no_two_samples_of_a_run_draw_with_the_same_seed(config: Path, model: Pa
     async def scenario(chosen: GrpoConfig) -> None:
         backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
 
-        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
+        async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[ScoredSample]:
             requests.append(request)
             return []
 
@@ -285,10 +287,10 @@ def test_no_two_samples_of_a_run_draw_with_the_same_seed(config: Path, model: Pa
     assert len(set(seeds)) == len(seeds) == 2 * 20
 
 
-def of_versions(*versions: int) -> Scored:
+def of_versions(*versions: int) -> ScoredSample:
     """A sample whose tokens are of these versions, one each."""
     turn = Completion.join([5] * len(versions), [-1.0] * len(versions), [(each, 1) for each in versions], "eos", "x")
-    return Scored(trajectories=(Trajectory.of(turn),), score=RewardScore(value=1.0, parts={}))
+    return ScoredSample(trajectories=(Trajectory.of(turn),), score=RewardScore(value=1.0, parts={}))
 
 
 def test_a_group_is_as_old_as_its_oldest_token(config: Path, model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from grpo_async_app._roles.trainer import _named
 from grpo_async_app._run.cut_off_alarm import CutOffAlarm
 from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.run_logger import RunLogger, _group_metrics, _turn_metrics
-from grpo_async_app._run.sampling import Rollouts, Scored
+from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import Statistics
 from offbeat_core import (
@@ -348,7 +348,7 @@ def test_an_episode_that_any_limit_has_ended_counts_as_cut_off_in_a_validation(c
     for ended, reason in ends:
         turn = Completion.join([5], [-1.0], [(0, 1)], cast("StopReason", reason), "x")
         trajectory = Trajectory(turns=(turn,), ended=cast("TrajectoryEnd", ended))
-        samples.append(Scored(trajectories=(trajectory,), score=RewardScore(value=1.0, parts={})))
+        samples.append(ScoredSample(trajectories=(trajectory,), score=RewardScore(value=1.0, parts={})))
     item = Answered(asked=asked, number=0, prompt=prompt, samples=samples).to_item(0, has_turns=True)
     assert [sample.stop_reason for sample in item.samples] == ["eos", "stop", "length", "length", "length"]
     assert summarize("held-out", 0, [item], num_samples=5).cut_share == 3 / 5
@@ -360,7 +360,7 @@ def test_a_vote_is_what_was_scored_also_where_an_agent_has_branched(config: Path
         Trajectory.of(Completion.join([5, 6], [-1.0, -1.0], [(0, 2)], reason, text))
         for text, reason in (("plan: 1", "eos"), ("so 2", "length"))
     ]
-    one = Scored(trajectories=tuple(said), score=RewardScore(value=1.0, parts={}), answer="so 2")
+    one = ScoredSample(trajectories=tuple(said), score=RewardScore(value=1.0, parts={}), answer="so 2")
     asked = held_out_set(load_config(config, GrpoConfig), [])
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     item = Answered(asked=asked, number=0, prompt=prompt, samples=[one]).to_item(0, has_turns=True)
@@ -385,14 +385,16 @@ class Answering:
         self._versions, self.requests = versions, list[GenerateRequest]()
         self._in_flight, self.in_flight = 0, list[int]()  # samples, after each request
 
-    async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[Scored]:
+    async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[ScoredSample]:
         self.requests.append(request)
         self._in_flight += request.num_samples
         self.in_flight.append(self._in_flight)
         await asyncio.sleep(0)
         self._in_flight -= request.num_samples
         turns = [Completion.join([7], [-1.0], [(version, 1)], "eos", "x") for version in self._versions]
-        return [Scored(trajectories=(Trajectory.of(each),), score=RewardScore(value=1.0, parts={})) for each in turns]
+        return [
+            ScoredSample(trajectories=(Trajectory.of(each),), score=RewardScore(value=1.0, parts={})) for each in turns
+        ]
 
     def least_loaded(self) -> str:
         return self.names[0]

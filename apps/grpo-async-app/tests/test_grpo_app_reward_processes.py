@@ -16,7 +16,7 @@ from grpo_async_app._scoring.error_share import ErrorShare
 from grpo_async_app._scoring.pool import ScorerPool
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import ClusterConfig
-from offbeat_data import Prompt, RewardConfig, RewardScore, Written
+from offbeat_data import CompletionText, Prompt, RewardConfig, RewardScore
 
 pytestmark = pytest.mark.timeout(600)
 LONGEST_S = 240.0
@@ -76,7 +76,7 @@ def scored(config: RewardConfig, texts: list[str], log: Path, told: list[str]) -
         pool = ScorerPool(config, ClusterConfig(), log, tell=told.append)
         try:
             await pool.start()
-            return [score for text in texts for score in await pool.score(PROMPT, [Written(text=text)])]
+            return [score for text in texts for score in await pool.score(PROMPT, [CompletionText(text=text)])]
         finally:
             await pool.close()
 

@@ -23,7 +23,7 @@ from offbeat_core import (
     VersionSegment,
     load_config,
 )
-from offbeat_data import Prompt, RewardScore, TurnTemplate, Written
+from offbeat_data import CompletionText, Prompt, RewardScore, TurnTemplate
 
 
 def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:
@@ -41,7 +41,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     scored: list[str] = []
 
     class Asked:
-        async def score(self, _: Prompt, written: list[Written], _judge: str) -> list[RewardScore]:
+        async def score(self, _: Prompt, written: list[CompletionText], _judge: str) -> list[RewardScore]:
             scored.extend(each.text for each in written)
             return [RewardScore(value=1.0, parts={}) for _ in written]
 

@@ -26,7 +26,7 @@ from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig, call_or_kill
 from offbeat_core import ConfigError, DeadlineError
-from offbeat_data import Picture, Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
+from offbeat_data import CompletionText, Picture, Prompt, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_testing import wait_until_gone
 
 CODE = r"""
@@ -109,8 +109,8 @@ def scorer_pids(pool: ScorerPool) -> list[int]:
     return [actor.pid for actor in pool.starter._launcher._actors.values()]
 
 
-def written(texts: list[str]) -> list[Written]:
-    return [Written(text=text) for text in texts]
+def written(texts: list[str]) -> list[CompletionText]:
+    return [CompletionText(text=text) for text in texts]
 
 
 async def values_of(pool: ScorerPool, *completions: str) -> list[float | None]:

@@ -39,14 +39,14 @@ OPERATIONS = {
 
 
 class StandinForm:
-    """Keeps to `EngineForm` with one worker. While it is not frozen, `step` draws a token for each sample.
+    """Keeps to `EngineForm` with one worker. While it is not paused, `step` draws a token for each sample.
 
     Attributes:
         max_running: how many samples it has room for, oldest first; None for all.
     """
 
     def __init__(self):
-        self.calls, self.frozen, self.label, self.max_running = [], False, 0, None
+        self.calls, self.is_paused, self.label, self.max_running = [], False, 0, None
         self._lock, self._left = threading.RLock(), {}
 
     def start(self, on_delta, on_failure):
@@ -68,7 +68,7 @@ class StandinForm:
 
     def step(self):
         with self._lock:
-            for sample_id in [] if self.frozen else list(self._left)[: self.max_running]:
+            for sample_id in [] if self.is_paused else list(self._left)[: self.max_running]:
                 self._left[sample_id] -= 1
                 reason = None if self._left[sample_id] else "length"
                 if reason:
@@ -80,14 +80,14 @@ class StandinForm:
             if self._left.pop(sample_id, None):
                 self._on_delta(sample_id, Delta(ids=(), logprobs=(), label=self.label, finish_reason="abort"))
 
-    def freeze(self):
-        return self._note("freeze", lambda: setattr(self, "frozen", True))
+    def pause(self):
+        return self._note("pause", lambda: setattr(self, "is_paused", True))
 
-    def thaw(self):
-        return self._note("thaw", lambda: setattr(self, "frozen", False))
+    def resume(self):
+        return self._note("resume", lambda: setattr(self, "is_paused", False))
 
-    def publish(self, label):
-        return self._note("publish", lambda: setattr(self, "label", label))
+    def set_version(self, label):
+        return self._note("set_version", lambda: setattr(self, "label", label))
 
     def sleep(self, level):
         return self._note("sleep")
@@ -190,7 +190,7 @@ async def test_an_update_whose_caller_gives_up_ends_with_its_own_version(engine,
     stream.go_on.set()
     assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
     assert (await engine.health()).version == 4
-    assert form.calls.index("publish") < form.calls.index("thaw")
+    assert form.calls.index("set_version") < form.calls.index("resume")
 
 
 async def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_that_refuses(engine, form, weights):
@@ -208,10 +208,10 @@ async def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it
 ):
     monkeypatch.setattr("offbeat_rollout_vllm._engine.GRACE_S", 0.0)
     engine._workers.deadline_s = 0.05
-    form.publish = lambda label: Future()
+    form.set_version = lambda label: Future()
     stream = SlowStream(weights, 4)
     stream.go_on.set()
-    with pytest.raises(DeadlineError, match=r"rollout-vllm\.publish"):
+    with pytest.raises(DeadlineError, match=r"rollout-vllm\.set_version"):
         await engine.update_weights(stream, 4)
     for call in (engine.generate(request()), engine.update_weights(stream, 4)):
         with pytest.raises(PeerFailedError, match="close this engine and make a new one"):
@@ -234,7 +234,7 @@ async def test_an_update_within_a_pause_that_keeps_samples_lets_none_go_on(engin
     stream = SlowStream(weights, 4)
     stream.go_on.set()
     await engine.update_weights(stream, 4)
-    assert form.frozen
+    assert form.is_paused
     await engine.resume()
     assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
 
@@ -300,7 +300,7 @@ async def test_nothing_is_being_decoded_while_vllm_writes_a_trace(folder, form, 
         replies[name].set_result([json.dumps({"rank": 0, "number": numbers[-1], "value": str(written)})])
         taken = await tracing
     assert [path.read_text() for path in taken] == ["{}"]
-    assert not form.frozen
+    assert not form.is_paused
     await engine.close()
     assert (await sampling)[0].stop_reason == "aborted"
 
@@ -329,7 +329,7 @@ async def test_what_comes_during_an_update_waits_for_its_end(engine, form, weigh
     before = list(form.calls)
     other = asyncio.create_task(OPERATIONS[name](engine))
     await asyncio.sleep(0.02)
-    assert form.frozen
+    assert form.is_paused
     assert [call for call in form.calls[len(before) :] if call != "load"] == []
     assert not other.done()
     stream.go_on.set()
@@ -405,7 +405,7 @@ async def test_a_group_that_vllm_takes_in_part_is_ended_whole(engine, form, monk
         add(sample_id, *rest)
 
     monkeypatch.setattr(form, "add", refuse_the_third)
-    form.frozen = True
+    form.is_paused = True
     with pytest.raises(PeerFailedError, match="ValueError: a parameter that vLLM does not know"):
         await engine.generate(replace(request(), num_samples=4))
     assert form._left == {}, "nothing goes on in vLLM"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat_data import Prompt, RewardConfig, Written, build_reward
+from offbeat_data import CompletionText, Prompt, RewardConfig, build_reward
 
-WRITTEN = [Written(text=text) for text in ("twelve", "thirteen", "twelve")]
+WRITTEN = [CompletionText(text=text) for text in ("twelve", "thirteen", "twelve")]
 
 
 @pytest.mark.asyncio

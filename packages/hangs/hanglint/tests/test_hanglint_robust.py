@@ -19,7 +19,7 @@ from offbeat_hanglint._output.as_github import as_github
 from offbeat_hanglint._output.as_json import as_json
 from offbeat_hanglint._output.as_sarif import as_sarif
 from offbeat_hanglint._output.as_text import as_text
-from offbeat_hanglint._report import Sifter
+from offbeat_hanglint._report import FindingFilter
 
 FILES = ("a.py", "b.py", "c.py", "d.py")
 KNOWN_RULES = {rule.id for rule in RULES}
@@ -45,7 +45,7 @@ def check(analysis: Analysis, root: Path) -> None:
         assert finding.message
         assert finding.advice
     config = Config(root=root, confidence="low")
-    report = Sifter(config, files).report(analysis)
+    report = FindingFilter(config, files).report(analysis)
     as_text(report, is_coloured=True)
     as_github(report)
     as_json(report)

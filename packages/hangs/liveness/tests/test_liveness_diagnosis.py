@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_liveness._diagnosis import find_verdict
-from offbeat_liveness._diagnosis.graph import Absent, Edge, Fate, WaitGraph
+from offbeat_liveness._diagnosis.graph import AbsentProcess, Edge, Fate, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_cycle, find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names, join_ranks
@@ -63,11 +63,11 @@ def declared(what: str, on: str, age_s: float = 70.0, deadline_s: float | None =
     return Wait(kind="declared", what=what, on=on, age_s=age_s, deadline_s=deadline_s)
 
 
-def decide(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> Verdict | None:
+def decide(*heads: ProcessSnapshot, absent: tuple[AbsentProcess, ...] = ()) -> Verdict | None:
     return find_verdict(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S))
 
 
-def found(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> Verdict:
+def found(*heads: ProcessSnapshot, absent: tuple[AbsentProcess, ...] = ()) -> Verdict:
     verdict = decide(*heads, absent=absent)
     assert verdict is not None
     return verdict
@@ -208,7 +208,7 @@ def test_a_member_that_computes_has_ten_times_the_patience() -> None:
 
 def test_the_dead_are_named_through_those_who_wait_for_them() -> None:
     """rank 0 waits for rank 1, which waits for rank 2, which is gone."""
-    gone = Absent(name="rank 2", rank=2, world="w", fate="killed", text="pid 99 on vm")
+    gone = AbsentProcess(name="rank 2", rank=2, world="w", fate="killed", text="pid 99 on vm")
     verdict = found(
         head(0, member("a", (0, 1), entry(1, group="a")), waits=(in_collective("a", 1),)),
         head(1, member("a", (0, 1)), member("b", (1, 2), entry(1, group="b")), waits=(in_collective("b", 1),)),
@@ -219,8 +219,8 @@ def test_the_dead_are_named_through_those_who_wait_for_them() -> None:
 
 def test_an_exception_explains_the_deaths_that_follow_it() -> None:
     world = (0, 1, 2)
-    raised = Absent(name="rank 2", rank=2, world="w", fate="raised", text="ValueError: bad batch", head=head(2))
-    killed = Absent(name="rank 1", rank=1, world="w", fate="killed")
+    raised = AbsentProcess(name="rank 2", rank=2, world="w", fate="raised", text="ValueError: bad batch", head=head(2))
+    killed = AbsentProcess(name="rank 1", rank=1, world="w", fate="killed")
     verdict = found(head(0, member("0", world, entry(1)), waits=(in_collective("0", 1),)), absent=(killed, raised))
     assert verdict.missing == ("rank 2",)
     assert "ValueError: bad batch" in verdict.text
@@ -228,8 +228,8 @@ def test_an_exception_explains_the_deaths_that_follow_it() -> None:
 
 def test_an_exception_that_only_says_that_a_peer_is_gone_explains_no_death() -> None:
     error = "RuntimeError: Read error: Connection reset by peer"
-    cut_off = Absent(name="rank 2", rank=2, world="w", fate="raised", text=error)
-    killed = Absent(name="rank 1", rank=1, world="w", fate="killed")
+    cut_off = AbsentProcess(name="rank 2", rank=2, world="w", fate="raised", text=error)
+    killed = AbsentProcess(name="rank 1", rank=1, world="w", fate="killed")
     waits = head(0, member("0", (0, 1, 2), entry(1)), waits=(in_collective("0", 1),))
     verdict = found(waits, absent=(cut_off, killed))
     assert (verdict.missing, verdict.fate) == (("rank 1",), "killed")
@@ -247,7 +247,7 @@ def test_processes_that_all_wait_outside_stand_still_unless_one_computes() -> No
 def test_one_that_left_after_its_part_was_over_is_not_to_blame() -> None:
     world = (0, 1, 2)
     done = head(2, member("0", world, entry(4, "broadcast", done=True)), state="finished")
-    gone = Absent(name="rank 2", rank=2, world="w", fate="exited", head=done)
+    gone = AbsentProcess(name="rank 2", rank=2, world="w", fate="exited", head=done)
     waits = head(0, member("0", world, entry(4, "broadcast")), waits=(in_collective("0", 4, "broadcast"),))
     verdict = found(waits, head(1, member("0", world)), absent=(gone,))
     assert (verdict.kind, verdict.missing) == ("missing-member", ("rank 1",))
@@ -455,7 +455,7 @@ def test_a_service_that_refuses_a_rank_is_its_own_failure() -> None:
                 1, member("0", world), state="failed", error="ConnectionError: engine at port 8000: Connection refused"
             ),
         ],
-        absent=[Absent(name="rank 2", rank=2, world="w", fate="exited", head=head(2))],
+        absent=[AbsentProcess(name="rank 2", rank=2, world="w", fate="exited", head=head(2))],
         stall_after_s=STALL_S,
     )
     verdict = find_failure(graph)
@@ -508,7 +508,7 @@ def test_only_the_four_proofs_are_proofs() -> None:
     here = member("0", world, entry(1))
     waits = head(0, here, waits=(in_collective("0", 1),))
     behind = member("0", world)
-    gone = {fate: Absent(name="rank 1", rank=1, world="w", fate=fate) for fate in get_args(Fate)}
+    gone = {fate: AbsentProcess(name="rank 1", rank=1, world="w", fate=fate) for fate in get_args(Fate)}
     certain = {fate for fate, absent in gone.items() if found(waits, absent=(absent,)).is_proof}
     assert certain == {"killed", "crashed", "exited", "raised"}
     assert not found(waits, head(1, behind)).is_proof

@@ -7,7 +7,7 @@ import pytest
 from test_liveness_diagnosis import STALL_S, decide, declared, entry, found, head, in_collective, member, role
 
 from offbeat_liveness._diagnosis import how_it_ended, is_over
-from offbeat_liveness._diagnosis.graph import Absent, Fate, WaitGraph
+from offbeat_liveness._diagnosis.graph import AbsentProcess, Fate, WaitGraph
 from offbeat_liveness._diagnosis.mismatch import difference
 from offbeat_liveness._diagnosis.proofs import find_failure
 from offbeat_liveness._diagnosis.verdict import Verdict
@@ -25,14 +25,14 @@ def test_who_ended_in_order_long_after_a_collective_was_in_it() -> None:
     done = head(0, member("0", WORLD, *last), state="finished")
     waits = head(2, member("0", WORLD, entry(5, "broadcast")), waits=(in_collective("0", 5, "broadcast"),))
     late = head(1, member("0", WORLD, entry(4, "broadcast", done=True)), still_s=0.0)
-    verdict = found(waits, late, absent=(Absent(name="rank 0", rank=0, world="w", fate="exited", head=done),))
+    verdict = found(waits, late, absent=(AbsentProcess(name="rank 0", rank=0, world="w", fate="exited", head=done),))
     assert (verdict.kind, verdict.missing) == ("straggler", ("rank 1",))
 
 
 def test_who_ended_in_order_and_cannot_say_how_far_it_came_is_no_proof() -> None:
     done = head(0, dataclasses.replace(member("0", WORLD), entered=None), state="finished")
     waits = head(2, member("0", WORLD, entry(5, "broadcast")), waits=(in_collective("0", 5, "broadcast"),))
-    gone = Absent(name="rank 0", rank=0, world="w", fate="exited", head=done)
+    gone = AbsentProcess(name="rank 0", rank=0, world="w", fate="exited", head=done)
     verdict = decide(waits, head(1, member("0", WORLD), still_s=0.0), absent=(gone,))
     assert verdict is None or not verdict.is_proof
 
@@ -61,7 +61,7 @@ def test_who_has_left_a_world_and_is_on_its_way_into_the_next_has_not_left_that(
 
 
 def test_one_of_a_role_that_has_ended_leaves_the_others_to_act() -> None:
-    gone = Absent(name="rollouter-0", fate="exited", head=head(7, name="rollouter-0", state="finished"))
+    gone = AbsentProcess(name="rollouter-0", fate="exited", head=head(7, name="rollouter-0", state="finished"))
     other = head(6, name="rollouter-1", world="", still_s=1.0)
     assert decide(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), other, absent=(gone,)) is None
     killed = dataclasses.replace(gone, fate="killed", head=None)
@@ -86,7 +86,7 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
     """A helper that is no member has failed while rank 1 gives no answer for a while."""
     failed = head(9, name="helper", world="", state="failed", error=error)
     waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
-    quiet = Absent(name="rank 1", rank=1, world="w", fate=fate)
+    quiet = AbsentProcess(name="rank 1", rank=1, world="w", fate=fate)
     graph = WaitGraph(heads=(waits, failed), absent=(quiet,), stall_after_s=60.0)
     assert find_failure(graph) is None
     assert not found(waits, failed, absent=(quiet,)).is_proof
@@ -121,7 +121,7 @@ def test_a_batch_of_transfers_waits_for_more_than_the_one_that_has_left() -> Non
     waits = head(0, member("0", WORLD), waits=(call,))
     verdict = found(waits, head(1, left_groups=(left,)), head(2, member("0", WORLD), still_s=0.0))
     assert not verdict.is_proof
-    gone = Absent(name="rank 1", rank=1, world="w", fate="exited", head=head(1, state="finished"))
+    gone = AbsentProcess(name="rank 1", rank=1, world="w", fate="exited", head=head(1, state="finished"))
     assert not found(waits, head(2, member("0", WORLD), still_s=0.0), absent=(gone,)).is_proof
 
 
@@ -190,7 +190,7 @@ def test_a_run_that_stands_in_queues_only_is_told() -> None:
 def test_a_run_that_stands_in_queues_is_not_said_to_stand_while_one_of_it_is_unheard(fate: Fate) -> None:
     """It may be at work on what the others wait for."""
     heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
-    assert decide(*heads, absent=(Absent(name="rank 2", rank=2, world="w", fate=fate),)) is None
+    assert decide(*heads, absent=(AbsentProcess(name="rank 2", rank=2, world="w", fate=fate),)) is None
 
 
 def test_services_that_wait_for_requests_are_no_run_that_stands() -> None:
@@ -212,7 +212,7 @@ def test_a_long_import_file_sleep_or_prompt_is_no_standstill_of_the_run(kind: st
 def test_a_process_that_crashed_explains_one_that_was_killed_after_it() -> None:
     waits = head(2, member("0", WORLD, entry(1)), waits=(in_collective("0", 1, age_s=0.1),))
     gone = [
-        Absent(name=f"rank {rank}", rank=rank, world="w", fate=fate, head=head(rank, member("0", WORLD)))
+        AbsentProcess(name=f"rank {rank}", rank=rank, world="w", fate=fate, head=head(rank, member("0", WORLD)))
         for rank, fate in enumerate(("killed", "crashed"))
     ]
     for absent in (gone, gone[::-1]):
@@ -300,9 +300,9 @@ def test_nobody_is_said_to_have_come_who_has_not() -> None:
     verdict = found(waits, late)
     goes_on, came = dataclasses.replace(waits, waits=()), dataclasses.replace(late, groups=(called,))
     words = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
-    timed_out = Absent(name="rank 0", rank=0, world="w", fate="raised", text=words, head=waits)
+    timed_out = AbsentProcess(name="rank 0", rank=0, world="w", fate="raised", text=words, head=waits)
 
-    def told(*heads: ProcessSnapshot, absent: tuple[Absent, ...] = ()) -> str:
+    def told(*heads: ProcessSnapshot, absent: tuple[AbsentProcess, ...] = ()) -> str:
         ending = how_it_ended(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S), verdict)
         return ending.what + ending.why
 
@@ -334,7 +334,7 @@ def test_a_rank_that_is_gone_without_a_word_has_not_failed_before_its_word_had_t
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
     goes_on = dataclasses.replace(late, groups=(called,))
-    gone = Absent(name="rank 0", rank=0, world="w", fate="killed", head=waits)
+    gone = AbsentProcess(name="rank 0", rank=0, world="w", fate="killed", head=waits)
     ending = how_it_ended(WaitGraph(heads=[goes_on], absent=(gone,), stall_after_s=STALL_S), verdict)
     assert ending.has_failed
     assert ending.is_open

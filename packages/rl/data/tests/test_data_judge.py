@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from offbeat_core import ConfigError
-from offbeat_data import Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
+from offbeat_data import CompletionText, Prompt, RewardConfig, RewardError, RewardScore, build_reward
 
 PROMPT = Prompt(
     index=7,
@@ -82,7 +82,7 @@ def endpoint() -> Iterator[Endpoint]:
 def ask(endpoint: Endpoint, texts: list[str], timeout_s: float = 20.0, **options: Any) -> list[RewardScore]:
     judge = {"url": endpoint.url, "model": "judge", "backoff_s": 0.01, **options}
     reward = build_reward(RewardConfig(name="judge", judge=judge, timeout_s=timeout_s))
-    written = [Written(text=text) for text in texts]
+    written = [CompletionText(text=text) for text in texts]
     return asyncio.run(reward.await_group(PROMPT, written, ["judge"], timeout_s))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from offbeat_core import ConfigError
-from offbeat_data import Prompt, RewardConfig, RewardError, RewardScore, Written, build_reward
+from offbeat_data import CompletionText, Prompt, RewardConfig, RewardError, RewardScore, build_reward
 
 PROMPT = Prompt(index=7, ids=np.array([1], np.int32), text="?", answer="12", fields={"prompt": "?"})
 Send = Callable[[socket.socket], None]
@@ -72,7 +72,7 @@ def endpoint() -> Iterator[RawEndpoint]:
 def ask(endpoint: RawEndpoint, timeout_s: float = 20.0, **options: object) -> RewardScore:
     judge = {"url": endpoint.url, "model": "judge", "backoff_s": 0.01, "max_retries": 0, **options}
     reward = build_reward(RewardConfig(name="judge", judge=judge, timeout_s=timeout_s))
-    [score] = asyncio.run(reward.await_group(PROMPT, [Written(text="12")], ["judge"], timeout_s))
+    [score] = asyncio.run(reward.await_group(PROMPT, [CompletionText(text="12")], ["judge"], timeout_s))
     return score
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from offbeat_core import ConfigError
 from offbeat_data import (
+    CompletionText,
     DataConfig,
     FaultyFunctionError,
     Prompt,
     RewardConfig,
     RewardError,
-    Written,
     build_reward,
     load_prompts,
     parts_complaint,
@@ -105,7 +105,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def values(prompt: Prompt, texts: list[str], **settings: Any) -> list[float]:
-    written = [Written(text=text, ids=list(range(len(text)))) for text in texts]
+    written = [CompletionText(text=text, ids=list(range(len(text)))) for text in texts]
     return [score.value for score in build_reward(RewardConfig(**settings)).score_group(prompt, written)]
 
 
@@ -150,7 +150,7 @@ def test_a_function_may_take_a_whole_group_and_may_wait(files: Path) -> None:
     longest, rank = f"{files}/group.py:longest", f"{files}/group.py:rank"
     reward = build_reward(RewardConfig(weights={longest: 1.0, rank: 0.5}))
     assert (reward.comparing, reward.waiting) == ((longest, rank), (rank,))
-    written = [Written(text=text) for text in ("b", "aaa", "c")]
+    written = [CompletionText(text=text) for text in ("b", "aaa", "c")]
     assert [score.value for score in reward.score_group(PROMPT, written)] == [0.5, 1.0, 1.0]
     scores = asyncio.run(reward.await_group(PROMPT, written, [rank], 5.0))
     assert [score.value for score in scores] == [0.5, 0.0, 1.0]

@@ -11,7 +11,7 @@ import pytest
 from offbeat_data import ProgramRun, Prompt, RewardConfig
 from offbeat_data._scoring.assertions import run_assertions
 from offbeat_data._scoring.code import CodeScorer, code_scorer
-from offbeat_data._scoring.functions import Written
+from offbeat_data._scoring.functions import CompletionText
 from offbeat_data._scoring.sandbox import BubblewrapSandbox
 from offbeat_data._scoring.watching import ProgramLimits
 
@@ -104,7 +104,7 @@ SPOOFS = {
 
 def worth(scorer: CodeScorer, program: str, tests: list[str]) -> float | None:
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="", fields={"tests": tests})
-    [found] = scorer.score(prompt, [Written(text=f"```python\n{program}\n```")])
+    [found] = scorer.score(prompt, [CompletionText(text=f"```python\n{program}\n```")])
     return found.value
 
 

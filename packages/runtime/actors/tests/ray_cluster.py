@@ -8,7 +8,7 @@ from typing import Any
 
 from offbeat_actors import ClusterConfig
 from offbeat_actors.ray import RayLauncher
-from offbeat_actors.ray._agent import NodeAgent, Whereabouts, decode
+from offbeat_actors.ray._agent import AgentLocation, NodeAgent, decode
 from offbeat_actors.ray._cluster import Connection, import_ray
 from offbeat_actors.ray._process import AgentLink
 from offbeat_testing import RayNodes, ray_nodes
@@ -88,6 +88,6 @@ class SharedHomeLauncher(RayLauncher):
             affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             strategy = affinity(connection.own_node, soft=False)
             actor = connection.ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy).remote()
-            where = decode(await actor.whereabouts.remote(), Whereabouts)
+            where = decode(await actor.whereabouts.remote(), AgentLocation)
             self._cluster.home = AgentLink(connection.ray, actor, where.node, where.address)
         return self._cluster.home

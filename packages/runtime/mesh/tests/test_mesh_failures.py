@@ -16,7 +16,7 @@ import torch
 
 from offbeat_core import DeadlineError, PeerFailedError
 from offbeat_mesh import Mesh, join_world
-from offbeat_mesh._control import Bye, ControlClient, ControlServer, Hello, Record, pack
+from offbeat_mesh._control import ControlClient, ControlServer, Hello, Left, Record, pack
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
 LONG_S = 50.0  # so that no deadline of a call can be what ended it
@@ -436,7 +436,7 @@ def test_the_control_server_outlives_a_lack_of_descriptors():
     "frames",
     [
         [Record(kind="failed", rank=0, reason="made up")],
-        [Bye(0)],
+        [Left(0)],
         [Hello(1, "another token"), Record(kind="failed", rank=0, reason="made up")],
     ],
     ids=["a failure", "a good-bye", "a failure after a hello with a wrong token"],

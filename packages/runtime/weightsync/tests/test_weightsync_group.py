@@ -40,7 +40,7 @@ def sender(weights: Weights) -> Iterator[GroupSender]:
 
 
 class Member:
-    """An engine that keeps its seat from version to version."""
+    """An engine that keeps its member from version to version."""
 
     def __init__(self, sender: GroupSender, name: str) -> None:
         self._sender, self._name, self.group = sender, name, WeightGroup("cpu")
@@ -67,10 +67,10 @@ def sync(sender: GroupSender, weights: Weights, version: int, members: list[Memb
 
 
 def group_of(*members: Member) -> str:
-    """The one in which all of them sit."""
-    seats = [member.group.seat for member in members]
-    assert sorted(seat.rank for seat in seats) == list(range(1, 1 + len(members)))
-    (group,) = {seat.group for seat in seats}
+    """The group that all of them are in."""
+    members = [member.group.member for member in members]
+    assert sorted(member.rank for member in members) == list(range(1, 1 + len(members)))
+    (group,) = {member.group for member in members}
     return group
 
 
@@ -96,7 +96,7 @@ def test_a_failure_ends_the_group_and_the_next_sync_makes_another(sender: GroupS
     assert failed == "ValueError: no room for wide"
     assert trainer == "WeightSyncError: rollout-0 gave up: ValueError: no room for wide"
     assert other == "WeightSyncError: trainer-0 gave up: rollout-0 gave up: ValueError: no room for wide"
-    assert [member.group.seat.group for member in members] == ["", ""]
+    assert [member.group.member.group for member in members] == ["", ""]
     assert sync(sender, weights, 2, members) == ["has 2", "has 8", "has 8"]
     assert group_of(*members) != first
 
@@ -105,10 +105,10 @@ def test_two_members_on_one_device_are_refused_before_the_group_is_made(
     sender: GroupSender, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As nccl has it, which would wait or fail with words of its own. The processors here say that they are one GPU."""
-    seat_of = WeightGroup.seat.fget
+    seat_of = WeightGroup.member.fget
     assert seat_of is not None
     on_gpu = property(lambda group: msgspec.structs.replace(seat_of(group), device="gpu-0"))
-    monkeypatch.setattr(WeightGroup, "seat", on_gpu)
+    monkeypatch.setattr(WeightGroup, "member", on_gpu)
     trainer, engine = sync(sender, weights, 1, [Member(sender, "rollout-0")])
     words = "two members of the group compute on one device, which nccl refuses: use cuda-ipc"
     assert trainer == f"WeightSyncError: {words}"

@@ -126,7 +126,7 @@ def be_engine(texts: Connection, address: str, name: str, version: int, deadline
 
 
 def be_member(texts: Connection, address: str, name: str, first: int, dies_in: int) -> None:
-    """Receive version after version in one seat, again where a sync has failed, and say what is held; or die in one."""
+    """Receive version after version in one member, again where a sync has failed, and send what is held; or die."""
     group, version = WeightGroup("cpu"), first
     texts.send("ready")
     while True:

@@ -47,7 +47,7 @@ from offbeat_core import (
     PlacementError,
     load_backend,
 )
-from offbeat_data import Prompt, RewardConfig, RewardScore, Written
+from offbeat_data import CompletionText, Prompt, RewardConfig, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s, doing
 from offbeat_weightsync import new_socket_path
@@ -239,7 +239,9 @@ class Fleet:
     def last_reward_error(self) -> str:
         return next((scorers.last_error for scorers in self._scorers.values() if scorers.last_error), "")
 
-    async def score(self, prompt: Prompt, written: Sequence[Written], judge: str = "") -> list[RewardScore | None]:
+    async def score(
+        self, prompt: Prompt, written: Sequence[CompletionText], judge: str = ""
+    ) -> list[RewardScore | None]:
         """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
 
         One that takes its verifier too long gets 0 and is counted. `judge` names the reward that scores, as in

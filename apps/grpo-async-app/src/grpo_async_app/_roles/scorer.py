@@ -16,13 +16,13 @@ import numpy as np
 
 from offbeat_core import BackendError, ConfigError, DataError, OffbeatError, drop_secrets
 from offbeat_data import (
+    CompletionText,
     FaultyFunctionError,
     NotANumberError,
     Prompt,
     RewardConfig,
     RewardError,
     RewardScore,
-    Written,
     build_reward,
 )
 
@@ -72,9 +72,9 @@ class ScorerAsk:
     names: list[str]
 
     @property
-    def written(self) -> list[Written]:
+    def written(self) -> list[CompletionText]:
         ids = self.ids or [[]] * len(self.texts)
-        return [Written(text=text, ids=each) for text, each in zip(self.texts, ids, strict=True)]
+        return [CompletionText(text=text, ids=each) for text, each in zip(self.texts, ids, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class ScorerRole:
     async def beat(self) -> None:
         """Answer that nobody holds the thread in which coroutine functions wait."""
 
-    def _score(self, prompt: Prompt, written: Sequence[Written], names: Sequence[str]) -> list[ScorerAnswer]:
+    def _score(self, prompt: Prompt, written: Sequence[CompletionText], names: Sequence[str]) -> list[ScorerAnswer]:
         try:
             with _ending_process():
                 return [ScorerAnswer(score=score) for score in self._reward.score_group(prompt, written, names)]

@@ -14,9 +14,9 @@ from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.activity import Activity, RunView
 from grpo_async_app._run.ending import EarlyEnd, SamplesLostError, UntrainedGroups
-from grpo_async_app._run.prompt_stream import Draw, PromptStream
+from grpo_async_app._run.prompt_stream import PromptDraw, PromptStream
 from grpo_async_app._run.run_logger import RunLogger
-from grpo_async_app._run.sampling import Rollouts, Scored
+from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, GroupResult
 from offbeat_core import ConfigError, GenerateRequest, Metrics, SamplingParams
@@ -86,7 +86,9 @@ class GrpoBackend:
             greedy = await self._sample_greedy(group_id, draw, name)
         return await self._take_in(group_id, draw, samples, greedy)
 
-    async def _take_in(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> GroupResult:
+    async def _take_in(
+        self, group_id: int, draw: PromptDraw, samples: list[ScoredSample], greedy: ScoredSample | None
+    ) -> GroupResult:
         """Keep a group for training, unless its samples teach nothing or cannot be trained on."""
         samples = self._with_all_parts(samples)
         if not self._can_be_compared(samples, greedy):
@@ -106,7 +108,7 @@ class GrpoBackend:
         self._untrained.note(trained=not filtered, lost=bool(group.flaw))
         return GroupResult(oldest_version=group.oldest_version, filtered=filtered)
 
-    def _has_signal(self, samples: list[Scored], greedy: Scored | None) -> bool:
+    def _has_signal(self, samples: list[ScoredSample], greedy: ScoredSample | None) -> bool:
         """Return whether a group teaches anything, by its rewards before anything is taken off for length."""
         return has_signal(
             [sample.score.value for sample in samples],
@@ -129,7 +131,7 @@ class GrpoBackend:
         logprobs = await teachers.score(group.group_id, group.prompt_ids, group.trajectories, where, images)
         return replace(group, teacher_logprobs=logprobs)
 
-    async def _sample(self, group_id: int, draw: Draw, name: str) -> list[Scored]:
+    async def _sample(self, group_id: int, draw: PromptDraw, name: str) -> list[ScoredSample]:
         params = self._config.rollout.sampling(self._seed(group_id))
         request = GenerateRequest(
             request_id=f"group-{group_id}",
@@ -139,11 +141,11 @@ class GrpoBackend:
         )
         return await self._ask(draw, name, request)
 
-    async def _ask(self, draw: Draw, name: str, request: GenerateRequest) -> list[Scored]:
+    async def _ask(self, draw: PromptDraw, name: str, request: GenerateRequest) -> list[ScoredSample]:
         of = draw.source.settings
         return await self._rollouts.sample(name, draw.prompt, request, of.judge, of.environment_key)
 
-    async def _sample_greedy(self, group_id: int, draw: Draw, name: str) -> Scored | None:
+    async def _sample_greedy(self, group_id: int, draw: PromptDraw, name: str) -> ScoredSample | None:
         """Return the greedy sample that ReMax compares with; None for other advantages, or where it has failed."""
         if not self._config.algorithm.needs_greedy_reward:
             return None
@@ -153,7 +155,7 @@ class GrpoBackend:
         samples = await self._ask(draw, name, request)
         return samples[0] if samples else None
 
-    def _with_all_parts(self, samples: list[Scored]) -> list[Scored]:
+    def _with_all_parts(self, samples: list[ScoredSample]) -> list[ScoredSample]:
         """Return the samples that can be trained on; GDPO learns from each reward by its name.
 
         An agent or an environment may give a reward of its own, without parts or with others.
@@ -174,14 +176,16 @@ class GrpoBackend:
                 found.append(sample)
         return found
 
-    def _can_be_compared(self, samples: list[Scored], greedy: Scored | None) -> bool:
+    def _can_be_compared(self, samples: list[ScoredSample], greedy: ScoredSample | None) -> bool:
         """Return whether enough of a group is left, with the greedy sample where the advantage subtracts it."""
         lacks_greedy = self._config.algorithm.needs_greedy_reward and greedy is None
         if len(samples) < self._config.rollout.samples_per_prompt or lacks_greedy:
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
         return len(samples) >= min(2, self._config.rollout.samples_per_prompt) and not lacks_greedy
 
-    def _group(self, group_id: int, draw: Draw, samples: list[Scored], greedy: Scored | None) -> SampledGroup:
+    def _group(
+        self, group_id: int, draw: PromptDraw, samples: list[ScoredSample], greedy: ScoredSample | None
+    ) -> SampledGroup:
         return SampledGroup(
             group_id=group_id,
             item=draw.item,
@@ -194,7 +198,7 @@ class GrpoBackend:
             greedy_reward=self._worth(greedy, draw) if greedy else None,
         )
 
-    def _worth(self, sample: Scored, draw: Draw) -> float:
+    def _worth(self, sample: ScoredSample, draw: PromptDraw) -> float:
         """What is trained on: the reward, and what is taken off it for length."""
         algorithm = self._config.algorithm
         if not algorithm.overlong_buffer_tokens:

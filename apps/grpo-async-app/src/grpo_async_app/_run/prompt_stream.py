@@ -12,8 +12,8 @@ from offbeat_data import EpochOrder, MixtureOrder, Prompt, SuccessRates
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
-    """What a group is about.
+class PromptDraw:
+    """The prompt drawn for a group.
 
     Args:
         number: of its source.
@@ -65,16 +65,16 @@ class PromptStream:
         self._tallies = [_Tally() for _ in sources]
         self._restore(known)
 
-    def draw(self, group_id: int) -> Draw:
+    def draw(self, group_id: int) -> PromptDraw:
         """The prompt of a group; the same each time it is asked for, unless success has become known in between."""
         number, position = self._mixture(group_id)
         _, item = self._orders[number](position)
         if self._has_curriculum:
             item = self._rates[number].choose(item, group_id)
         source = self._sources[number]
-        return Draw(number=number, source=source, prompt=source.prompts[item], item=self._firsts[number] + item)
+        return PromptDraw(number=number, source=source, prompt=source.prompts[item], item=self._firsts[number] + item)
 
-    def record(self, draw: Draw, rewards: Sequence[float]) -> None:
+    def record(self, draw: PromptDraw, rewards: Sequence[float]) -> None:
         """Take in how the samples of a group fared, whether or not they are trained on.
 
         Args:

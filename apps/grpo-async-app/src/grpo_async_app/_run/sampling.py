@@ -22,7 +22,15 @@ from offbeat_core import (
     OffbeatError,
     Trajectory,
 )
-from offbeat_data import EnvironmentFailedError, EpisodeLimits, Prompt, RewardScore, TurnTemplate, Written, play_episode
+from offbeat_data import (
+    CompletionText,
+    EnvironmentFailedError,
+    EpisodeLimits,
+    Prompt,
+    RewardScore,
+    TurnTemplate,
+    play_episode,
+)
 
 
 class EpisodesLostError(OffbeatError):
@@ -34,8 +42,8 @@ TURN_SEEDS = 1 << 36
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
-    """One sample, and what it was worth.
+class ScoredSample:
+    """One sample and its score.
 
     Args:
         trajectories: what there is to learn from; several where an agent has branched, all of this worth.
@@ -95,7 +103,7 @@ class Rollouts:
 
     async def sample(
         self, name: str, prompt: Prompt, request: GenerateRequest, judge: str = "", environment: str = ""
-    ) -> list[Scored]:
+    ) -> list[ScoredSample]:
         """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here. Its
         limit of tokens is for each later turn too.
 
@@ -116,7 +124,7 @@ class Rollouts:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions, judge)
             return [
-                Scored(trajectories=(Trajectory.of(completion),), score=score, answer=completion.text)
+                ScoredSample(trajectories=(Trajectory.of(completion),), score=score, answer=completion.text)
                 for completion, score in zip(completions, scores, strict=True)
                 if score is not None
             ]
@@ -142,7 +150,7 @@ class Rollouts:
         first: Awaitable[list[Completion]],
         judge: str,
         environment: str,
-    ) -> Scored | None:
+    ) -> ScoredSample | None:
         """One episode; None when its environment or its reward failed.
 
         Raises:
@@ -179,11 +187,11 @@ class Rollouts:
             score = self._taken(score, self._lost[environment], "its environment gave")
         if score is None:
             return None
-        return Scored(trajectories=(trajectory,), score=score, answer=trajectory.turns[-1].text)
+        return ScoredSample(trajectories=(trajectory,), score=score, answer=trajectory.turns[-1].text)
 
     async def _act(
         self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: str
-    ) -> Scored | None:
+    ) -> ScoredSample | None:
         """One episode of an agent; None when it came to no end, or its reward failed. Raises as `_play`."""
         try:
             recorded = await agents.play(name, prompt, request, index)
@@ -198,17 +206,17 @@ class Rollouts:
             judged = self._taken(posted, self._agents_lost, "its agent posted")
         else:
             self._agents_lost.add(failed=False)
-            [judged] = await self._score(prompt, [Written(text=recorded.answer)], judge)
+            [judged] = await self._score(prompt, [CompletionText(text=recorded.answer)], judge)
         if judged is None:
             return None
-        return Scored(trajectories=recorded.trajectories, score=judged, answer=recorded.answer)
+        return ScoredSample(trajectories=recorded.trajectories, score=judged, answer=recorded.answer)
 
     async def _scores(self, prompt: Prompt, completions: list[Completion], judge: str) -> list[RewardScore | None]:
         return await self._score(
-            prompt, [Written(text=each.text, ids=each.ids.tolist()) for each in completions], judge
+            prompt, [CompletionText(text=each.text, ids=each.ids.tolist()) for each in completions], judge
         )
 
-    async def _score(self, prompt: Prompt, written: list[Written], judge: str) -> list[RewardScore | None]:
+    async def _score(self, prompt: Prompt, written: list[CompletionText], judge: str) -> list[RewardScore | None]:
         scores = await self._fleet.score(prompt, written, judge)
         if failed := scores.count(None):
             self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)

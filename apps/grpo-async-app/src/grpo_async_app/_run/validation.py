@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet
 from grpo_async_app._fleet.engines import Engines
-from grpo_async_app._run.sampling import Rollouts, Scored
+from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from offbeat_core import GenerateRequest, OffbeatError, PeerFailedError, StopReason
 from offbeat_data import Prompt, vote_of
 from offbeat_run import HELD_OUT, ItemAnswers, SampledAnswer, SetSummary, label_of, summarize
@@ -28,7 +28,7 @@ class Answered:
     asked: ValidationSet
     number: int
     prompt: Prompt
-    samples: list[Scored]
+    samples: list[ScoredSample]
 
     def to_item(self, version: int, *, has_turns: bool, keep_texts: bool = False, loaded: bool = False) -> ItemAnswers:
         """As it is written down, by a validation that began at `version`.
@@ -45,7 +45,7 @@ class Answered:
             ),
         )
 
-    def _sample(self, scored: Scored, has_turns: bool, keep_texts: bool, version: int | None) -> SampledAnswer:
+    def _sample(self, scored: ScoredSample, has_turns: bool, keep_texts: bool, version: int | None) -> SampledAnswer:
         turns = [turn for trajectory in scored.trajectories for turn in trajectory.turns]
         first = scored.trajectories[0]  # of an agent that branched, the first of its conversations
         return SampledAnswer(

@@ -16,7 +16,7 @@ from grpo_async_app._scoring.processes import BlockingScorers, ScorerStarter, wo
 from grpo_async_app._scoring.waiting import WaitingScorer
 from offbeat_actors import ClusterConfig, Tell
 from offbeat_core import Metrics, OffbeatError, printable
-from offbeat_data import Prompt, RewardConfig, RewardError, RewardScore, Written
+from offbeat_data import CompletionText, Prompt, RewardConfig, RewardError, RewardScore
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class ScorerPool:
         """Since this was last asked: queue, busy share and latencies; costs of judges since the beginning."""
         return self._gauge.lap()
 
-    async def score(self, prompt: Prompt, written: Sequence[Written]) -> list[RewardScore | None]:
+    async def score(self, prompt: Prompt, written: Sequence[CompletionText]) -> list[RewardScore | None]:
         """Score completions of one prompt: as `reward.on_error` says, None or a score of 0 for one that cannot be.
 
         Raises:
@@ -115,7 +115,7 @@ class ScorerPool:
                 scorer died twice over it, or this is closed.
             DataError: the prompt lacks what a reward compares with.
         """
-        [judged] = await self._judged(prompt, [Written(text=completion)])
+        [judged] = await self._judged(prompt, [CompletionText(text=completion)])
         if isinstance(judged, RewardScore):
             return judged
         raise judged
@@ -145,7 +145,7 @@ class ScorerPool:
         is_sound = not any(isinstance(each, OffbeatError) or each.parts.get("timed_out") for each in judged)
         return judged if is_sound or kind == "whole" else await scorers.score(ask)
 
-    async def _judged(self, prompt: Prompt, written: Sequence[Written]) -> list[Judged]:
+    async def _judged(self, prompt: Prompt, written: Sequence[CompletionText]) -> list[Judged]:
         if self.starter.is_closed:
             raise RewardError("scoring has ended: this reward is closed")
         needs_ids = any(":" in name for name in self._config.all_weights)

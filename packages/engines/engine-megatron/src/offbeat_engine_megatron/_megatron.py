@@ -97,14 +97,14 @@ def _as_it_is(model: Any = None, **options: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class _Held:
+class _JoinedWorld:
     parallel: Parallel
     mesh: Mesh
     world: World | None  # of this process alone, when nobody had joined one
     num_engines: int = 0
 
 
-_held: list[_Held] = []
+_held: list[_JoinedWorld] = []
 
 
 def join_groups(parallel: Parallel, given: Mesh | None, device: str, seed: int) -> Mesh:
@@ -150,7 +150,7 @@ def leave_groups() -> None:
             held.world.leave()
 
 
-def _make_groups(parallel: Parallel, given: Mesh | None, device: str) -> _Held:
+def _make_groups(parallel: Parallel, given: Mesh | None, device: str) -> _JoinedWorld:
     from megatron.core import parallel_state
 
     world = current_world()
@@ -178,7 +178,7 @@ def _make_groups(parallel: Parallel, given: Mesh | None, device: str) -> _Held:
     )
     check = given.check if given is not None else None
     mesh = Mesh.from_megatron(parallel_state, deadline_s=deadline_s, check=check)
-    return _Held(parallel=parallel, mesh=mesh, world=own)
+    return _JoinedWorld(parallel=parallel, mesh=mesh, world=own)
 
 
 ACCELERATOR = "cuda"

@@ -72,12 +72,12 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     ids: list[int]
     logprobs: list[float]
 
 
-def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Drawn:
+def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> SampledTokens:
     """Choose a token for each row; see `SamplingParams` for the distribution and the log-probability.
 
     Args:
@@ -103,10 +103,10 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
     assert ids is not None
     wants_whole = _column([p.whole_logprobs for p in params], probs).bool()
     logprobs = torch.where(wants_whole, whole.gather(-1, ids), probs.gather(-1, ids)).log_()[:, 0]
-    return Drawn(ids[:, 0].tolist(), logprobs.tolist())
+    return SampledTokens(ids[:, 0].tolist(), logprobs.tolist())
 
 
-class Cuts(NamedTuple):
+class Cutoffs(NamedTuple):
     """Columns [R, 1] float32: how far each row is cut. Of one that is not: the vocabulary, inf, 0."""
 
     top_k: Tensor
@@ -127,13 +127,13 @@ class RowParams(NamedTuple):
     temperature: Tensor
     is_greedy: Tensor
     wants_whole: Tensor
-    cuts: Cuts
+    cuts: Cutoffs
 
     @classmethod
     def of(cls, numbers_6B: Tensor) -> Self:
         """View what `row_numbers` gave for each row, one below the other."""
         temperature, is_greedy, wants_whole, *cuts = numbers_6B[..., None].unbind()
-        return cls(temperature, is_greedy, wants_whole, Cuts(*cuts))
+        return cls(temperature, is_greedy, wants_whole, Cutoffs(*cuts))
 
 
 def row_numbers(params: SamplingParams, vocabulary: int) -> list[float]:
@@ -238,7 +238,7 @@ def cut_distribution(probs_RV: Tensor, params: Sequence[SamplingParams]) -> Tens
     return cut_RV
 
 
-def _kept(values_RC: Tensor, cuts: Cuts, vocabulary: int) -> Tensor:
+def _kept(values_RC: Tensor, cuts: Cutoffs, vocabulary: int) -> Tensor:
     """Which of the C largest probabilities, in falling order, stay. [R, C] bool; the first always does."""
     ranks = torch.arange(values_RC.shape[-1], device=values_RC.device)
     in_k = ranks < cuts.top_k
@@ -250,9 +250,9 @@ def _kept(values_RC: Tensor, cuts: Cuts, vocabulary: int) -> Tensor:
     return kept
 
 
-def _cuts(params: Sequence[SamplingParams], like: Tensor, vocabulary: int) -> Cuts:
+def _cuts(params: Sequence[SamplingParams], like: Tensor, vocabulary: int) -> Cutoffs:
     columns = [_top_k(p, vocabulary) for p in params], [_top_p(p) for p in params], [p.min_p for p in params]
-    return Cuts(*(_column(column, like) for column in columns))
+    return Cutoffs(*(_column(column, like) for column in columns))
 
 
 def _top_k(params: SamplingParams, vocabulary: int) -> int:

@@ -78,7 +78,7 @@ class EngineControl:
         self._form, self._workers, self._requests = form, workers, requests
         self._loader, self._adapters = loader, adapters
         self._thread = ThreadPoolExecutor(1, "offbeat-rollout-vllm-control")
-        self._frozen = False
+        self._is_paused = False
         self.served, self.version = ServedVersions(), 0
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -107,17 +107,17 @@ class EngineControl:
             raise OffbeatError("the rollout engine sleeps on samples that pause('wait') would finish: wake it first")
         drained: Future[None] = self._owned(self._requests.pause, mode)
         if mode == "keep":
-            self._freeze()
+            self._pause_scheduler()
             drained = Future()
             drained.set_result(None)
         elif mode == "wait":
-            self._thaw()  # what an earlier "keep" has frozen is to end
+            self._resume_scheduler()  # what an earlier "keep" has paused is to end
         return drained
 
     def resume(self) -> None:
         if self._requests.unusable and not self._requests.asleep:
             self._owned(self._requests.abort_all)
-        self._thaw()
+        self._resume_scheduler()
         self._owned(self._requests.resume)
 
     def update(self, stream: WeightStream, version: int, adapter: LoraAdapter | None) -> WeightProof:
@@ -127,12 +127,12 @@ class EngineControl:
             raise OffbeatError("the rollout engine sleeps without weights; call wake(('weights',)) first")
         if adapter is not None:
             self._adapters.check_room(adapter.name)
-        self._freeze()
+        self._pause_scheduler()
         try:
             return self._load(stream, version, adapter)
         finally:
             if self._requests.mode != "keep":
-                self._thaw()
+                self._resume_scheduler()
 
     def _load(self, stream: WeightStream, version: int, adapter: LoraAdapter | None) -> WeightProof:
         name = adapter.name if adapter else MODEL
@@ -141,7 +141,7 @@ class EngineControl:
                 proof = self._loader.load(stream, version)
             else:
                 proof = self._adapters.load(adapter, stream, f"adapter {name!r} of version {version}")
-            self._wait(self._form.publish(self.served.next_label), "publish")
+            self._wait(self._form.set_version(self.served.next_label), "set_version")
         except BaseException as error:
             if (self._adapters if adapter else self._loader).touched:
                 reason = f"the update to version {version} failed half way ({error})"
@@ -161,7 +161,7 @@ class EngineControl:
     def sleep(self, level: int) -> None:
         if "weights" in self._requests.asleep:
             raise OffbeatError("the rollout engine sleeps already: wake it before it sleeps again")
-        self._freeze()
+        self._pause_scheduler()
         self._wait(self._form.sleep(level), "sleep")
         self._requests.asleep = {"kv_cache", "weights"}
         if level == 2:
@@ -177,29 +177,29 @@ class EngineControl:
             self._wait(self._form.wake(tuple(wanted)), "wake")
             self._requests.asleep -= wanted
             # Fully awake, vLLM's scheduler runs again: not before we say so.
-            self._wait(self._form.freeze(), "freeze")
+            self._wait(self._form.pause(), "pause")
         if self._requests.mode is None:
             self.resume()
 
     def trace(self, call: Callable[[Workers], Any]) -> Any:
         """Begin or end a trace between two steps: no token comes while vLLM writes it, which may take minutes."""
-        self._freeze()
+        self._pause_scheduler()
         try:
             return call(self._workers)
         finally:
             if self._requests.mode != "keep":
-                self._thaw()
+                self._resume_scheduler()
 
-    def _freeze(self) -> None:
-        if not self._frozen:
-            self._wait(self._form.freeze(), "freeze")
+    def _pause_scheduler(self) -> None:
+        if not self._is_paused:
+            self._wait(self._form.pause(), "pause")
             self._owned(self._requests.table.forget_computed)
-            self._frozen = True
+            self._is_paused = True
 
-    def _thaw(self) -> None:
-        if self._frozen and not self._requests.asleep:
-            self._wait(self._form.thaw(), "thaw")
-            self._frozen = False
+    def _resume_scheduler(self) -> None:
+        if self._is_paused and not self._requests.asleep:
+            self._wait(self._form.resume(), "resume")
+            self._is_paused = False
 
     def _owned(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return self._wait(self._form.run(lambda: function(*arguments)), function.__name__)

@@ -73,19 +73,19 @@ class EngineForm(ABC):
         """End samples; each gets a last delta with finish reason "abort". In the owner's thread."""
 
     @abstractmethod
-    def freeze(self) -> "Future[None]":
+    def pause(self) -> "Future[None]":
         """Stop sampling and keep what is in flight; done when no step runs and all that was sampled is delivered."""
 
     @abstractmethod
-    def thaw(self) -> "Future[None]":
+    def resume(self) -> "Future[None]":
         """Sample again."""
 
     def call_workers(self, text: str, deadline_s: float) -> "Future[list[str]]":
         return self._ask(lambda: self._engine.collective_rpc(WORKER_METHOD, deadline_s, (text,)))
 
     @abstractmethod
-    def publish(self, label: int) -> "Future[None]":
-        """Drop every cached key and value and label what is sampled from now on. Only while frozen."""
+    def set_version(self, label: int) -> "Future[None]":
+        """Drop every cached key and value and label what is sampled from now on. Only while paused."""
 
     def sleep(self, level: int) -> "Future[None]":
         return self._ask(lambda: self._engine.sleep(level, "keep"))
@@ -121,12 +121,12 @@ class InProcessForm(EngineForm):
         # A step must end with its tokens delivered: a batch in flight during an update would get the wrong version.
         arguments = {**arguments, "async_scheduling": False}
         super().__init__(arguments, variables, {**required, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-        self._num_threads, self._frozen, self._label = num_threads, False, 0
+        self._num_threads, self._is_paused, self._label = num_threads, False, 0
         self._internal_ids: dict[str, str] = {}
         self._thread = EngineThread(
             "offbeat-rollout-vllm",
             build=self._build,
-            can_step=lambda: not self._frozen and self._engine.has_unfinished_requests(),
+            can_step=lambda: not self._is_paused and self._engine.has_unfinished_requests(),
             step=self._step,
             shut_down=self._shut_down,
         )
@@ -156,7 +156,7 @@ class InProcessForm(EngineForm):
             outputs = self._engine.step()
         except Exception as error:  # noqa: BLE001 - the boundary: every sample in flight learns of it
             self._internal_ids.clear()
-            self._frozen = True
+            self._is_paused = True
             self._on_failure("", error)
             return
         for output in outputs:
@@ -176,22 +176,22 @@ class InProcessForm(EngineForm):
         for sample_id in found:
             self._on_delta(sample_id, Delta(ids=(), logprobs=(), label=self._label, finish_reason="abort"))
 
-    def freeze(self) -> "Future[None]":
+    def pause(self) -> "Future[None]":
         """A step delivers what it samples, so between two steps nothing is under way."""
-        return self.run(lambda: setattr(self, "_frozen", True))
+        return self.run(lambda: setattr(self, "_is_paused", True))
 
-    def thaw(self) -> "Future[None]":
-        return self.run(lambda: setattr(self, "_frozen", False))
+    def resume(self) -> "Future[None]":
+        return self.run(lambda: setattr(self, "_is_paused", False))
 
-    def publish(self, label: int) -> "Future[None]":
-        def publish() -> None:
+    def set_version(self, label: int) -> "Future[None]":
+        def set_version() -> None:
             _refuse_old_cache(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
             self._engine.engine_core.set_weight_version(str(label))
             self._label = int(self._engine.engine_core.get_weight_version())
 
-        return self.run(publish)
+        return self.run(set_version)
 
     def close(self, deadline_s: float) -> bool:
         if not self._thread.is_closed:
@@ -308,27 +308,27 @@ class AsyncForm(EngineForm):
         """VLLM ends each stream with an output that says so."""
         self._keep(self._engine.abort(list(sample_ids)))
 
-    def freeze(self) -> "Future[None]":
-        async def freeze() -> None:
+    def pause(self) -> "Future[None]":
+        async def pause() -> None:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             # Outputs come through the same socket as the reply, before it; let them pass through vLLM's tasks and ours.
             await self._engine.is_paused()
             for _ in range(len(self._streams) + 2):
                 await asyncio.sleep(0)
 
-        return self._ask(freeze)
+        return self._ask(pause)
 
-    def thaw(self) -> "Future[None]":
+    def resume(self) -> "Future[None]":
         return self._ask(lambda: self._engine.resume_generation())
 
-    def publish(self, label: int) -> "Future[None]":
-        async def publish() -> None:
+    def set_version(self, label: int) -> "Future[None]":
+        async def set_version() -> None:
             _refuse_old_cache(await self._engine.reset_prefix_cache(reset_running_requests=True))
             await self._engine.reset_mm_cache()
             await self._engine.reset_encoder_cache()
             await self._engine.update_weight_version(str(label))
 
-        return self._ask(publish)
+        return self._ask(set_version)
 
     def close(self, deadline_s: float) -> bool:
         if not self._closed:

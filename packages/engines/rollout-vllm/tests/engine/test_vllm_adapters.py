@@ -93,7 +93,7 @@ class TestAdapters:
                 assert logprob_errors(model, LONG, completion).max() < 1e-3
 
     async def test_cached_keys_and_values_of_the_old_adapter_are_off_by_nats(self, engine, monkeypatch):
-        """What `publish` is there for: vLLM finds cached blocks by the adapter's name, which stays."""
+        """The reason for `set_version`: vLLM finds cached blocks by the adapter's name, which stays."""
         await self.send(engine, POET, 1)
         await engine.generate(request("old", LONG, "poet"))
         with monkeypatch.context() as without:

@@ -52,8 +52,8 @@ REWARD_KEY_PREFIX: Final = "reward-"
 
 
 @dataclass(frozen=True)
-class _Spoken:
-    """A turn of the model: all tokens up to its end, [P] int32, and its own."""
+class _SampledTurn:
+    """A sampled turn: all tokens up to its end, [P] int32, and its own."""
 
     ids: Ids
     said: Ids
@@ -80,7 +80,7 @@ class Session:
         self._calls: list[RecordedCall] = []
         self._refused: RefusedCall | None = None
         self._num_calls = self._num_aborted = self._num_seeds = 0
-        self._spoken: dict[bytes, _Spoken] = {}
+        self._spoken: dict[bytes, _SampledTurn] = {}
 
     # ── what an agent asks ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,7 +128,7 @@ class Session:
                 return ids
         return chat_prompt(asked, self._tokenizer)
 
-    def _go_on(self, spoken: _Spoken, asked: ChatRequest, last: int) -> Ids | None:
+    def _go_on(self, spoken: _SampledTurn, asked: ChatRequest, last: int) -> Ids | None:
         """The prompt that begins with a turn and all before it; None where the chat template would rewrite it."""
         replies = [template_message(message) for message in asked.messages[last + 1 :]]
         if not replies:
@@ -164,7 +164,7 @@ class Session:
         if isinstance(asked, ChatRequest):
             text = text_before(call.completion, asked.stops)
             *_, mark = _marks(asked, [*asked.messages, answered_message(text, calls_tools=asked.calls_tools)])
-            self._spoken[mark] = _Spoken(call.end_ids, call.completion.ids)
+            self._spoken[mark] = _SampledTurn(call.end_ids, call.completion.ids)
 
     def end(self, by: SessionEnd, reward: float | None = None, parts: Mapping[str, float] | None = None) -> None:
         """End it; the first end counts."""

@@ -196,7 +196,7 @@ def _analyse(options: argparse.Namespace, config: Config) -> "Report":
     from offbeat_hanglint._analyse import analyse
     from offbeat_hanglint._cache import default_cache_folder, tidy
     from offbeat_hanglint._files import find_files
-    from offbeat_hanglint._report import Sifter
+    from offbeat_hanglint._report import FindingFilter
     from offbeat_hanglint._settings import Settings
 
     cache = default_cache_folder() if options.cache else None
@@ -212,7 +212,7 @@ def _analyse(options: argparse.Namespace, config: Config) -> "Report":
     if cache is not None:
         tidy(cache)
     files, _ = find_files(options.paths, config.root, config.exclude)
-    return Sifter(config, files).report(analysis)
+    return FindingFilter(config, files).report(analysis)
 
 
 def _show(report: "Report", options: argparse.Namespace, config: Config) -> None:

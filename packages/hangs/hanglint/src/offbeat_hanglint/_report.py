@@ -96,8 +96,8 @@ def _lines(file: Path) -> list[str]:
     return text.split("\n")
 
 
-class Sifter:
-    """Takes what an analysis found, and decides what of it is said.
+class FindingFilter:
+    """Decides which findings of an analysis are reported.
 
     Args:
         config: what is asked for.

@@ -13,7 +13,7 @@ from offbeat_data._mixture import CurriculumConfig, MixtureOrder, SuccessRates
 from offbeat_data._preferences import Pair, PreferenceSet, Rating, load_pairs, load_ratings
 from offbeat_data._prompts import Prompt, PromptSet, RowCounts, load_prompts
 from offbeat_data._scoring.config import RewardConfig, parts_complaint
-from offbeat_data._scoring.functions import FaultyFunctionError, NotANumberError, RewardError, Written
+from offbeat_data._scoring.functions import CompletionText, FaultyFunctionError, NotANumberError, RewardError
 from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
 from offbeat_data._scoring.sandbox import Sandbox
 from offbeat_data._scoring.votes import vote_of
@@ -24,6 +24,7 @@ from offbeat_data._tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "ARITHMETIC_ALPHABET",
     "ChatTemplate",
+    "CompletionText",
     "ConversationConfig",
     "ConversationSet",
     "CurriculumConfig",
@@ -59,7 +60,6 @@ __all__ = [
     "ToolCall",
     "ToolEnvironment",
     "TurnTemplate",
-    "Written",
     "build_character_tokenizer",
     "build_environment",
     "build_reward",

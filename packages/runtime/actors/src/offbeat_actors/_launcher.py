@@ -115,10 +115,9 @@ class Launcher(ABC):
 
     def places(self) -> list[RolePlace]:
         """Where each role is that has been placed or started, and the state of its process, by name."""
-        seats = self._seated()
-        places = []
-        for role in sorted({*seats, *self._actors}, key=_by_number):
-            place = seats.get(role) or RolePlace(role=role, node=self._home_name)
+        placed, places = self._role_places(), []
+        for role in sorted({*placed, *self._actors}, key=_by_number):
+            place = placed.get(role) or RolePlace(role=role, node=self._home_name)
             if (actor := self._actors.get(role)) is not None:
                 state, since_s, reason = actor.state
                 place = replace(place, pid=actor.pid, state=state, since_s=since_s, reason=reason)
@@ -133,7 +132,7 @@ class Launcher(ABC):
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     @abstractmethod
-    def _seated(self) -> dict[str, RolePlace]:
+    def _role_places(self) -> dict[str, RolePlace]:
         """The places that a plan has given to roles."""
 
     @property

@@ -178,7 +178,7 @@ class LocalLauncher(Launcher):
         if self._pids:
             await end_orphans(self._mark, frozenset(self._pids))
 
-    def _seated(self) -> dict[str, RolePlace]:
+    def _role_places(self) -> dict[str, RolePlace]:
         return self._places
 
     @property

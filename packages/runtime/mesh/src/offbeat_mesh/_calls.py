@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from offbeat_core import DeadlineError, GroupError, MismatchError, OffbeatError, PeerFailedError
-from offbeat_mesh._control import ControlClient, Record, Standing, one_line
+from offbeat_mesh._control import CallPosition, ControlClient, Record, one_line
 from offbeat_mesh._guard import check_guards
 from offbeat_mesh._layout import Layout, describe_group
 from offbeat_mesh._world import World, backends
@@ -200,7 +200,7 @@ class Calls:
         calls = "; ".join(f"{self.label(rank)} is in {each.call}" for rank, each in standings.items())
         return DeadlineError(waiting, f"its own end, with all members there ({calls})", self._deadline_s)
 
-    def _whereabouts(self, rank: int, standing: Standing | None) -> str:
+    def _whereabouts(self, rank: int, standing: CallPosition | None) -> str:
         if standing is None:
             return f"{self.label(rank)} (does not answer: stopped, or its host is gone)"
         if not standing.call:

@@ -108,8 +108,8 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
     members: tuple[int, ...]
 
 
-class Standing(msgspec.Struct, tag="standing", frozen=True):
-    """Where one member stands in a group: collectives entered, the newest call ("" if none), and if it is in it."""
+class CallPosition(msgspec.Struct, tag="standing", frozen=True):
+    """Position of one member in a group: collectives entered, its newest call ("" if none), and if it is in it."""
 
     asker: int
     number: int
@@ -119,13 +119,13 @@ class Standing(msgspec.Struct, tag="standing", frozen=True):
     inside: bool
 
 
-class Bye(msgspec.Struct, tag="bye", frozen=True):
+class Left(msgspec.Struct, tag="bye", frozen=True):
     """The rank has left well: the end of its connection is no death."""
 
     rank: int
 
 
-ControlMessage: TypeAlias = Hello | Welcome | Roll | Record | Ask | Standing | Bye
+ControlMessage: TypeAlias = Hello | Welcome | Roll | Record | Ask | CallPosition | Left
 DECODER: Final = msgspec.msgpack.Decoder(ControlMessage)
 
 
@@ -248,9 +248,9 @@ class ControlServer:
         elif isinstance(message, Ask):
             for rank in message.members:
                 self._send(rank, message)
-        elif isinstance(message, Standing):
+        elif isinstance(message, CallPosition):
             self._send(message.asker, message)
-        elif isinstance(message, Bye):
+        elif isinstance(message, Left):
             self._said_bye.add(message.rank)
             self._relay(Record(kind="left", rank=message.rank))
 
@@ -295,7 +295,7 @@ class Listener(Protocol):
         """Take in a failure or an end; from any thread."""
 
     def standing(self) -> tuple[int, str, bool]:
-        """See `Standing`: collectives entered, the newest call, and whether it is in it."""
+        """See `CallPosition`: collectives entered, the newest call, and whether it is in it."""
 
 
 class ControlClient:
@@ -311,7 +311,7 @@ class ControlClient:
         self.records: list[Record] = []
         self.closed = False
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-        self._standings: dict[int, dict[int, Standing]] = {}
+        self._standings: dict[int, dict[int, CallPosition]] = {}
         self._asked = 0
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
@@ -398,7 +398,7 @@ class ControlClient:
         self._hear(record)
         self._send(record)
 
-    def ask(self, group: str, members: Sequence[int]) -> dict[int, Standing]:
+    def ask(self, group: str, members: Sequence[int]) -> dict[int, CallPosition]:
         """Where the members of a group stand; who does not answer within a second is not in the result."""
         with self._changed:
             self._asked += 1
@@ -420,7 +420,7 @@ class ControlClient:
 
     def leave(self) -> None:
         """Say that this rank leaves well."""
-        self._send(Bye(self.rank))
+        self._send(Left(self.rank))
 
     def close(self) -> None:
         """End the connection."""
@@ -464,7 +464,7 @@ class ControlClient:
             self._hear(message)
         elif isinstance(message, Ask):
             self._answer(message)
-        elif isinstance(message, Standing):
+        elif isinstance(message, CallPosition):
             with self._changed:
                 if message.number in self._standings:
                     self._standings[message.number][message.rank] = message
@@ -486,7 +486,7 @@ class ControlClient:
         with self._changed:
             found = [listener for listener in self._listeners if listener.key == ask.group]
         entered, call, inside = found[0].standing() if found else (0, "", False)
-        self._send(Standing(ask.asker, ask.number, self.rank, entered, call, inside))
+        self._send(CallPosition(ask.asker, ask.number, self.rank, entered, call, inside))
 
 
 _open: "weakref.WeakSet[ControlServer | ControlClient]" = weakref.WeakSet()

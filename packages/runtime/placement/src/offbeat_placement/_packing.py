@@ -64,8 +64,8 @@ class Room(NamedTuple):
     memory_bytes: float
 
 
-class Shelf:
-    """Knows how many units fit into a room.
+class NodeCapacity:
+    """Computes how many units fit into a room.
 
     Args:
         types: all types of units, of any kind.
@@ -181,7 +181,7 @@ def pack(types: Sequence[UnitType], rooms: Sequence[Room]) -> Packing:
         types: units wanted.
         rooms: of the nodes, in order.
     """
-    shelf = Shelf(types)
+    shelf = NodeCapacity(types)
     for type_order, node_order in _filling_orders(types, rooms):
         if filled := _fill(shelf, rooms, type_order, node_order):
             return Packing(types, filled)
@@ -210,7 +210,7 @@ def _filling_orders(types: Sequence[UnitType], rooms: Sequence[Room]) -> list[tu
 
 
 def _fill(
-    shelf: Shelf, rooms: Sequence[Room], type_order: Sequence[int], node_order: Sequence[int]
+    shelf: NodeCapacity, rooms: Sequence[Room], type_order: Sequence[int], node_order: Sequence[int]
 ) -> tuple[Counts, ...] | None:
     held = [[0] * len(shelf.types) for _ in rooms]
     for index in type_order:
@@ -226,7 +226,7 @@ def _fill(
     return tuple(map(tuple, held))
 
 
-def _classes(shelf: Shelf, rooms: Sequence[Room]) -> list[NodeClass] | None:
+def _classes(shelf: NodeCapacity, rooms: Sequence[Room]) -> list[NodeClass] | None:
     """Nodes by their patterns; None where one has too many."""
     patterns_of: dict[Room, tuple[Counts, ...]] = {}
     nodes_of: dict[tuple[Counts, ...], list[int]] = {}

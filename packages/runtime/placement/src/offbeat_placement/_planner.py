@@ -226,15 +226,15 @@ class Part(NamedTuple):
     proven: bool = True
 
 
-class _Worth(NamedTuple):
-    """What a node of a part has besides its accelerators; more than the groups could use is infinite."""
+class _NodeResources(NamedTuple):
+    """Resources of a node besides its accelerators; more than the groups could use counts as infinite."""
 
     num_cpus: float
     memory_bytes: float
     others: tuple[tuple[str, int, int], ...]
     """Accelerators of other kinds: kind, free, in all."""
 
-    def is_at_least(self, other: "_Worth") -> bool:
+    def is_at_least(self, other: "_NodeResources") -> bool:
         """Whether everything that fits beside the other fits here; false where only trying tells."""
         enough = self.num_cpus >= other.num_cpus and self.memory_bytes >= other.memory_bytes
         return enough and self.others == other.others
@@ -272,27 +272,27 @@ def allocate(nodes: Sequence[Node], allocation: Allocation, groups: Sequence[Ran
     return Part(first, proven=len(parts) <= MAX_PARTS and len(classes) <= MAX_CLASSES)
 
 
-def _classes(nodes: Sequence[Node], groups: Sequence[RankGroup], kind: str) -> list[tuple[_Worth, list[Node]]]:
+def _classes(nodes: Sequence[Node], groups: Sequence[RankGroup], kind: str) -> list[tuple[_NodeResources, list[Node]]]:
     """Nodes alike, the best first."""
-    found: dict[_Worth, list[Node]] = defaultdict(list)
+    found: dict[_NodeResources, list[Node]] = defaultdict(list)
     for node in nodes:
         found[_worth(node, groups, kind)].append(node)
     return sorted(found.items(), key=lambda each: each[0], reverse=True)
 
 
-def _worth(node: Node, groups: Sequence[RankGroup], kind: str) -> _Worth:
+def _worth(node: Node, groups: Sequence[RankGroup], kind: str) -> _NodeResources:
     num_ranks = [min(g.num_ranks, node.num_free(g.accelerator)) if g.accelerator else g.num_ranks for g in groups]
     cpus = sum(number * group.cpus_per_rank for number, group in zip(num_ranks, groups, strict=True))
     memory_bytes = sum(number * group.memory_bytes_per_rank for number, group in zip(num_ranks, groups, strict=True))
     kinds = sorted({group.accelerator for group in groups if group.accelerator} - {kind})
-    return _Worth(
+    return _NodeResources(
         num_cpus=float("inf") if node.num_cpus >= cpus else node.num_cpus,
         memory_bytes=float("inf") if node.memory_bytes >= memory_bytes else node.memory_bytes,
         others=tuple((each, node.num_free(each), node.num_total(each)) for each in kinds),
     )
 
 
-def _parts(classes: Sequence[tuple[_Worth, list[Node]]], num_nodes: int) -> Iterator[list[Node]]:
+def _parts(classes: Sequence[tuple[_NodeResources, list[Node]]], num_nodes: int) -> Iterator[list[Node]]:
     """Parts of so many nodes, none of which could have a better node instead of one of its own."""
     if not num_nodes:
         yield []

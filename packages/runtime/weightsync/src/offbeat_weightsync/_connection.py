@@ -69,8 +69,8 @@ class CudaHandle(msgspec.Struct, frozen=True):
     uuid: str
 
 
-class GroupSeat(msgspec.Struct, frozen=True):
-    """Where a process would sit in a group, and where it sits: on a `device` of a `kind`; group "" is none."""
+class GroupMember(msgspec.Struct, frozen=True):
+    """A process that can join a group from a `device` of a `kind`, and its rank in `group`; "" is no group."""
 
     kind: str
     device: str
@@ -78,8 +78,8 @@ class GroupSeat(msgspec.Struct, frozen=True):
     rank: int = 0
 
 
-class GroupPlace(msgspec.Struct, frozen=True):
-    """Where the members of a group meet, and which of them the receiver is."""
+class GroupAddress(msgspec.Struct, frozen=True):
+    """The address at which the members of a group meet, and the rank of the receiver among them."""
 
     group: str
     rank: int
@@ -92,14 +92,14 @@ class Join(msgspec.Struct, tag="join", frozen=True):
     """A receiver asks for the weights of a version.
 
     `held`: a checksum of each tensor it has, for changed tensors alone. `copy`: the digest of the weights that it keeps
-    a copy of, for changed elements alone. `seat`: where it may be reached by a broadcast.
+    a copy of, for changed elements alone. `member`: how a broadcast may reach it.
     """
 
     name: str
     version: int
     held: dict[str, str] | None = None
     copy: str = ""
-    seat: GroupSeat | None = None
+    member: GroupMember | None = None
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -125,7 +125,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     cuda: CudaHandle | None = None
     changes: bool = False
     checksum: Checksum = "xxh3"
-    place: GroupPlace | None = None
+    place: GroupAddress | None = None
     folder: str = ""
 
 
@@ -144,7 +144,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     bucket: int
 
 
-class Written(msgspec.Struct, tag="written", frozen=True):
+class FilesWritten(msgspec.Struct, tag="written", frozen=True):
     """All files of the version are in the folder."""
 
 
@@ -175,7 +175,7 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
     text: str
 
 
-Message = Join | Welcome | Offer | Ready | Filled | Loaded | Written | Changes | End | Proof | Accepted | Failure
+Message = Join | Welcome | Offer | Ready | Filled | Loaded | FilesWritten | Changes | End | Proof | Accepted | Failure
 M = TypeVar("M", bound=Message)
 _DECODER: Final = msgspec.msgpack.Decoder(Message)
 

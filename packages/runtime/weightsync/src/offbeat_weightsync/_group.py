@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCP
 from offbeat_core import ConfigError, WeightSyncError, new_future, settle
 from offbeat_device import open_device
 from offbeat_mesh import break_off
-from offbeat_weightsync._connection import LOOK_UP_S, Deadline, GroupPlace, GroupSeat
+from offbeat_weightsync._connection import LOOK_UP_S, Deadline, GroupAddress, GroupMember
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import Checksum
 
@@ -46,7 +46,7 @@ LookUp = Callable[[], object]
 
 
 class WeightGroup:
-    """The seat of one process in groups of its kind, one after the other. Kept from sync to sync by both sides.
+    """Membership of one process in groups of its kind, one after the other. Kept from sync to sync by both sides.
 
     Args:
         device: of this process, by name: buckets come to it.
@@ -63,7 +63,7 @@ class WeightGroup:
                 f"{self._device.collective_backend}: send them over TCP"
             )
         self._on_host = self._buffer(0).is_cpu
-        self._place: GroupPlace | None = None
+        self._place: GroupAddress | None = None
         self._making: Any = None
         self._backend: Any = None
 
@@ -73,21 +73,21 @@ class WeightGroup:
         return "xxh3" if self._on_host else "words"
 
     @property
-    def place(self) -> GroupPlace | None:
-        """Where it sits; None: in no group."""
+    def place(self) -> GroupAddress | None:
+        """Address of the group that it is in; None: in no group."""
         return self._place
 
     @property
-    def seat(self) -> GroupSeat:
+    def member(self) -> GroupMember:
         """What to tell the sender when joining."""
         where = self._device.torch_device
         device = "" if self._on_host else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
         if self._place is None:
-            return GroupSeat(self._device.kind, device)
-        return GroupSeat(self._device.kind, device, self._place.group, self._place.rank)
+            return GroupMember(self._device.kind, device)
+        return GroupMember(self._device.kind, device, self._place.group, self._place.rank)
 
-    def sit(self, place: GroupPlace, host: str, deadline: Deadline, store: Store | None = None) -> None:
-        """Begin to meet the other members; nothing where it sits there already.
+    def join(self, place: GroupAddress, host: str, deadline: Deadline, store: Store | None = None) -> None:
+        """Begin to meet the other members; without effect if it is in that group already.
 
         Args:
             place: where they meet.
@@ -162,7 +162,7 @@ class WeightGroup:
 
 
 def _make(
-    backend: str, place: GroupPlace, host: str, deadline_s: float, store: Store | None, first: Tensor
+    backend: str, place: GroupAddress, host: str, deadline_s: float, store: Store | None, first: Tensor
 ) -> dist.ProcessGroup:
     """Meet the others, and send one byte, with which nccl connects them."""
     timeout = timedelta(seconds=max(0.1, deadline_s))
@@ -203,6 +203,6 @@ def _broadcast(group: Any, tensor: Tensor, timeout: timedelta) -> dist.Work:
     return work
 
 
-def place_of(place: GroupPlace, rank: int) -> GroupPlace:
+def place_of(place: GroupAddress, rank: int) -> GroupAddress:
     """The same group, for another member."""
     return msgspec.structs.replace(place, rank=rank)

@@ -20,6 +20,7 @@ from offbeat_weightsync._connection import (
     Connection,
     Deadline,
     End,
+    FilesWritten,
     Filled,
     Join,
     Loaded,
@@ -27,7 +28,6 @@ from offbeat_weightsync._connection import (
     Proof,
     Ready,
     Welcome,
-    Written,
 )
 from offbeat_weightsync._disk import await_path, open_version
 from offbeat_weightsync._group import NUM_BUFFERS, WeightGroup
@@ -74,8 +74,8 @@ def receive(
     """
     connection = connect(address, Deadline(f"weight sync of version {version} at {name}", deadline_s))
     try:
-        seat = None if group is None else group.seat
-        join = Join(name, version, None if held is None else dict(held), "" if copy is None else copy.digest, seat)
+        member = None if group is None else group.member
+        join = Join(name, version, None if held is None else dict(held), "" if copy is None else copy.digest, member)
         connection.send(join)
         over_tcp = TcpAddress.parse(str(address)) is not None
         stream = _open_stream(connection, version, held, copy, group, over_tcp=over_tcp)
@@ -111,7 +111,7 @@ def _open_stream(
         )
     stream: PeerStream
     if offer.place is not None and group is not None:
-        group.sit(offer.place, connection.own_host, connection.deadline)
+        group.join(offer.place, connection.own_host, connection.deadline)
         group.await_members(connection.raise_if_spoken, connection.deadline)
         stream = GroupStream(connection, plan, version, group)
     elif offer.folder:
@@ -252,7 +252,7 @@ class FolderStream(PeerStream):
 
     def _arrive(self, room: Room) -> Runs:
         connection = self._connection
-        connection.receive(Written, f"version {self.version} in {self._folder}")
+        connection.receive(FilesWritten, f"version {self.version} in {self._folder}")
         plan, _, opened = open_version(self._folder, self.version, connection.deadline)
         with opened as files:
             if plan.digest != self.plan.digest:

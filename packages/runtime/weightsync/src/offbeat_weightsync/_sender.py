@@ -49,8 +49,8 @@ where all have, it waits in the kernel."""
 
 
 @dataclass
-class Stranger:
-    """Somebody who has connected: the nonce it was sent, what it has answered, and whether it may ask for weights."""
+class PendingConnection:
+    """A new connection: the nonce it was sent, its answer, and whether it may ask for weights."""
 
     nonce: bytes = b""
     answer: bytes = b""
@@ -72,7 +72,7 @@ class WeightSender(ABC):
     def __init__(self, address: str | Path, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
         self._listener, self.address = listen(address)
         self.plan, self._deadline_s, self._name = plan, deadline_s, name
-        self._strangers: dict[Connection, Stranger] = {}
+        self._strangers: dict[Connection, PendingConnection] = {}
         self._checksum: Checksum = "xxh3"
 
     @abstractmethod
@@ -90,7 +90,7 @@ class WeightSender(ABC):
         """A sync has failed: let go of what its receivers shared."""
 
     @abstractmethod
-    def _greet(self, sock: socket.socket, connection: Connection) -> Stranger | None:
+    def _greet(self, sock: socket.socket, connection: Connection) -> PendingConnection | None:
         """Begin with somebody who has connected; None: it may not."""
 
     def close(self) -> None:

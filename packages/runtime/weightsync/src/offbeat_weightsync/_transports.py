@@ -17,11 +17,20 @@ from torch._C._distributed_c10d import Store
 from offbeat_core import WeightSyncError
 from offbeat_mesh import open_store
 from offbeat_weightsync._addresses import TcpAddress, greet, is_same_user, remove_socket
-from offbeat_weightsync._connection import Connection, Filled, GroupPlace, GroupSeat, Join, Loaded, Offer, Written
+from offbeat_weightsync._connection import (
+    Connection,
+    FilesWritten,
+    Filled,
+    GroupAddress,
+    GroupMember,
+    Join,
+    Loaded,
+    Offer,
+)
 from offbeat_weightsync._disk import VersionFolder
 from offbeat_weightsync._group import NUM_BUFFERS, WeightGroup, place_of
 from offbeat_weightsync._plan import BucketPlan
-from offbeat_weightsync._sender import Stranger, WeightSender, collect
+from offbeat_weightsync._sender import PendingConnection, WeightSender, collect
 from offbeat_weightsync._shared_memory import NUM_SLOTS, SharedSlots
 from offbeat_weightsync._stream import MAX_RUN_BYTES
 from offbeat_weightsync._tensors import PlannedTensors
@@ -93,8 +102,8 @@ class SharedMemorySender(WeightSender):
             self._slots.close()
             self._slots = None
 
-    def _greet(self, sock: socket.socket, connection: Connection) -> Stranger | None:
-        return Stranger(is_admitted=True) if is_same_user(sock) else None
+    def _greet(self, sock: socket.socket, connection: Connection) -> PendingConnection | None:
+        return PendingConnection(is_admitted=True) if is_same_user(sock) else None
 
     def _offer(self, peer: Connection, offer: Offer) -> None:
         assert self._slots is not None
@@ -135,9 +144,9 @@ class TcpSender(WeightSender):
             raise WeightSyncError(f"a TcpSender listens at an address from new_address(host): got {address}")
         super().__init__(address, plan, deadline_s=deadline_s, name=name)
 
-    def _greet(self, sock: socket.socket, connection: Connection) -> Stranger | None:
+    def _greet(self, sock: socket.socket, connection: Connection) -> PendingConnection | None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Stranger(greet(connection))
+        return PendingConnection(greet(connection))
 
     def _offer(self, peer: Connection, offer: Offer) -> None:
         peer.send(offer)
@@ -177,7 +186,7 @@ class GroupSender(TcpSender):
     ) -> None:
         self._group = WeightGroup(device)
         self._store: Store | None = None
-        self._places: dict[Connection, GroupPlace] = {}
+        self._places: dict[Connection, GroupAddress] = {}
         super().__init__(address, plan, deadline_s=deadline_s, name=name)
         self._checksum = self._group.checksum
 
@@ -187,34 +196,34 @@ class GroupSender(TcpSender):
         self._part()
 
     def _meet(self, joined: Mapping[Connection, Join]) -> None:
-        seats = {peer: self._checked_seat(join) for peer, join in joined.items()}
-        used = [self._group.seat.device, *(seat.device for seat in seats.values())]
-        if self._group.seat.device and len(set(used)) < len(used):
+        members = {peer: self._checked_member(join) for peer, join in joined.items()}
+        used = [self._group.member.device, *(member.device for member in members.values())]
+        if self._group.member.device and len(set(used)) < len(used):
             raise WeightSyncError("two members of the group compute on one device, which nccl refuses: use cuda-ipc")
         place = self._group.place
-        if place is None or {(seat.group, seat.rank) for seat in seats.values()} != _others(place):
-            place = self._make_group(1 + len(seats), next(iter(joined)))
-            self._places = {peer: place_of(place, rank) for rank, peer in enumerate(seats, 1)}
+        if place is None or {(member.group, member.rank) for member in members.values()} != _others(place):
+            place = self._make_group(1 + len(members), next(iter(joined)))
+            self._places = {peer: place_of(place, rank) for rank, peer in enumerate(members, 1)}
         else:
-            self._places = {peer: place_of(place, seat.rank) for peer, seat in seats.items()}
+            self._places = {peer: place_of(place, member.rank) for peer, member in members.items()}
 
-    def _checked_seat(self, join: Join) -> GroupSeat:
-        kind = self._group.seat.kind
-        if join.seat is None:
+    def _checked_member(self, join: Join) -> GroupMember:
+        kind = self._group.member.kind
+        if join.member is None:
             raise WeightSyncError(f"{join.name} brought no group: give receive(..., group=WeightGroup(device))")
-        if join.seat.kind != kind:
+        if join.member.kind != kind:
             raise WeightSyncError(
-                f"a group needs one kind of device: {join.name} has {join.seat.kind}, {self._name} {kind}; use tcp"
+                f"a group needs one kind of device: {join.name} has {join.member.kind}, {self._name} {kind}; use tcp"
             )
-        return join.seat
+        return join.member
 
-    def _make_group(self, size: int, peer: Connection) -> GroupPlace:
+    def _make_group(self, size: int, peer: Connection) -> GroupAddress:
         self._part()
         address = TcpAddress.parse(self.address)
         assert address is not None
         self._store = store = open_store(address.host, deadline_s=peer.deadline.left_s())
-        place = GroupPlace(secrets.token_hex(8), 0, size, address.host, store.port)
-        self._group.sit(place, peer.own_host, peer.deadline, store)
+        place = GroupAddress(secrets.token_hex(8), 0, size, address.host, store.port)
+        self._group.join(place, peer.own_host, peer.deadline, store)
         return place
 
     def _part(self) -> None:
@@ -241,7 +250,7 @@ class GroupSender(TcpSender):
         self._group.synchronize()
 
 
-def _others(place: GroupPlace) -> set[tuple[str, int]]:
+def _others(place: GroupAddress) -> set[tuple[str, int]]:
     """Group and rank of all members but the sender."""
     return {(place.group, rank) for rank in range(1, place.size)}
 
@@ -297,7 +306,7 @@ class DiskSender(TcpSender):
 
         self._folder.write(root, plan, source, version, look_up)
         for peer in peers:
-            peer.send(Written())
+            peer.send(FilesWritten())
         _await_loaded(peers, plan, len(plan.buckets) - 1)
         if root != self._folder.path:
             shutil.rmtree(root)

@@ -53,8 +53,8 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSeat:
-    """What a rank inherits: its ends of the pipes, and a folder for its output and stacks.
+class RankPipes:
+    """Pipe ends that a rank inherits, and a folder for its output and stacks.
 
     Args:
         captures: whether stdout and stderr go to files.
@@ -76,8 +76,8 @@ class RankSeat:
 class Rank:
     """Runs the body in this process."""
 
-    def __init__(self, seat: RankSeat, request: RanksRequest, item: pytest.Function) -> None:
-        self._seat = seat
+    def __init__(self, pipes: RankPipes, request: RanksRequest, item: pytest.Function) -> None:
+        self._pipes = pipes
         self._request = request
         self._item = item
         self._sending = threading.Lock()
@@ -119,15 +119,15 @@ class Rank:
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._seat.parent:
+        if os.getppid() != self._pipes.parent:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        if self._seat.captures:
-            sys.stdout = _redirect(1, self._seat.file("stdout"))
-            sys.stderr = _redirect(2, self._seat.file("stderr"))
-        stacks = self._seat.file("stacks").open("w")
+        if self._pipes.captures:
+            sys.stdout = _redirect(1, self._pipes.file("stdout"))
+            sys.stderr = _redirect(2, self._pipes.file("stderr"))
+        stacks = self._pipes.file("stacks").open("w")
         faulthandler.enable(file=stacks)
         faulthandler.register(STACKS_SIGNAL, file=stacks)
         torch.set_num_threads(1)
@@ -158,8 +158,8 @@ class Rank:
 
     def _join(self) -> None:
         """Become a rank as one of torchrun's: its environment, and a world unless the body wants to join by itself."""
-        port = int(_read_line(self._seat.orders))
-        rank, size = str(self._seat.rank), str(self._request.size)
+        port = int(_read_line(self._pipes.orders))
+        rank, size = str(self._pipes.rank), str(self._request.size)
         os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -168,15 +168,15 @@ class Rank:
             return
         # Longer than the test's own deadline, which tells more.
         timeout = timedelta(seconds=self._request.deadline_s + 60)
-        store = FileStore(str(self._seat.folder / "store"), self._request.size)
+        store = FileStore(str(self._pipes.folder / "store"), self._request.size)
         store.set_timeout(timeout)
         dist.init_process_group(
-            "gloo", store=store, rank=self._seat.rank, world_size=self._request.size, timeout=timeout
+            "gloo", store=store, rank=self._pipes.rank, world_size=self._request.size, timeout=timeout
         )
 
     def _arguments(self) -> dict[str, Any]:
         """The fixtures' values, with those of this rank where they differ between ranks."""
-        rank, size = self._seat.rank, self._request.size
+        rank, size = self._pipes.rank, self._request.size
         own = {"rank": lambda: rank, "ranks": lambda: Ranks(rank=rank, size=size), "mesh": self._mesh}
         wanted = self._item._fixtureinfo.argnames
         values = {name: self._item.funcargs[name] for name in wanted}
@@ -192,7 +192,7 @@ class Rank:
 
     def _obey(self) -> None:
         """Answer the test's process while the body runs or is stuck."""
-        while order := _read_line(self._seat.orders):
+        while order := _read_line(self._pipes.orders):
             if order == LEAVE:
                 self._may_leave.set()
             elif order == EXPLAIN:
@@ -211,7 +211,7 @@ class Rank:
         )
 
     def _send(self, message: Message) -> None:
-        with self._sending, os.fdopen(os.dup(self._seat.reports), "wb") as pipe:
+        with self._sending, os.fdopen(os.dup(self._pipes.reports), "wb") as pipe:
             pipe.write(to_line(message))
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat_testing._processes import STACKS_SIGNAL, wait_for_leaving_threads
-from offbeat_testing._ranks._child import EXPLAIN, JUDGE, LEAVE, Rank, RankSeat
+from offbeat_testing._ranks._child import EXPLAIN, JUDGE, LEAVE, Rank, RankPipes
 from offbeat_testing._ranks._report import (
     RankReport,
     RankState,
@@ -227,7 +227,7 @@ class RankProcesses:
     def _fork(self, rank: int) -> None:
         orders_read, orders_write = os.pipe()
         reports_read, reports_write = os.pipe()
-        seat = RankSeat(
+        pipes = RankPipes(
             rank=rank,
             orders=orders_read,
             reports=reports_write,
@@ -243,7 +243,7 @@ class RankProcesses:
             # So that the end of the test's process closes this rank's pipe.
             for inherited in (orders_write, reports_read, *self._orders.values(), *self._buffers):
                 os.close(inherited)
-            Rank(seat, self._request, self._item).run()
+            Rank(pipes, self._request, self._item).run()
         end = RankEnd(rank=rank, process=process, folder=self._folder)
         self.ends.append(end)
         self._orders[rank] = orders_write

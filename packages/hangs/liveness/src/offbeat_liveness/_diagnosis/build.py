@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from offbeat_liveness._diagnosis.graph import SETTLED, Absent, Edge, WaitGraph
+from offbeat_liveness._diagnosis.graph import SETTLED, AbsentProcess, Edge, WaitGraph
 from offbeat_liveness._diagnosis.verdict import Certainty, Link, Party, Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._process.snapshot import Collective, GroupSnapshot, OutsideWait, ProcessSnapshot, Wait, leading
 
@@ -179,7 +179,7 @@ def _in_flight(head: ProcessSnapshot, thread: str) -> str:
     return f", after {text}" if text else ""
 
 
-def absent_party(absent: Absent) -> Party:
+def absent_party(absent: AbsentProcess) -> Party:
     doing = FATES[absent.fate] + (f": {absent.text}" if absent.text else "")
     stack = absent.head.error_stack if absent.head else ()
     if absent.fate == "left" and absent.head and absent.head.threads:
@@ -310,14 +310,14 @@ def notes_of(graph: WaitGraph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(note for head in graph.heads for note in head.notes))
 
 
-def fate_text(gone: Sequence[Absent]) -> str:
+def fate_text(gone: Sequence[AbsentProcess]) -> str:
     """What has become of some processes that share a fate; one alone with its exception."""
     if len(gone) == 1 and gone[0].fate == "raised":
         return f"{gone[0].name} raised {gone[0].text}"
     return are([each.name for each in gone], FATES[gone[0].fate])
 
 
-def advice_for(absent: Absent, graph: WaitGraph) -> str:
+def advice_for(absent: AbsentProcess, graph: WaitGraph) -> str:
     pid = absent.text.removeprefix("pid ").split()[0] if absent.text.startswith("pid ") else "PID"
     advice = ADVICE[absent.fate].replace("PID", pid)
     entry = _gloo_collective(graph) if absent.fate == "crashed" else None

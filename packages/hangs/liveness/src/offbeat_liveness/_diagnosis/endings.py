@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from offbeat_liveness._diagnosis.build import fate_text, in_order
-from offbeat_liveness._diagnosis.graph import Absent, WaitGraph
+from offbeat_liveness._diagnosis.graph import AbsentProcess, WaitGraph
 from offbeat_liveness._diagnosis.verdict import Verdict, join_names
 from offbeat_liveness._process.snapshot import ProcessSnapshot
 
@@ -61,12 +61,12 @@ def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
     return Ending(what=f"it moves again: {join_names(verdict.missing)} came")
 
 
-def _failed(graph: WaitGraph, verdict: Verdict) -> list[Absent]:
+def _failed(graph: WaitGraph, verdict: Verdict) -> list[AbsentProcess]:
     """Return the ranks that waited and were ended in the same way, so that one sentence can name them."""
     waited = {*verdict.arrived, *(verdict.missing if verdict.kind in CIRCLES else ())}
     gone = [each for each in graph.absent if each.name in waited and each.fate in FAILED]
     gone += [
-        Absent(name=head.name, rank=head.rank, fate="raised", text=head.error, head=head)
+        AbsentProcess(name=head.name, rank=head.rank, fate="raised", text=head.error, head=head)
         for head in graph.heads
         if head.name in waited and head.state == "failed"
     ]

@@ -52,7 +52,7 @@ ENTRY: Final = "init_process_group"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absent:
+class AbsentProcess:
     """A process that gave no answer.
 
     Args:
@@ -133,7 +133,7 @@ class WaitGraph:
     """
 
     heads: Sequence[ProcessSnapshot]
-    absent: Sequence[Absent] = ()
+    absent: Sequence[AbsentProcess] = ()
     stall_after_s: float
     time_s: float = 0.0
     _obstacles: dict[Any, list[Obstacle]] = field(default_factory=dict, repr=False)
@@ -141,7 +141,7 @@ class WaitGraph:
     def __post_init__(self) -> None:
         """Two worlds may both have a rank 0, and all ranks may have been given one name: tell them apart."""
         places: dict[str, set[tuple[str, int | None]]] = {}
-        everybody: list[ProcessSnapshot | Absent] = [*self.heads, *self.absent]
+        everybody: list[ProcessSnapshot | AbsentProcess] = [*self.heads, *self.absent]
         for each in everybody:
             places.setdefault(each.name, set()).add((each.world, each.rank))
         self.heads = [dataclasses.replace(each, name=_full_name(each, places[each.name])) for each in self.heads]
@@ -152,12 +152,12 @@ class WaitGraph:
         return {head.name: head for head in self.heads}
 
     @cached_property
-    def absent_by_name(self) -> dict[str, Absent]:
+    def absent_by_name(self) -> dict[str, AbsentProcess]:
         return {each.name: each for each in self.absent}
 
     @cached_property
     def name_by_rank(self) -> dict[tuple[str, int], str]:
-        everybody: list[ProcessSnapshot | Absent] = [*self.heads, *self.absent]
+        everybody: list[ProcessSnapshot | AbsentProcess] = [*self.heads, *self.absent]
         now = {(each.world, each.rank): each.name for each in everybody if each.rank is not None}
         return {(left.world, left.rank): head.name for head in self.heads for left in head.left_groups} | now
 
@@ -434,7 +434,7 @@ def _has_made(other: ProcessSnapshot, head: ProcessSnapshot, ranks: Iterable[int
     return other.world == head.world and any(set(group.ranks) == set(ranks) for group in made)
 
 
-def _full_name(each: ProcessSnapshot | Absent, places: set[tuple[str, int | None]]) -> str:
+def _full_name(each: ProcessSnapshot | AbsentProcess, places: set[tuple[str, int | None]]) -> str:
     """A name, with what tells those apart who share it."""
     ranks, worlds = {rank for _, rank in places}, {world for world, _ in places}
     parts = [f"rank {each.rank}"] if len(ranks) > 1 else []

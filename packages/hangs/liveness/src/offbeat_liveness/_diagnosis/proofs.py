@@ -30,7 +30,7 @@ from offbeat_liveness._diagnosis.build import (
     waiters,
     why_in_flight,
 )
-from offbeat_liveness._diagnosis.graph import ENDED, Absent, Edge, WaitGraph
+from offbeat_liveness._diagnosis.graph import ENDED, AbsentProcess, Edge, WaitGraph
 from offbeat_liveness._diagnosis.verdict import Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._process.snapshot import Collective, GroupSnapshot, ProcessSnapshot
 
@@ -165,10 +165,10 @@ def find_failure(graph: WaitGraph) -> Verdict | None:
     )
 
 
-def _failed(graph: WaitGraph) -> list[Absent]:
+def _failed(graph: WaitGraph) -> list[AbsentProcess]:
     """Processes that failed on their own account; those that left in order only if others were cut off."""
     raised = [
-        Absent(name=head.name, rank=head.rank, world=head.world, fate="raised", text=head.error, head=head)
+        AbsentProcess(name=head.name, rank=head.rank, world=head.world, fate="raised", text=head.error, head=head)
         for head in graph.heads
         if head.state == "failed" and not is_secondary(head.error)
     ]
@@ -184,9 +184,11 @@ def _cut_off_worlds(graph: WaitGraph) -> set[str]:
     return cut_off - {""}
 
 
-def _left(graph: WaitGraph, cut_off: set[str]) -> list[Absent]:
+def _left(graph: WaitGraph, cut_off: set[str]) -> list[AbsentProcess]:
     return [
-        Absent(name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head)
+        AbsentProcess(
+            name=head.name, rank=left.rank, world=left.world, fate="left", text=why_in_flight(head), head=head
+        )
         for head in graph.heads
         for left in head.left_groups[-1:]
         if head.state == "running" and left.group.name == WORLD and left.world in cut_off
@@ -197,7 +199,7 @@ def _is_hurt(head: ProcessSnapshot) -> bool:
     return is_secondary(head.error) or (head.state == "running" and bool(head.waits))
 
 
-def _concerns(graph: WaitGraph, gone: Absent, head: ProcessSnapshot) -> bool:
+def _concerns(graph: WaitGraph, gone: AbsentProcess, head: ProcessSnapshot) -> bool:
     """Whether the end of one process is a matter for another: it waits for it, or has failed for a lost peer."""
     is_cut_off = gone.world == head.world != "" and is_secondary(head.error)
     return is_cut_off or gone.name in graph.needed_by(head)
@@ -217,14 +219,14 @@ def is_secondary(error: str) -> bool:
     return error.startswith(TORCH_ERRORS) and any(sign in error for sign in SIGNS_OF_A_LOST_PEER)
 
 
-def first_fate(gone: Sequence[Absent]) -> list[Absent]:
+def first_fate(gone: Sequence[AbsentProcess]) -> list[AbsentProcess]:
     """Those whose fate explains the others, the earliest first."""
     first = min(_fate_order(each) for each in gone)
     same = [each for each in gone if _fate_order(each) == first]
     return sorted(same, key=lambda each: each.head.time_s if each.head else 0.0)
 
 
-def _fate_order(absent: Absent) -> int:
+def _fate_order(absent: AbsentProcess) -> int:
     """An exception that only says that a peer went away explains least."""
     secondary = absent.fate == "raised" and is_secondary(absent.text)
     return len(FATE_ORDER) if secondary else FATE_ORDER.index(absent.fate)

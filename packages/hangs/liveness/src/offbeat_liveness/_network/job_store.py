@@ -42,8 +42,8 @@ RANKS_PER_S: Final = 256  # that may ask the store on and on
 RANKS_IN_HASTE_PER_S: Final = 4096
 
 
-class NobodyThereError(OSError):
-    """Nothing listens where the job's store should be."""
+class StoreUnreachableError(OSError):
+    """Nothing listens at the address of the job's store."""
 
 
 class Keys:
@@ -153,7 +153,7 @@ def is_reachable(store: Any) -> bool:
     try:
         if host and port:
             _check_somebody_is_at(host, port)
-    except NobodyThereError:
+    except StoreUnreachableError:
         return False
     return True
 
@@ -162,7 +162,9 @@ def _check_somebody_is_at(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
-        raise NobodyThereError(f"nobody answers at {host}:{port}, where the job's store should be: {error}") from error
+        raise StoreUnreachableError(
+            f"nobody answers at {host}:{port}, where the job's store should be: {error}"
+        ) from error
 
 
 def host_of(store: Any) -> str:

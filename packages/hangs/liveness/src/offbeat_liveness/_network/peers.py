@@ -23,7 +23,7 @@ from offbeat_liveness import _dumps
 from offbeat_liveness._network.address_book import AddressBook, Invitation
 from offbeat_liveness._network.job_store import (
     STORE_TIMEOUT,
-    NobodyThereError,
+    StoreUnreachableError,
     World,
     early_world,
     host_of,
@@ -95,7 +95,7 @@ class StoreMeeting:
         try:
             self._enter(waits_long=waits_long)
             self._read(waits_long=waits_long)
-        except NobodyThereError as error:
+        except StoreUnreachableError as error:
             self.problem = str(error) if waits_long else ""
             self._not_before_s = time.monotonic() + RETRY_S
         except (RuntimeError, OSError, ValueError) as error:  # the store is gone or not there yet
@@ -108,7 +108,7 @@ class StoreMeeting:
             c10d = sys.modules["torch.distributed.distributed_c10d"]
             store = c10d._get_default_store()
             if not is_reachable(store):  # a new connection would be tried for the store's own timeout
-                raise NobodyThereError("nobody answers where the job's store should be")
+                raise StoreUnreachableError("nobody answers where the job's store should be")
             self._publish(store.clone(), int(group.rank()), int(group.size()), is_formed=True)
             self._joined_group = weakref.ref(group)
         elif group is None and self._book.joined is None and (waits_long or is_wrapped_rank()):
@@ -145,7 +145,7 @@ class StoreMeeting:
         if waits_long:
             self._read_again_s = time.monotonic() + RETRY_S
         if not world.is_reachable():
-            raise NobodyThereError("nobody answers any more where the job's store was")
+            raise StoreUnreachableError("nobody answers any more where the job's store was")
         if world.take_token():
             self._forget_ranks()
             world.write(book.describe_anew(book.listen()))

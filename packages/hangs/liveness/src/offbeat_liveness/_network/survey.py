@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_liveness._diagnosis.graph import BUSY, Absent, Fate, WaitGraph
+from offbeat_liveness._diagnosis.graph import BUSY, AbsentProcess, Fate, WaitGraph
 from offbeat_liveness._network.address_book import Key
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import Address, ask_all, is_refused
@@ -401,7 +401,7 @@ def _merge_left(left: dict[Key, ProcessSnapshot], heads: Iterable[ProcessSnapsho
 
 def _absent(
     key: Key, address: Address, left: Mapping[Key, ProcessSnapshot], fates: Mapping[Key, Fate], directory: Path | None
-) -> Absent:
+) -> AbsentProcess:
     if key in left:
         return _absent_by_own_word(left[key], address)
     text = f"pid {address.pid} on {address.machine}"
@@ -410,7 +410,7 @@ def _absent(
     if reason:
         fate, head = "crashed", _snapshot_of(address, state="failed", error=reason, error_stack=stack)
         text += f", {reason}"
-    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
+    return AbsentProcess(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
 
 
 def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
@@ -421,14 +421,17 @@ def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
     return dataclasses.replace(head, pid=address.pid, born=address.born, host=address.machine, **said)
 
 
-def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> Absent:
+def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> AbsentProcess:
     fate: Fate = "raised" if head.state == "failed" else "exited"
-    return Absent(name=address.name, rank=address.rank, world=address.world, fate=fate, text=head.error, head=head)
+    return AbsentProcess(
+        name=address.name, rank=address.rank, world=address.world, fate=fate, text=head.error, head=head
+    )
 
 
-def _unknown(peers: Peers, heads: Sequence[ProcessSnapshot]) -> list[Absent]:
+def _unknown(peers: Peers, heads: Sequence[ProcessSnapshot]) -> list[AbsentProcess]:
     """Ranks of the world without an address: the world cannot have formed without them, unless they run no monitor."""
     fate: Fate = "unwatched" if any(head.groups for head in heads) else "never-came"
     return [
-        Absent(name=f"rank {rank}", rank=rank, world=peers.world, fate=fate) for rank in sorted(peers.unknown_ranks())
+        AbsentProcess(name=f"rank {rank}", rank=rank, world=peers.world, fate=fate)
+        for rank in sorted(peers.unknown_ranks())
     ]

@@ -13,7 +13,7 @@ from offbeat_data._rows import find_column
 from offbeat_data._scoring.assertions import Verdict, run_assertions
 from offbeat_data._scoring.code_tests import CodeTests, read_tests
 from offbeat_data._scoring.config import RewardConfig
-from offbeat_data._scoring.functions import Worth, Written
+from offbeat_data._scoring.functions import CompletionText, RewardValue
 from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
 from offbeat_data._scoring.watching import ProgramLimits
 
@@ -68,7 +68,7 @@ class CodeScorer:
         self._config, self._options, self._sandbox, self.note = config, options, sandbox, note
         self._has_told = False
 
-    def score(self, prompt: Prompt, written: Sequence[Written]) -> list[Worth]:
+    def score(self, prompt: Prompt, written: Sequence[CompletionText]) -> list[RewardValue]:
         """The share of tests that pass, or whether all do.
 
         Raises:
@@ -77,9 +77,9 @@ class CodeScorer:
         tests = self._tests(prompt)
         return [self._worth(program_of(each.text), prompt, tests) for each in written]
 
-    def _worth(self, source: str | None, prompt: Prompt, tests: CodeTests) -> Worth:
+    def _worth(self, source: str | None, prompt: Prompt, tests: CodeTests) -> RewardValue:
         if source is None:
-            return Worth(value=0.0, extras={"no_program": 1.0})
+            return RewardValue(value=0.0, extras={"no_program": 1.0})
         needs_all = self._options.score == "all"
         extras, passed = {"no_program": 0.0}, list[bool]()
         if tests.assertions:
@@ -89,11 +89,11 @@ class CodeScorer:
             self._tell(verdict)
         for given, wanted in tests.pairs:
             if needs_all and not all(passed):
-                return Worth(value=0.0, extras=extras)
+                return RewardValue(value=0.0, extras=extras)
             run = self._sandbox.run(source, given)
             passed.append(run.ended == "exited" and run.code == 0 and prints_alike(run.stdout, wanted))
         share = sum(passed) / len(passed)
-        return Worth(value=float(share == 1) if needs_all else share, extras=extras)
+        return RewardValue(value=float(share == 1) if needs_all else share, extras=extras)
 
     def _tell(self, verdict: Verdict) -> None:
         """Log the first refusal: what is refused often is a data set that cannot be judged so."""

@@ -32,16 +32,16 @@ class FaultyFunctionError(RewardError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """A completion as rewards see it: its text and, where the caller has them, its token ids."""
+class CompletionText:
+    """A completion as rewards read it: its text and, where the caller has them, its token ids."""
 
     text: str
     ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worth:
-    """What one reward makes of one completion.
+class RewardValue:
+    """The value that one reward gives one completion.
 
     Args:
         value: None where its judge could not read it or does not judge it: that counts as 0.
@@ -72,21 +72,21 @@ class Signature:
 
     words: str
     marks: frozenset[str]
-    arguments: Callable[[Prompt, Sequence[Written]], Arguments]
+    arguments: Callable[[Prompt, Sequence[CompletionText]], Arguments]
     takes_list: bool = False
     may_split: bool = True
     lacks: bool = False
 
 
-def _offbeat(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+def _offbeat(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
     return (prompt, written[0].text), {}
 
 
-def _offbeat_group(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+def _offbeat_group(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
     return (prompt, [each.text for each in written]), {}
 
 
-def _verl(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+def _verl(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
     row = prompt.fields
     truth = find_column(row, "reward_model.ground_truth")
     extra = row.get("extra_info")
@@ -99,7 +99,7 @@ def _verl(prompt: Prompt, written: Sequence[Written]) -> Arguments:
     return (), named
 
 
-def _trl(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+def _trl(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
     asked, texts = prompt.question, [each.text for each in written]
     is_chat = isinstance(asked, list)
     own = {"prompt", "completion", "completion_ids", prompt.column}
@@ -115,7 +115,7 @@ def _trl(prompt: Prompt, written: Sequence[Written]) -> Arguments:
     return (), named
 
 
-def _openrlhf(prompt: Prompt, written: Sequence[Written]) -> Arguments:
+def _openrlhf(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
     count = len(written)
     return ([prompt.text + each.text for each in written], [prompt.text] * count, [prompt.answer] * count), {}
 
@@ -178,12 +178,12 @@ class RewardFunction:
         self.waits = _is_coroutine(self._function)
         self._check_bound()
 
-    def __call__(self, prompt: Prompt, written: Sequence[Written]) -> Awaitable[Any] | Any:
+    def __call__(self, prompt: Prompt, written: Sequence[CompletionText]) -> Awaitable[Any] | Any:
         """What the function returns, unread."""
         args, named = self.signature.arguments(prompt, written)
         return self._function(*args, **self._accepted(named), **self._options)
 
-    def read(self, result: Any, prompt: Prompt, count: int) -> list[Worth]:
+    def read(self, result: Any, prompt: Prompt, count: int) -> list[RewardValue]:
         """What it has returned, one for each completion.
 
         Raises:
@@ -209,15 +209,15 @@ class RewardFunction:
             return RewardError(text)
         return FaultyFunctionError(f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text)
 
-    def _worth(self, value: Any, prompt: Prompt) -> Worth:
+    def _worth(self, value: Any, prompt: Prompt) -> RewardValue:
         extras: dict[str, float] = {}
         if isinstance(value, dict) and "score" in value:
             others = {key: given for key, given in value.items() if key != "score"}
             extras = {str(key): float(given) for key, given in others.items() if _is_finite(given)}
             value = value["score"]
         if self.signature.lacks and (value is None or _is_nan(value)):
-            return Worth(value=None, extras=extras)
-        return Worth(value=finite(self._name, value, prompt.index), extras=extras)
+            return RewardValue(value=None, extras=extras)
+        return RewardValue(value=finite(self._name, value, prompt.index), extras=extras)
 
     def _kind(self, signature: str) -> str:
         names = set(self._parameters)
@@ -244,7 +244,7 @@ class RewardFunction:
         """Refuse at the start what no call could satisfy; columns of the data are not known here."""
         if self.signature.lacks:
             return
-        args, named = self.signature.arguments(_EMPTY, [Written(text="")])
+        args, named = self.signature.arguments(_EMPTY, [CompletionText(text="")])
         try:
             inspect.signature(self._function).bind(*args, **self._accepted(named), **self._options)
         except TypeError as error:

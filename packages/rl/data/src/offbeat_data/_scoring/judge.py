@@ -9,7 +9,7 @@ from typing import Any, Final
 from offbeat_core import ConfigError, read_options, setting
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import to_number
-from offbeat_data._scoring.functions import RewardError, Worth, Written
+from offbeat_data._scoring.functions import CompletionText, RewardError, RewardValue
 from offbeat_data._scoring.judge_client import JudgeClient, JudgeReply
 
 _TEMPLATE: Final = """Judge an answer to a question.
@@ -83,7 +83,7 @@ class Judge:
             cache_folder=self._options.cache_folder,
         )
 
-    async def score(self, prompt: Prompt, written: Sequence[Written]) -> list[Worth]:
+    async def score(self, prompt: Prompt, written: Sequence[CompletionText]) -> list[RewardValue]:
         """Ask about completions of one prompt, side by side.
 
         Raises:
@@ -111,7 +111,7 @@ class Judge:
             **options.options,
         }
 
-    def _worth(self, reply: JudgeReply, prompt: Prompt) -> Worth:
+    def _worth(self, reply: JudgeReply, prompt: Prompt) -> RewardValue:
         """A number is divided, and held between the bounds; a word has its worth as it is."""
         found = list(self._pattern.finditer(reply.text))
         text = (found[-1].group(1) or "").strip() if found else ""
@@ -121,7 +121,7 @@ class Judge:
                 f"the judge's reply on prompt {prompt.index} holds no score (reward.judge.pattern = "
                 f"{self._options.pattern!r}): {reply.text[-200:]!r}"
             )
-        return Worth(value=value, costs=reply.costs)
+        return RewardValue(value=value, costs=reply.costs)
 
     def _value(self, text: str) -> float | None:
         options = self._options

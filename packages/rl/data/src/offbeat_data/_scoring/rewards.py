@@ -23,14 +23,14 @@ from offbeat_data._scoring.answers import (
 )
 from offbeat_data._scoring.code import code_scorer
 from offbeat_data._scoring.config import RewardConfig
-from offbeat_data._scoring.functions import RewardFunction, Worth, Written
+from offbeat_data._scoring.functions import CompletionText, RewardFunction, RewardValue
 from offbeat_data._scoring.judge import Judge
 from offbeat_data._scoring.judge_client import deadline
 
 OfOne = Callable[[Prompt, str], float | None]
 """What a completion is worth; None when its judge raised on what the model wrote."""
 
-Asked = list[Worth] | Awaitable[list[Worth]]
+Asked = list[RewardValue] | Awaitable[list[RewardValue]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Scorer:
         note: how it is called, in words; empty for what needs none.
     """
 
-    ask: Callable[[Prompt, Sequence[Written]], Asked]
+    ask: Callable[[Prompt, Sequence[CompletionText]], Asked]
     waits: bool = False
     is_group: bool = False
     may_split: bool = True
@@ -70,7 +70,7 @@ class Scorer:
 
     @classmethod
     def of_one(cls, score: OfOne) -> "Scorer":
-        return cls(ask=lambda prompt, written: [Worth(value=score(prompt, each.text)) for each in written])
+        return cls(ask=lambda prompt, written: [RewardValue(value=score(prompt, each.text)) for each in written])
 
 
 class Reward:
@@ -112,14 +112,14 @@ class Reward:
             RewardError: a user's function raised or returned no finite number, or a judge could not be asked.
             DataError: the prompt lacks what a reward compares with.
         """
-        [score] = self.score_group(prompt, [Written(text=completion, ids=ids)])
+        [score] = self.score_group(prompt, [CompletionText(text=completion, ids=ids)])
         return score
 
     def score_group(
-        self, prompt: Prompt, written: Sequence[Written], names: Sequence[str] | None = None
+        self, prompt: Prompt, written: Sequence[CompletionText], names: Sequence[str] | None = None
     ) -> list[RewardScore]:
         """Score completions of one prompt by some rewards, or all; raises as `score`."""
-        found: dict[str, list[Worth]] = {}
+        found: dict[str, list[RewardValue]] = {}
         for name in self._scorers if names is None else names:
             asked = self._asked(name, prompt, written)
             answers = [self._run(each) if inspect.isawaitable(each) else each for each in asked]
@@ -127,7 +127,7 @@ class Reward:
         return self._sums(found, len(written))
 
     async def await_group(
-        self, prompt: Prompt, written: Sequence[Written], names: Sequence[str], timeout_s: float | None = None
+        self, prompt: Prompt, written: Sequence[CompletionText], names: Sequence[str], timeout_s: float | None = None
     ) -> list[RewardScore]:
         """The same by rewards of `waiting`, side by side, in the event loop of the caller.
 
@@ -135,7 +135,7 @@ class Reward:
             TimeoutError: it took longer than `timeout_s`, waits for a judge's rate limit not counted.
         """
 
-        async def one(name: str) -> list[Worth]:
+        async def one(name: str) -> list[RewardValue]:
             asked = self._asked(name, prompt, written)
             answers = await asyncio.gather(*(each for each in asked if inspect.isawaitable(each)))
             return [worth for answer in answers for worth in answer]
@@ -145,21 +145,21 @@ class Reward:
             found = await asyncio.gather(*(one(name) for name in names))
         return self._sums(dict(zip(names, found, strict=True)), len(written))
 
-    def _asked(self, name: str, prompt: Prompt, written: Sequence[Written]) -> Iterator[Asked]:
+    def _asked(self, name: str, prompt: Prompt, written: Sequence[CompletionText]) -> Iterator[Asked]:
         """One call for all, or one for each; the next is made when the last has been looked at."""
         scorer = self._scorers[name]
         for part in [written] if scorer.is_group else [[each] for each in written]:
             yield scorer.ask(prompt, part)
 
-    def _run(self, work: Awaitable[list[Worth]]) -> list[Worth]:
+    def _run(self, work: Awaitable[list[RewardValue]]) -> list[RewardValue]:
         # One loop for all completions: what a function keeps open belongs to an event loop.
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(_awaited(work))
 
-    def _sums(self, found: Mapping[str, list[Worth]], count: int) -> list[RewardScore]:
+    def _sums(self, found: Mapping[str, list[RewardValue]], count: int) -> list[RewardScore]:
         return [self._sum({name: worths[at] for name, worths in found.items()}) for at in range(count)]
 
-    def _sum(self, worths: Mapping[str, Worth]) -> RewardScore:
+    def _sum(self, worths: Mapping[str, RewardValue]) -> RewardScore:
         parts = {name: worth.value or 0.0 for name, worth in worths.items()}
         value = sum(self._weights[name] * part for name, part in parts.items())
         costs: dict[str, float] = {}
@@ -210,14 +210,14 @@ def _function_scorer(function: RewardFunction) -> Scorer:
     """A user's function, which is given one completion or all of a prompt."""
     signature = function.signature
 
-    async def wait(prompt: Prompt, written: Sequence[Written], result: Awaitable[Any]) -> list[Worth]:
+    async def wait(prompt: Prompt, written: Sequence[CompletionText], result: Awaitable[Any]) -> list[RewardValue]:
         try:
             found = await result
         except Exception as error:
             raise function.failed(error, prompt) from error
         return function.read(found, prompt, len(written))
 
-    def call(prompt: Prompt, written: Sequence[Written]) -> Asked:
+    def call(prompt: Prompt, written: Sequence[CompletionText]) -> Asked:
         try:
             result = function(prompt, written)
         except Exception as error:

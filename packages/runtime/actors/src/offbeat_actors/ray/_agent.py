@@ -91,8 +91,8 @@ class Report(msgspec.Struct, frozen=True):
     ended: int | None
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
-    """NodeAgent to driver: where it is.
+class AgentLocation(msgspec.Struct, frozen=True):
+    """Location of a NodeAgent, sent to the driver.
 
     Args:
         node: Ray's id of the node, in hex.
@@ -355,10 +355,10 @@ def _own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_TOKEN)}
 
 
-def _whereabouts(ray: Any) -> Whereabouts:
+def _whereabouts(ray: Any) -> AgentLocation:
     context = ray.get_runtime_context()
     devices = [device for held in context.get_accelerator_ids().values() for device in held]
-    return Whereabouts(context.get_node_id(), ray.util.get_node_ip_address(), sorted(devices, key=_device_order))
+    return AgentLocation(context.get_node_id(), ray.util.get_node_ip_address(), sorted(devices, key=_device_order))
 
 
 def _device_order(device: str) -> tuple[int, str]:

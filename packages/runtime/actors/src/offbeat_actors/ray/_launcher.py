@@ -46,8 +46,8 @@ _SAVING_S: Final = 28.0
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """Where a role goes: a node agent, and ordinals among its devices; None for all of them."""
+class _RolePlacement:
+    """Placement of a role: a node agent, and ordinals among its devices; None for all of them."""
 
     link: AgentLink
     devices: list[int] | None
@@ -82,7 +82,7 @@ class RayLauncher(Launcher):
         self._given_up = threading.Event()
         self._home: asyncio.Future[AgentLink] | None = None
         self._held: list[Reservation] = []
-        self._seats: dict[str, _Seat] = {}
+        self._placements: dict[str, _RolePlacement] = {}
         self._placed_s = 0.0
         self._renewing = asyncio.Lock()
         self._processes: weakref.WeakSet[RemoteProcess] = weakref.WeakSet()
@@ -128,7 +128,7 @@ class RayLauncher(Launcher):
         self._held += held
         self._placed_s = time.time()
         for each in reversed(held):  # of an engine on several nodes the first block is where its driver goes
-            self._seat(each)
+            self._place(each)
 
     async def close(self, deadline_s: float | None = None) -> None:
         """Stop every role, give all devices back, and end a cluster of our own: see `Launcher.close`."""
@@ -145,7 +145,7 @@ class RayLauncher(Launcher):
                     home.kill()
                 await release(connection.ray, self._held)
             await asyncio.to_thread(connection.close)
-        self._held, self._seats, self._home, self._connection, self._watching = [], {}, None, None, None
+        self._held, self._placements, self._home, self._connection, self._watching = [], {}, None, None, None
 
     def kill(self) -> None:
         """End every role now, and give all devices back."""
@@ -153,7 +153,7 @@ class RayLauncher(Launcher):
         if self._loss is None and (connection := _result(self._connection)) is not None:
             release_now(connection.ray, self._held)
 
-    def _seated(self) -> dict[str, RolePlace]:
+    def _role_places(self) -> dict[str, RolePlace]:
         devices: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
         nodes: dict[str, str] = {}
         for each in self._held:
@@ -190,8 +190,8 @@ class RayLauncher(Launcher):
     async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         await self._connect()
         link = await self._link_of(spec.name)
-        seat = self._seats.get(spec.name)
-        order = self._order(spec, seat.devices if seat else None)
+        placement = self._placements.get(spec.name)
+        order = self._order(spec, placement.devices if placement else None)
         try:
             started = decode(await link.actor.start.remote(encode(order)), Started)
         except link.ray.exceptions.RayError as error:
@@ -223,9 +223,9 @@ class RayLauncher(Launcher):
         )
 
     async def _link_of(self, role: str) -> AgentLink:
-        if role in self._seats:
+        if role in self._placements:
             await self._renew(role)
-            return self._seats[role].link
+            return self._placements[role].link
         home = _result(self._home)
         if self._home is None or (self._home.done() and (home is None or home.lost)):
             self._home = asyncio.ensure_future(self._open_home())
@@ -234,7 +234,7 @@ class RayLauncher(Launcher):
     async def _renew(self, role: str) -> None:
         """Where a role's node agent is gone: reserve its block anew, on its node or, if that is gone, on another."""
         async with self._renewing:  # roles of one block are often started at once
-            link = self._seats[role].link
+            link = self._placements[role].link
             if not link.lost:
                 return
             connection = await self._connect()
@@ -250,11 +250,11 @@ class RayLauncher(Launcher):
                 connection, [block], {block.node: node}, run_name=self._run_name, deadline_s=deadline_s
             )
             self._held[self._held.index(former)] = held[0]
-            self._seat(held[0])
+            self._place(held[0])
 
-    def _seat(self, each: Reservation) -> None:
+    def _place(self, each: Reservation) -> None:
         for role, ordinals in each.block.roles.items():
-            self._seats[role] = _Seat(each.link, list(ordinals))
+            self._placements[role] = _RolePlacement(each.link, list(ordinals))
 
     async def _open_home(self) -> AgentLink:
         """Start the node agent of all roles that no plan has placed, on the driver's own node."""

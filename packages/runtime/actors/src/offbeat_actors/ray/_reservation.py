@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from offbeat_actors.ray._agent import NodeAgent, Whereabouts, decode
+from offbeat_actors.ray._agent import AgentLocation, NodeAgent, decode
 from offbeat_actors.ray._cluster import Connection
 from offbeat_actors.ray._process import AgentLink, is_node_alive
 from offbeat_core import DeadlineError, PeerFailedError, PlacementError
@@ -235,7 +235,7 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
     actor = start_agent(ray, f"{run_name}/{block.name}", strategy, num_cpus=needs_of(block).get("CPU", 0), **resources)
     each.agent = AgentLink(ray, actor, node, block.node)
     try:
-        where = decode(await actor.whereabouts.remote(), Whereabouts)
+        where = decode(await actor.whereabouts.remote(), AgentLocation)
     except ray.exceptions.RayError as error:
         raise PeerFailedError(block.name, await each.agent.explain_loss(error)) from error
     each.agent.address = where.address
