@@ -19,7 +19,7 @@ from offbeat_run import (
     write_comparison,
     write_report,
 )
-from offbeat_run import _files as files
+from offbeat_run import _lines as lines
 from offbeat_run._lines import JsonlFile
 from offbeat_run._validation.items import ItemAnswers, SampledAnswer
 
@@ -153,7 +153,7 @@ def replace(run, name, kind):
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_is_no_traceback_and_no_wait_in_a_resume(run, name, kind, monkeypatch):
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     replace(run, name, kind)
     told = refusal(run)
     if name.endswith(("jsonl", "timeline.json")) and kind != "a huge file":
@@ -164,7 +164,7 @@ def test_what_is_no_file_is_no_traceback_and_no_wait_in_a_resume(run, name, kind
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_report_names_what_is_no_file(run, name, kind, monkeypatch):
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     replace(run, name, kind)
     if name == "config.toml" and kind != "a huge file":
         with pytest.raises(RunFolderError, match="not a run folder"):
