@@ -12,7 +12,6 @@ import pytest
 from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import held_out_set
-from grpo_async_app._fleet.busy import BusyClock, BusyShares
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
@@ -22,7 +21,7 @@ from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.run_logger import RunLogger, _group_metrics, _turn_metrics
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
-from offbeat_async_policy import Statistics
+from offbeat_async_policy import BusyShares, Statistics
 from offbeat_core import (
     INSTALL_LINES,
     Completion,
@@ -139,26 +138,6 @@ def test_all_trajectories_of_a_sample_have_its_advantage(advantage: str) -> None
 def test_no_groups_survive_a_checkpoint_either(tmp_path: Path) -> None:
     save_groups(tmp_path, [])
     assert load_groups(tmp_path) == {}
-
-
-def test_busy_shares_add_up() -> None:
-    now = [0.0]
-    spans: list[tuple[str, float, float]] = []
-    clock = BusyClock("trainer-0", lambda: 1, lambda: now[0], lambda *span: spans.append(span))
-    with clock.busy("rollout-0"):
-        now[0] = 4.0
-        with clock.busy("rollout-0"), clock.busy("trainer-0"):
-            now[0] = 6.0
-            with clock.held(["rollout-0"]):
-                now[0] = 7.0
-            now[0] = 8.0
-    now[0] = 10.0
-    shares = clock.lap()
-    assert (shares.wall_s, shares.trainer_idle, shares.rollout_idle) == pytest.approx((10.0, 0.6, 0.3))
-    assert shares.overlap == pytest.approx(0.3)
-    assert spans == [("rollout-0", 0.0, 6.0), ("trainer-0", 4.0, 8.0), ("rollout-0", 7.0, 8.0)]
-    now[0] = 12.0
-    assert clock.lap() == BusyShares(wall_s=2.0, trainer_idle=1.0, rollout_idle=1.0, overlap=0.0), "of this lap alone"
 
 
 def test_a_batch_holds_every_token_once_with_its_advantage() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._fleet.busy import Busy
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._roles.agent import AgentExit
 from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
+from offbeat_async_policy import Busy
 from offbeat_core import (
     DeadlineError,
     GenerateRequest,

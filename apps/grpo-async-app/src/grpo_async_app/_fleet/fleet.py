@@ -15,7 +15,6 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import judge_of
 from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._fleet.agents import AgentProcess
-from grpo_async_app._fleet.busy import OnSpan
 from grpo_async_app._fleet.colocation import ColocationSchedule, Note
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._fleet.environments import EnvironmentProcess
@@ -37,6 +36,7 @@ from offbeat_actors import (
     split_threads,
     start_again,
 )
+from offbeat_async_policy import OnSpan
 from offbeat_core import (
     ConfigError,
     DeadlineError,

@@ -6,7 +6,6 @@ from functools import partial
 from typing import TypeVar
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._fleet.busy import BusyClock, OnSpan
 from offbeat_actors import (
     ActorHandle,
     RestartBudget,
@@ -17,6 +16,7 @@ from offbeat_actors import (
     start_again,
     wait_gone,
 )
+from offbeat_async_policy import BusyClock, OnSpan
 from offbeat_core import PeerFailedError
 from offbeat_run import clock_s
 

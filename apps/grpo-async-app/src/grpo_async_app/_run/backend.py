@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet, mark_of
-from grpo_async_app._fleet.busy import BusyClock
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.activity import Activity, RunView
@@ -18,7 +17,7 @@ from grpo_async_app._run.prompt_stream import PromptDraw, PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
-from offbeat_async_policy import AsyncPolicy, GroupResult
+from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult
 from offbeat_core import ConfigError, GenerateRequest, Metrics, SamplingParams
 from offbeat_data import Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty

@@ -8,12 +8,11 @@ from typing import Final
 import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._fleet.busy import BusyShares
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._run.cut_off_alarm import CutOffAlarm
 from grpo_async_app._run.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.validation import Validation, accuracy_metric
-from offbeat_async_policy import Statistics
+from offbeat_async_policy import BusyShares, Statistics
 from offbeat_core import Metric, Metrics, WeightPart
 from offbeat_data import Prompt
 from offbeat_run import HELD_OUT, Generation, MetricsLine, RunFolder, RunLog, clock_s, iter_metrics, read_alarms

@@ -9,10 +9,10 @@ from itertools import count
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.agents import AgentFailedError, Agents
-from grpo_async_app._fleet.busy import Busy
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._scoring.error_share import ErrorShare
 from offbeat_actors import gather_or_cancel
+from offbeat_async_policy import Busy
 from offbeat_core import (
     Completion,
     DataError,

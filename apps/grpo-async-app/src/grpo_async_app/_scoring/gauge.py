@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from grpo_async_app._fleet.busy import BusyClock
+from offbeat_async_policy import BusyClock
 from offbeat_core import Metric, Metrics
 
 

@@ -1,5 +1,6 @@
 """When to generate, when to update, when to sync: the control logic of asynchronous RL, and its loop."""
 
+from offbeat_async_policy._clock import Busy, BusyClock, BusyShares, OnSpan
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._loop import GroupResult, LoopBackend, LoopSummary, run_loop
 from offbeat_async_policy._policy import AsyncPolicy
@@ -9,11 +10,15 @@ __all__ = [
     "Action",
     "AsyncConfig",
     "AsyncPolicy",
+    "Busy",
+    "BusyClock",
+    "BusyShares",
     "Drop",
     "Finish",
     "GroupResult",
     "LoopBackend",
     "LoopSummary",
+    "OnSpan",
     "PolicyStatus",
     "Statistics",
     "Submit",

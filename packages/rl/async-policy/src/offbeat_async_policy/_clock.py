@@ -1,4 +1,4 @@
-"""Who was busy when: idle and overlap shares, and the spans of the timeline, measured in the driver."""
+"""The clock of a run: busy time of every role, idle and overlap shares, and the spans of a timeline."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
