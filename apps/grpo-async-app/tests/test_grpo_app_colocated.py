@@ -14,6 +14,7 @@ from test_grpo_app_engines import Handle, run, settings
 
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engine
+from grpo_async_app._fleet.events import LoggedEvents
 from offbeat_core import OffbeatError
 from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_run import read_metrics, read_timeline
@@ -186,8 +187,8 @@ def test_what_cannot_take_turns_is_refused_before_anything_starts(
 
 def test_while_the_trainer_has_the_devices_no_engine_is_given_work_and_none_starts(config: Path) -> None:
     async def scenario() -> None:
-        engine, trainer = Engine("rollout-0", Handle("rollout-0")), Handle("trainer-0")  # type: ignore[arg-type]
-        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+        engine, trainer = Engine(Handle("rollout-0")), Handle("trainer-0")  # type: ignore[arg-type]
+        turns = ColocationSchedule(settings(config), lambda: trainer, LoggedEvents())  # type: ignore[arg-type, return-value]
 
         async def start() -> None:
             async with turns.starting("rollout-1"):
@@ -220,7 +221,7 @@ def test_seconds_of_handing_over_are_those_since_they_were_last_asked_for(
 
     async def scenario() -> None:
         trainer = Slow("trainer-0")
-        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: trainer, LoggedEvents())  # type: ignore[arg-type, return-value]
         for _ in range(2):
             await turns.to_generation([])
             await turns.to_training([])

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.rollout import RolloutRole
-from offbeat_core import load_config
+from offbeat_core import RoleName, load_config
 from offbeat_run import RunFolder
 from offbeat_testing import RunningCommand, reference_logprobs, reference_model
 
@@ -112,7 +112,7 @@ def test_each_engine_has_a_port_of_its_own(config: Path, model: Path, monkeypatc
     monkeypatch.setattr("offbeat_serve.RolloutServer", lambda *given, **_: ports.append(given[3].port))
     settings = load_config(config, GrpoConfig, ["--rollout.serve_port=8100", "--rollout.num_engines=3"])
     for number in range(3):
-        role: Any = RolloutRole(config=settings, name=f"rollout-{number}", model_path=str(model), num_threads=1)
+        role: Any = RolloutRole(config=settings, role=RoleName("rollout", number), model_path=str(model), num_threads=1)
         role._engine = None
         role._endpoint()
     assert ports == [8100, 8101, 8102]

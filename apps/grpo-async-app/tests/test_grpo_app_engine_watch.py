@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_grpo_app_engines import Handle, open_engines, run, settings
+from test_grpo_app_engines import Handle, add, open_engines, run, settings
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engine_watch import EngineSpeeds, TokenWatch
 from grpo_async_app._fleet.fleet import RoleSpecs
 from offbeat_actors import StuckError
-from offbeat_core import EngineHealth, load_config
+from offbeat_core import EngineHealth, RoleName, load_config
 
 
 def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
@@ -48,18 +48,18 @@ def test_a_straggler_is_told_of_once_and_its_next_process_begins_anew(config: Pa
     async def scenario() -> None:
         told: list[str] = []
 
-        async def start(name: str) -> Any:
-            return Handle(name)
+        async def start(role: RoleName) -> Any:
+            return Handle(str(role))
 
         engines = open_engines(settings(config), start, told)
         for name in ("rollout-0", "rollout-1"):
-            engines._add(name, Handle(name))  # type: ignore[arg-type]
+            add(engines, Handle(name))  # type: ignore[arg-type]
         for _ in range(8):
             engines._note_speed("rollout-0", 100, 1.0)
             engines._note_speed("rollout-1", 100, 10.0)
         assert told == ["rollout-1 is a straggler: 10.0 times slower than the others; it gets less to do"]
         assert list(engines.stragglers) == ["rollout-1"]
-        engines._engines["rollout-1"].actor.kill()
+        engines.members["rollout-1"].actor.kill()
         assert await engines.next_without_weights() == "rollout-1"
         engines._note_speed("rollout-0", 100, 1.0)
         assert engines.stragglers == {}
@@ -111,11 +111,11 @@ def test_a_machine_that_slept_has_not_shown_an_engine_to_be_stuck() -> None:
 def test_an_engine_is_started_without_the_settings_that_its_backend_refuses(config: Path, model: Path) -> None:
     words = ["--rollout.backend=vllm", f"--teacher.path={model}", "--algorithm.distillation_coefficient=1"]
     specs = RoleSpecs(load_config(config, GrpoConfig, words), str(model), config.parent / "logs")
-    assert specs.rollout("rollout-0").dropped_settings == {
+    assert specs.rollout(RoleName("rollout")).dropped_settings == {
         "PYTORCH_ALLOC_CONF": ("expandable_segments",),
         "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments",),
     }
-    assert specs.replica("teacher-0").dropped_settings == {}, "its backend is torch"
+    assert specs.replica(RoleName("teacher")).dropped_settings == {}, "its backend is torch"
     assert specs.trainer("s", 0, None).dropped_settings == {}
 
 

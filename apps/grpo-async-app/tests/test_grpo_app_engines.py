@@ -12,10 +12,11 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engine, Engines
+from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._fleet.weights import WeightOffer, bring_weights, transfer_weights
 from grpo_async_app._roles import rollout as rollout_role
-from offbeat_actors import RestartBudget
+from offbeat_actors import KeepAlive, RestartBudget
 from offbeat_actors._spec import Wait
 from offbeat_core import (
     ConfigError,
@@ -25,6 +26,7 @@ from offbeat_core import (
     OffbeatError,
     PeerFailedError,
     PlacementError,
+    RoleName,
     RolloutCapabilities,
     RolloutEngineConfig,
     SamplingParams,
@@ -42,7 +44,7 @@ class Handle:
     address = "127.0.0.1"
 
     def __init__(self, name: str, fails_in: str = "", error: OffbeatError | None = None) -> None:
-        self.name, self._fails_in = name, fails_in
+        self.name, self.role, self._fails_in = name, RoleName.parse(name), fails_in
         self._error = error or PeerFailedError(name, "CUDA out of memory")
         self.calls: list[str] = []
         self._gone = asyncio.Event()
@@ -72,6 +74,17 @@ class Handle:
         return 0 if method in ("sleep", "wake") else None
 
 
+class TellingEvents(LoggedEvents):
+    """Keeps the messages."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def message(self, text: str) -> None:
+        """Keep it."""
+        self.told.append(text)
+
+
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def within() -> None:
         async with asyncio.timeout(60):
@@ -86,9 +99,18 @@ def settings(config: Path, *changes: str) -> GrpoConfig:
 
 def open_engines(config: GrpoConfig, start: Any, told: list[str], turns: ColocationSchedule | None = None) -> Engines:
     budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-    engines = Engines(config, start, budget, told.append, turns)
+    keep = KeepAlive(budget=budget, silent_after_s=config.cluster.silent_after_s, notify=told.append)
+    engines = Engines(config, start, keep, turns)
     engines._all_started = True
     return engines
+
+
+def add(engines: Engines, handle: Any) -> Engine:
+    """Add an engine as one of the first, which get their weights by the first sync."""
+    all_started, engines._all_started = engines._all_started, False
+    engine = engines.add(handle)
+    engines._all_started = all_started
+    return engine
 
 
 async def until(is_so: Callable[[], Any]) -> None:
@@ -137,7 +159,7 @@ class Offer(WeightOffer):
 
     def __init__(self, parts: Sequence[WeightPart] = ("merged",), have_base: WeakSet[Any] | None = None) -> None:
         trainer: Any = SimpleNamespace(have_base=WeakSet() if have_base is None else have_base)
-        super().__init__(trainer, 1, 30.0, parts)
+        super().__init__(trainer, 1, 30.0, LoggedEvents(), parts)
         self.sent: list[int] = []
         self.parts_sent: list[tuple[str, int]] = []
 
@@ -153,7 +175,7 @@ class Offer(WeightOffer):
 
 
 async def bring(*handles: Handle, offer: Offer, given_up: list[str]) -> list[str]:
-    engines = [Engine(handle.name, handle) for handle in handles]  # type: ignore[arg-type]
+    engines = [Engine(handle) for handle in handles]  # type: ignore[arg-type]
     for engine in engines:
         engine.serves.set()
 
@@ -258,8 +280,8 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
 @pytest.mark.parametrize("step", ["wake", "resume"])
 def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(config: Path, step: str) -> None:
     async def scenario() -> None:
-        good, bad = Engine("rollout-0", Handle("rollout-0")), Engine("rollout-1", Handle("rollout-1", step))
-        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        good, bad = Engine(Handle("rollout-0")), Engine(Handle("rollout-1", step))
+        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"), LoggedEvents())  # type: ignore[arg-type, return-value]
         for engine in (good, bad):
             await turns._put_to_sleep(engine.actor)
         await turns.to_generation([good, bad])
@@ -271,8 +293,8 @@ def test_a_colocated_engine_that_fails_in_its_turn_is_ended_and_does_not_serve(c
 
 def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wakes(config: Path) -> None:
     async def scenario() -> None:
-        bad, trainer = Engine("rollout-0", Handle("rollout-0", "sleep")), Handle("trainer-0")
-        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+        bad, trainer = Engine(Handle("rollout-0", "sleep")), Handle("trainer-0")
+        turns = ColocationSchedule(settings(config), lambda: trainer, LoggedEvents())  # type: ignore[arg-type, return-value]
         turns._is_training = False
         await turns.to_training([bad])
         assert not bad.actor.alive
@@ -283,8 +305,8 @@ def test_a_colocated_engine_that_fails_to_sleep_is_ended_before_the_trainer_wake
 
 def test_a_colocated_engine_whose_sync_was_cut_short_sleeps_again(config: Path) -> None:
     async def scenario() -> None:
-        engine = Engine("rollout-0", Handle("rollout-0"))  # type: ignore[arg-type]
-        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"))  # type: ignore[arg-type, return-value]
+        engine = Engine(Handle("rollout-0"))  # type: ignore[arg-type]
+        turns = ColocationSchedule(settings(config), lambda: Handle("trainer-0"), LoggedEvents())  # type: ignore[arg-type, return-value]
         await turns._put_to_sleep(engine.actor)
         await turns.make_room(engine.actor)  # and the trainer is lost before it has sent its weights
         await turns.trainer_is_gone([engine])
@@ -296,14 +318,14 @@ def test_a_colocated_engine_whose_sync_was_cut_short_sleeps_again(config: Path) 
 def test_a_colocated_engine_that_comes_up_while_the_trainer_trains_waits_for_the_next_sync(config: Path) -> None:
     async def scenario() -> None:
         trainer, late, offer = Handle("trainer-0"), Handle("rollout-0"), Offer()
-        turns = ColocationSchedule(settings(config), lambda: trainer)  # type: ignore[arg-type, return-value]
+        turns = ColocationSchedule(settings(config), lambda: trainer, LoggedEvents())  # type: ignore[arg-type, return-value]
         engines = open_engines(settings(config), None, [], turns)
-        engines._add("rollout-0", late)  # type: ignore[arg-type]
+        add(engines, late)  # type: ignore[arg-type]
         await engines.sync_one("rollout-0", offer)
         assert (offer.sent, trainer.calls) == ([], []), "the trainer keeps its memory"
         await engines.sync(offer, interrupt=False)
         assert offer.sent == [1]
-        engines._add("rollout-1", Handle("rollout-1"))  # type: ignore[arg-type]
+        add(engines, Handle("rollout-1"))  # type: ignore[arg-type]
         await engines.sync_one("rollout-1", offer)
         assert (offer.sent, engines.versions) == ([1, 1], {"rollout-0": 1, "rollout-1": 1}), "in the engines' turn"
         await engines.close()
@@ -313,12 +335,12 @@ def test_a_colocated_engine_that_comes_up_while_the_trainer_trains_waits_for_the
 
 def test_who_waits_for_an_engine_that_cannot_start_again_hears_why(config: Path) -> None:
     async def scenario() -> None:
-        async def start(name: str) -> Any:
-            raise PeerFailedError(name, "no memory left")
+        async def start(role: RoleName) -> Any:
+            raise PeerFailedError(str(role), "no memory left")
 
         engines = open_engines(settings(config, "--cluster.max_restarts=2"), start, [])
         first = Handle("rollout-0")
-        engines._add("rollout-0", first)  # type: ignore[arg-type]
+        add(engines, first)  # type: ignore[arg-type]
         asks = asyncio.create_task(engines.generate("rollout-0", REQUEST, 7200.0))
         first.kill()
         with pytest.raises(PeerFailedError, match=r"no memory left.*started again 2 times"):
@@ -335,21 +357,21 @@ def test_an_engine_that_leaves_while_it_is_started_again_is_stopped(config: Path
     async def scenario() -> None:
         go_on, started = asyncio.Event(), list[Handle]()
 
-        async def start(name: str) -> Any:
+        async def start(role: RoleName) -> Any:
             await go_on.wait()
-            started.append(Handle(name))
+            started.append(Handle(str(role)))
             return started[-1]
 
         engines = open_engines(settings(config), start, [])
         first, second = Handle("rollout-0"), Handle("rollout-1")
         for each in (first, second):
-            engines._add(each.name, each)  # type: ignore[arg-type]
+            add(engines, each)  # type: ignore[arg-type]
         second.kill()
         await until(lambda: engines.num_restarts)
         engines.scale(1)
         await asyncio.sleep(0)
         go_on.set()
-        await until(lambda: "rollout-1" not in engines._engines)
+        await until(lambda: "rollout-1" not in engines.members)
         assert not started[0].alive
         assert engines.names == ["rollout-0"]
         engines.raise_if_failed()
@@ -363,7 +385,7 @@ def test_an_engine_that_does_not_close_well_when_it_leaves_ends_no_run(config: P
         told: list[str] = []
         engines = open_engines(settings(config), None, told)
         for each in (Handle("rollout-0"), Handle("rollout-1", "stop")):
-            engines._add(each.name, each)  # type: ignore[arg-type]
+            add(engines, each)  # type: ignore[arg-type]
         engines.scale(1)
         await until(lambda: len(told) == 2)
         assert sorted(told) == [
@@ -404,7 +426,7 @@ def test_an_engine_that_leaves_around_a_sync_does_not_end_the_run(config: Path, 
         engines = open_engines(settings(config), None, [])
         stays, leaves = Handle("rollout-0"), SlowHandle("rollout-1")
         for each in (stays, leaves):
-            engines._add(each.name, each)  # type: ignore[arg-type]
+            add(engines, each)  # type: ignore[arg-type]
         if when == "before":
             engines.scale(1)
             await until(lambda: leaves._is_closed)
@@ -417,7 +439,7 @@ def test_an_engine_that_leaves_around_a_sync_does_not_end_the_run(config: Path, 
         assert leaves.calls.count("receive_weights") == (when == "within")
         await engines.abort("1")
         leaves.may_end.set()
-        await until(lambda: "rollout-1" not in engines._engines)
+        await until(lambda: "rollout-1" not in engines.members)
         engines.raise_if_failed()
         await engines.close()
 
@@ -426,15 +448,15 @@ def test_an_engine_that_leaves_around_a_sync_does_not_end_the_run(config: Path, 
 
 def test_a_new_process_of_an_engine_holds_no_weights_until_it_alone_has_got_them(config: Path) -> None:
     async def scenario() -> None:
-        async def start(name: str) -> Any:
-            return Handle(name)
+        async def start(role: RoleName) -> Any:
+            return Handle(str(role))
 
         engines = open_engines(settings(config), start, [])
         for name in ("rollout-0", "rollout-1"):
-            engines._add(name, Handle(name))  # type: ignore[arg-type]
+            add(engines, Handle(name))  # type: ignore[arg-type]
         await engines.sync(Offer(), interrupt=True)
         assert engines.versions == {"rollout-0": 1, "rollout-1": 1}
-        again = engines._engines["rollout-1"]
+        again = engines.members["rollout-1"]
         again.actor.kill()
         assert await engines.next_without_weights() == "rollout-1"
         assert engines.versions == {"rollout-0": 1}
@@ -454,7 +476,7 @@ def test_tokens_that_engines_sample_show_that_the_run_moves(config: Path) -> Non
     async def scenario() -> None:
         engines = open_engines(settings(config), None, [])
         for name in ("rollout-0", "rollout-1"):
-            engines._add(name, Handle(name))  # type: ignore[arg-type]
+            add(engines, Handle(name))  # type: ignore[arg-type]
         assert engines.num_tokens == 0
         await until(lambda: engines.num_tokens == 14)
         await engines.close()
@@ -480,14 +502,14 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
 ) -> None:
     async def scenario() -> None:
         told: list[str] = []
-        fleet = Fleet(settings(config), str(model), tmp_path, tell=told.append)
+        fleet = Fleet(settings(config), str(model), tmp_path, events=TellingEvents(told))
         fleet._launcher = NamingLauncher()  # type: ignore[assignment]
         async with fleet:
             late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
             with pytest.raises(DeadlineError, match=r"sync 3: waited 0.1 s for rollout-1.receive_weights \(9 s\)"):
                 await late
             for name in ("rollout-0", "rollout-1"):
-                fleet.engines._add(name, Handle(name))  # type: ignore[arg-type]
+                add(fleet.engines, Handle(name))  # type: ignore[arg-type]
             fleet.engines.scale(3)
             assert told == [], "nothing is started before all roles are there"
             fleet.engines.let_others_join()
@@ -511,13 +533,13 @@ def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
 
     async def scenario() -> None:
         told: list[str] = []
-        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path, tell=told.append)
+        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path, events=TellingEvents(told))
         fleet._launcher = FullLauncher()  # type: ignore[assignment]
         async with fleet:
             fleet.engines._wanted = 1 + others
             for _ in range(others):
-                fleet.engines._add("rollout-1", Handle("rollout-1"))  # type: ignore[arg-type]
-            gone = fleet.engines._add("rollout-0", Handle("rollout-0"))  # type: ignore[arg-type]
+                add(fleet.engines, Handle("rollout-1"))  # type: ignore[arg-type]
+            gone = add(fleet.engines, Handle("rollout-0"))  # type: ignore[arg-type]
             gone.actor.kill()
             await asyncio.wait(set(fleet.engines._tasks), timeout=10, return_when="FIRST_COMPLETED")
             if not others:
@@ -551,7 +573,7 @@ def test_an_engine_that_cannot_hold_a_sample_across_a_sync_is_refused_at_its_sta
             closed.append(True)
 
     monkeypatch.setattr(rollout_role, "load_backend", lambda *_: NeverHolds)
-    role = rollout_role.RolloutRole(config=settings(config), name="rollout-0", model_path="m", num_threads=1)
+    role = rollout_role.RolloutRole(config=settings(config), role=RoleName("rollout"), model_path="m", num_threads=1)
     with pytest.raises(ConfigError, match=r"set async\.partial_rollout = false"):
         asyncio.run(role.start())
     assert closed == [True]

@@ -15,7 +15,7 @@ from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_lora_sync, settle_lora_sync
 from grpo_async_app._roles.rollout import RolloutRole
-from offbeat_core import ConfigError, load_config
+from offbeat_core import ConfigError, RoleName, load_config
 from offbeat_testing import RunningCommand
 
 LORA = ("--engine.lora_rank=4", "--engine.learning_rate=3e-3", "--eval.every_updates=0")
@@ -142,14 +142,14 @@ def test_the_plan_says_what_is_sent(config: Path) -> None:
 
 def test_agents_outside_are_given_the_adapted_policy(config: Path, model: Path) -> None:
     wanted = load_config(config, GrpoConfig, [*LORA, "--rollout.serve_port=0"])
-    role = RolloutRole(config=settle_lora_sync(wanted), name="rollout-0", model_path=str(model), num_threads=1)
+    role = RolloutRole(config=settle_lora_sync(wanted), role=RoleName("rollout"), model_path=str(model), num_threads=1)
     role._engine = None  # type: ignore[assignment]
     server: Any = role._endpoint()
     assert server is not None
     assert _served(server).adapter == "policy"
     plain = RolloutRole(
         config=settle_lora_sync(replace(wanted, engine=replace(wanted.engine, lora_rank=0))),
-        name="rollout-0",
+        role=RoleName("rollout"),
         model_path=str(model),
         num_threads=1,
     )

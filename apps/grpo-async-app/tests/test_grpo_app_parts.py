@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -375,8 +376,8 @@ class Answering:
             ScoredSample(trajectories=(Trajectory.of(each),), score=RewardScore(value=1.0, parts={})) for each in turns
         ]
 
-    def least_loaded(self) -> str:
-        return self.names[0]
+    def least_loaded(self) -> Any:
+        return SimpleNamespace(name=self.names[0])
 
     def hold(self, _: str) -> AbstractContextManager[None]:
         return nullcontext()

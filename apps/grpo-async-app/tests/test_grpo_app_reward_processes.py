@@ -73,7 +73,7 @@ def reward_of(own: Path, function: str, **settings: object) -> RewardConfig:
 
 def scored(config: RewardConfig, texts: list[str], log: Path, told: list[str]) -> list[RewardScore | None]:
     async def scenario() -> list[RewardScore | None]:
-        pool = ScorerPool(config, ClusterConfig(), log, tell=told.append)
+        pool = ScorerPool(config, ClusterConfig(), log, notify=told.append)
         try:
             await pool.start()
             return [score for text in texts for score in await pool.score(PROMPT, [CompletionText(text=text)])]

@@ -15,8 +15,8 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engines import JOINING_AT_ONCE, Engines
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.scaling import ask_for_engines, scale_as_asked, take_asked_engines
-from offbeat_actors import RestartBudget
-from offbeat_core import ConfigError, EngineHealth, PeerFailedError, UserError, load_config
+from offbeat_actors import KeepAlive, RestartBudget
+from offbeat_core import ConfigError, EngineHealth, PeerFailedError, RoleName, UserError, load_config
 from offbeat_run import RunFolder
 from offbeat_testing import RunningCommand
 
@@ -45,7 +45,7 @@ class Handle:
     address = "127.0.0.1"
 
     def __init__(self, name: str) -> None:
-        self.name, self._gone = name, asyncio.Event()
+        self.name, self.role, self._gone = name, RoleName.parse(name), asyncio.Event()
 
     @property
     def alive(self) -> bool:
@@ -73,7 +73,8 @@ class Starts:
         self.waiting: dict[str, asyncio.Future[Any]] = {}
         self.most = 0
 
-    async def __call__(self, name: str) -> Any:
+    async def __call__(self, role: RoleName) -> Any:
+        name = str(role)
         self.waiting[name] = asyncio.get_running_loop().create_future()
         self.most = max(self.most, len(self.waiting))
         try:
@@ -88,8 +89,9 @@ class Starts:
 def run(scenario: Callable[[Engines, Starts], Any], config: Path) -> None:
     async def within() -> None:
         starts = Starts()
-        engines = Engines(load_config(config, GrpoConfig), starts, RestartBudget(5, 3600), lambda _: None)
-        engines._add("rollout-0", Handle("rollout-0"))  # type: ignore[arg-type]
+        keep = KeepAlive(budget=RestartBudget(5, 3600), silent_after_s=60.0, notify=lambda _: None)
+        engines = Engines(load_config(config, GrpoConfig), starts, keep)
+        engines.add(Handle("rollout-0"))  # type: ignore[arg-type]
         engines.let_others_join()
         async with asyncio.timeout(60):
             await scenario(engines, starts)
@@ -113,7 +115,7 @@ def test_engines_join_a_few_at_a_time_under_the_lowest_free_names(config: Path) 
         assert starts.most == JOINING_AT_ONCE
         assert engines.names == [f"rollout-{number}" for number in range(50)]
         engines.scale(2)
-        while len(engines._engines) > 2:
+        while len(engines.members) > 2:
             await asyncio.sleep(0.01)
         engines.scale(3)
         await settle()

@@ -24,7 +24,7 @@ import offbeat_liveness as liveness
 from grpo_async_app._roles.scorer import ScorerAsk, prompt_to_json
 from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
-from offbeat_actors import ClusterConfig, call_or_kill
+from offbeat_actors import ClusterConfig, RoleOnCall
 from offbeat_core import ConfigError, DeadlineError
 from offbeat_data import CompletionText, Picture, Prompt, RewardConfig, RewardError, RewardScore, build_reward
 from offbeat_testing import wait_until_gone
@@ -168,11 +168,13 @@ async def test_one_call_scores_a_group_where_that_is_quick_and_each_counts_alone
 ) -> None:
     asked: list[int] = []
 
-    async def noted(handle: Any, method: str, ask: ScorerAsk, **settings: Any) -> Any:
-        asked.append(len(ask.texts))
-        return await call_or_kill(handle, method, ask, **settings)
+    call = RoleOnCall.call
 
-    monkeypatch.setattr("grpo_async_app._scoring.processes.call_or_kill", noted)
+    async def noted(role: RoleOnCall, method: str, ask: ScorerAsk, **settings: Any) -> Any:
+        asked.append(len(ask.texts))
+        return await call(role, method, ask, **settings)
+
+    monkeypatch.setattr(RoleOnCall, "call", noted)
     async with scoring(replace(config, timeout_s=1.0, on_error="drop")) as pool:
         scores = await pool.score(PROMPT, written(["fine"] * 8 + ["raise"]))
         assert [score and score.value for score in scores] == [1.0] * 8 + [None]
@@ -228,13 +230,13 @@ SCRIPT = """
 import asyncio, numpy as np
 from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
-from offbeat_actors import ClusterConfig, call_or_kill
-from offbeat_data import Prompt, RewardConfig, Written
+from offbeat_actors import ClusterConfig
+from offbeat_data import CompletionText, Prompt, RewardConfig
 async def main():
     pool = ScorerPool(RewardConfig(name="rewards_guarded:{function}", timeout_s=600.0), ClusterConfig())
     await pool.start()
     print(*(actor.pid for actor in pool.starter._launcher._actors.values()), flush=True)
-    [score] = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), [Written(text="hang")])
+    [score] = await pool.score(Prompt(index=0, ids=np.array([1], np.int32), text="x"), [CompletionText(text="hang")])
     print(score.value)
     await pool.close()
 asyncio.run(main())

@@ -10,6 +10,7 @@ from grpo_runs import Main
 from grpo_async_app._run.activity import RunView, describe_start
 from offbeat_actors import RolePlace
 from offbeat_async_policy import AsyncConfig, AsyncPolicy
+from offbeat_core import RoleName
 from offbeat_testing import RunningCommand, tell_every_stage
 
 STAGES = (
@@ -67,8 +68,8 @@ def assert_logs(logs: Path) -> None:
 
 
 def test_while_roles_start_those_that_are_late_are_named() -> None:
-    ready = [RolePlace(role=f"rollout-{number}", node="vm", state="ready") for number in range(3)]
-    late = [RolePlace(role=f"trainer-{number}", node="vm", state="starting") for number in range(9)]
+    ready = [RolePlace(role=RoleName("rollout", number), node="vm", state="ready") for number in range(3)]
+    late = [RolePlace(role=RoleName("trainer", number), node="vm", state="starting") for number in range(9)]
     assert describe_start([*ready, *late[:1]]) == ("starting the roles", "3 of 4 ready, waiting for trainer-0")
     _, said = describe_start([*ready, *late])
     assert said == "3 of 12 ready, waiting for trainer-0, trainer-1, trainer-2, trainer-3 and 5 more"

@@ -12,6 +12,7 @@ from grpo_async_app._commands.plan import describe_plan
 from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
+from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.weights import WeightOffer
 from offbeat_core import ConfigError, load_config
 from offbeat_placement import PlacedRank
@@ -112,7 +113,7 @@ def test_engines_are_told_where_to_fetch_weights(transport: str, hosts: list[str
         return "by tcp"
 
     trainer: Any = SimpleNamespace(socket_path="in memory", address="1.1.1.1", listen=listen)
-    offer = WeightOffer(trainer, 1, 1.0, transport=transport)
+    offer = WeightOffer(trainer, 1, 1.0, LoggedEvents(), transport=transport)
     assert asyncio.run(offer.source_for(hosts)) == source
 
 

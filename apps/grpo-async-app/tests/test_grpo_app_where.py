@@ -17,7 +17,7 @@ from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.places import PlacesFile
 from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace
-from offbeat_core import load_config
+from offbeat_core import RoleName, load_config
 from offbeat_run import RunFolder
 from offbeat_testing import CommandLine, RunningCommand
 
@@ -109,7 +109,7 @@ def test_where_names_every_device_that_a_role_takes_by_number(
         *("--teacher.path=t", "--teacher.device=cuda:4", "--teacher.tensor_parallel=3"),
         *("--reward.name=reward_model", "--reward.reward_model={path = 'r', device = 'cuda:7'}"),
     ]
-    places = [RolePlace(role=f"{kind}-0", node="n") for kind in ("trainer", "rollout", "teacher", "reward_model")]
+    places = [RolePlace(role=RoleName(kind), node="n") for kind in ("trainer", "rollout", "teacher", "reward_model")]
     engines = SimpleNamespace(versions={"rollout-0": 0})
     fleet: Any = SimpleNamespace(places=lambda: places, engines=engines, num_restarts=lambda _: 0)
     logger: Any = SimpleNamespace(version=0)

@@ -9,6 +9,7 @@ from offbeat_actors import check_kinds, check_processes, cluster_request, find_v
 from offbeat_core import (
     ConfigError,
     ModelError,
+    RoleName,
     TrainBackend,
     TrainLayout,
     check_schedule,
@@ -202,7 +203,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
         )
     num_updates = _count_updates(config, len(examples.train), begun)
-    config.profile.check([f"trainer-{rank}" for rank in range(config.engine.num_ranks)], num_updates)
+    config.profile.check([RoleName("trainer", rank) for rank in range(config.engine.num_ranks)], num_updates)
     wanted = config.train_engine(num_updates)
     check_schedule(wanted, length_keys=LENGTH_KEYS)
     if reserves:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offbeat_actors import ActorGroup, Launcher, RestartBudget, RoleSpec, Tell, start_again, start_ranks
+from offbeat_actors import ActorGroup, Launcher, Notify, RestartBudget, RoleSpec, start_again, start_ranks
 from offbeat_core import (
     Floats,
     LossFunction,
     Metrics,
     OffbeatError,
     PeerFailedError,
+    RoleName,
     TrainEngine,
     TrainEngineConfig,
     TrainSequence,
@@ -73,14 +74,14 @@ class TrainerRank:
             log_start(config.device, config.num_threads)
             check_shared(Path(run))
         create = load_backend("offbeat.engine", backend).create  # the slow import, before anybody waits
-        name = f"trainer-{rendezvous.rank if rendezvous else 0}"
+        role = RoleName("trainer", rendezvous.rank if rendezvous else 0)
         if rendezvous:
-            mesh = rendezvous.join(config.device, name=name, stall_after_s=stall_after_s, dumps=dumps or None)
+            mesh = rendezvous.join(config.device, name=str(role), stall_after_s=stall_after_s, dumps=dumps or None)
         self._engine: TrainEngine = create(config, mesh) if rendezvous else create(config)
         if run:
             log_loaded(config.model_path, config.dtype, began_s)
             log_line("ready")
-        trace = profile.plan(name, Path(run) / "profile") if run else None
+        trace = profile.plan(role, Path(run) / "profile") if run else None
         self._tracer = StepTracer(open_device(config.device), trace) if trace else None
         self._loss, self._so_far, self._is_alone = loss_of(preference), "", rendezvous is None
 
@@ -187,7 +188,7 @@ class RanksEngine:
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
         assert loss == loss_of(self._config.preference), "ranks compute the loss that they were started with"
-        metrics: Metrics = self._call("forward_backward", list(sequences), returns=Metrics, tell=so_far)
+        metrics: Metrics = self._call("forward_backward", list(sequences), returns=Metrics, notify=so_far)
         return metrics
 
     def step(self) -> Metrics:
@@ -226,25 +227,25 @@ class RanksEngine:
         """The death of a rank that a failed call comes of; None where all live."""
         return self._run(self._living.death(getattr(error, "log_tail", "")))
 
-    def restart(self, death: PeerFailedError, tell: Tell) -> None:
+    def restart(self, death: PeerFailedError, notify: Notify) -> None:
         """Start all ranks again, with the model that the run began with.
 
         Args:
             death: of one of them.
-            tell: takes a line for each attempt.
+            notify: takes a line for each attempt.
 
         Raises:
             PeerFailedError: `cluster.max_restarts` allows no more; with the death.
         """
         self._is_in_call = True
-        self._run(self._start_again(death, tell))
+        self._run(self._start_again(death, notify))
         self._is_in_call = False
 
-    async def _start_again(self, death: PeerFailedError, tell: Tell) -> None:
+    async def _start_again(self, death: PeerFailedError, notify: Notify) -> None:
         await self._living.destroy()
         cause = f"{death.peer} failed: {death.reason}"
         try:
-            self._ranks = await start_again(self._budget, "trainer", cause, self._start, tell)
+            self._ranks = await start_again(self._budget, "trainer", cause, self._start, notify)
         except PeerFailedError as error:
             raise PeerFailedError(error.peer, error.reason, error.log_tail or death.log_tail) from death
 
@@ -269,15 +270,15 @@ class RanksEngine:
         assert self._ranks is not None
         return self._ranks
 
-    def _call(self, method: str, *args: Any, returns: Any = None, tell: Tell | None = None) -> Any:
-        """Call all ranks; `tell` hears how far they are."""
+    def _call(self, method: str, *args: Any, returns: Any = None, notify: Notify | None = None) -> Any:
+        """Call all ranks; `notify` takes how far they are."""
         self._is_in_call = True
-        answer = self._run(self._call_ranks(method, args, returns, tell))
+        answer = self._run(self._call_ranks(method, args, returns, notify))
         self._is_in_call = False
         return answer
 
-    async def _call_ranks(self, method: str, args: tuple[Any, ...], returns: Any, tell: Tell | None) -> Any:
-        async with self._living.heard(tell) if tell else nullcontext():
+    async def _call_ranks(self, method: str, args: tuple[Any, ...], returns: Any, notify: Notify | None) -> Any:
+        async with self._living.heard(notify) if notify else nullcontext():
             deadline_s = self._config.engine.update_deadline_s
             return await self._living.call(method, *args, returns=returns, deadline_s=deadline_s)
 
@@ -290,7 +291,7 @@ def _first_rank(preflight: Preflight, run: RunFolder | None) -> RoleSpec:
     """What rank 0 is started with; the others differ by their number."""
     config = preflight.config
     return RoleSpec(
-        "trainer-0",
+        RoleName("trainer"),
         "sft_app._ranks:TrainerRank",
         {
             "config": config.train_engine(preflight.num_updates),

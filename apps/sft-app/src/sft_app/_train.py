@@ -19,6 +19,7 @@ from offbeat_core import (
     Metrics,
     OffbeatError,
     PeerFailedError,
+    RoleName,
     RunFolderError,
     TrainEngine,
     load_backend,
@@ -95,7 +96,7 @@ def open_tracer(preflight: Preflight, run: RunFolder, engine: Engine) -> UpdateT
     """Traces the updates that section `profile` names, on all ranks that it names."""
     if isinstance(engine, RanksEngine):
         return engine.traced
-    plan = preflight.config.profile.plan("trainer-0", run.profile)
+    plan = preflight.config.profile.plan(RoleName("trainer"), run.profile)
     if plan is None:
         return lambda _: nullcontext()
     return StepTracer(open_device(preflight.config.engine.device), plan).step

@@ -17,6 +17,7 @@ from ray_cluster import RayCluster, SharedHomeLauncher, connected_nodes
 from role_processes import MARK
 
 from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RoleSpec
+from offbeat_core import RoleName
 
 StartRole = Callable[..., AbstractAsyncContextManager[ActorHandle]]
 
@@ -86,7 +87,7 @@ def start_role(tmp_path: Path, role_env: dict[str, str], launchers: Launchers) -
         target: str, kwargs: Mapping[str, Any] | None = None, *, name: str = "rollout-0", **options: Any
     ) -> AsyncIterator[ActorHandle]:
         spec = RoleSpec(
-            name,
+            RoleName.parse(name),
             f"actor_roles:{target}",
             kwargs or {},
             env={**role_env, **options.pop("env", {})},

@@ -12,12 +12,15 @@ from test_actors_failures import error_of, needs_linux
 
 from offbeat_actors import ActorGroup, ActorHandle, LocalLauncher, RoleSpec, _group, call_all
 from offbeat_actors._spec import Wait
-from offbeat_core import ConfigError, DeadlineError, PeerFailedError
+from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RoleName
 
 
 async def start_all(launcher: Any, target: str, names: list[str], env: dict[str, str]) -> list[Any]:
     return await asyncio.gather(
-        *(launcher.start(RoleSpec(name, f"actor_roles:{target}", env=env), deadline_s=60) for name in names)
+        *(
+            launcher.start(RoleSpec(RoleName.parse(name), f"actor_roles:{target}", env=env), deadline_s=60)
+            for name in names
+        )
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat_actors import ClusterConfig, LocalLauncher, RoleSpec, find_view
 from offbeat_actors.ray._agent import _whereabouts
-from offbeat_core import BackendError
+from offbeat_core import BackendError, RoleName
 from offbeat_placement import RankGroup, grid_nodes, plan_placement
 
 VARIABLE = "ABACUS_VISIBLE_DEVICES"
@@ -50,7 +50,7 @@ def test_a_role_sees_the_devices_of_its_place_also_when_started_again(
     plan = plan_placement(grid_nodes(1, 4, "abacus"), GROUPS)
 
     async def seen(launcher: LocalLauncher, name: str) -> str:
-        role = await launcher.start(RoleSpec(name, "actor_roles:Patient", env=role_env))
+        role = await launcher.start(RoleSpec(RoleName.parse(name), "actor_roles:Patient", env=role_env))
         devices = await role.call("visible_devices", returns=list[str])
         await role.stop()
         return ",".join(devices)

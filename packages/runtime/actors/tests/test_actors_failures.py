@@ -23,6 +23,7 @@ from offbeat_core import (
     DeadlineError,
     OffbeatError,
     PeerFailedError,
+    RoleName,
     RunFolderError,
     ShapeError,
     WeightSyncError,
@@ -224,7 +225,7 @@ def test_a_role_that_is_not_ready_in_time_is_ended(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     log_path = tmp_path / "deep" / "log"
-    spec = RoleSpec("slow-0", "actor_roles:NeverReady", env=role_env, log_path=log_path)
+    spec = RoleSpec(RoleName("slow"), "actor_roles:NeverReady", env=role_env, log_path=log_path)
 
     before = children()
 
@@ -247,14 +248,14 @@ def children() -> set[str]:
 def test_a_target_of_the_wrong_form_is_refused(launchers: Launchers, target: str) -> None:
     async def scenario() -> None:
         async with launchers.make() as launcher:
-            await launcher.start(RoleSpec("a-0", target))
+            await launcher.start(RoleSpec(RoleName("a"), target))
 
     with pytest.raises(ConfigError, match="a target reads"):
         asyncio.run(scenario())
 
 
 def test_two_roles_of_one_name_are_refused(launchers: Launchers, role_env: dict[str, str]) -> None:
-    spec = RoleSpec("a-0", "actor_roles:Echo", env=role_env)
+    spec = RoleSpec(RoleName("a"), "actor_roles:Echo", env=role_env)
 
     async def scenario() -> None:
         async with launchers.make() as launcher:
@@ -272,7 +273,7 @@ def test_a_log_that_cannot_be_written_is_refused(launchers: Launchers, tmp_path:
 
     async def scenario() -> None:
         async with launchers.make() as launcher:
-            await launcher.start(RoleSpec("a-0", "x:Y", log_path=tmp_path / "file" / "log"))
+            await launcher.start(RoleSpec(RoleName("a"), "x:Y", log_path=tmp_path / "file" / "log"))
 
     with pytest.raises(RunFolderError, match="a-0 needs a log file at"):
         asyncio.run(scenario())
@@ -345,7 +346,7 @@ def test_a_launcher_closes_within_its_deadline_or_at_once_when_told_to_kill(
     async def scenario(close: Callable[[Any], Awaitable[None]]) -> None:
         launcher = launchers.make(stop_timeout_s=1000)
         specs = [
-            RoleSpec(name, f"actor_roles:{target}", env=role_env)
+            RoleSpec(RoleName.parse(name), f"actor_roles:{target}", env=role_env)
             for name, target in (("trainer-0", "Patient"), ("rollout-0", "Stubborn"))
         ]
         trainer, _ = await asyncio.gather(*(launcher.start(spec) for spec in specs))
@@ -391,7 +392,7 @@ def test_roles_leave_ctrl_c_to_the_driver(start_role: Any) -> None:
 
 @needs_linux
 def test_cancelling_a_start_ends_the_process(launchers: Launchers, role_env: dict[str, str], tmp_path: Path) -> None:
-    spec = RoleSpec("slow-0", "actor_roles:NeverReady", env=role_env, log_path=tmp_path / "log")
+    spec = RoleSpec(RoleName("slow"), "actor_roles:NeverReady", env=role_env, log_path=tmp_path / "log")
 
     async def scenario() -> None:
         async with launchers.make(start_timeout_s=60) as launcher:
@@ -408,6 +409,7 @@ def test_cancelling_a_start_ends_the_process(launchers: Launchers, role_env: dic
 DRIVER = """
 import asyncio, sys
 from offbeat_actors import ClusterConfig, RoleSpec
+from offbeat_core import RoleName
 from offbeat_core import load_backend
 
 async def main(kind, address):
@@ -415,7 +417,7 @@ async def main(kind, address):
     for index, (target, method, *args) in enumerate([
         ("Patient", "wait_long"), ("Patient", "compute", 100.0), ("Faulty", "hold_lock"), ("Stubborn", None)
     ]):
-        role = await launcher.start(RoleSpec(f"role-{index}", f"actor_roles:{target}"))
+        role = await launcher.start(RoleSpec(RoleName("role", index), f"actor_roles:{target}"))
         if method:
             asyncio.create_task(role.call(method, *args))
         print(role.pid, flush=True)

@@ -11,6 +11,7 @@ from conftest import Launchers, ray_at_night
 
 import offbeat_liveness as liveness
 from offbeat_actors import RoleSpec
+from offbeat_core import RoleName
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes meet through /proc and a folder")
@@ -19,7 +20,7 @@ def test_a_circle_of_waits_through_calls_is_named(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "liveness"
-    spec = RoleSpec("trainer-0", "actor_roles:Watched", {"name": "trainer-0", "folder": folder}, env=role_env)
+    spec = RoleSpec(RoleName("trainer"), "actor_roles:Watched", {"name": "trainer-0", "folder": folder}, env=role_env)
 
     async def scenario() -> Any:
         found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -55,8 +56,8 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     """On the way one of them dies and is started again: nobody may wait for the dead one."""
 
     def spec(name: str) -> RoleSpec:
-        kwargs = {"name": name, "folder": tmp_path / name}
-        return RoleSpec(name, "actor_roles:Watched", kwargs, env=role_env, log_path=tmp_path / f"{name}.log")
+        kwargs, log_path = {"name": name, "folder": tmp_path / name}, tmp_path / f"{name}.log"
+        return RoleSpec(RoleName.parse(name), "actor_roles:Watched", kwargs, env=role_env, log_path=log_path)
 
     async def scenario() -> Any:
         loop = asyncio.get_running_loop()
@@ -97,7 +98,9 @@ def test_a_role_of_a_watched_driver_is_watched_under_its_name_and_one_of_another
 ) -> None:
     async def num_threads(name: str) -> int:
         async with launchers.make() as launcher:
-            spec = RoleSpec(name, "actor_roles:Patient", env=role_env, log_path=tmp_path / f"{name}.log")
+            spec = RoleSpec(
+                RoleName.parse(name), "actor_roles:Patient", env=role_env, log_path=tmp_path / f"{name}.log"
+            )
             role = await launcher.start(spec, deadline_s=launchers.start_s)
             if (monitor := liveness.current_monitor()) is not None:
                 async with asyncio.timeout(30):
@@ -133,7 +136,7 @@ def test_a_role_that_stands_still_in_a_method_is_named_with_the_line_it_stands_i
         )
         try:
             async with launchers.make() as launcher, asyncio.timeout(90):
-                spec = RoleSpec("rollout-0", "actor_roles:Blocking", env=role_env)
+                spec = RoleSpec(RoleName("rollout"), "actor_roles:Blocking", env=role_env)
                 role = await launcher.start(spec, deadline_s=launchers.start_s)
                 call = asyncio.create_task(role.call("generate", deadline_s=1000))
                 verdict = await found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_actors import ActorHandle, ClusterConfig, LocalLauncher, RoleSpec
-from offbeat_core import PeerFailedError
+from offbeat_core import PeerFailedError, RoleName
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no subreapers")
 QUICK_S = 10.0
@@ -16,7 +16,7 @@ QUICK_S = 10.0
 
 
 async def start(launcher: LocalLauncher, env: dict[str, str]) -> ActorHandle:
-    return await launcher.start(RoleSpec("scorer-0", "actor_roles:Deserter", {}, env=env), deadline_s=60)
+    return await launcher.start(RoleSpec(RoleName("scorer"), "actor_roles:Deserter", {}, env=env), deadline_s=60)
 
 
 def is_there(pid: int) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_actors import LocalLauncher, RoleSpec
-from offbeat_core import PeerFailedError
+from offbeat_core import PeerFailedError, RoleName
 
 BOUND = 100_000
 
@@ -18,7 +18,9 @@ def test_a_bounded_log_has_the_beginning_and_the_end(role_env: dict[str, str], t
     async def scenario() -> None:
         async with LocalLauncher("test-run", on_output=lambda *said: told.append(said)) as launcher:
             for _ in range(4):
-                spec = RoleSpec("chatty-0", "actor_roles:Chatty", {}, env=role_env, log_path=log, max_log_bytes=BOUND)
+                spec = RoleSpec(
+                    RoleName("chatty"), "actor_roles:Chatty", {}, env=role_env, log_path=log, max_log_bytes=BOUND
+                )
                 role = await launcher.start(spec, deadline_s=60)
                 with pytest.raises(PeerFailedError) as caught:
                     await role.call("chat", 3_000_000, deadline_s=60)
@@ -37,7 +39,8 @@ def test_a_bounded_log_has_the_beginning_and_the_end(role_env: dict[str, str], t
 def test_who_kills_a_role_is_not_told_to_look_for_the_killer(role_env: dict[str, str]) -> None:
     async def scenario() -> str:
         async with LocalLauncher("test-run") as launcher:
-            role = await launcher.start(RoleSpec("chatty-0", "actor_roles:Chatty", {}, env=role_env), deadline_s=60)
+            spec = RoleSpec(RoleName("chatty"), "actor_roles:Chatty", {}, env=role_env)
+            role = await launcher.start(spec, deadline_s=60)
             role.kill()
             return await role.wait_dead()
 
@@ -51,7 +54,12 @@ def test_a_full_disk_keeps_no_role_from_starting_and_its_log_is_read_in_bounds(r
     async def scenario() -> str:
         async with LocalLauncher("test-run") as launcher:
             spec = RoleSpec(
-                "chatty-0", "actor_roles:Chatty", {}, env=role_env, log_path=Path("/dev/full"), max_log_bytes=BOUND
+                RoleName("chatty"),
+                "actor_roles:Chatty",
+                {},
+                env=role_env,
+                log_path=Path("/dev/full"),
+                max_log_bytes=BOUND,
             )
             role = await launcher.start(spec, deadline_s=60)
             role.kill()

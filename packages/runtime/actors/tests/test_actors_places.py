@@ -11,12 +11,12 @@ from ray_cluster import NUM_GPUS, RayCluster
 
 from offbeat_actors import ClusterConfig, Launcher, RoleSpec
 from offbeat_actors.ray import RayLauncher, cluster_nodes
-from offbeat_core import DeadlineError
+from offbeat_core import DeadlineError, RoleName
 from offbeat_placement import RankGroup, plan_placement
 
 
 def states(launcher: Launcher) -> dict[str, str]:
-    return {place.role: place.state for place in launcher.places()}
+    return {str(place.role): place.state for place in launcher.places()}
 
 
 async def until(launcher: Launcher, role: str, state: str) -> None:
@@ -30,14 +30,14 @@ def test_a_role_is_starting_then_ready_then_ended_with_the_reason(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
     def spec(name: str, target: str) -> RoleSpec:
-        return RoleSpec(name, f"actor_roles:{target}", env=role_env, log_path=tmp_path / f"{name}.log")
+        return RoleSpec(RoleName.parse(name), f"actor_roles:{target}", env=role_env, log_path=tmp_path / f"{name}.log")
 
     async def scenario() -> None:
         async with launchers.make() as launcher:
             assert launcher.places() == []
             actor = await launcher.start(spec("rollout-0", "Patient"), deadline_s=launchers.start_s)
             [place] = launcher.places()
-            assert (place.role, place.pid, place.state) == ("rollout-0", actor.pid, "ready")
+            assert (str(place.role), place.pid, place.state) == ("rollout-0", actor.pid, "ready")
             assert abs(time.time() - place.since_s) < 60
             never = asyncio.create_task(launcher.start(spec("rollout-1", "NeverReady"), deadline_s=3))
             await until(launcher, "rollout-1", "starting")
@@ -69,7 +69,9 @@ def test_a_place_names_the_node_and_the_devices_that_ray_has_given(
             await launcher.place(plan_placement(cluster_nodes(config), groups), groups)
             [placed] = launcher.places()
             assert (placed.state, placed.pid) == ("placed", 0)
-            spec = RoleSpec("rollout-0", "actor_roles:Patient", env=role_env, log_path=tmp_path / "rollout-0.log")
+            spec = RoleSpec(
+                RoleName("rollout"), "actor_roles:Patient", env=role_env, log_path=tmp_path / "rollout-0.log"
+            )
             actor = await launcher.start(spec)
             [place] = launcher.places()
             assert (place.node, place.pid) == (actor.address, actor.pid)

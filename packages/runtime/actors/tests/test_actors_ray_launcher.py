@@ -23,6 +23,7 @@ from offbeat_actors import ClusterConfig, RoleSpec
 from offbeat_actors.ray import RayLauncher, _launcher, cluster_nodes
 from offbeat_actors.ray._agent import LogFile
 from offbeat_actors.ray._cluster import own_folder
+from offbeat_core import RoleName
 from offbeat_placement import RankGroup, plan_placement
 
 LISTEN = "0A"
@@ -52,11 +53,12 @@ from role_processes import role_processes
 from test_actors_ray_launcher import knows_token, listening
 from offbeat_actors import ClusterConfig, RoleSpec
 from offbeat_actors.ray import RayLauncher
+from offbeat_core import RoleName
 
 async def main():
     patient = ClusterConfig(launcher="ray", connect_timeout_s=400, start_timeout_s=440)
     async with RayLauncher("test", patient) as launcher:
-        role = await launcher.start(RoleSpec("rollout-0", "actor_roles:Patient"))
+        role = await launcher.start(RoleSpec(RoleName("rollout"), "actor_roles:Patient"))
         assert await role.call("started", returns=bool)
         servers = role_processes(Path(sys.argv[2])) - {role.pid}
         print("listening", *sorted(listening({*servers, role.pid, os.getpid()})))
@@ -163,11 +165,12 @@ CLOSE_EARLY = """
 import asyncio, sys, time
 from offbeat_actors import ClusterConfig, RoleSpec
 from offbeat_actors.ray import RayLauncher
+from offbeat_core import RoleName
 
 async def main():
     config = ClusterConfig(launcher="ray", address=sys.argv[1], connect_timeout_s=400)
     async with RayLauncher("test", config) as launcher:
-        starting = asyncio.create_task(launcher.start(RoleSpec("rollout-0", "actor_roles:Patient")))
+        starting = asyncio.create_task(launcher.start(RoleSpec(RoleName("rollout"), "actor_roles:Patient")))
         await asyncio.to_thread(sys.stdin.readline)
         starting.cancel()
 
@@ -204,7 +207,7 @@ def test_a_program_that_is_connected_already_is_not_connected_elsewhere(ray_clus
 def test_a_agent_that_dies_takes_its_roles_along_and_is_replaced(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path
 ) -> None:
-    spec = RoleSpec("rollout-0", "actor_roles:Faulty", env=role_env, log_path=tmp_path / "rollout-0.log")
+    spec = RoleSpec(RoleName("rollout"), "actor_roles:Faulty", env=role_env, log_path=tmp_path / "rollout-0.log")
 
     async def scenario() -> None:
         config = ClusterConfig(launcher="ray", address=ray_cluster.address)
@@ -238,7 +241,8 @@ def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
         config = ClusterConfig(launcher="ray", address=ray_cluster.address)
         async with RayLauncher("test-run", config) as launcher:
             await launcher.place(plan_placement(cluster_nodes(config), groups), groups)
-            role = await launcher.start(RoleSpec("rollout-0", "actor_roles:Faulty", env=role_env, log_path=log_path))
+            spec = RoleSpec(RoleName("rollout"), "actor_roles:Faulty", env=role_env, log_path=log_path)
+            role = await launcher.start(spec)
             await error_of(role, "value_error")
             for _ in range(100):
                 if "7 is not even" in log_path.read_text():
@@ -262,7 +266,7 @@ def test_a_log_that_cannot_be_written_here_does_not_make_its_role_deaf(
     described = _launcher.describe_log
     monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))
     log_path = tmp_path / "logs" / "rollout-0.log"
-    spec = RoleSpec("rollout-0", "actor_roles:Faulty", env=role_env, log_path=log_path)
+    spec = RoleSpec(RoleName("rollout"), "actor_roles:Faulty", env=role_env, log_path=log_path)
 
     async def scenario() -> None:
         config = ClusterConfig(launcher="ray", address=ray_cluster.address)
@@ -289,7 +293,7 @@ def test_a_driver_that_was_suspended_goes_on_with_its_roles(
     async def scenario() -> None:
         config = ClusterConfig(launcher="ray", address=ray_cluster.address, silent_after_s=3)
         async with RayLauncher("test-run", config) as launcher:
-            role = await launcher.start(RoleSpec("rollout-0", "actor_roles:Faulty", env=role_env))
+            role = await launcher.start(RoleSpec(RoleName("rollout"), "actor_roles:Faulty", env=role_env))
             time.sleep(5)
             assert "7 is not even" in str(await error_of(role, "value_error"))
             assert role.alive

@@ -16,7 +16,7 @@ from test_actors_failures import ends, needs_linux
 
 from offbeat_actors import ClusterConfig, RoleSpec, call_all
 from offbeat_actors.ray import RayLauncher, cluster_nodes
-from offbeat_core import DeadlineError, PeerFailedError, PlacementError
+from offbeat_core import DeadlineError, PeerFailedError, PlacementError, RoleName
 from offbeat_placement import Plan, RankGroup, plan_placement
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the cluster; nodes take seconds to start and to end
@@ -52,7 +52,7 @@ def plan(cluster: RayCluster, groups: Sequence[RankGroup]) -> Plan:
 
 
 def role(name: str, target: str, env: dict[str, str], log_folder: Path) -> RoleSpec:
-    return RoleSpec(name, f"actor_roles:{target}", env=env, log_path=log_folder / f"{name}.log")
+    return RoleSpec(RoleName.parse(name), f"actor_roles:{target}", env=env, log_path=log_folder / f"{name}.log")
 
 
 @contextmanager

@@ -21,11 +21,11 @@ DRIVER = """
 import asyncio, os, sys
 from role_processes import MARK
 from offbeat_actors import ClusterConfig, RoleSpec
-from offbeat_core import load_backend
+from offbeat_core import RoleName, load_backend
 
 async def main(kind, address):
     launcher = load_backend("offbeat.launcher", kind)("test", ClusterConfig(launcher=kind, address=address))
-    role = await launcher.start(RoleSpec("rollout-0", "actor_roles:Patient", env={MARK: os.environ[MARK]}))
+    role = await launcher.start(RoleSpec(RoleName("rollout"), "actor_roles:Patient", env={MARK: os.environ[MARK]}))
     polite = await role.call("start_subprocess", returns=int)
     stubborn = await role.call("start_subprocess", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", returns=int)
     print(role.pid, polite, stubborn, flush=True)

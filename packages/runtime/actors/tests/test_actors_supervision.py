@@ -12,18 +12,14 @@ import pytest
 from offbeat_actors import (
     ActorGroup,
     RestartBudget,
-    RestartedRole,
     RoleSpec,
     StuckError,
-    Supervised,
-    call_or_kill,
-    least_loaded,
     start_again,
     start_all,
     start_ranks,
     wait_gone,
 )
-from offbeat_core import ConfigError, DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import ConfigError, DeadlineError, OffbeatError, PeerFailedError, RoleName
 
 SILENT_AFTER_S = 0.4
 
@@ -34,7 +30,7 @@ class Handle:
     address = "127.0.0.1"
 
     def __init__(self, name: str = "rollout-0", answer: Callable[[str], object] = lambda method: None) -> None:
-        self.name, self._answer = name, answer
+        self.name, self.role, self._answer = name, RoleName.parse(name), answer
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -50,6 +46,9 @@ class Handle:
 
     async def wait_dead(self) -> str:
         return await asyncio.shield(self._ended)
+
+    async def stop(self) -> None:
+        self.kill()
 
     async def call(self, method: str, *_: Any, **__: Any) -> object:
         return self._answer(method)
@@ -192,82 +191,9 @@ def test_what_ends_before_it_is_ready_is_started_again_until_the_budget_is_spent
     run(scenario)
 
 
-def test_work_goes_to_the_one_that_serves_and_has_the_least() -> None:
-    async def scenario() -> None:
-        idle, busy, busier = (Supervised(f"rollout-{number}", Handle()) for number in range(3))  # type: ignore[arg-type]
-        busy.load, busier.load = 3, 7
-        for each in (busier, busy):
-            each.serves.set()
-        assert least_loaded([busier, busy, idle]) is busy
-        idle.serves.set()
-        assert least_loaded([busier, busy, idle]) is idle
-        for each in (busier, busy, idle):
-            each.serves.clear()
-        assert least_loaded([busier, busy]) is busy, "there is always one to wait for"
-
-    run(scenario)
-
-
-def test_who_waits_for_an_actor_gets_its_process_or_hears_why_not() -> None:
-    async def scenario() -> None:
-        role = Supervised("rollout-0", Handle())  # type: ignore[arg-type]
-        with pytest.raises(DeadlineError, match=r"generate: waited 0.01 s for rollout-0 to be ready"):
-            await role.ready("generate", 0.01)
-        role.serves.set()
-        assert await role.ready("generate", 10.0) is role.actor
-        role.failure = PeerFailedError("rollout-0", "no memory left")
-        with pytest.raises(PeerFailedError, match="no memory left"):
-            await role.ready("generate", 10.0)
-
-    run(scenario)
-
-
-def test_only_the_process_that_failed_is_given_up() -> None:
-    async def scenario() -> None:
-        former, present = Handle(), Handle()
-        role = Supervised("rollout-0", present)  # type: ignore[arg-type]
-        role.serves.set()
-        assert role.give_up(former)  # type: ignore[arg-type]
-        assert (role.serves.is_set(), present.alive) == (True, True)
-        assert role.give_up(present)  # type: ignore[arg-type]
-        assert (role.serves.is_set(), present.alive) == (False, False)
-        assert not role.give_up(present), "it was dead already"  # type: ignore[arg-type]
-
-    run(scenario)
-
-
-def test_a_role_is_started_once_for_all_who_need_it_and_again_after_its_end() -> None:
-    async def scenario() -> None:
-        launcher = Launcher()
-        role = RestartedRole(launcher, RoleSpec("scorer", "m:Scorer"))  # type: ignore[arg-type]
-        assert role.handle is None
-        first, same = await asyncio.gather(role.start(), role.start())
-        assert first is same is role.handle
-        first.kill()
-        assert role.handle is None
-        assert await role.start() is not first
-        assert len(launcher.started) == 2
-
-    run(scenario)
-
-
-def test_a_role_that_does_not_answer_a_call_in_time_is_gone_when_the_caller_hears_of_it() -> None:
-    async def scenario() -> None:
-        late = Handle(answer=raises(DeadlineError("scorer.score", "scorer", 1.0)))
-        with pytest.raises(DeadlineError):
-            await call_or_kill(late, "score", deadline_s=1.0)  # type: ignore[arg-type]
-        assert not late.alive
-        wrong = Handle(answer=raises(ConfigError("no such reward")))
-        with pytest.raises(ConfigError):
-            await call_or_kill(wrong, "score", deadline_s=1.0)  # type: ignore[arg-type]
-        assert wrong.alive
-
-    run(scenario)
-
-
 def test_all_ranks_start_or_none_is_left() -> None:
     async def scenario() -> None:
-        specs = [RoleSpec(f"trainer-{rank}", "m:Trainer") for rank in range(3)]
+        specs = [RoleSpec(RoleName("trainer", rank), "m:Trainer") for rank in range(3)]
         launcher = Launcher(3)
         actors = await start_all(launcher, specs)  # type: ignore[arg-type]
         assert [actor.name for actor in actors] == ["trainer-0", "trainer-1", "trainer-2"]
@@ -282,7 +208,7 @@ def test_all_ranks_start_or_none_is_left() -> None:
 
 def test_ranks_are_named_by_their_numbers_and_end_themselves_where_they_are_stuck() -> None:
     async def scenario() -> None:
-        spec = RoleSpec("trainer-0", "m:Trainer", {"lr": 1.0}, log_path=Path("logs", "trainer-0.log"))
+        spec = RoleSpec(RoleName("trainer"), "m:Trainer", {"lr": 1.0}, log_path=Path("logs", "trainer-0.log"))
         launcher = Launcher(2)
         await start_ranks(launcher, spec, [SimpleNamespace(rank=rank) for rank in range(2)])  # type: ignore[arg-type]
         assert [each.name for each in launcher.specs] == ["trainer-0", "trainer-1"]

@@ -25,7 +25,7 @@ def where_command(words: CommandWords, folder: str) -> int:
     next_driver = None if driver_lives else writer
     if style == "json":
         lives = {"driver_lives": driver_lives, "next_driver": next_driver and asdict(next_driver)}
-        print(json.dumps({**asdict(places), **lives}, indent=1))
+        print(json.dumps({**places.to_json(), **lives}, indent=1))
         return 0
     print_text(_describe_driver(places, driver_lives, next_driver))
     print_text("\n".join(draw_places(places, driver_lives, time.time())))
@@ -60,9 +60,10 @@ def _rows(role: RoleStatus, driver_lives: bool, now_s: float) -> list[tuple[str,
         since = f"{time.strftime('%H:%M:%S', time.localtime(since_s))} ({duration_text(now_s - since_s)})"
     restarts, version = str(role.restarts or ""), "" if role.version is None else str(role.version)
     own = role.devices.get(role.node, ())
-    first = (role.node, role.role, str(role.pid or ""), _devices(own) or "CPU", str(state), since, restarts, version)
+    name = str(role.role)
+    first = (role.node, name, str(role.pid or ""), _devices(own) or "CPU", str(state), since, restarts, version)
     others = {node: devices for node, devices in role.devices.items() if node != role.node}
-    return [first, *((node, role.role, "", _devices(devices), "", "", "", "") for node, devices in others.items())]
+    return [first, *((node, name, "", _devices(devices), "", "", "", "") for node, devices in others.items())]
 
 
 def _devices(names: Sequence[str]) -> str:

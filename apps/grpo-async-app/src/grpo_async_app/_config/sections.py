@@ -12,6 +12,7 @@ from offbeat_async_policy import AsyncConfig
 from offbeat_core import (
     REQUIRED,
     ConfigError,
+    RoleName,
     RolloutEngineConfig,
     RolloutEngineSettings,
     SamplingParams,
@@ -311,9 +312,9 @@ class GrpoConfig:
         return self.async_.require_batches * self.algorithm.num_passes
 
     @property
-    def traced_roles(self) -> list[str]:
-        trainers = [f"trainer-{rank}" for rank in range(self.engine.num_ranks)]
-        return [*trainers, *(f"rollout-{number}" for number in range(self.rollout.num_engines))]
+    def traced_roles(self) -> list[RoleName]:
+        trainers = [RoleName("trainer", rank) for rank in range(self.engine.num_ranks)]
+        return [*trainers, *(RoleName("rollout", index) for index in range(self.rollout.num_engines))]
 
     @property
     def devices(self) -> dict[str, str]:

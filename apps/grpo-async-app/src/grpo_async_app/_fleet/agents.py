@@ -10,7 +10,7 @@ from typing import Any, Final
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._roles.agent import AgentExit
-from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
+from offbeat_actors import Launcher, RoleOnCall, RoleSpec
 from offbeat_async_policy import Busy
 from offbeat_core import (
     DeadlineError,
@@ -56,7 +56,7 @@ class AgentProcess:
     """
 
     def __init__(self, launcher: Launcher, spec: RoleSpec, deadline_s: float) -> None:
-        self._role, self._deadline_s = RestartedRole(launcher, spec), deadline_s + GRACE_S
+        self._role, self._deadline_s = RoleOnCall(launcher, spec), deadline_s + GRACE_S
         self.num_ended = 0
 
     async def start(self) -> None:
@@ -69,10 +69,10 @@ class AgentProcess:
         Raises:
             AgentFailedError: it was lost with the process.
         """
-        handle = await self._role.start()
+        await self._role.start()  # what goes wrong here is no fault of an episode
         try:
-            ended: AgentExit = await call_or_kill(
-                handle, "run", dict(row), base_url, key, reward_key, returns=AgentExit, deadline_s=self._deadline_s
+            ended: AgentExit = await self._role.call(
+                "run", dict(row), base_url, key, reward_key, returns=AgentExit, deadline_s=self._deadline_s
             )
         except DeadlineError as error:
             raise AgentFailedError("lost", str(error)) from error

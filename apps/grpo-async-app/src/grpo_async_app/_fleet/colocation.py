@@ -23,16 +23,14 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.events import RunEvents
 from grpo_async_app._fleet.trainers import Trainers, is_lost
-from offbeat_actors import ActorHandle, Supervised
+from offbeat_actors import ActorHandle, Member
 from offbeat_core import ConfigError, DeadlineError, OffbeatError, PauseMode, PeerFailedError
 from offbeat_run import clock_s
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
-
-Note = Callable[[str, str, float, float, int], None]
-"""Takes (role, step, start_s, end_s, resident_bytes) of each step that is done."""
 
 
 class ColocationSchedule:
@@ -40,14 +38,14 @@ class ColocationSchedule:
 
     Args:
         trainer: the one there is.
-        note: takes every step.
+        events: takes every step.
     """
 
-    def __init__(self, config: GrpoConfig, trainer: Callable[[], Trainers], note: Note = lambda *_: None) -> None:
+    def __init__(self, config: GrpoConfig, trainer: Callable[[], Trainers], events: RunEvents) -> None:
         self._level = config.cluster.sleep_level
         self._step_deadline_s, self._pause_deadline_s = config.cluster.turn_timeout_s, config.async_.sync_deadline_s
         self._start_deadline_s = config.cluster.start_timeout_s
-        self._trainer, self._note = trainer, note
+        self._trainer, self._events = trainer, events
         self._away: WeakKeyDictionary[ActorHandle, frozenset[str]] = WeakKeyDictionary()  # what an engine gave back
         self._engines_may_start = asyncio.Event()
         self._engines_may_start.set()
@@ -93,19 +91,19 @@ class ColocationSchedule:
 
     # ── to the trainer ────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def to_training(self, engines: Sequence[Supervised]) -> None:
+    async def to_training(self, engines: Sequence[Member]) -> None:
         """Give the trainer the devices; nothing where it has them. Errors name who did not sleep, start or wake."""
         if not self._is_training:
             await self._put_to_sleep_all(engines, "wait")
             await self._tell_trainer("wake")
             self._is_training = True
 
-    async def trainer_is_gone(self, engines: Sequence[Supervised]) -> None:
+    async def trainer_is_gone(self, engines: Sequence[Member]) -> None:
         """Its memory is free. The engines sleep, so that another can be started."""
         await self._put_to_sleep_all(engines, "abort")
         self._is_training = True
 
-    async def _put_to_sleep_all(self, engines: Sequence[Supervised], mode: PauseMode) -> None:
+    async def _put_to_sleep_all(self, engines: Sequence[Member], mode: PauseMode) -> None:
         self._engines_may_start.clear()
         for name, ended in list(self._starting.items()):
             try:
@@ -138,7 +136,7 @@ class ColocationSchedule:
         """Let an engine have memory for the weights that come."""
         await self._wake(handle, WEIGHTS)
 
-    async def to_generation(self, engines: Sequence[Supervised]) -> None:
+    async def to_generation(self, engines: Sequence[Member]) -> None:
         """Take the weights from the trainer's memory, and let these engines go on, which have got theirs."""
         await self._tell_trainer("sleep", 2)
         by_handle = {engine.actor: engine for engine in engines if engine.actor.alive}
@@ -162,7 +160,7 @@ class ColocationSchedule:
 
     async def _tell_trainer(self, method: str, *args: Any) -> None:
         words = [method, *(str(each) if isinstance(each, int) else " ".join(each) for each in args)]
-        await self._step("trainer-0", " ".join(words), self._trainer().call, method, *args)
+        await self._step(self._trainer().name, " ".join(words), self._trainer().call, method, *args)
 
     async def _step(self, role: str, step: str, call: Callable[..., Any], method: str, *args: Any) -> None:
         start_s = clock_s()
@@ -173,7 +171,7 @@ class ColocationSchedule:
                 raise type(error)(f"{role} cannot {step}: {error}") from error
             raise
         self._spent_s += clock_s() - start_s
-        self._note(role, step, start_s, clock_s(), resident_bytes)
+        self._events.handed_over(role, step, start_s, clock_s(), resident_bytes)
 
     async def _call(self, handle: ActorHandle, method: str, *args: Any, deadline_s: float) -> None:
         await handle.call(method, *args, deadline_s=deadline_s)

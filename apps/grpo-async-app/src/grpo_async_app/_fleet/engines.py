@@ -11,16 +11,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engine_watch import EngineSpeeds, TokenWatch
 from grpo_async_app._fleet.weights import WeightOffer, bring_weights
-from offbeat_actors import (
-    ActorHandle,
-    RestartBudget,
-    Supervised,
-    Tell,
-    gather_or_cancel,
-    least_loaded,
-    start_again,
-    wait_gone,
-)
+from offbeat_actors import ActorHandle, Ask, KeepAlive, Member, Pool
 from offbeat_core import (
     Completion,
     EngineHealth,
@@ -28,6 +19,7 @@ from offbeat_core import (
     OffbeatError,
     PeerFailedError,
     PlacementError,
+    RoleName,
 )
 from offbeat_run import clock_s
 
@@ -35,21 +27,19 @@ JOINING_AT_ONCE: Final = 4
 """Engines that start beside a run that goes on: each loads a model, and a hundred at once would take the machine."""
 
 
-class Engine(Supervised):
+class Engine(Member):
     """One rollout engine, through all its processes; its load is the groups that it works on.
 
     Attributes:
-        empty: it has nothing to do.
-        leaving: it takes no more groups, and is stopped when it is empty.
-        has_left: it will never serve again.
+        empty: it has nothing to do, so one that leaves can be stopped.
         num_tokens: sampled by its process, as it last said.
         version: of the policy whose weights its process holds; None before its first sync.
     """
 
-    def __init__(self, name: str, actor: ActorHandle) -> None:
-        super().__init__(name, actor)
+    def __init__(self, actor: ActorHandle) -> None:
+        super().__init__(actor)
         self.empty = asyncio.Event()
-        self.leaving = self.has_left = False
+        self.empty.set()
         self.num_tokens = 0
         self.version: int | None = None
 
@@ -60,52 +50,34 @@ class Engine(Supervised):
         watch.look(health, clock_s())
 
 
-class Engines:
+class Engines(Pool[Engine]):
     """Rollout engines, which may die, stop answering, come and go while the run goes on.
 
     Args:
-        start: starts the process of the engine of this name.
-        tell: takes a line when something has happened to an engine.
+        start: starts the process of an engine.
+        keep: how they are kept alive.
         turns: where the engines share their devices with the trainer; None where they have their own.
     """
 
     def __init__(
         self,
         config: GrpoConfig,
-        start: Callable[[str], Awaitable[ActorHandle]],
-        budget: RestartBudget,
-        tell: Tell,
+        start: Callable[[RoleName], Awaitable[ActorHandle]],
+        keep: KeepAlive,
         turns: ColocationSchedule | None = None,
     ) -> None:
-        self._config, self._start_process, self._budget, self._tell = config, start, budget, tell
-        self._num_starting = 0
-        self._engines: dict[str, Engine] = {}
-        self._joining: set[str] = set()
+        super().__init__(start, keep, Engine)
+        self._config, self._turns = config, turns
+        self._joining: set[RoleName] = set()
         self._wanted = config.rollout.num_engines
-        self._serve_as_started = False
-        self._all_started = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._serve_as_started = self._all_started = False
         self._without_weights: asyncio.Queue[str] = asyncio.Queue()
         self._speeds = EngineSpeeds()
         self._stragglers: dict[str, float] = {}
-        self._turns = turns
 
-    async def start(self) -> None:
+    async def start_wanted(self) -> None:
         """Start as many as the configuration says. None serves before it has got weights, or `serve` is called."""
-        names = [f"rollout-{number}" for number in range(self._wanted)]
-        for name, handle in zip(names, await gather_or_cancel([self._start(name) for name in names]), strict=True):
-            self._add(name, handle)
-
-    async def _start(self, name: str) -> ActorHandle:
-        self._num_starting += 1
-        try:
-            return await self._start_process(name)
-        finally:
-            self._num_starting -= 1
-
-    @property
-    def are_starting(self) -> bool:
-        return self._num_starting > 0
+        await self.start(RoleName("rollout", index) for index in range(self._wanted))
 
     def let_others_join(self) -> None:
         """All roles are there: begin with what `scale` was asked for meanwhile."""
@@ -115,54 +87,39 @@ class Engines:
     def serve(self) -> None:
         """Let all serve the weights that they start with, now and after a restart."""
         self._serve_as_started = True
-        for engine in self._engines.values():
+        for engine in self.members.values():
             engine.serves.set()
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def names(self) -> list[str]:
         """Those that take part, in order; one that is being started again is among them, one that leaves is not."""
-        return sorted((engine.name for engine in self._engines.values() if not engine.leaving), key=_number)
+        return [str(role) for role in self._staying]
 
     @property
-    def living(self) -> list[Engine]:
-        """Those whose process runs and is not being stopped."""
-        return [engine for engine in self._engines.values() if engine.actor.alive and not engine.has_left]
+    def _staying(self) -> list[RoleName]:
+        return sorted(engine.role for engine in self.members.values() if not engine.leaving)
 
     @property
     def num_tokens(self) -> int:
         """A sum that changes while any of them samples: it tells slow from stuck."""
-        return sum(engine.num_tokens for engine in self._engines.values())
+        return sum(engine.num_tokens for engine in self.members.values())
 
     @property
     def versions(self) -> dict[str, int]:
         """The policy version that each engine holds; an engine without weights is left out."""
-        return {engine.name: engine.version for engine in self._engines.values() if engine.version is not None}
-
-    @property
-    def num_restarts(self) -> int:
-        return sum(times for role, times in self._budget.spent.items() if role.startswith("rollout-"))
+        return {engine.name: engine.version for engine in self.members.values() if engine.version is not None}
 
     @property
     def stragglers(self) -> dict[str, float]:
         """Engines much slower than the others, and how many times."""
-        return {name: times for name, times in self._stragglers.items() if name in self._engines}
-
-    def least_loaded(self) -> str:
-        """The serving engine with the fewest groups; any one when none serves."""
-        there = [self._engines[name] for name in self.names]
-        return least_loaded(there).name
+        return {name: times for name, times in self._stragglers.items() if name in self.members}
 
     @contextlib.contextmanager
     def hold(self, name: str) -> Iterator[None]:
         """Give an engine a group to work on, or weights: it does not leave before the block ends."""
-        engine = self._engines[name]
+        engine = self.members[name]
         engine.load += 1
         engine.empty.clear()
         try:
@@ -192,14 +149,16 @@ class Engines:
         try:
             return await actor.call(method, *args, returns=returns, deadline_s=deadline_s)
         except PeerFailedError as error:
-            self._give_up(engine, actor, error.reason)
+            self.give_up(engine, actor, error.reason)
             raise
 
     def _note_speed(self, name: str, num_tokens: int, seconds: float) -> None:
         self._speeds.took(name, num_tokens, seconds)
         slow = self._speeds.stragglers(self.names)
         for slower in slow.keys() - self._stragglers.keys():
-            self._tell(f"{slower} is a straggler: {slow[slower]:.1f} times slower than the others; it gets less to do")
+            self.keep.notify(
+                f"{slower} is a straggler: {slow[slower]:.1f} times slower than the others; it gets less to do"
+            )
         self._stragglers = slow
 
     async def abort(self, request_id: str) -> None:
@@ -212,7 +171,7 @@ class Engines:
                 raise outcome
 
     def _find(self, name: str) -> Engine:
-        engine = self._engines.get(name)
+        engine = self.members.get(name)
         if engine is not None and engine.failure is not None:
             raise engine.failure
         if engine is None or engine.has_left:
@@ -237,7 +196,7 @@ class Engines:
         return await self._without_weights.get()
 
     async def sync_one(self, name: str, offer: WeightOffer) -> None:
-        engine = self._engines.get(name)
+        engine = self.members.get(name)
         late = self._turns is not None and self._turns.is_training  # the next sync is about to do it
         if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
             await self._bring_weights([engine], offer, interrupt=False)
@@ -249,7 +208,7 @@ class Engines:
         with contextlib.ExitStack() as held:
             for engine in engines:
                 held.enter_context(self.hold(engine.name))
-            synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self._give_up)
+            synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self.give_up)
         for engine in synced:
             engine.version = offer.version
         if turns is not None:
@@ -257,74 +216,34 @@ class Engines:
 
     # ── life and death ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def raise_if_failed(self) -> None:
-        """Raise what went wrong with an engine and is not to be mended by starting it again.
+    def ask(self, member: Engine) -> Ask:
+        """Ask for its health: one that decodes in vain is stuck."""
+        return partial(member.ask_health, TokenWatch(self.keep.silent_after_s))
 
-        Each time: the run may take it for the trainer's fault, go on, and would have an engine that nobody looks after.
-        """
-        for task in [task for task in self._tasks if task.done()]:
-            if not task.cancelled() and (error := task.exception()):
-                raise error
-            self._tasks.discard(task)
+    def on_up(self, member: Engine) -> None:
+        """Let an engine serve what it starts with, or send for weights; the first ones get theirs by the first sync."""
+        if self._serve_as_started:
+            member.serves.set()
+        elif self._all_started:
+            self._without_weights.put_nowait(member.name)
 
-    def _add(self, name: str, handle: ActorHandle) -> Engine:
-        engine = self._engines[name] = Engine(name, handle)
-        engine.empty.set()
-        self._tasks.add(asyncio.create_task(self._look_after(engine)))
-        return engine
+    def on_end(self, member: Engine) -> None:
+        """Forget what its process was: the next one is another, without weights."""
+        member.version = None
+        self._speeds.forget(member.name)
 
-    def _give_up(self, engine: Engine, actor: ActorHandle, why: str) -> None:
-        """End what is left of a process that has failed; who looks after the engine starts it again."""
-        if engine.give_up(actor):
-            self._tell(f"{engine.name} is ended, because only a new process mends this: {why}")
-
-    async def _look_after(self, engine: Engine) -> None:
-        """Watch an engine through all its lives. Who waits for it to serve hears why it never will."""
-        try:
-            await self._keep_alive(engine)
-        except Exception as error:
-            engine.failure = error
-            raise
-        finally:
-            engine.has_left = True
-            engine.serves.set()
-        del self._engines[engine.name]
-        self._tell(f"{engine.name} has left: {_count(self.names)}")
-
-    async def _keep_alive(self, engine: Engine) -> None:
-        """Start an engine again whenever it ends, until it leaves."""
-        while True:
-            silent_after_s = self._config.cluster.silent_after_s
-            ask = partial(engine.ask_health, TokenWatch(silent_after_s))
-            cause = await wait_gone(engine.actor, ask, silent_after_s)
-            engine.serves.clear()
-            engine.version = None
-            self._speeds.forget(engine.name)
-            if engine.leaving or not await self._is_started_again(engine, cause):
-                break
-
-    async def _is_started_again(self, engine: Engine, cause: str) -> bool:
-        try:
-            engine.actor = await start_again(
-                self._budget, engine.name, cause, lambda: self._start(engine.name), self._tell
-            )
-        except PlacementError as error:
-            if self.names == [engine.name]:
-                raise
-            self._go_on_without(engine.name)
-            self._tell(f"{engine.name} has no place any more, and the others go on: {error}")
+    def goes_on_without(self, member: Engine, error: OffbeatError) -> bool:
+        """Let the others go on without an engine that has no place any more."""
+        if not isinstance(error, PlacementError) or self._staying == [member.role]:
             return False
-        if engine.leaving:  # it was asked to while it was started: it has nothing to finish
-            await self._stop(engine)
-            return False
-        self._send_for_weights(engine)
+        self._want_no_more_than_without(member.role)
+        self.keep.notify(f"{member.name} has no place any more, and the others go on: {error}")
         return True
 
-    def _send_for_weights(self, engine: Engine) -> None:
-        if self._serve_as_started:
-            engine.serves.set()
-        else:
-            self._without_weights.put_nowait(engine.name)
+    def describe(self) -> str:
+        """Return how many rollout engines stay, in words."""
+        number = len(self._staying)
+        return f"{number} rollout engine{'s' if number != 1 else ''}"
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -335,54 +254,39 @@ class Engines:
             self._adjust()
 
     def _adjust(self) -> None:
-        staying = self.names
-        for name in staying[self._wanted :]:
-            self._engines[name].leaving = True
-            self._tasks.add(asyncio.create_task(self._dismiss(self._engines[name])))
+        staying = self._staying
+        for role in staying[self._wanted :]:
+            engine = self.members[str(role)]
+            engine.leaving = True
+            self.in_background(self._leave_when_empty(engine))
         missing = self._wanted - len(staying) - len(self._joining)
-        free = filter(self._is_free, map("rollout-{}".format, count()))
-        for name in islice(free, max(0, min(missing, JOINING_AT_ONCE - len(self._joining)))):
-            self._joining.add(name)
-            self._tasks.add(asyncio.create_task(self._join(name)))
+        free = (role for role in map(partial(RoleName, "rollout"), count()) if self._is_free(role))
+        for role in islice(free, max(0, min(missing, JOINING_AT_ONCE - len(self._joining)))):
+            self._joining.add(role)
+            self.in_background(self._join(role))
 
-    def _is_free(self, name: str) -> bool:
-        return name not in self._engines and name not in self._joining
+    def _is_free(self, role: RoleName) -> bool:
+        return str(role) not in self.members and role not in self._joining
 
-    async def _join(self, name: str) -> None:
+    async def _join(self, role: RoleName) -> None:
         try:
-            handle = await self._start(name)
+            actor = await self.start_process(role)
         except OffbeatError as error:
-            self._joining.discard(name)
-            self._go_on_without(name)
-            self._tell(f"{name} cannot be started, so {_count(self.names)} go on: {error}")
+            self._joining.discard(role)
+            self._want_no_more_than_without(role)
+            self.keep.notify(f"{role} cannot be started, so {self.describe()} go on: {error}")
         else:
-            self._joining.discard(name)
-            self._send_for_weights(self._add(name, handle))
-            self._tell(f"{name} has joined: {_count(self.names)}")
+            self._joining.discard(role)
+            self.add(actor)
+            self.keep.notify(f"{role} has joined: {self.describe()}")
         self._adjust()  # others may be waiting to start, or too many by now
 
-    def _go_on_without(self, name: str) -> None:
+    def _want_no_more_than_without(self, role: RoleName) -> None:
         """Want no more engines than there are without this one, which cannot be started: it is not tried again."""
-        there = {*self.names, *self._joining} - {name}
+        there = {*self._staying, *self._joining} - {role}
         self._wanted = min(self._wanted, len(there))
 
-    async def _dismiss(self, engine: Engine) -> None:
+    async def _leave_when_empty(self, engine: Engine) -> None:
         while engine.load:  # again: it may have got something to do before this task went on
             await engine.empty.wait()
-        await self._stop(engine)
-
-    async def _stop(self, engine: Engine) -> None:
-        """Stop its process. What goes wrong is told: it is gone anyway, and nobody needs it."""
-        engine.has_left = True
-        try:
-            await engine.actor.stop()
-        except OffbeatError as error:
-            self._tell(f"{engine.name} did not close well: {error}")
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} rollout engine{'s' if len(names) != 1 else ''}"
+        await self.leave(engine)

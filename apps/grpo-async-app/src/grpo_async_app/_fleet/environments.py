@@ -5,7 +5,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from offbeat_actors import Launcher, RestartedRole, RoleSpec, call_or_kill
+from offbeat_actors import Launcher, RoleOnCall, RoleSpec
 from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 from offbeat_data import EnvironmentFailedError, Prompt, RewardScore
 
@@ -25,7 +25,7 @@ class EnvironmentProcess:
     """
 
     def __init__(self, launcher: Launcher, spec: RoleSpec, step_timeout_s: float) -> None:
-        self._role, self._deadline_s = RestartedRole(launcher, spec), 2 * step_timeout_s + GRACE_S
+        self._role, self._deadline_s = RoleOnCall(launcher, spec), 2 * step_timeout_s + GRACE_S
         self._numbers = itertools.count()
         self.num_answers = 0  # of all episodes; it tells slow from stuck
 
@@ -46,9 +46,9 @@ class EnvironmentProcess:
 
     async def call(self, method: str, *args: Any, returns: Any = None) -> Any:
         """Call the role, or say that the environment failed, took too long, or was lost with the process."""
-        handle = await self._role.start()
+        await self._role.start()  # what goes wrong here is no fault of an episode
         try:
-            answer = await call_or_kill(handle, method, *args, returns=returns, deadline_s=self._deadline_s)
+            answer = await self._role.call(method, *args, returns=returns, deadline_s=self._deadline_s)
         except DeadlineError as error:
             # It blocks, and with it every episode of the process: this one, which sees it first, and others with it.
             raise EnvironmentFailedError("timed_out", str(error)) from error

@@ -1,7 +1,6 @@
 """The processes of a run: trainer, rollout engines, environments, scorers; started, called, restarted, stopped."""
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,28 +14,28 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import judge_of
 from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._fleet.agents import AgentProcess
-from grpo_async_app._fleet.colocation import ColocationSchedule, Note
+from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._fleet.environments import EnvironmentProcess
+from grpo_async_app._fleet.events import LoggedEvents, RunEvents
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.teachers import RewardModels, Teachers
 from grpo_async_app._fleet.trainers import Trainers, start_trainers
-from grpo_async_app._fleet.weights import Taken, WeightOffer
+from grpo_async_app._fleet.weights import WeightOffer
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import (
     ActorHandle,
+    KeepAlive,
     Launcher,
     RestartBudget,
     RolePlace,
     RoleSpec,
-    Tell,
     available_cpus,
     check_processes,
     gather_or_cancel,
     split_threads,
     start_again,
 )
-from offbeat_async_policy import OnSpan
 from offbeat_core import (
     ConfigError,
     DeadlineError,
@@ -45,14 +44,13 @@ from offbeat_core import (
     Metrics,
     PeerFailedError,
     PlacementError,
+    RoleName,
     load_backend,
 )
 from offbeat_data import CompletionText, Prompt, RewardConfig, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s, doing
 from offbeat_weightsync import new_socket_path
-
-_log = logging.getLogger(__name__)
 
 QUICK_STOP_S = 2.0
 """Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
@@ -74,10 +72,7 @@ class Fleet:
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
         has_images: prompts have some.
-        tell: takes a line when something has happened to a role.
-        handed_over: takes every step in which memory changes hands between roles that share devices.
-        worked: told of each stretch in which a teacher or a reward model was busy.
-        taken: see `WeightOffer`.
+        events: takes what happens to roles.
 
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
@@ -93,10 +88,7 @@ class Fleet:
         log_folder: Path,
         *,
         has_images: bool = False,
-        tell: Tell = _log.warning,
-        handed_over: Note = lambda *_: None,
-        worked: OnSpan = lambda *_: None,
-        taken: Taken = lambda *_: None,
+        events: RunEvents | None = None,
     ) -> None:
         self._config = config = settle_lora_sync(config)
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
@@ -104,9 +96,10 @@ class Fleet:
         self._trainer: Trainers | None = None
         self._gives_devices = False
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.tell, self._taken = tell, taken
-        self.turns = ColocationSchedule(config, lambda: self.trainer, handed_over) if config.cluster.colocate else None
-        self.engines = Engines(config, self._start_rollout, self._budget, tell, self.turns)
+        self.events = events = events or LoggedEvents()
+        self._keep = KeepAlive(budget=self._budget, silent_after_s=config.cluster.silent_after_s, notify=events.message)
+        self.turns = ColocationSchedule(config, lambda: self.trainer, events) if config.cluster.colocate else None
+        self.engines = Engines(config, self._start_rollout, self._keep, self.turns)
         self.environments = {
             key: EnvironmentProcess(self._launcher, self._roles.environment(key), environment.step_timeout_s)
             for key, environment in config.environments.items()
@@ -116,13 +109,13 @@ class Fleet:
         )
         self._replicas: list[Replicas] = []
         self.teachers = (
-            Teachers(config, self._make_replicas("teacher", config.teacher.num_replicas, worked))
+            Teachers(config, self._make_replicas("teacher", config.teacher.num_replicas))
             if config.teacher.is_set
             else None
         )
         model = None
         if (options := reward_model_of(config.reward)) is not None:
-            model = RewardModels(options, self._make_replicas("reward_model", options.num_replicas, worked))
+            model = RewardModels(options, self._make_replicas("reward_model", options.num_replicas))
         self._reward_models = model
         self._scorers = {
             name: ScorerPool(
@@ -130,13 +123,13 @@ class Fleet:
                 config.cluster,
                 log_folder / f"reward_errors{'-' * bool(name)}{name.replace('/', '-')}.log",
                 model.score if model else None,
-                tell,
+                events.message,
             )
             for name, reward in judges_of(config).items()
         }
 
-    def _make_replicas(self, kind: str, number: int, worked: OnSpan) -> Replicas:
-        replicas = Replicas(self._config, kind, number, self._start_replica, self._budget, self.tell, worked)
+    def _make_replicas(self, kind: str, number: int) -> Replicas:
+        replicas = Replicas(self._config, kind, number, self._start_replica, self._keep, self.events)
         self._replicas.append(replicas)
         return replicas
 
@@ -186,7 +179,7 @@ class Fleet:
         await self._place(placement.only("rollout", "environment", "agent", "reward_model"))
         await self._start_serving()
         if self._reward_models is not None:
-            await self._reward_models.replicas.start()
+            await self._reward_models.replicas.start_all()
         self.engines.serve()
 
     async def _place(self, placement: Placement) -> None:
@@ -196,21 +189,21 @@ class Fleet:
     async def _start_serving(self) -> None:
         actors = [each.start() for each in (*self.environments.values(), self.agent) if each is not None]
         judges = [scorers.start() for scorers in self._scorers.values()]
-        await gather_or_cancel([self.engines.start(), *actors, *judges])
+        await gather_or_cancel([self.engines.start_wanted(), *actors, *judges])
 
     def _starting_replicas(self) -> list[Coroutine[Any, Any, None]]:
-        return [replicas.start() for replicas in self._replicas]
+        return [replicas.start_all() for replicas in self._replicas]
 
-    async def _start_replica(self, name: str) -> ActorHandle:
-        return await self._launcher.start(self._roles.replica(name))
+    async def _start_replica(self, role: RoleName) -> ActorHandle:
+        return await self._launcher.start(self._roles.replica(role))
 
-    async def _start_rollout(self, name: str) -> ActorHandle:
-        self._check_reserved(int(name.rpartition("-")[2]) + 1)
+    async def _start_rollout(self, role: RoleName) -> ActorHandle:
+        self._check_reserved(role.index + 1)
         turns = self.turns if self._trainer is not None else None  # without a trainer nobody takes turns
         if turns is None:
-            return await self._launcher.start(self._roles.rollout(name))
-        async with turns.starting(name) as started:
-            handle = await self._launcher.start(self._roles.rollout(name))
+            return await self._launcher.start(self._roles.rollout(role))
+        async with turns.starting(str(role)) as started:
+            handle = await self._launcher.start(self._roles.rollout(role))
             await started(handle)
         return handle
 
@@ -230,7 +223,7 @@ class Fleet:
         if number > planned and (self._launcher.reserves or self._gives_devices):
             raise PlacementError(
                 f"devices were reserved for {planned} rollout engines (rollout.num_engines), and none for "
-                f"rollout-{number - 1}: end the run and resume it with as many as it shall have"
+                f"{RoleName('rollout', number - 1)}: end the run and resume it with as many as it shall have"
             )
 
     # ── scoring ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,7 +272,7 @@ class Fleet:
         if self.turns is not None:
             await self.turns.trainer_is_gone(self.engines.living)
         start = partial(self._start_trainers, num_updates, checkpoint)
-        self._trainer = await start_again(self._budget, "trainer", cause, start, self.tell)
+        self._trainer = await start_again(self._budget, "trainer", cause, start, self.events.message)
 
     async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
         cluster = self._config.cluster
@@ -296,7 +289,7 @@ class Fleet:
     def offer_weights(self, version: int) -> WeightOffer:
         rollout, deadline_s = self._config.rollout, self._config.async_.sync_deadline_s
         parts, transport = rollout.weight_parts, rollout.weight_transport
-        return WeightOffer(self.trainer, version, deadline_s, parts, transport, self._taken)
+        return WeightOffer(self.trainer, version, deadline_s, self.events, parts, transport)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
         """Await work that calls roles; shortly before its deadline, raise who has not answered."""
@@ -323,9 +316,9 @@ class Fleet:
         scorers = (place for pool in self._scorers.values() for place in pool.starter.places())
         return [*self._launcher.places(), *scorers]
 
-    def num_restarts(self, role: str) -> int:
-        """How often a role was started again."""
-        return self._budget.spent.get("trainer" if role.startswith("trainer-") else role, 0)
+    def num_restarts(self, role: RoleName) -> int:
+        """Return how often a role was started again; the ranks of a trainer are started together."""
+        return self._budget.spent.get("trainer" if role.kind == "trainer" else str(role), 0)
 
     # ── how it goes ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -375,48 +368,51 @@ class RoleSpecs:
     def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
         """Rank 0 of the trainer; the others differ by their number."""
         start = {"model_path": self._model_path, "num_updates": num_updates, "checkpoint": str(checkpoint or "")}
-        return self._spec("trainer-0", "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder)
+        return self._spec(
+            RoleName("trainer"), "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder
+        )
 
-    def rollout(self, name: str) -> RoleSpec:
-        spec = self._spec(name, "RolloutRole", name=name, model_path=self._model_path, trace_folder=self._trace_folder)
+    def rollout(self, role: RoleName) -> RoleSpec:
+        spec = self._spec(role, "RolloutRole", role=role, model_path=self._model_path, trace_folder=self._trace_folder)
         return _with_environment_of(self._config.rollout.backend, spec)
 
-    def replica(self, name: str) -> RoleSpec:
+    def replica(self, role: RoleName) -> RoleSpec:
         """Of a teacher or a reward model."""
-        if name.startswith("teacher"):
-            spec = self._spec(name, "TeacherRole", images=self._has_images)
+        if role.kind == "teacher":
+            spec = self._spec(role, "TeacherRole", images=self._has_images)
             return _with_environment_of(self._config.teacher.backend, spec)
-        return self._spec(name, "RewardModelRole")
+        return self._spec(role, "RewardModelRole")
 
     def environment(self, key: str) -> RoleSpec:
         """It gets its own section alone: the whole configuration would import torch."""
-        name = f"environment-{list(self._config.environments).index(key)}"
+        role = RoleName("environment", list(self._config.environments).index(key))
         return RoleSpec(
-            name=name,
+            role=role,
             target="grpo_async_app._roles.environment:EnvironmentRole",
             kwargs={"config": self._config.environments[key]},
             num_threads=1,
-            log_path=self._log_folder / f"{name}.log",
+            log_path=self._log_folder / f"{role}.log",
             max_log_bytes=_LOG_BYTES,
         )
 
     def agent(self) -> RoleSpec:
+        role = RoleName("agent")
         return RoleSpec(
-            name="agent-0",
+            role=role,
             target="grpo_async_app._roles.agent:AgentRole",
             kwargs={"config": self._config.agent},
             num_threads=1,
-            log_path=self._log_folder / "agent-0.log",
+            log_path=self._log_folder / f"{role}.log",
             max_log_bytes=_LOG_BYTES,
         )
 
-    def _spec(self, name: str, role: str, /, **kwargs: object) -> RoleSpec:
-        kind = name.partition("-")[0]
+    def _spec(self, name: RoleName, target: str, /, **kwargs: object) -> RoleSpec:
+        num_threads = self._threads[name.kind]
         return RoleSpec(
-            name=name,
-            target=f"grpo_async_app._roles.{kind}:{role}",
-            kwargs={"config": self._config, "num_threads": self._threads[kind], **kwargs},
-            num_threads=self._threads[kind],
+            role=name,
+            target=f"grpo_async_app._roles.{name.kind}:{target}",
+            kwargs={"config": self._config, "num_threads": num_threads, **kwargs},
+            num_threads=num_threads,
             shares_cpus=self._shares_cpus,
             log_path=self._log_folder / f"{name}.log",
         )
@@ -450,7 +446,7 @@ def plan_threads(config: GrpoConfig) -> dict[str, int]:
     them. (Half of the CPUs each was 1.5 to 2 times slower: each kind waits for the other a part of the time.)
     """
     counts = _count_roles(config)
-    trainers, rollouts, *others = ([f"{kind}-{number}" for number in range(n)] for kind, n in counts.items())
+    trainers, rollouts, *others = ([str(RoleName(kind, index)) for index in range(n)] for kind, n in counts.items())
     shares: dict[str, int] = {}
     for roles in (trainers, [*rollouts, *chain(*others)]):  # who scores does so while engines sample
         shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))

@@ -42,7 +42,7 @@ class Teachers:
             temperature=self._config.rollout.temperature,
             images=images,
         )
-        scores = await self.replicas.ask(request, list[Floats], self._config.teacher.deadline_s, where)
+        scores = await self.replicas.score(request, list[Floats], self._config.teacher.deadline_s, where)
         return [found[each.loss_mask] for found, each in zip(scores, trajectories, strict=True)]
 
 
@@ -58,7 +58,7 @@ class RewardModels:
         chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         messages = [(str(each.get("role")), _content(each.get("content"))) for each in chat]
         ask = RewardModelAsk(messages=messages, text=prompt.escaped or prompt.text, completions=list(texts))
-        answers = await self.replicas.ask(ask, list[ScorerAnswer], self._options.deadline_s)
+        answers = await self.replicas.score(ask, list[ScorerAnswer], self._options.deadline_s)
         return [answer.judged() for answer in answers]
 
 

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from grpo_async_app._fleet.colocation import ColocationSchedule
+from grpo_async_app._fleet.events import RunEvents
 from grpo_async_app._fleet.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
-from offbeat_actors import ActorHandle, Supervised
+from offbeat_actors import ActorHandle, Member
 from offbeat_core import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError
 from offbeat_run import clock_s
 
-E = TypeVar("E", bound=Supervised)
-Taken = Callable[[str, WeightPart, int, float], None]
+E = TypeVar("E", bound=Member)
 
 
 class WeightOffer:
@@ -24,7 +24,7 @@ class WeightOffer:
         deadline_s: for all engines to come, load and prove.
         parts: what an engine gets, in order. The base is brought once to each process of an engine, by one trainer.
         transport: see `RolloutConfig.weight_transport`.
-        taken: told of each part that an engine has taken, with engine, part, version, and when it began.
+        events: takes each part that an engine has taken.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class WeightOffer:
         trainer: Trainers,
         version: int,
         deadline_s: float,
+        events: RunEvents,
         parts: Sequence[WeightPart] = ("merged",),
         transport: str = "auto",
-        taken: Taken = lambda *_: None,
     ) -> None:
         self._trainer, self.version, self._deadline_s = trainer, version, deadline_s
-        self.parts, self._transport, self._taken = parts, transport, taken
+        self.parts, self._transport, self._events = parts, transport, events
         self._transfer_id = 0
         self._brought: set[tuple[ActorHandle, WeightPart]] = set()
 
@@ -71,7 +71,7 @@ class WeightOffer:
         begun_s, deadline_s = clock_s(), self._deadline_s
         args = (source, self.version, deadline_s, actor.name, part)
         await actor.call("receive_weights", *args, returns=WeightProof, deadline_s=deadline_s + 5)
-        self._taken(actor.name, part, self.version, begun_s)
+        self._events.took_weights(actor.name, part, self.version, begun_s)
 
     async def withdraw(self) -> None:
         """Tell the trainer that not all engines of the last `send` will come."""

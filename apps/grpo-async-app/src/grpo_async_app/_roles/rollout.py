@@ -17,6 +17,7 @@ from offbeat_core import (
     LoraAdapter,
     PauseMode,
     RecordedSession,
+    RoleName,
     RolloutEngine,
     SessionPlan,
     TracePlan,
@@ -106,7 +107,7 @@ class RolloutRole:
 
     Args:
         config: of the run.
-        name: such as "rollout-0".
+        role: of the engine.
         model_path: folder it starts from.
         num_threads: of the engine.
         trace_folder: takes the traces of section `profile`.
@@ -115,10 +116,10 @@ class RolloutRole:
     _engine: RolloutEngine
 
     def __init__(
-        self, *, config: GrpoConfig, name: str, model_path: str, num_threads: int, trace_folder: str = ""
+        self, *, config: GrpoConfig, role: RoleName, model_path: str, num_threads: int, trace_folder: str = ""
     ) -> None:
         log_start(config.rollout.device, num_threads)
-        self._config, self._name, self._plan = config, name, config.profile.plan(name, Path(trace_folder))
+        self._config, self._role, self._plan = config, role, config.profile.plan(role, Path(trace_folder))
         settings = config.rollout_engine(model_path, num_threads)
         self._settings = replace(settings, trace_folder=trace_folder) if self._plan else settings
         self._server: RolloutServer | None = None
@@ -173,7 +174,7 @@ class RolloutRole:
             needs = "agent.command" if port is None else "rollout.serve_port"
             raise BackendError(f"{needs} needs offbeat-serve; install it with: {line}") from error
         settings = ServeSettings(
-            port=port + int(self._name.rpartition("-")[2]) if port else 0,
+            port=port + self._role.index if port else 0,
             # A sync may wait for such a request, which must not use up its deadline.
             generate_deadline_s=self._config.async_.sync_deadline_s / 2,
             close_deadline_s=1.0,

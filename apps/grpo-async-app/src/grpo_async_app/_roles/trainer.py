@@ -18,6 +18,7 @@ from grpo_async_app._roles.residence import resident_bytes
 from offbeat_core import (
     Metric,
     Metrics,
+    RoleName,
     SleepingTrainEngine,
     TracePlan,
     TrainEngine,
@@ -82,8 +83,9 @@ class TrainerRole:
             check_shared(Path(trace_folder).parent)
         create, device = load_backend("offbeat.engine", config.engine.backend).create, config.engine.device
         rank = rendezvous.rank if rendezvous else 0
+        role = RoleName("trainer", rank)
         if rendezvous:
-            mesh = rendezvous.join(device, name=f"trainer-{rank}", stall_after_s=config.liveness.stall_after_s)
+            mesh = rendezvous.join(device, name=str(role), stall_after_s=config.liveness.stall_after_s)
         settings = config.train_engine(model_path, num_updates, num_threads)
         self._engine: TrainEngine = create(settings, mesh) if rendezvous else create(settings)
         self._critic: TrainEngine | None = None
@@ -96,7 +98,7 @@ class TrainerRole:
             if self._critic is not None:
                 self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
         log_loaded(checkpoint or model_path, settings.dtype, began_s)
-        self._trace = make_trace(config.profile.plan(f"trainer-{rank}", Path(trace_folder)), device)
+        self._trace = make_trace(config.profile.plan(role, Path(trace_folder)), device)
         self._single_step = config.steps_per_update == 1
         self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
         self._critic_config, self._value_loss = config.critic, ValueLoss(config.critic.clip)

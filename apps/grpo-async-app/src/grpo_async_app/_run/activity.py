@@ -37,7 +37,7 @@ async def _follow(look: Callable[[], Activity]) -> None:
 
 def describe_start(places: Sequence[RolePlace]) -> Activity:
     """Say which roles are ready, and which are still on their way."""
-    late = [place.role for place in places if place.state != "ready"]
+    late = [str(place.role) for place in places if place.state != "ready"]
     named = ", ".join(late[:_MAX_NAMES]) + (f" and {len(late) - _MAX_NAMES} more" if len(late) > _MAX_NAMES else "")
     ready = f"{len(places) - len(late)} of {len(places)} ready"
     return "starting the roles", f"{ready}, waiting for {named}" if late else ready

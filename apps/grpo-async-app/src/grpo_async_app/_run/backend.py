@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import ValidationSet, mark_of
@@ -18,7 +18,7 @@ from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult
-from offbeat_core import ConfigError, GenerateRequest, Metrics, SamplingParams
+from offbeat_core import ConfigError, GenerateRequest, Metrics, RoleName, SamplingParams
 from offbeat_data import Prompt, TurnTemplate
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
@@ -26,6 +26,8 @@ from offbeat_run import RunFolder, clock_s
 LOOP_FOLDER = "loop"
 """Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
 STATE_FILE = "state.json"
+_TRAINER: Final = str(RoleName("trainer"))
+"""Name of all ranks of the trainer on the clock and in the timeline."""
 
 
 class GrpoBackend:
@@ -68,7 +70,7 @@ class GrpoBackend:
         self._last_asked = -1  # version of the weights that a validation was last begun for
         self._trainer_turn = asyncio.Lock()
         self._trainer_version = self.saved_version = policy.version
-        self._clock = BusyClock("trainer-0", lambda: len(fleet.engines.names), clock_s, logger.worked)
+        self._clock = BusyClock(_TRAINER, lambda: len(fleet.engines.names), clock_s, self._note_worked)
         self._rollouts = Rollouts(config, fleet, templates, self._clock.busy)
         self._templates, self._early_end, self._end_wish = templates, early_end, ""
         self._untrained = UntrainedGroups()
@@ -79,7 +81,7 @@ class GrpoBackend:
 
     async def submit(self, group_id: int) -> GroupResult:
         draw = self._stream.draw(group_id)
-        name = self._where[group_id] = self._fleet.engines.least_loaded()
+        name = self._where[group_id] = self._fleet.engines.least_loaded().name
         with self._fleet.engines.hold(name):
             samples = await self._sample(group_id, draw, name)
             greedy = await self._sample_greedy(group_id, draw, name)
@@ -254,7 +256,7 @@ class GrpoBackend:
 
     async def _train(self, groups: list[SampledGroup], version: int) -> Metrics:
         trainer, settings, self._trained = self._fleet.trainer, self._config.async_, ""
-        with self._clock.busy("trainer-0"):
+        with self._clock.busy(_TRAINER):
             async with trainer.heard(self._note_trained):
                 metrics: Metrics = await trainer.call(
                     "update",
@@ -265,6 +267,9 @@ class GrpoBackend:
                     deadline_s=settings.update_deadline_s,
                 )
         return metrics
+
+    def _note_worked(self, role: str, start_s: float, end_s: float) -> None:
+        self._logger.worked(role, "train" if role == _TRAINER else "generate", start_s, end_s)
 
     def _note_trained(self, so_far: str) -> None:
         self._trained = so_far

@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import Launcher, RoleSpec, available_cpus, read_log_tail
-from offbeat_core import Completion, GenerateRequest, OffbeatError, PlacementError, SamplingParams, UserError
+from offbeat_core import Completion, GenerateRequest, OffbeatError, PlacementError, RoleName, SamplingParams, UserError
 from offbeat_placement import ClusterView, Node, Plan, RankGroup, plan_placement
 
 _PROMPT: Final = np.asarray([1, 2, 3], np.int32)
@@ -147,7 +147,7 @@ class _WidthProbe:
         )
         try:
             await self._launcher.place(plan, [group])
-            outcome = await self._start_and_ask(f"{group.role}-0", outcome)
+            outcome = await self._start_and_ask(RoleName(group.role), outcome)
         except OffbeatError as error:
             assert outcome.log is not None
             says_all = isinstance(error, UserError)  # its log holds the traceback of the same words
@@ -155,9 +155,9 @@ class _WidthProbe:
         self._tell(outcome)
         return outcome
 
-    async def _start_and_ask(self, name: str, outcome: ProbeOutcome) -> ProbeOutcome:
+    async def _start_and_ask(self, role: RoleName, outcome: ProbeOutcome) -> ProbeOutcome:
         deadline_s, begin_s = self._config.cluster.start_timeout_s, time.monotonic()
-        actor = await self._launcher.start(self._spec(name, outcome.log), deadline_s=deadline_s)
+        actor = await self._launcher.start(self._spec(role, outcome.log), deadline_s=deadline_s)
         try:
             start_s, begin_s = time.monotonic() - begin_s, time.monotonic()
             params = SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True)
@@ -171,16 +171,16 @@ class _WidthProbe:
         await actor.stop()
         return replace(outcome, start_s=start_s, answer_s=answer_s)
 
-    def _spec(self, name: str, log: Path | None) -> RoleSpec:
+    def _spec(self, role: RoleName, log: Path | None) -> RoleSpec:
         """An engine as the run would start it, without the endpoint, the traces and the transport of a run."""
         run = self._config
         rollout = replace(
             run.rollout, tensor_parallel=self._width, num_engines=1, serve_port=None, weight_transport="auto"
         )
         config = replace(run, rollout=rollout, profile=type(run.profile)(), agent=type(run.agent)())
-        kwargs = {"config": config, "name": name, "model_path": config.model.path, "num_threads": self._num_threads}
+        kwargs = {"config": config, "role": role, "model_path": config.model.path, "num_threads": self._num_threads}
         return RoleSpec(
-            name=name,
+            role=role,
             target="grpo_async_app._roles.rollout:RolloutRole",
             kwargs=kwargs,
             num_threads=self._num_threads,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from offbeat_actors import Tell
+from offbeat_actors import Notify
 from offbeat_run import ending_signals
 
 T = TypeVar("T")
@@ -17,14 +17,14 @@ class Interruption:
 
     Args:
         within_s: the end may take so long; 0 ends at once.
-        tell: takes a line about what is finished.
+        notify: takes a line about what is finished.
 
     Attributes:
         asked: set where something is finished.
     """
 
-    def __init__(self, within_s: float = 0.0, tell: Tell = lambda _: None) -> None:
-        self._within_s, self._tell = within_s, tell
+    def __init__(self, within_s: float = 0.0, notify: Notify = lambda _: None) -> None:
+        self._within_s, self._notify = within_s, notify
         self._unfinished: Callable[[], str] = lambda: ""
         self._giving_up: asyncio.TimerHandle | None = None
         self.asked = asyncio.Event()
@@ -52,11 +52,11 @@ class Interruption:
             return False
 
         def give_up() -> None:
-            self._tell(f"{self._within_s:g} s (checkpoint.on_signal_s) are over: not saved, it is trained again")
+            self._notify(f"{self._within_s:g} s (checkpoint.on_signal_s) are over: not saved, it is trained again")
             cut_off()
 
         again = {"SIGINT": "Ctrl-C again"}.get(by, "a second signal" if by in signal.Signals.__members__ else "Ctrl-C")
-        self._tell(f"{by}: {unfinished}, for at most {self._within_s:g} s; {again} to stop at once")
+        self._notify(f"{by}: {unfinished}, for at most {self._within_s:g} s; {again} to stop at once")
         self.asked.set()
         self._giving_up = asyncio.get_running_loop().call_later(self._within_s, give_up)
         return True

@@ -18,7 +18,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace, RoleState
-from offbeat_core import RunFolderError
+from offbeat_core import ConfigError, RoleName, RunFolderError
 from offbeat_run import RunFolder, Writer
 
 LOOKED_EVERY_S: Final = 0.5
@@ -54,6 +54,10 @@ class RunPlaces:
     written_s: float
     roles: list[RoleStatus] = field(default_factory=list)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data, with the names of roles as text."""
+        return {**asdict(self), "roles": [{**asdict(role), "role": str(role.role)} for role in self.roles]}
+
     def is_by(self, writer: Writer | None) -> bool:
         """Return whether the process that holds the lock of the run folder has written them.
 
@@ -77,12 +81,13 @@ def read_places(run: RunFolder) -> RunPlaces:
         raise RunFolderError(
             f"{run.path}: holds no {run.places.name}: no role was placed yet, or an older version has run it"
         ) from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise RunFolderError(f"{run.places}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _read_role(held: dict[str, Any]) -> RoleStatus:
-    return RoleStatus(**{**held, "devices": {node: tuple(devices) for node, devices in held["devices"].items()}})
+    devices = {node: tuple(devices) for node, devices in held["devices"].items()}
+    return RoleStatus(**{**held, "role": RoleName.parse(held["role"]), "devices": devices})
 
 
 class PlacesFile:
@@ -132,8 +137,8 @@ class PlacesFile:
         return [self._status(place) for place in self._fleet.places()]
 
     def _status(self, place: RolePlace) -> RoleStatus:
-        kind = place.role.partition("-")[0]
-        version = self._logger.version if kind == "trainer" else self._fleet.engines.versions.get(place.role)
+        kind = place.role.kind
+        version = self._logger.version if kind == "trainer" else self._fleet.engines.versions.get(str(place.role))
         named = {} if place.devices else self._named_devices(kind, place.node)
         return RoleStatus(
             **{**vars(place), "devices": {**place.devices, **named}},
@@ -155,10 +160,10 @@ class PlacesFile:
             return
         places = RunPlaces(driver=os.getpid(), host=socket.gethostname(), written_s=time.time(), roles=roles)
         try:
-            self._run.write_text(self._run.places, json.dumps(asdict(places), indent=1))
+            self._run.write_text(self._run.places, json.dumps(places.to_json(), indent=1))
         except (OSError, RunFolderError) as error:
             self._fails = True
-            self._fleet.tell(f"{self._run.places.name} is not written any more: {error}")
+            self._fleet.events.message(f"{self._run.places.name} is not written any more: {error}")
         self._written = roles
 
 

@@ -19,8 +19,6 @@ from offbeat_run import HELD_OUT, Generation, MetricsLine, RunFolder, RunLog, cl
 
 WAIT_SHOWN_AFTER_S = 120.0
 _logging = logging.getLogger(__name__)
-_WORK: Final = {"rollout": "generate", "teacher": "score", "reward_model": "score", "trainer": "train"}
-"""What a role does, as the timeline calls it."""
 _FLAGS: Final = ("failed", "timed_out", "unreadable")
 """Parts of a reward that say what went wrong while it judged, 1 where it did."""
 
@@ -72,8 +70,9 @@ class RunLogger:
         assert self._log is not None
         return self._log
 
-    def worked(self, role: str, start_s: float, end_s: float) -> None:
-        self._opened.span(role, _WORK[role.partition("-")[0]], start_s, end_s)
+    def worked(self, role: str, work: str, start_s: float, end_s: float) -> None:
+        """Note a stretch in which a role was busy."""
+        self._opened.span(role, work, start_s, end_s)
 
     def synced(self, version: int, start_s: float, end_s: float) -> None:
         self._opened.span("weight sync", "sync", start_s, end_s, {"version": version})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from offbeat_actors import Tell
+from offbeat_actors import Notify
 from offbeat_core import ConfigError, DeadlineError, UserError
 from offbeat_run import RunFolder
 
@@ -54,7 +54,7 @@ def ask_for_engines(run: RunFolder, number: int) -> None:
 
 
 async def scale_as_asked(
-    run: RunFolder, check: Callable[[int], None], scale: Callable[[int], None], tell: Tell
+    run: RunFolder, check: Callable[[int], None], scale: Callable[[int], None], notify: Notify
 ) -> None:
     """Look for such a note every second, for as long as the roles are there.
 
@@ -62,20 +62,20 @@ async def scale_as_asked(
         run: whose folder takes notes; one from before this call is removed: it asked a driver that is gone.
         check: raises UserError for a number that there is no room for.
         scale: called with each number that was asked for.
-        tell: takes a line about what was refused.
+        notify: takes a line about what was refused.
     """
     try:
         for name in (_ASKED, _TAKEN, _REFUSED):
             (run.path / name).unlink(missing_ok=True)
         while True:
-            if (number := take_asked_engines(run, check, tell)) is not None:
+            if (number := take_asked_engines(run, check, notify)) is not None:
                 scale(number)
             await asyncio.sleep(_LOOKED_EVERY_S)
     except OSError as error:
-        tell(f"rollout engines cannot be asked for any more: {error}")
+        notify(f"rollout engines cannot be asked for any more: {error}")
 
 
-def take_asked_engines(run: RunFolder, check: Callable[[int], None], tell: Tell) -> int | None:
+def take_asked_engines(run: RunFolder, check: Callable[[int], None], notify: Notify) -> int | None:
     """Return how many rollout engines were asked for since the last call; None for no note, or one that is refused."""
     taken = run.path / _TAKEN
     try:
@@ -85,12 +85,12 @@ def take_asked_engines(run: RunFolder, check: Callable[[int], None], tell: Tell)
     try:
         number = _parse(_read_note(taken))
         if number is None:
-            tell(f'{_ASKED}: required {{"engines": N}}, N from 1 to {_MOST_ENGINES}; use the command `scale`')
+            notify(f'{_ASKED}: required {{"engines": N}}, N from 1 to {_MOST_ENGINES}; use the command `scale`')
             return None
         try:
             check(number)
         except UserError as error:
-            tell(f"{number} rollout engines are refused: {error}")
+            notify(f"{number} rollout engines are refused: {error}")
             run.write_text(run.path / _REFUSED, str(error))
             return None
         return number

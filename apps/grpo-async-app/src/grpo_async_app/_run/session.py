@@ -132,10 +132,7 @@ def _run(session: Session) -> LoopSummary:
             str(preflight.model.path),
             logs,
             has_images=preflight.has_images,
-            tell=logger.message,
-            handed_over=logger.handed_over,
-            worked=logger.worked,
-            taken=logger.took_weights,
+            events=logger,
         )
         interruption = Interruption(preflight.config.checkpoint.on_signal_s, logger.message)
         return run_interruptible(_train(session, fleet, logger, interruption), fleet.kill, interruption)
@@ -194,7 +191,7 @@ async def _train_on(session: Session, fleet: Fleet, logger: RunLogger, interrupt
 @contextlib.asynccontextmanager
 async def _scaling(run: RunFolder, fleet: Fleet) -> AsyncIterator[None]:
     """Take note of how many engines are asked for, also while a trainer starts or the last validation runs."""
-    looking = asyncio.create_task(scale_as_asked(run, fleet.check_engines, fleet.engines.scale, fleet.tell))
+    looking = asyncio.create_task(scale_as_asked(run, fleet.check_engines, fleet.engines.scale, fleet.events.message))
     try:
         yield
     finally:

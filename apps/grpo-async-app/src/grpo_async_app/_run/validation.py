@@ -207,7 +207,7 @@ async def _answer(
     judge = each.name if each.has_own_reward else ""
     environment = each.environment_key
     for retries_left in reversed(range(config.async_.max_group_retries + 1)):
-        name = engines.least_loaded()
+        name = engines.least_loaded().name
         try:
             with engines.hold(name):
                 samples = await rollouts.sample(name, prompt, request, judge, environment)

@@ -14,7 +14,7 @@ from grpo_async_app._scoring.error_share import ErrorShare
 from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.processes import BlockingScorers, ScorerStarter, worthless
 from grpo_async_app._scoring.waiting import WaitingScorer
-from offbeat_actors import ClusterConfig, Tell
+from offbeat_actors import ClusterConfig, Notify
 from offbeat_core import Metrics, OffbeatError, printable
 from offbeat_data import CompletionText, Prompt, RewardConfig, RewardError, RewardScore
 
@@ -46,7 +46,7 @@ class ScorerPool:
         log: takes the first tracebacks of completions that could not be scored; what scorers print is beside it. None:
             neither is kept.
         reward_model: asks it, where `config` names one.
-        tell: takes a line when a scorer first prints.
+        notify: takes a line when a scorer first prints.
 
     Attributes:
         last_error: why the latest completion that could not be scored was not; empty when all were.
@@ -58,12 +58,12 @@ class ScorerPool:
         cluster: ClusterConfig,
         log: Path | None = None,
         reward_model: Scores | None = None,
-        tell: Tell = _logger.warning,
+        notify: Notify = _logger.warning,
     ) -> None:
         self._config, self._log, self._reward_model = config, log, reward_model
         self._gauge = ScoringGauge()
         log_of = partial(_log_beside, log) if log else None
-        self.starter = ScorerStarter(config, cluster, self._gauge, log_of, tell)
+        self.starter = ScorerStarter(config, cluster, self._gauge, log_of, notify)
         self._blocking = BlockingScorers(config, self.starter)
         self._waiting: WaitingScorer | None = None
         self._lanes: list[Callable[[ScorerAsk], Awaitable[list[Judged]]]] = []

@@ -20,13 +20,12 @@ from offbeat_actors import (
     ActorHandle,
     ClusterConfig,
     LocalLauncher,
-    RestartedRole,
+    Notify,
+    RoleOnCall,
     RolePlace,
     RoleSpec,
-    Tell,
-    call_or_kill,
 )
-from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError, RoleName
 from offbeat_data import RewardConfig, RewardError, RewardScore
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ class ScorerStarter:
 
     Args:
         log_of: the file of a scorer's output, by its name; None: it is not kept.
-        tell: takes a line when a scorer first prints.
+        notify: takes a line when a scorer first prints.
 
     Attributes:
         gauge: of all of them.
@@ -56,34 +55,34 @@ class ScorerStarter:
         cluster: ClusterConfig,
         gauge: ScoringGauge,
         log_of: Callable[[str], Path] | None,
-        tell: Tell,
+        notify: Notify,
     ) -> None:
         self._config, self.gauge, self.is_closed = config, gauge, False
-        self._log_of, self._tell, self._has_told = log_of, tell, False
-        self._launcher, self._names = LocalLauncher("grpo", cluster, on_output=self._show), count()
+        self._log_of, self._notify, self._has_notified = log_of, notify, False
+        self._launcher, self._numbers = LocalLauncher("grpo", cluster, on_output=self._show), count()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def new(self) -> "Scorer":
         """A scorer, not yet started."""
-        name = f"scorer-{next(self._names)}"
+        role = RoleName("scorer", next(self._numbers))
         spec = RoleSpec(
-            name=name,
+            role=role,
             target="grpo_async_app._roles.scorer:ScorerRole",
             kwargs={"config": self._config},
             main_thread=True,
-            log_path=self._log_of(name) if self._log_of else None,
+            log_path=self._log_of(str(role)) if self._log_of else None,
             max_log_bytes=_LOG_BYTES,
         )
-        return Scorer(name, RestartedRole(self._launcher, spec), self)
+        return Scorer(RoleOnCall(self._launcher, spec), self)
 
     def _show(self, name: str, beginning: str) -> None:
         """Show once that rewards print, and how that begins."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_notified:
+            self._has_notified = True
             where = (
                 f"; all that rewards print is in {self._log_of(name).with_name('scorer-*.log')}" if self._log_of else ""
             )
-            self._tell(f"{name} prints: {beginning}{where}")
+            self._notify(f"{name} prints: {beginning}{where}")
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)
@@ -122,8 +121,8 @@ class ScorerStarter:
 class Scorer:
     """One scorer through all its processes."""
 
-    def __init__(self, name: str, role: RestartedRole, starter: ScorerStarter) -> None:
-        self.name, self._role, self._starter = name, role, starter
+    def __init__(self, role: RoleOnCall, starter: ScorerStarter) -> None:
+        self.name, self._role, self._starter = role.name, role, starter
 
     async def started(self) -> ActorHandle:
         """Its process; raises RewardError where it died before it was ready, or scoring has ended."""
@@ -137,6 +136,13 @@ class Scorer:
             raise RewardError(
                 f"{self.name}: {error.reason} before it was ready{self._starter.see(self.name)}"
             ) from error
+
+    async def call(self, method: str, ask: ScorerAsk, deadline_s: float) -> list[ScorerAnswer]:
+        """Call it, started or not; it is gone when DeadlineError is raised."""
+        answers: list[ScorerAnswer] = await self._role.call(
+            method, ask, returns=list[ScorerAnswer], deadline_s=deadline_s
+        )
+        return answers
 
     def died(self, error: PeerFailedError, ask: ScorerAsk) -> RewardError:
         """Return the error for a process that ended while it scored a completion."""
@@ -279,12 +285,10 @@ class BlockingScorers:
             self._idle.put_nowait(scorer)
 
     async def _call(self, scorer: Scorer, method: str, ask: ScorerAsk, deadline_s: float) -> list[ScorerAnswer]:
-        handle = await scorer.started()
+        await scorer.started()  # what goes wrong here is no fault of a completion
         start_s = time.monotonic()
         with self._gauge.busy(scorer.name):
-            answers: list[ScorerAnswer] = await call_or_kill(
-                handle, method, ask, returns=list[ScorerAnswer], deadline_s=deadline_s
-            )
+            answers = await scorer.call(method, ask, deadline_s)
         self._is_quick = time.monotonic() - start_s < AT_A_TIME_S
         self.num_scored += len(answers)
         return answers

@@ -28,6 +28,7 @@ from offbeat_core._contracts.requests import (
     SamplingParams,
     ScoreRequest,
 )
+from offbeat_core._contracts.role_name import RoleName
 from offbeat_core._contracts.rollout import (
     CacheBudget,
     CacheNeeds,
@@ -180,6 +181,7 @@ __all__ = [
     "PlacementError",
     "RecordedSession",
     "Reply",
+    "RoleName",
     "RolloutCapabilities",
     "RolloutEngine",
     "RolloutEngineConfig",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from offbeat_core import ConfigError, TracePlan, setting
+from offbeat_core import ConfigError, RoleName, TracePlan, setting
 
 VALIDATED_EVERY: Final = 50
 """Updates between two validations where nothing is said: as often as checkpoints, so that each has a score."""
@@ -97,11 +97,11 @@ class ProfileConfig:
         first, _, last = self.steps.partition(":")
         return range(int(first), int(last)) if self.steps else range(0)
 
-    def check(self, roles: Collection[str], num_updates: int) -> None:
+    def check(self, roles: Collection[RoleName], num_updates: int) -> None:
         """Find what would trace nothing, before anything starts.
 
         Args:
-            roles: all that the run has and that can trace themselves, such as "trainer-0".
+            roles: all that the run has and that can trace themselves.
             num_updates: of the run.
 
         Raises:
@@ -114,26 +114,23 @@ class ProfileConfig:
                 f"profile.steps = {self.steps} begins after the last of {num_updates} updates, counted from 0"
             )
         for wanted in self.roles:
-            if not any(wanted in (role, _kind(role)) for role in roles):
-                raise ConfigError(f"profile.roles: no role {wanted!r} to trace in this run; it has {', '.join(roles)}")
+            if not any(wanted in (str(role), role.kind) for role in roles):
+                has = ", ".join(map(str, roles))
+                raise ConfigError(f"profile.roles: no role {wanted!r} to trace in this run; it has {has}")
 
-    def plan(self, role: str, folder: Path) -> TracePlan | None:
+    def plan(self, role: RoleName, folder: Path) -> TracePlan | None:
         """What a role traces; None for nothing.
 
         Args:
-            role: such as "trainer-0".
+            role: of this run.
             folder: of the run's traces.
         """
-        if not self.range or not {role, _kind(role)} & set(self.roles):
+        if not self.range or not {str(role), role.kind} & set(self.roles):
             return None
         return TracePlan(
-            role=role,
+            role=str(role),
             folder=str(folder),
             first=self.range.start,
             last=self.range.stop,
             max_bytes=self.max_bytes,
         )
-
-
-def _kind(role: str) -> str:
-    return role.rpartition("-")[0]

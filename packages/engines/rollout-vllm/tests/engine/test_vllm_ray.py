@@ -18,7 +18,7 @@ from image_checks import Trainer, request
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import ClusterConfig, RoleSpec
 from offbeat_actors.ray import RayLauncher, cluster_nodes
-from offbeat_core import Completion, EngineHealth, PeerFailedError, WeightProof, parse_config
+from offbeat_core import Completion, EngineHealth, PeerFailedError, RoleName, WeightProof, parse_config
 from offbeat_placement import RankGroup, plan_placement
 from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, changed_weights, ray_nodes, tiny_model, tiny_vision_model
@@ -69,10 +69,10 @@ partial_rollout = true
         (),
         name="engine",
     )
-    kwargs = {"config": config, "name": "rollout-0", "model_path": str(folder), "num_threads": 2}
+    kwargs = {"config": config, "role": RoleName("rollout"), "model_path": str(folder), "num_threads": 2}
     target = "grpo_async_app._roles.rollout:RolloutRole"
     env = {"PYTHONPATH": os.environ["PYTHONPATH"]}
-    return RoleSpec("rollout-0", target, kwargs, env=env, num_threads=2, log_path=logs / "rollout-0.log")
+    return RoleSpec(RoleName("rollout"), target, kwargs, env=env, num_threads=2, log_path=logs / "rollout-0.log")
 
 
 @asynccontextmanager

@@ -6,44 +6,37 @@ from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._local import LocalLauncher
 from offbeat_actors._machine import check_processes, split_threads
+from offbeat_actors._on_call import RoleOnCall
+from offbeat_actors._pool import KeepAlive, Member, Pool
 from offbeat_actors._resources import check_kinds, cluster_request, find_view
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, RoleState
-from offbeat_actors._supervision import (
-    RestartBudget,
-    RestartedRole,
-    StuckError,
-    Supervised,
-    Tell,
-    call_or_kill,
-    least_loaded,
-    start_again,
-    wait_gone,
-)
+from offbeat_actors._supervision import Ask, Notify, RestartBudget, StuckError, start_again, wait_gone
 from offbeat_placement import available_cpus
 
 __all__ = [
     "ActorGroup",
     "ActorHandle",
+    "Ask",
     "ClusterConfig",
+    "KeepAlive",
     "Launcher",
     "LocalLauncher",
+    "Member",
+    "Notify",
+    "Pool",
     "RestartBudget",
-    "RestartedRole",
+    "RoleOnCall",
     "RolePlace",
     "RoleSpec",
     "RoleState",
     "StuckError",
-    "Supervised",
-    "Tell",
     "available_cpus",
     "call_all",
-    "call_or_kill",
     "check_kinds",
     "check_processes",
     "cluster_request",
     "find_view",
     "gather_or_cancel",
-    "least_loaded",
     "read_log_tail",
     "split_threads",
     "start_again",

@@ -26,7 +26,7 @@ from offbeat_actors._wire import (
     Stop,
     write_frame,
 )
-from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
+from offbeat_core import DeadlineError, OffbeatError, PeerFailedError, RoleName
 
 T = TypeVar("T")
 
@@ -103,8 +103,13 @@ class ActorHandle:
         self._end = asyncio.create_task(self._watch())
 
     @property
+    def role(self) -> RoleName:
+        """Its kind and number."""
+        return self._spec.role
+
+    @property
     def name(self) -> str:
-        """The role's name."""
+        """Name of its role, such as "rollout-0"."""
         return self._spec.name
 
     @property

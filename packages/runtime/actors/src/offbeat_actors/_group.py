@@ -110,6 +110,11 @@ class ActorGroup:
             end.add_done_callback(partial(self._note_end, name))
 
     @property
+    def name(self) -> str:
+        """Name of the first, which answers for all."""
+        return self.actors[0].name
+
+    @property
     def address(self) -> str:
         """IP address of the machine of the first."""
         return self.actors[0].address
@@ -215,7 +220,7 @@ async def start_ranks(launcher: Launcher, spec: RoleSpec, places: Sequence[Any])
 
     Args:
         launcher: starts them.
-        spec: of the first, such as "trainer-0".
+        spec: of the first.
         places: for each rank its `offbeat_mesh.Rendezvous`, which it gets as `rendezvous`; empty for one rank alone.
 
     Raises:
@@ -223,18 +228,18 @@ async def start_ranks(launcher: Launcher, spec: RoleSpec, places: Sequence[Any])
     """
     if not places:
         return [await launcher.start(spec)]
-    role, log_path = spec.name.rpartition("-")[0], spec.log_path
-    specs = [
-        replace(
-            spec,
-            name=f"{role}-{place.rank}",
-            kwargs={**spec.kwargs, "rendezvous": place},
-            liveness_policy="abort",
-            log_path=log_path and log_path.with_name(f"{role}-{place.rank}.log"),
-        )
-        for place in places
-    ]
-    return await start_all(launcher, specs)
+    return await start_all(launcher, [_spec_of_rank(spec, place) for place in places])
+
+
+def _spec_of_rank(spec: RoleSpec, place: Any) -> RoleSpec:
+    role, log_path = replace(spec.role, index=place.rank), spec.log_path
+    return replace(
+        spec,
+        role=role,
+        kwargs={**spec.kwargs, "rendezvous": place},
+        liveness_policy="abort",
+        log_path=log_path and log_path.with_name(f"{role}.log"),
+    )
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Final, Self
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, Wait
 from offbeat_actors._wire import MAIN_THREAD, START_ID, Bytes, FrameWriter, Start
-from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RunFolderError
+from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RoleName, RunFolderError
 from offbeat_liveness import current_monitor
 from offbeat_placement import Node, Plan, RankGroup
 
@@ -37,7 +37,7 @@ class Launcher(ABC):
     def __init__(self, run_name: str, config: ClusterConfig | None = None) -> None:
         self._run_name = run_name
         self._config = config or ClusterConfig()
-        self._actors: dict[str, ActorHandle] = {}
+        self._actors: dict[RoleName, ActorHandle] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,7 +93,7 @@ class Launcher(ABC):
         actor: ActorHandle | None = None
         try:
             async with asyncio.timeout(deadline_s):
-                actor = self._actors[spec.name] = await self._spawn(spec)
+                actor = self._actors[spec.role] = await self._spawn(spec)
                 await actor.request(START_ID, first_frame)
                 actor.mark_ready()
         except TimeoutError:
@@ -116,7 +116,7 @@ class Launcher(ABC):
     def places(self) -> list[RolePlace]:
         """Where each role is that has been placed or started, and the state of its process, by name."""
         placed, places = self._role_places(), []
-        for role in sorted({*placed, *self._actors}, key=_by_number):
+        for role in sorted({*placed, *self._actors}):
             place = placed.get(role) or RolePlace(role=role, node=self._home_name)
             if (actor := self._actors.get(role)) is not None:
                 state, since_s, reason = actor.state
@@ -132,7 +132,7 @@ class Launcher(ABC):
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     @abstractmethod
-    def _role_places(self) -> dict[str, RolePlace]:
+    def _role_places(self) -> dict[RoleName, RolePlace]:
         """The places that a plan has given to roles."""
 
     @property
@@ -167,14 +167,8 @@ class Launcher(ABC):
         module, _, name = spec.target.partition(":")
         if not module or not name:
             raise ConfigError(f"{spec.name}: a target reads 'package.module:Class', got {spec.target!r}")
-        if (actor := self._actors.get(spec.name)) and actor.alive:
+        if (actor := self._actors.get(spec.role)) and actor.alive:
             raise ConfigError(f"a role named {spec.name!r} is running already: stop it first or choose another name")
-
-
-def _by_number(role: str) -> tuple[str, int, str]:
-    """Order of names: rollout-2 stands before rollout-10."""
-    kind, _, number = role.rpartition("-")
-    return (kind, int(number), "") if number.isdecimal() else (role, -1, "")
 
 
 _THREAD_VARIABLES: Final = (

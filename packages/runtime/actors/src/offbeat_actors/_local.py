@@ -20,7 +20,7 @@ from offbeat_actors._output import OnOutput, RoleOutput
 from offbeat_actors._reaper import ReaperPipe
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel, SocketStream
-from offbeat_core import PlacementError, load_backend
+from offbeat_core import PlacementError, RoleName, load_backend
 from offbeat_placement import Node, Plan, RankGroup, local_node, process_of
 
 _WORDS: Final = {
@@ -132,8 +132,8 @@ class LocalLauncher(Launcher):
     ) -> None:
         super().__init__(run_name, config)
         self._on_output = on_output
-        self._shown: dict[str, dict[str, str]] = {}
-        self._places: dict[str, RolePlace] = {}
+        self._shown: dict[RoleName, dict[str, str]] = {}
+        self._places: dict[RoleName, RolePlace] = {}
         self._mark, self._pids = secrets.token_hex(8), set[int]()
         self._reaping: asyncio.Task[None] | None = None
 
@@ -165,7 +165,7 @@ class LocalLauncher(Launcher):
 
     async def start(self, spec: RoleSpec, *, deadline_s: float | None = None) -> ActorHandle:
         """Start a role, which sees no other devices than those of its place."""
-        placed = replace(spec, env={**self._shown.get(spec.name, {}), **spec.env})
+        placed = replace(spec, env={**self._shown.get(spec.role, {}), **spec.env})
         return await super().start(placed, deadline_s=deadline_s)
 
     async def close(self, deadline_s: float | None = None) -> None:
@@ -178,7 +178,7 @@ class LocalLauncher(Launcher):
         if self._pids:
             await end_orphans(self._mark, frozenset(self._pids))
 
-    def _role_places(self) -> dict[str, RolePlace]:
+    def _role_places(self) -> dict[RoleName, RolePlace]:
         return self._places
 
     @property
@@ -229,10 +229,10 @@ class LocalLauncher(Launcher):
         return None, open_log(spec.log_path, spec.name) if spec.log_path else None
 
 
-def _plan_places(plan: Plan, groups: Sequence[RankGroup], node: str, now_s: float) -> dict[str, RolePlace]:
+def _plan_places(plan: Plan, groups: Sequence[RankGroup], node: str, now_s: float) -> dict[RoleName, RolePlace]:
     """For each role of a plan its place on this machine."""
     by_role = {group.role: group for group in groups}
-    held: dict[str, list[str]] = defaultdict(list)
+    held: dict[RoleName, list[str]] = defaultdict(list)
     for rank in plan.ranks:
         devices = held[process_of(rank, by_role[rank.role])]
         if rank.device is not None:
@@ -243,17 +243,17 @@ def _plan_places(plan: Plan, groups: Sequence[RankGroup], node: str, now_s: floa
     }
 
 
-def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[str, dict[str, str]]:
+def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[RoleName, dict[str, str]]:
     """For each role with devices the variable that shows it these, and no others of the kind."""
     by_role = {group.role: group for group in groups}
-    kinds: dict[str, str] = {}
-    held: dict[str, list[int]] = defaultdict(list)
+    kinds: dict[RoleName, str] = {}
+    held: dict[RoleName, list[int]] = defaultdict(list)
     for rank in plan.ranks:
         if rank.device is not None:
-            name = process_of(rank, by_role[rank.role])
-            kinds[name] = by_role[rank.role].accelerator
-            held[name].append(rank.device)
-    return {name: _show(kinds[name], devices) for name, devices in held.items()}
+            role = process_of(rank, by_role[rank.role])
+            kinds[role] = by_role[rank.role].accelerator
+            held[role].append(rank.device)
+    return {role: _show(kinds[role], devices) for role, devices in held.items()}
 
 
 def _show(kind: str, devices: Sequence[int]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from offbeat_core import setting
+from offbeat_core import RoleName, setting
 from offbeat_liveness import Policy
 
 
@@ -14,7 +14,7 @@ class RoleSpec:
     """One role process.
 
     Args:
-        name: role and index, such as "rollout-0"; it appears in errors, in logs and in `ps`.
+        role: its kind and number; they appear in errors, in logs and in `ps`.
         target: class of the role, as "package.module:Class".
         kwargs: constructor arguments: plain data, dataclasses and numpy arrays, decoded by its annotations.
         env: environment variables added to those of the driver, or of the node where the role runs.
@@ -32,7 +32,7 @@ class RoleSpec:
             code may use signals and event loops of its own; the others run in another thread then.
     """
 
-    name: str
+    role: RoleName
     target: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -43,6 +43,11 @@ class RoleSpec:
     max_log_bytes: int = 0
     liveness_policy: Policy = "report"
     main_thread: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the role, such as "rollout-0"."""
+        return str(self.role)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class RolePlace:
     """The place of a role, and the state of its process.
 
     Args:
-        role: its name, such as "rollout-0".
+        role: its kind and number.
         node: where its process runs, by the name that plans use.
         devices: held for it, by node, such as {"gpu-3": ("GPU 0", "GPU 1")}; empty where it computes on CPUs, or on
             devices that its configuration names by number.
@@ -86,7 +91,7 @@ class RolePlace:
         reason: how the process ended; "" unless it did.
     """
 
-    role: str
+    role: RoleName
     node: str
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     pid: int = 0

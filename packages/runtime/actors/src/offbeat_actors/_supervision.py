@@ -1,4 +1,4 @@
-"""Keeps actors alive: asks them whether they are, ends those that are silent, starts those that ended again.
+"""What keeping actors alive takes: the question whether one is, the end of a silent one, and a budget of restarts.
 
 A process that is stopped, or stuck where not even its event loop turns, is as good as dead; but nothing says so. So
 each actor is asked something it can answer at once whatever it computes. One that stays silent, answers with errors
@@ -9,15 +9,12 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, TypeVar
 
 from offbeat_actors._actor import ActorHandle
-from offbeat_actors._launcher import Launcher
-from offbeat_actors._spec import RoleSpec
 from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 
-S = TypeVar("S", bound="Supervised")
 T = TypeVar("T")
 
 _log: Final = logging.getLogger(__name__)
@@ -25,7 +22,7 @@ _log: Final = logging.getLogger(__name__)
 QUESTIONS_PER_DEADLINE: Final = 4
 """A silence is found at most a quarter of its deadline late."""
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 """Takes one line about what has happened to an actor, for whoever looks at the run."""
 
 
@@ -113,7 +110,9 @@ class RestartBudget:
         self.spent[name] += 1
 
 
-async def start_again(budget: RestartBudget, name: str, cause: str, start: Callable[[], Awaitable[T]], tell: Tell) -> T:
+async def start_again(
+    budget: RestartBudget, name: str, cause: str, start: Callable[[], Awaitable[T]], notify: Notify
+) -> T:
     """Start what has ended, and once more when the new one ends before it is ready, while the budget lasts.
 
     Args:
@@ -121,7 +120,7 @@ async def start_again(budget: RestartBudget, name: str, cause: str, start: Calla
         name: such as "rollout-0".
         cause: how it ended, in words.
         start: starts it.
-        tell: takes a line for each attempt.
+        notify: takes a line for each attempt.
 
     Raises:
         PeerFailedError: the budget is spent; with the last cause.
@@ -129,93 +128,9 @@ async def start_again(budget: RestartBudget, name: str, cause: str, start: Calla
     """
     while True:
         budget.spend(name, cause, time.monotonic())
-        tell(f"{name}: {cause}; it is started again")
+        notify(f"{name}: {cause}; it is started again")
         try:
             return await start()
         except (PeerFailedError, DeadlineError) as error:
             cause = error.reason if isinstance(error, PeerFailedError) else str(error)
             _log.warning("%s", error)  # the end of its log too
-
-
-class Supervised:
-    """An actor through all its processes.
-
-    Args:
-        name: such as "rollout-0".
-        actor: its process; a dead one while the next is started.
-
-    Attributes:
-        load: what it has to do, in any unit.
-        serves: it can be asked. Set as well when it never will again, for those who wait.
-        failure: why it never will, where that is an error.
-    """
-
-    def __init__(self, name: str, actor: ActorHandle) -> None:
-        self.name, self.actor, self.load = name, actor, 0
-        self.serves = asyncio.Event()
-        self.failure: BaseException | None = None
-
-    async def ready(self, waiting: str, deadline_s: float) -> ActorHandle:
-        """Its process, once it serves.
-
-        Raises:
-            DeadlineError: it did not in time.
-            OffbeatError: it never will.
-        """
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self.serves.wait()
-        except TimeoutError:
-            raise DeadlineError(waiting, f"{self.name} to be ready", deadline_s, "see its log") from None
-        if self.failure is not None:
-            raise self.failure
-        return self.actor
-
-    def give_up(self, actor: ActorHandle) -> bool:
-        """End a process that has failed so that only a new one mends it; whether it still lived."""
-        if self.actor is actor:
-            self.serves.clear()  # at once: one that is dead has the least to do, and would get everything
-        is_alive = actor.alive
-        if is_alive:
-            actor.kill()
-        return is_alive
-
-
-class RestartedRole:
-    """A role that is started when it is needed and again after its end, in no budget: its calls have short deadlines.
-
-    Args:
-        launcher: starts it.
-        spec: of it.
-    """
-
-    def __init__(self, launcher: Launcher, spec: RoleSpec) -> None:
-        self._launcher, self._spec = launcher, spec
-        self._handle: ActorHandle | None = None
-        self._starting = asyncio.Lock()
-
-    @property
-    def handle(self) -> ActorHandle | None:
-        """Its process, where one runs."""
-        return self._handle if self._handle is not None and self._handle.alive else None
-
-    async def start(self) -> ActorHandle:
-        """Start a process unless one runs; raises as `Launcher.start`."""
-        async with self._starting:
-            handle = self._handle = self.handle or await self._launcher.start(self._spec)
-            return handle
-
-
-async def call_or_kill(handle: ActorHandle, method: str, *args: Any, returns: Any = None, deadline_s: float) -> Any:
-    """Call a role, and kill it when it does not answer in time: it is gone when DeadlineError is raised."""
-    try:
-        return await handle.call(method, *args, returns=returns, deadline_s=deadline_s)
-    except DeadlineError:
-        handle.kill()
-        await handle.wait_dead()
-        raise
-
-
-def least_loaded(supervised: Sequence[S]) -> S:
-    """The one that serves and has the least to do; any one when none serves."""
-    return min([each for each in supervised if each.serves.is_set()] or supervised, key=lambda each: each.load)

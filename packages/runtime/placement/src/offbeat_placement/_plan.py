@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Final, TypeVar
 
+from offbeat_core import RoleName
 from offbeat_placement._resources import Node, RankGroup, kinds_of, names_text, sort_nodes
 
 K = TypeVar("K")
@@ -111,7 +112,7 @@ class Block:
     device_kind: str
     num_cpus: float
     memory_bytes: int
-    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    roles: Mapping[RoleName, tuple[int, ...]] = field(default_factory=dict)
 
 
 def plan_blocks(plan: Plan, groups: Sequence[RankGroup]) -> tuple[Block, ...]:
@@ -130,7 +131,7 @@ def plan_blocks(plan: Plan, groups: Sequence[RankGroup]) -> tuple[Block, ...]:
     for ranks in _pieces(plan, by_role):
         first = by_role[ranks[0].role]
         if first.process_per_replica or not first.accelerator:
-            name = process_of(ranks[0], first)
+            name = str(process_of(ranks[0], first))
             is_split = len({rank.node for rank in plan.replica(first.role, ranks[0].replica)}) > 1
         else:
             name, is_split = first.role, True
@@ -141,9 +142,9 @@ def plan_blocks(plan: Plan, groups: Sequence[RankGroup]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def process_of(rank: PlacedRank, group: RankGroup) -> str:
-    """Name of the process that a rank belongs to: "trainer-3", or of the whole replica "rollout-1"."""
-    return f"{group.role}-{rank.replica if group.process_per_replica else rank.rank}"
+def process_of(rank: PlacedRank, group: RankGroup) -> RoleName:
+    """Return the process that a rank belongs to: "trainer-3", or that of the whole replica: "rollout-1"."""
+    return RoleName(group.role, rank.replica if group.process_per_replica else rank.rank)
 
 
 def _pieces(plan: Plan, by_role: Mapping[str, RankGroup]) -> Iterator[list[PlacedRank]]:
@@ -176,7 +177,7 @@ def _keys(rank: PlacedRank, group: RankGroup) -> list[object]:
 def _block(name: str, ranks: Sequence[PlacedRank], by_role: Mapping[str, RankGroup]) -> Block:
     kind = by_role[ranks[0].role].accelerator
     devices = sorted({rank.device for rank in ranks if rank.device is not None})
-    roles: dict[str, list[int]] = defaultdict(list)
+    roles: dict[RoleName, list[int]] = defaultdict(list)
     for rank in ranks:
         roles[process_of(rank, by_role[rank.role])] += [devices.index(rank.device)] if rank.device is not None else []
     return Block(

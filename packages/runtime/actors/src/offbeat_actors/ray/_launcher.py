@@ -30,7 +30,7 @@ from offbeat_actors.ray._reservation import (
     start_agent,
     unanswered,
 )
-from offbeat_core import PeerFailedError, PlacementError
+from offbeat_core import PeerFailedError, PlacementError, RoleName
 from offbeat_placement import Node, PlacedDriver, PlacedRank, Plan, RankGroup, plan_blocks, process_of, verify_placed
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RayLauncher(Launcher):
         self._given_up = threading.Event()
         self._home: asyncio.Future[AgentLink] | None = None
         self._held: list[Reservation] = []
-        self._placements: dict[str, _RolePlacement] = {}
+        self._placements: dict[RoleName, _RolePlacement] = {}
         self._placed_s = 0.0
         self._renewing = asyncio.Lock()
         self._processes: weakref.WeakSet[RemoteProcess] = weakref.WeakSet()
@@ -153,9 +153,9 @@ class RayLauncher(Launcher):
         if self._loss is None and (connection := _result(self._connection)) is not None:
             release_now(connection.ray, self._held)
 
-    def _role_places(self) -> dict[str, RolePlace]:
-        devices: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
-        nodes: dict[str, str] = {}
+    def _role_places(self) -> dict[RoleName, RolePlace]:
+        devices: dict[RoleName, dict[str, tuple[str, ...]]] = defaultdict(dict)
+        nodes: dict[RoleName, str] = {}
         for each in self._held:
             for role, ordinals in each.block.roles.items():
                 nodes.setdefault(role, each.block.node)  # of several the first is where the process goes
@@ -189,8 +189,8 @@ class RayLauncher(Launcher):
 
     async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         await self._connect()
-        link = await self._link_of(spec.name)
-        placement = self._placements.get(spec.name)
+        link = await self._link_of(spec.role)
+        placement = self._placements.get(spec.role)
         order = self._order(spec, placement.devices if placement else None)
         try:
             started = decode(await link.actor.start.remote(encode(order)), Started)
@@ -222,7 +222,7 @@ class RayLauncher(Launcher):
             lease_s=_LEASE * self._config.silent_after_s,
         )
 
-    async def _link_of(self, role: str) -> AgentLink:
+    async def _link_of(self, role: RoleName) -> AgentLink:
         if role in self._placements:
             await self._renew(role)
             return self._placements[role].link
@@ -231,7 +231,7 @@ class RayLauncher(Launcher):
             self._home = asyncio.ensure_future(self._open_home())
         return await asyncio.shield(self._home)
 
-    async def _renew(self, role: str) -> None:
+    async def _renew(self, role: RoleName) -> None:
         """Where a role's node agent is gone: reserve its block anew, on its node or, if that is gone, on another."""
         async with self._renewing:  # roles of one block are often started at once
             link = self._placements[role].link
@@ -284,11 +284,11 @@ class RayLauncher(Launcher):
             self._watching = asyncio.create_task(self._watch_head(connection.head))
         return connection
 
-    async def _give_back(self, roles: set[str]) -> None:
+    async def _give_back(self, roles: set[RoleName]) -> None:
         """Release the former blocks of roles that are placed anew."""
         running = sorted(role for role in roles if (actor := self._actors.get(role)) and actor.alive)
         if running:
-            raise PlacementError(f"{', '.join(running)} cannot be placed while running: stop them first")
+            raise PlacementError(f"{', '.join(map(str, running))} cannot be placed while running: stop them first")
         former = [each for each in self._held if roles & each.block.roles.keys()]
         self._held = [each for each in self._held if each not in former]
         if former:
