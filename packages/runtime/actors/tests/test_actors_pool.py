@@ -179,9 +179,15 @@ def test_others_go_on_without_a_member_only_where_the_pool_says_so() -> None:
 
 
 def test_a_member_that_was_asked_to_leave_while_it_was_started_is_stopped_and_does_not_serve() -> None:
+    class Noting(Pool[Member]):
+        def on_up(self, member: Member) -> None:
+            up.append(member.name)
+
+    up: list[str] = []
+
     async def scenario() -> None:
         starter, told = Starter(), list[str]()
-        pool = open_pool(starter, told)
+        pool = open_pool(starter, told, kind=Noting)
         await pool.start(replicas(2))
         member = pool.members["teacher-1"]
         starter.may_start.clear()
@@ -191,6 +197,7 @@ def test_a_member_that_was_asked_to_leave_while_it_was_started_is_stopped_and_do
         starter.may_start.set()
         await until(lambda: "teacher-1" not in pool.members)
         assert not starter.started[-1].alive
+        assert up == ["teacher-0", "teacher-1"]
         assert told[-1] == "teacher-1 has left: 1 role"
         await pool.close()
 
