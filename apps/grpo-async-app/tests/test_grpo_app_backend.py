@@ -354,7 +354,7 @@ def test_an_engine_that_comes_up_between_two_syncs_gets_the_version_that_the_tra
         async def call(*_: Any, **__: Any) -> dict[str, Any]:
             return {}
 
-        async def sync_one(name: str, offer: int) -> None:
+        async def sync_late(name: str, offer: int) -> None:
             offered.append(offer)
             fleet.engines._without_weights.task_done()
 
@@ -362,7 +362,7 @@ def test_an_engine_that_comes_up_between_two_syncs_gets_the_version_that_the_tra
         trainer.call, trainer.heard = call, lambda _: nullcontext()
         fleet._trainer = cast("Any", trainer)
         fleet.offer_weights = lambda version: version  # type: ignore[method-assign, assignment, return-value]
-        fleet.engines.sync_one = sync_one  # type: ignore[method-assign, assignment]
+        fleet.engines.sync_late = sync_late  # type: ignore[method-assign, assignment]
         await backend._take_in(3, backend._stream.draw(3), [scored(1.0), scored(0.0)], None)
         await backend.update((3,), 0)
         fleet.engines._without_weights.put_nowait("rollout-1")

@@ -60,7 +60,7 @@ def test_a_straggler_is_told_of_once_and_its_next_process_begins_anew(config: Pa
         assert told == ["rollout-1 is a straggler: 10.0 times slower than the others; it gets less to do"]
         assert list(engines.stragglers) == ["rollout-1"]
         engines.members["rollout-1"].actor.kill()
-        assert await engines.next_without_weights() == "rollout-1"
+        assert await anext(engines.late_engines()) == "rollout-1"
         engines._note_speed("rollout-0", 100, 1.0)
         assert engines.stragglers == {}
         await engines.close()

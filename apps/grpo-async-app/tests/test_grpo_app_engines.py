@@ -166,7 +166,7 @@ class Offer(WeightOffer):
     async def source_for(self, hosts: Collection[str]) -> str:
         return "@here"
 
-    async def send(self, source: str, num_engines: int, part: WeightPart) -> None:
+    async def push(self, source: str, num_engines: int, part: WeightPart) -> None:
         self.sent.append(num_engines)
         self.parts_sent.append((part, num_engines))
 
@@ -186,15 +186,15 @@ async def bring(*handles: Handle, offer: Offer, given_up: list[str]) -> list[str
     return [engine.name for engine in await bring_weights(engines, offer, True, 30.0, None, give_up)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", ["pause", "receive_weights", "resume"])
+@pytest.mark.parametrize("step", ["pause", "pull_weights", "resume"])
 def test_an_engine_that_is_lost_in_a_sync_is_given_up_and_the_others_get_the_weights(step: str) -> None:
     async def scenario() -> None:
         good, bad = Handle("rollout-0"), Handle("rollout-1", step)
         offer, given_up = Offer(), list[str]()
         assert await bring(good, bad, offer=offer, given_up=given_up) == ["rollout-0"]
         assert given_up == ["rollout-1: rollout-1 failed: CUDA out of memory"]
-        assert offer.sent == {"pause": [1], "receive_weights": [2, 1], "resume": [2]}[step]
-        assert good.calls.count("receive_weights") == len(offer.sent)
+        assert offer.sent == {"pause": [1], "pull_weights": [2, 1], "resume": [2]}[step]
+        assert good.calls.count("pull_weights") == len(offer.sent)
         assert good.calls[-1] == "resume"
 
     run(scenario)
@@ -221,7 +221,7 @@ def test_the_base_is_brought_once_to_each_process_and_the_adapter_with_every_syn
 
 def test_an_engine_that_is_lost_with_the_base_does_not_keep_the_others_from_it() -> None:
     async def scenario() -> None:
-        good, bad = Handle("rollout-0"), Handle("rollout-1", "receive_weights")
+        good, bad = Handle("rollout-0"), Handle("rollout-1", "pull_weights")
         offer, given_up = Offer(("base", "adapter")), list[str]()
         assert await bring(good, bad, offer=offer, given_up=given_up) == ["rollout-0"]
         assert offer.parts_sent == [("base", 2), ("base", 1), ("adapter", 1)]
@@ -233,8 +233,8 @@ def test_an_engine_that_is_lost_with_the_base_does_not_keep_the_others_from_it()
 def test_a_sync_ends_with_the_error_of_the_engine_that_failed_and_not_of_one_that_heard_of_it() -> None:
     async def scenario() -> None:
         heard = WeightSyncError("trainer-0 gave up: rollout-1 gave up: it holds other bytes", is_peers=True)
-        first = Handle("rollout-0", "receive_weights", heard)
-        second = Handle("rollout-1", "receive_weights", WeightSyncError("it holds other bytes"))
+        first = Handle("rollout-0", "pull_weights", heard)
+        second = Handle("rollout-1", "pull_weights", WeightSyncError("it holds other bytes"))
         given_up: list[str] = []
         with pytest.raises(WeightSyncError, match=r"^it holds other bytes"):
             await bring(first, second, offer=Offer(), given_up=given_up)
@@ -270,7 +270,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
             for version in (1, 1, 2):
                 offer = fleet.offer_weights(version)
                 source = await offer.source_for({"127.0.0.1"})
-                (error,) = await transfer_weights([take()], offer.send(source, 1, "merged"), offer.withdraw)
+                (error,) = await transfer_weights([take()], offer.push(source, 1, "merged"), offer.withdraw)
                 assert "before it connected" in str(error)
             await fleet.trainer.call("listen", "127.0.0.1", returns=str, deadline_s=60)  # in the same thread
 
@@ -321,12 +321,12 @@ def test_a_colocated_engine_that_comes_up_while_the_trainer_trains_waits_for_the
         turns = ColocationSchedule(settings(config), lambda: trainer, LoggedEvents())  # type: ignore[arg-type, return-value]
         engines = open_engines(settings(config), None, [], turns)
         add(engines, late)  # type: ignore[arg-type]
-        await engines.sync_one("rollout-0", offer)
+        await engines.sync_late("rollout-0", offer)
         assert (offer.sent, trainer.calls) == ([], []), "the trainer keeps its memory"
         await engines.sync(offer, interrupt=False)
         assert offer.sent == [1]
         add(engines, Handle("rollout-1"))  # type: ignore[arg-type]
-        await engines.sync_one("rollout-1", offer)
+        await engines.sync_late("rollout-1", offer)
         assert (offer.sent, engines.versions) == ([1, 1], {"rollout-0": 1, "rollout-1": 1}), "in the engines' turn"
         await engines.close()
 
@@ -412,7 +412,7 @@ class SlowHandle(Handle):
         self.kill()
 
     async def call(self, method: str, *args: Any, **words: Any) -> Any:
-        if method == "receive_weights":
+        if method == "pull_weights":
             self.calls.append("begins")
             await asyncio.sleep(0.05)
         if self._is_closed:
@@ -435,8 +435,8 @@ def test_an_engine_that_leaves_around_a_sync_does_not_end_the_run(config: Path, 
             await until(lambda: "begins" in leaves.calls)
             engines.scale(1)
         await sync
-        assert stays.calls.count("receive_weights") == 1
-        assert leaves.calls.count("receive_weights") == (when == "within")
+        assert stays.calls.count("pull_weights") == 1
+        assert leaves.calls.count("pull_weights") == (when == "within")
         await engines.abort("1")
         leaves.may_end.set()
         await until(lambda: "rollout-1" not in engines.members)
@@ -458,14 +458,14 @@ def test_a_new_process_of_an_engine_holds_no_weights_until_it_alone_has_got_them
         assert engines.versions == {"rollout-0": 1, "rollout-1": 1}
         again = engines.members["rollout-1"]
         again.actor.kill()
-        assert await engines.next_without_weights() == "rollout-1"
+        assert await anext(engines.late_engines()) == "rollout-1"
         assert engines.versions == {"rollout-0": 1}
         assert not again.serves.is_set()
         late, serving = Offer(), Offer()
-        await engines.sync_one("rollout-1", late)
+        await engines.sync_late("rollout-1", late)
         assert engines.versions == {"rollout-0": 1, "rollout-1": 1}
-        await engines.sync_one("rollout-1", serving)
-        await engines.sync_one("rollout-7", serving)  # it has left
+        await engines.sync_late("rollout-1", serving)
+        await engines.sync_late("rollout-7", serving)  # it has left
         assert (late.sent, serving.sent) == ([1], []), "a sync has brought it weights meanwhile"
         await engines.close()
 
@@ -490,7 +490,7 @@ class NamingLauncher:
     reserves = True
 
     def waits(self) -> list[Wait]:
-        calls = (("rollout-0", "generate"), ("rollout-1", "receive_weights"))
+        calls = (("rollout-0", "generate"), ("rollout-1", "pull_weights"))
         return [Wait(on=role, method=method, lasted_s=9.0, deadline_s=10.0) for role, method in calls]
 
     async def close(self, deadline_s: float | None = None) -> None:
@@ -506,7 +506,7 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
         fleet._launcher = NamingLauncher()  # type: ignore[assignment]
         async with fleet:
             late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
-            with pytest.raises(DeadlineError, match=r"sync 3: waited 0.1 s for rollout-1.receive_weights \(9 s\)"):
+            with pytest.raises(DeadlineError, match=r"sync 3: waited 0.1 s for rollout-1.pull_weights \(9 s\)"):
                 await late
             for name in ("rollout-0", "rollout-1"):
                 add(fleet.engines, Handle(name))  # type: ignore[arg-type]

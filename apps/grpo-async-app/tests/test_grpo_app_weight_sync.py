@@ -16,6 +16,7 @@ from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.weights import WeightOffer
 from offbeat_core import ConfigError, load_config
 from offbeat_placement import PlacedRank
+from offbeat_weightsync import transport_class
 
 
 def placed(*ranks: tuple[str, str, int | None]) -> Any:
@@ -113,7 +114,7 @@ def test_engines_are_told_where_to_fetch_weights(transport: str, hosts: list[str
         return "by tcp"
 
     trainer: Any = SimpleNamespace(socket_path="in memory", address="1.1.1.1", listen=listen)
-    offer = WeightOffer(trainer, 1, 1.0, LoggedEvents(), transport=transport)
+    offer = WeightOffer(trainer, 1, 1.0, LoggedEvents(), reach=transport_class(transport).reach)
     assert asyncio.run(offer.source_for(hosts)) == source
 
 

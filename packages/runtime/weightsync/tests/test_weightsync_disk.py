@@ -159,7 +159,7 @@ class ToldLate(AtOnce):
 def test_what_was_written_after_the_disk_had_begun_is_on_it_before_the_version_has_its_name(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat_weightsync._disk.ThreadPoolExecutor", ToldLate)
+    monkeypatch.setattr("offbeat_weightsync._transports.version_folder.ThreadPoolExecutor", ToldLate)
     with DiskRecord(tmp_path) as disk:
         write(tmp_path, weights, 1)
     assert disk.steps
@@ -178,7 +178,7 @@ def test_a_version_does_not_appear_whichever_of_its_bytes_the_disk_refuses(
             raise OSError(errno.EIO, "Input/output error")
         sync(file)
 
-    monkeypatch.setattr("offbeat_weightsync._disk.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("offbeat_weightsync._transports.version_folder.ThreadPoolExecutor", AtOnce)
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, partial(sync_or_refuse, getattr(os, name)))
     write(tmp_path / "whole", weights)
@@ -383,7 +383,7 @@ def test_two_trainers_do_not_write_to_one_folder(tmp_path: Path, weights: Weight
 def test_a_folder_that_an_engine_does_not_see_is_named_by_both_sides(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat_weightsync._receiver.SEEN_S", 0.1)
+    monkeypatch.setattr("offbeat_weightsync._transports.disk.SEEN_S", 0.1)
     with open_sender(tmp_path / "here", weights) as sender, receiving(sender.address) as held:
         (tmp_path / "here").rename(tmp_path / "elsewhere")
         with pytest.raises(WeightSyncError, match=r"rollout-0 gave up: .*/here of trainer-0 is not on"):

@@ -30,7 +30,8 @@ from weightsync_peers import (
 )
 
 from offbeat_core import ConfigError, DeadlineError, WeightSyncError
-from offbeat_weightsync import DiskSender, GroupSender, WeightGroup, _group, new_address, receive
+from offbeat_weightsync import DiskSender, GroupSender, WeightGroup, new_address, receive
+from offbeat_weightsync._transports import weight_group
 
 
 @pytest.fixture
@@ -261,13 +262,13 @@ def test_torch_takes_what_is_given_to_nccl() -> None:
     (first,) = re.findall(r"def __init__\(\s*self,\s*store: Store,\s*rank: int,\s*size: int,\s*options: Options", nccl)
     assert first
     assert "_timeout" in stub.read_text()
-    assert set(_group._MAKERS) == {"gloo", "nccl"}
+    assert set(weight_group._MAKERS) == {"gloo", "nccl"}
 
 
 def test_other_kinds_of_device_are_sent_to_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
         kind, collective_backend, torch_device = "other", "occl", torch.device("cpu")
 
-    monkeypatch.setattr(_group, "open_device", lambda _: Other())
+    monkeypatch.setattr(weight_group, "open_device", lambda _: Other())
     with pytest.raises(ConfigError, match="weights go over a group of gloo or nccl; other has occl"):
         WeightGroup("other")

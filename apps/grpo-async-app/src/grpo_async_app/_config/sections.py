@@ -132,7 +132,6 @@ class RolloutConfig(RolloutEngineSettings):
         "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere, "
         "nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: shared-memory where "
         "all engines are on the trainer's machine, else tcp.",
-        choices=("auto", "shared-memory", "tcp", "cuda-ipc", "nccl", "disk"),
     )
     weight_folder: str = setting(
         "", "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder."

@@ -1,11 +1,11 @@
 """What travels from the trainer to the engines, and how, settled before anything starts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_core import ConfigError, load_backend
 from offbeat_placement import PlacedRank, Placement
+from offbeat_weightsync import Endpoint, Route, transport_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,60 +73,28 @@ def choose_transport(config: GrpoConfig, placement: Placement) -> str:
     """How weights travel from where the trainer is placed to where the engines are, and why: a line of the plan.
 
     Raises:
+        BackendError: there is no such transport.
         ConfigError: the transport that is asked for does not reach every engine; with the first that it does not.
     """
-    transport, ranks = config.rollout.weight_transport, placement.plan.ranks
+    name, route = config.rollout.weight_transport, _route(config, placement)
+    transport = transport_class(name)
+    if complaint := transport.complaint(route):
+        raise ConfigError(f'rollout.weight_transport = "{name}" {complaint}')
+    how: str = transport.describe(route)
+    return how if name == "auto" else f'{how}: rollout.weight_transport = "{name}"'
+
+
+def _route(config: GrpoConfig, placement: Placement) -> Route:
+    ranks = placement.plan.ranks
     sender = next(rank for rank in ranks if rank.role == "trainer")
-    receivers = [rank for rank in ranks if rank.role == "rollout"]
-    elsewhere = next((rank for rank in receivers if rank.node != sender.node), None)
-    if transport == "auto":
-        if elsewhere is None:
-            return "by shared memory: all engines are on the trainer's machine"
-        return f"by TCP: an engine is on {elsewhere.node}, the trainer on {sender.node}"
-    if transport in ("shared-memory", "cuda-ipc") and elsewhere is not None:
-        raise ConfigError(
-            f'rollout.weight_transport = "{transport}" reaches the trainer\'s machine alone, and an engine is '
-            f'on {elsewhere.node}, the trainer on {sender.node}: set it to "auto"'
-        )
-    if transport == "cuda-ipc":
-        _check_one_device(config, sender, receivers)
-    elif transport == "nccl":
-        _check_many_devices(config, sender, receivers)
-    elif transport == "disk" and config.rollout.full_sync_every > 1:
-        raise ConfigError(
-            'rollout.weight_transport = "disk" writes all weights of every version: leave rollout.full_sync_every at '
-            "1, or take another transport"
-        )
-    how = {
-        "shared-memory": "by shared memory",
-        "tcp": "by TCP",
-        "cuda-ipc": "by CUDA IPC",
-        "nccl": "by broadcasts of one group, from the trainer to all engines",
-        "disk": f"through {config.rollout.weight_folder or 'the run folder'}, as safetensors files",
-    }
-    return f'{how[transport]}: rollout.weight_transport = "{transport}"'
+    return Route(
+        sender=_endpoint(sender, config.engine.device),
+        receivers=[_endpoint(rank, config.rollout.device) for rank in ranks if rank.role == "rollout"],
+        shares_devices=config.cluster.colocate,
+        sends_changes=config.rollout.full_sync_every > 1,
+        folder=config.rollout.weight_folder,
+    )
 
 
-def _check_one_device(config: GrpoConfig, sender: PlacedRank, receivers: Sequence[PlacedRank]) -> None:
-    names = {config.engine.device, config.rollout.device}
-    is_same = all(rank.device == sender.device for rank in receivers)
-    if not is_same or (sender.device is None and (len(names) > 1 or not config.engine.device.startswith("cuda"))):
-        raise ConfigError(
-            'rollout.weight_transport = "cuda-ipc" needs trainer and engines on one and the same CUDA device: set '
-            'engine.device and rollout.device to it, or weight_transport = "auto"'
-        )
-
-
-def _check_many_devices(config: GrpoConfig, sender: PlacedRank, receivers: Sequence[PlacedRank]) -> None:
-    kinds = {name.partition(":")[0] for name in (config.engine.device, config.rollout.device)} - {"auto"}
-    if len(kinds) > 1:
-        raise ConfigError(
-            'rollout.weight_transport = "nccl" needs trainer and engines on one kind of device: engine.device is '
-            f'{config.engine.device}, rollout.device {config.rollout.device}; set weight_transport = "auto"'
-        )
-    places = [(rank.node, rank.device) for rank in (sender, *receivers) if rank.device is not None]
-    if config.cluster.colocate or len(set(places)) < len(places):
-        raise ConfigError(
-            'rollout.weight_transport = "nccl" needs a device for the trainer and one for each engine, and some share '
-            'theirs: set it to "cuda-ipc" or "auto"'
-        )
+def _endpoint(rank: PlacedRank, device: str) -> Endpoint:
+    return Endpoint(node=rank.node, device=device, index=rank.device)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count, islice
 from typing import Any, Final
@@ -184,24 +184,26 @@ class Engines(Pool[Engine]):
         """Bring weights to every engine."""
         await self.to_training()
         # One that does not live gets its weights when it is up again.
-        await self._bring_weights(self.living, offer, interrupt)
+        await self._pull(self.living, offer, interrupt)
 
     async def to_training(self) -> None:
         """Where trainer and engines share devices: let the engines finish and sleep."""
         if self._turns is not None:
             await self._turns.to_training(self.living)
 
-    async def next_without_weights(self) -> str:
-        """Wait for an engine that has come up between two syncs, and serves once `sync_one` has brought it weights."""
-        return await self._without_weights.get()
+    async def late_engines(self) -> AsyncIterator[str]:
+        """Yield each engine that has come up between two syncs, and serves once `sync_late` has brought it weights."""
+        while True:
+            yield await self._without_weights.get()
 
-    async def sync_one(self, name: str, offer: WeightOffer) -> None:
+    async def sync_late(self, name: str, offer: WeightOffer) -> None:
+        """Bring weights to one engine, unless a sync has done so meanwhile, or is about to."""
         engine = self.members.get(name)
         late = self._turns is not None and self._turns.is_training  # the next sync is about to do it
         if engine is not None and engine.actor.alive and not engine.serves.is_set() and not late:
-            await self._bring_weights([engine], offer, interrupt=False)
+            await self._pull([engine], offer, interrupt=False)
 
-    async def _bring_weights(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
+    async def _pull(self, engines: list[Engine], offer: WeightOffer, interrupt: bool) -> None:
         turns, deadline_s = self._turns, self._config.async_.sync_deadline_s
         if turns is not None:
             await turns.show_weights()

@@ -50,7 +50,7 @@ from offbeat_core import (
 from offbeat_data import CompletionText, Prompt, RewardConfig, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s, doing
-from offbeat_weightsync import new_socket_path
+from offbeat_weightsync import new_socket_path, transport_class
 
 QUICK_STOP_S = 2.0
 """Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
@@ -288,8 +288,8 @@ class Fleet:
 
     def offer_weights(self, version: int) -> WeightOffer:
         rollout, deadline_s = self._config.rollout, self._config.async_.sync_deadline_s
-        parts, transport = rollout.weight_parts, rollout.weight_transport
-        return WeightOffer(self.trainer, version, deadline_s, self.events, parts, transport)
+        parts, reach = rollout.weight_parts, transport_class(rollout.weight_transport).reach
+        return WeightOffer(self.trainer, version, deadline_s, self.events, parts, reach)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
         """Await work that calls roles; shortly before its deadline, raise who has not answered."""

@@ -11,6 +11,7 @@ from grpo_async_app._fleet.trainers import DEATH_SEEN_AFTER_S, Trainers, is_lost
 from offbeat_actors import ActorHandle, Member
 from offbeat_core import OffbeatError, PeerFailedError, WeightPart, WeightProof, WeightSyncError
 from offbeat_run import clock_s
+from offbeat_weightsync import Reach
 
 E = TypeVar("E", bound=Member)
 
@@ -23,7 +24,7 @@ class WeightOffer:
         version: policy version.
         deadline_s: for all engines to come, load and prove.
         parts: what an engine gets, in order. The base is brought once to each process of an engine, by one trainer.
-        transport: see `RolloutConfig.weight_transport`.
+        reach: of the transport.
         events: takes each part that an engine has taken.
     """
 
@@ -34,10 +35,10 @@ class WeightOffer:
         deadline_s: float,
         events: RunEvents,
         parts: Sequence[WeightPart] = ("merged",),
-        transport: str = "auto",
+        reach: Reach = "either",
     ) -> None:
         self._trainer, self.version, self._deadline_s = trainer, version, deadline_s
-        self.parts, self._transport, self._events = parts, transport, events
+        self.parts, self._reach, self._events = parts, reach, events
         self._transfer_id = 0
         self._brought: set[tuple[ActorHandle, WeightPart]] = set()
 
@@ -55,26 +56,26 @@ class WeightOffer:
     async def source_for(self, hosts: Collection[str]) -> str:
         """Where engines on the machines of these IP addresses ask for them: by memory, if that is one for all."""
         trainer, is_local = self._trainer, set(hosts) == {self._trainer.address}
-        by_memory = self._transport in ("shared-memory", "cuda-ipc") or (self._transport == "auto" and is_local)
+        by_memory = self._reach == "machine" or (self._reach == "either" and is_local)
         return trainer.socket_path if by_memory else await trainer.listen(self._deadline_s)
 
-    async def send(self, source: str, num_engines: int, part: WeightPart) -> None:
+    async def push(self, source: str, num_engines: int, part: WeightPart) -> None:
         """Make the trainer give a part to the engines that ask at this source."""
         self._transfer_id = next(self._trainer.transfer_ids)
         address = "" if source == self._trainer.socket_path else source
         args = (self.version, num_engines, self._deadline_s, address, self._transfer_id, part)
         returns, deadline_s = list[WeightProof], self._deadline_s + 5
-        await self._trainer.call("send_weights", *args, returns=returns, deadline_s=deadline_s)
+        await self._trainer.call("push_weights", *args, returns=returns, deadline_s=deadline_s)
 
-    async def take(self, actor: ActorHandle, source: str, part: WeightPart) -> None:
+    async def pull(self, actor: ActorHandle, source: str, part: WeightPart) -> None:
         """Make an engine take a part that is sent from this source, and prove it."""
         begun_s, deadline_s = clock_s(), self._deadline_s
-        args = (source, self.version, deadline_s, actor.name, part)
-        await actor.call("receive_weights", *args, returns=WeightProof, deadline_s=deadline_s + 5)
+        args = (source, self.version, deadline_s, part)
+        await actor.call("pull_weights", *args, returns=WeightProof, deadline_s=deadline_s + 5)
         self._events.took_weights(actor.name, part, self.version, begun_s)
 
     async def withdraw(self) -> None:
-        """Tell the trainer that not all engines of the last `send` will come."""
+        """Tell the trainer that not all engines of the last `push` will come."""
         await self._trainer.call("withdraw", self._transfer_id, deadline_s=self._deadline_s)
 
 
@@ -111,8 +112,8 @@ async def bring_weights(
 
     async def transfer(actors: Sequence[ActorHandle], part: WeightPart) -> Outcomes:
         source = await offer.source_for({actor.address for actor in actors})
-        takes = [offer.take(actor, source, part) for actor in actors]
-        return await transfer_weights(takes, offer.send(source, len(takes), part), offer.withdraw)
+        pulls = [offer.pull(actor, source, part) for actor in actors]
+        return await transfer_weights(pulls, offer.push(source, len(pulls), part), offer.withdraw)
 
     async def resume(actor: ActorHandle) -> None:
         await actor.call("resume", deadline_s=deadline_s)
@@ -177,15 +178,15 @@ def root_cause(errors: Iterable[BaseException]) -> BaseException:
 
 
 async def transfer_weights(
-    takes: Sequence[Coroutine[Any, Any, object]], send: Awaitable[object], withdraw: Callable[[], Awaitable[object]]
+    pulls: Sequence[Coroutine[Any, Any, object]], push: Awaitable[object], withdraw: Callable[[], Awaitable[object]]
 ) -> Outcomes:
     """Await all sides of a transfer.
 
     Args:
-        takes: the engines' sides.
-        send: the trainer's. It sends in its only thread, which no cancellation reaches: one that waits for an engine
+        pulls: the engines' sides.
+        push: the trainer's. It sends in its only thread, which no cancellation reaches: one that waits for an engine
             that is gone would stand in the way of the next.
-        withdraw: ends `send` while it waits for the engines.
+        withdraw: ends `push` while it waits for the engines.
 
     Returns:
         The engines' errors.
@@ -193,7 +194,7 @@ async def transfer_weights(
     Raises:
         OffbeatError: the trainer failed, and no engine did.
     """
-    sides = [asyncio.ensure_future(side) for side in (*takes, send)]
+    sides = [asyncio.ensure_future(side) for side in (*pulls, push)]
     sending = sides[-1]
     try:
         _, others = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)

@@ -30,7 +30,7 @@ from offbeat_core import (
 from offbeat_data import load_tokenizer
 from offbeat_device import Profiler, TraceFiles, open_device
 from offbeat_run import log_line, log_loaded, log_start, size_text
-from offbeat_weightsync import WeightCopy, WeightGroup, receive
+from offbeat_weightsync import WeightCopy, open_transport
 
 
 class ProcessRecorder:
@@ -126,7 +126,7 @@ class RolloutRole:
         self._starting_server = asyncio.Lock()
         self._trace: VersionTrace | None = None
         self._copy = WeightCopy() if config.rollout.full_sync_every > 1 else None
-        self._group: WeightGroup | None = None
+        self._transport = open_transport(config.rollout.weight_transport, config.rollout.device)
         self._adapter = ""  # which completes the policy, once it has come
 
     async def start(self) -> None:
@@ -134,8 +134,7 @@ class RolloutRole:
         backend, began_s = self._config.rollout.backend, time.monotonic()
         self._engine = await load_backend("offbeat.rollout", backend).create(self._settings)
         log_loaded(self._settings.model_path, self._settings.dtype, began_s)
-        if self._config.rollout.weight_transport == "nccl":
-            self._group = WeightGroup(self._config.rollout.device)
+        self._transport.get_ready()
         if self._settings.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
             await self._engine.close()
             raise ConfigError(
@@ -234,17 +233,17 @@ class RolloutRole:
         await self._engine.wake(tuple(tags))
         return resident_bytes()
 
-    async def receive_weights(
-        self, socket_path: str, version: int, deadline_s: float, name: str, part: WeightPart = "merged"
+    async def pull_weights(
+        self, address: str, version: int, deadline_s: float, part: WeightPart = "merged"
     ) -> WeightProof:
-        """Take `version` from the trainer that listens on `socket_path`, and prove to it what arrived.
+        """Take `version` from the trainer that listens at an address, and prove to it what arrived.
 
         A base is completed by the adapter that follows; until then nothing is served.
         """
         began_s = time.monotonic()
         if self._trace is not None:
             await self._trace.end()
-        incoming = receive(socket_path, version, deadline_s, name=name, copy=self._copy, group=self._group)
+        incoming = self._transport.receive(address, version, deadline_s, name=str(self._role), copy=self._copy)
         stream = await asyncio.to_thread(incoming.__enter__)
         try:
             proof = await self._update(stream, version, part)
@@ -285,7 +284,6 @@ class RolloutRole:
             await self._trace.end()
         if self._server:
             await self._server.close()
-        if self._group is not None:
-            self._group.leave()
+        self._transport.close()
         await self._engine.close()
         log_line("ended")

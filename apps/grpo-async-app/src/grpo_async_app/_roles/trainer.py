@@ -35,8 +35,6 @@ from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
 from offbeat_run import check_shared, counted_loss, log_line, log_loaded, log_start, size_text
 from offbeat_weightsync import (
     BucketPlan,
-    DiskSender,
-    GroupSender,
     TensorSpec,
     WeightCopy,
     WeightSender,
@@ -44,7 +42,7 @@ from offbeat_weightsync import (
     fp8_specs,
     is_fp8_weight,
     new_address,
-    open_sender,
+    open_transport,
     quantize_tensors,
 )
 
@@ -113,12 +111,10 @@ class TrainerRole:
         self._copy = WeightCopy(changes) if changes and self._leads else None
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
-        self._device = device
-        self._weight_folder = config.rollout.weight_folder or str(Path(trace_folder).parent / "weights")
-        if self._leads:
-            over_device = config.rollout.weight_transport == "cuda-ipc"
-            slots_on = str(open_device(device).torch_device) if over_device else None
-            self._senders[""] = open_sender(socket_path, self._plan, device=slots_on)
+        folder = config.rollout.weight_folder or str(Path(trace_folder).parent / "weights")
+        self._transport = open_transport(config.rollout.weight_transport, device, folder)
+        if self._leads and self._transport.reach != "network":
+            self._senders[""] = self._transport.open_sender(socket_path, self._plan)
         log_line("ready")
 
     def _plan_of(self, part: WeightPart) -> BucketPlan:
@@ -188,24 +184,18 @@ class TrainerRole:
         return {**measured, **{f"critic/{name}": metric for name, metric in critic.step().items()}}
 
     def listen(self, host: str) -> str:
-        """Hand weights to engines that reach this machine as `host`: over TCP, or where it is set, a group or the disk.
+        """Listen for engines that reach this machine as `host`.
 
         Returns:
-            The address for `receive_weights` there, and for `send_weights`; "" on ranks that send nothing.
+            The address for `pull_weights` there, and for `push_weights`; "" on ranks that send nothing.
         """
         if not self._leads:
             return ""
-        address, transport = new_address(host), self._rollout.weight_transport
-        if transport == "nccl":
-            sender: WeightSender = GroupSender(address, self._plan, device=self._device)
-        elif transport == "disk":
-            sender = DiskSender(address, self._plan, self._weight_folder)
-        else:
-            sender = open_sender(address, self._plan)
+        sender = self._transport.open_sender(new_address(host), self._plan)
         self._senders[sender.address] = sender
         return sender.address
 
-    def send_weights(
+    def push_weights(
         self,
         version: int,
         num_engines: int,
@@ -246,7 +236,7 @@ class TrainerRole:
     async def withdraw(self, transfer_id: int) -> None:
         """Not all engines of this transfer will come: wait for them no longer, also if that has not begun yet.
 
-        A coroutine, so that it is heard while `send_weights` waits in its thread.
+        A coroutine, so that it is heard while `push_weights` waits in its thread.
         """
         self._last_withdrawn = max(self._last_withdrawn, transfer_id)
 
@@ -285,6 +275,7 @@ class TrainerRole:
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
+        self._transport.close()
         self._engine.close()
         if self._critic is not None:
             self._critic.close()

@@ -75,7 +75,7 @@ class GrpoBackend:
         self._templates, self._early_end, self._end_wish = templates, early_end, ""
         self._untrained = UntrainedGroups()
         self._trained, self._num_validated, self._is_saving = "", 0, False
-        self._bringing = asyncio.create_task(self._bring_weights())
+        self._late_syncs = asyncio.create_task(self._sync_late_engines())
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -278,23 +278,22 @@ class GrpoBackend:
 
     async def sync(self, version: int, interrupt: bool) -> None:
         started_s = clock_s()
-        bring = self._bring_all(version, interrupt)
-        await self._fleet.name_who_is_late(bring, f"sync {version}", self._config.async_.sync_deadline_s)
+        work = self._sync_all(version, interrupt)
+        await self._fleet.name_who_is_late(work, f"sync {version}", self._config.async_.sync_deadline_s)
         self._logger.synced(version, started_s, clock_s())
         if self._validation_is_due(version):
             await self._begin_validation(version)
 
-    async def _bring_all(self, version: int, interrupt: bool) -> None:
+    async def _sync_all(self, version: int, interrupt: bool) -> None:
         async with self._trainer_turn:
             with self._clock.held(self._fleet.engines.names):
                 await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
 
-    async def _bring_weights(self) -> None:
+    async def _sync_late_engines(self) -> None:
         """Give engines that come up between two syncs what the trainer holds: maybe newer than what others do."""
-        while True:
-            name = await self._fleet.engines.next_without_weights()
+        async for name in self._fleet.engines.late_engines():
             async with self._trainer_turn:
-                await self._fleet.engines.sync_one(name, self._fleet.offer_weights(self._trainer_version))
+                await self._fleet.engines.sync_late(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -353,7 +352,7 @@ class GrpoBackend:
         self._num_validated = num_answered
 
     async def close(self) -> None:
-        tasks = [self._bringing, *([self._validating] if self._validating is not None else [])]
+        tasks = [self._late_syncs, *([self._validating] if self._validating is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -423,8 +422,8 @@ class GrpoBackend:
     async def idle(self, wait: str, idle_s: float) -> float:
         """Show the wait, and raise if a process has died without which nothing goes on."""
         self._fleet.raise_if_dead()
-        if self._bringing.done():
-            self._bringing.result()
+        if self._late_syncs.done():
+            self._late_syncs.result()
         self._logger.waiting(wait, idle_s)
         return self._fleet.progress
 

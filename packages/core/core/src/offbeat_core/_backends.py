@@ -38,7 +38,8 @@ def load_backend(kind: str, name: str) -> Any:
     """Load the object that a backend registered.
 
     Args:
-        kind: entry-point group: `offbeat.rollout`, `offbeat.engine`, `offbeat.device`, `offbeat.launcher`.
+        kind: entry-point group: `offbeat.rollout`, `offbeat.engine`, `offbeat.device`, `offbeat.launcher`,
+            `offbeat.transport`.
         name: such as "torch" or "vllm".
 
     Raises:

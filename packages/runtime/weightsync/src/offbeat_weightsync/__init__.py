@@ -3,12 +3,6 @@
 from offbeat_core import TensorSpec
 from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._changes import WeightCopy
-from offbeat_weightsync._disk import (
-    DiskStream,
-    list_versions,
-    read_weights,
-    write_weights,
-)
 from offbeat_weightsync._fp8 import (
     DequantizedStream,
     dequantize_blocks,
@@ -17,22 +11,26 @@ from offbeat_weightsync._fp8 import (
     quantize_blocks,
     quantize_tensors,
 )
-from offbeat_weightsync._group import WeightGroup
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice, merge_adapter, select_adapter
+from offbeat_weightsync._peer_stream import KeptStream, PeerStream
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
-from offbeat_weightsync._receiver import (
-    FolderStream,
-    GroupStream,
-    KeptStream,
-    PeerStream,
-    SharedMemoryStream,
-    TcpStream,
-    receive,
-)
+from offbeat_weightsync._receiver import receive, transport_class
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._stream import ArrivingStream, InProcessStream
 from offbeat_weightsync._tensors import describe_tensors, tensor_checksums
-from offbeat_weightsync._transports import DiskSender, GroupSender, SharedMemorySender, TcpSender, open_sender
+from offbeat_weightsync._transport import Endpoint, Reach, Route, Transport, open_transport
+from offbeat_weightsync._transports.auto import AutoTransport, open_sender
+from offbeat_weightsync._transports.disk import DiskSender, DiskTransport, FolderStream
+from offbeat_weightsync._transports.group import GroupSender, GroupStream, GroupTransport
+from offbeat_weightsync._transports.shared_memory import (
+    CudaIpcTransport,
+    SharedMemorySender,
+    SharedMemoryStream,
+    SharedMemoryTransport,
+)
+from offbeat_weightsync._transports.tcp import TcpSender, TcpStream, TcpTransport
+from offbeat_weightsync._transports.version_folder import DiskStream, list_versions, read_weights, write_weights
+from offbeat_weightsync._transports.weight_group import WeightGroup
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -40,26 +38,36 @@ __all__ = [
     "GATE_UP",
     "QKV",
     "ArrivingStream",
+    "AutoTransport",
     "Bucket",
     "BucketPlan",
+    "CudaIpcTransport",
     "DequantizedStream",
     "DiskSender",
     "DiskStream",
+    "DiskTransport",
+    "Endpoint",
     "FolderStream",
     "Fusion",
     "GroupSender",
     "GroupStream",
+    "GroupTransport",
     "InProcessStream",
     "KeptStream",
     "NameMap",
     "PeerStream",
     "Piece",
+    "Reach",
+    "Route",
     "SharedMemorySender",
     "SharedMemoryStream",
+    "SharedMemoryTransport",
     "TcpSender",
     "TcpStream",
+    "TcpTransport",
     "TensorSlice",
     "TensorSpec",
+    "Transport",
     "WeightCopy",
     "WeightGroup",
     "WeightSender",
@@ -72,11 +80,13 @@ __all__ = [
     "new_address",
     "new_socket_path",
     "open_sender",
+    "open_transport",
     "quantize_blocks",
     "quantize_tensors",
     "read_weights",
     "receive",
     "select_adapter",
     "tensor_checksums",
+    "transport_class",
     "write_weights",
 ]

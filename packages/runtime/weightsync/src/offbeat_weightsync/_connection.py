@@ -109,7 +109,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """The sender says what will come. The receiver builds the plan itself, and the digests must be equal.
+    """The sender says what will come, and by which transport. The receiver builds the plan; the digests must be equal.
 
     `kept` is the digest of what will not come because the receiver holds it; "" when all will come. Slots of
     `slot_bytes` lie at `cuda`, or in the memory whose descriptor follows; 0: the bytes come over the group that meets
@@ -127,6 +127,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     checksum: Checksum = "xxh3"
     place: GroupAddress | None = None
     folder: str = ""
+    transport: str = "tcp"
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import ClassVar, Final, Self, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from offbeat_weightsync._connection import (
     Deadline,
     End,
     Join,
+    Loaded,
     Offer,
     Proof,
     Ready,
@@ -67,7 +68,12 @@ class WeightSender(ABC):
         plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
         deadline_s: time allowed for each sync, from `send` to the last proof.
         name: this side, for the receivers' errors.
+
+    Attributes:
+        transport: name of the transport that opens the receiver's side.
     """
+
+    transport: ClassVar[str]
 
     def __init__(self, address: str | Path, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
         self._listener, self.address = listen(address)
@@ -182,7 +188,13 @@ class WeightSender(ABC):
         """Send to receivers that have joined; `kept` is the digest of what they hold already."""
         checksum: Checksum = "xxh3" if changes_to is not None else self._checksum
         offer = Offer(
-            plan.specs, plan.bucket_bytes, plan.digest, kept, changes=changes_to is not None, checksum=checksum
+            plan.specs,
+            plan.bucket_bytes,
+            plan.digest,
+            kept,
+            changes=changes_to is not None,
+            checksum=checksum,
+            transport=self.transport,
         )
         for peer in peers:
             self._offer(peer, offer)
@@ -357,3 +369,18 @@ def collect(peers: list[Connection], take: Callable[[Connection], T], what: str)
                 selector.unregister(key.fileobj)
                 taken[key.data] = take(key.data)
     return [taken[peer] for peer in peers]
+
+
+def await_loaded(peers: list[Connection], plan: BucketPlan, index: int) -> None:
+    """Wait until every receiver has loaded a bucket."""
+    bucket = f"bucket {index} of {len(plan.buckets)}"
+    loaded = collect(peers, lambda peer: peer.receive(Loaded, bucket).bucket, f"to load {bucket}")
+    for peer, number in zip(peers, loaded, strict=True):
+        if number != index:
+            raise WeightSyncError(f"{peer.peer} loaded bucket {number} where {index} was due")
+
+
+def raise_if_spoken(peers: list[Connection]) -> None:
+    """See `Connection.raise_if_spoken`."""
+    for peer in peers:
+        peer.raise_if_spoken()

@@ -1,0 +1,52 @@
+"""The choice between shared memory and TCP, made anew for each sync: engines may join from other machines."""
+
+from pathlib import Path
+
+from offbeat_weightsync._addresses import TcpAddress
+from offbeat_weightsync._plan import BucketPlan
+from offbeat_weightsync._sender import WeightSender
+from offbeat_weightsync._transport import Route, Transport
+from offbeat_weightsync._transports.shared_memory import SharedMemorySender
+from offbeat_weightsync._transports.tcp import TcpSender
+
+
+class AutoTransport(Transport):
+    """Shared memory where all engines are on the trainer's machine, else TCP."""
+
+    reach = "either"
+
+    @classmethod
+    def describe(cls, route: Route) -> str:
+        """Return which of them, and why."""
+        if (other := route.elsewhere) is None:
+            return "by shared memory: all engines are on the trainer's machine"
+        return f"by TCP: an engine is on {other.node}, the trainer on {route.sender.node}"
+
+    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+        """Listen over TCP if the address names a host, otherwise by shared memory."""
+        return open_sender(address, plan)
+
+
+def open_sender(
+    address: str | Path,
+    plan: BucketPlan,
+    *,
+    deadline_s: float = 300.0,
+    name: str = "trainer-0",
+    device: str | None = None,
+) -> WeightSender:
+    """Listen at an address from `new_address`: over TCP if it names a host, otherwise by shared memory.
+
+    Args:
+        address: where to listen. Give receivers the sender's own `address`, which has the port.
+        plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
+        deadline_s: time allowed for each sync, from `send` to the last proof.
+        name: this side, for the receivers' errors.
+        device: of what is on its way, on this machine: see `SharedMemorySender`.
+
+    Raises:
+        WeightSyncError: the address is taken, or no address; there is not enough memory, or no such device.
+    """
+    if TcpAddress.parse(str(address)) is None:
+        return SharedMemorySender(address, plan, deadline_s=deadline_s, name=name, device=device)
+    return TcpSender(str(address), plan, deadline_s=deadline_s, name=name)
