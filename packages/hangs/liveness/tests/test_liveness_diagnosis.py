@@ -217,6 +217,12 @@ def test_the_dead_are_named_through_those_who_wait_for_them() -> None:
     assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 2",))
 
 
+def test_a_process_that_can_be_continued_is_named_by_its_pid() -> None:
+    waits = head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),))
+    stopped = AbsentProcess(name="rank 1", rank=1, world="w", fate="stopped", text="pid 99 on vm", pid=99)
+    assert "kill -CONT 99" in found(waits, absent=(stopped,)).text
+
+
 def test_an_exception_explains_the_deaths_that_follow_it() -> None:
     world = (0, 1, 2)
     raised = AbsentProcess(name="rank 2", rank=2, world="w", fate="raised", text="ValueError: bad batch", head=head(2))

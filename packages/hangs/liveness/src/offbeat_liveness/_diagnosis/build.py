@@ -318,8 +318,7 @@ def fate_text(gone: Sequence[AbsentProcess]) -> str:
 
 
 def advice_for(absent: AbsentProcess, graph: WaitGraph) -> str:
-    pid = absent.text.removeprefix("pid ").split()[0] if absent.text.startswith("pid ") else "PID"
-    advice = ADVICE[absent.fate].replace("PID", pid)
+    advice = ADVICE[absent.fate].replace("PID", str(absent.pid or "PID"))
     entry = _gloo_collective(graph) if absent.fate == "crashed" else None
     if entry is None:
         return advice

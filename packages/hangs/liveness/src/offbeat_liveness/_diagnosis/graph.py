@@ -62,6 +62,7 @@ class AbsentProcess:
             pid is there, its monitor does not answer), unreachable (another host that cannot be asked), never-came,
             unwatched (in the world, without a monitor).
         text: what is known, one line: the exception, the pid.
+        pid: on its machine; 0 where that is not known.
         head: the last it said of itself, if anything.
     """
 
@@ -70,6 +71,7 @@ class AbsentProcess:
     world: str = ""
     fate: Fate
     text: str = ""
+    pid: int = 0
     head: ProcessSnapshot | None = None
 
 

@@ -410,7 +410,15 @@ def _absent(
     if reason:
         fate, head = "crashed", _snapshot_of(address, state="failed", error=reason, error_stack=stack)
         text += f", {reason}"
-    return AbsentProcess(name=address.name, rank=address.rank, world=address.world, fate=fate, text=text, head=head)
+    return AbsentProcess(
+        name=address.name,
+        rank=address.rank,
+        world=address.world,
+        fate=fate,
+        text=text,
+        pid=address.pid,
+        head=head,
+    )
 
 
 def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
