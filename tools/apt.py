@@ -7,7 +7,7 @@ import sys
 
 
 def may_install() -> bool:
-    """Whether this is a throw-away Debian machine on which we are allowed to install a package."""
+    """Return whether this is a throw-away Debian machine on which we are allowed to install a package."""
     return os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 

@@ -44,7 +44,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Where it is, as an editor takes it."""
+        """Return where it is, as an editor takes it."""
         return f"{self.page}:{self.line}"
 
 

@@ -91,7 +91,7 @@ def rectangle_perimeter(rng: random.Random) -> Problem:
 
 
 def squares_area(rng: random.Random) -> Problem:
-    """A rectangle of unit squares, anywhere on a grid of eight by eight; the area is asked."""
+    """Return a rectangle of unit squares, anywhere on a grid of eight by eight; the area is asked."""
     wide, high = rng.randint(1, 4), rng.randint(1, 4)
     left, low = rng.randint(1, 7 - wide), rng.randint(1, 7 - high)
     xs, ys = [(left + step) / 8 for step in range(wide + 1)], [(low + step) / 8 for step in range(high + 1)]
@@ -103,7 +103,7 @@ def squares_area(rng: random.Random) -> Problem:
 
 
 def circle_area(rng: random.Random) -> Problem:
-    """The radius is given; the area is asked."""
+    """Return a question for the area, where the radius is given."""
     radius, turn = rng.randint(1, 20), rng.uniform(0, 2 * math.pi)
     edge = (0.5 + 0.38 * math.cos(turn), 0.5 + 0.38 * math.sin(turn))
     labels = ((_between((0.5, 0.5), edge), str(radius)),)
@@ -112,7 +112,7 @@ def circle_area(rng: random.Random) -> Problem:
 
 
 def polygon_sides(rng: random.Random) -> Problem:
-    """A regular polygon of any size, place and turn; the number of its sides is asked."""
+    """Return a regular polygon of any size, place and turn; the number of its sides is asked."""
     sides, radius, turn = rng.randint(3, 8), rng.uniform(0.2, 0.4), rng.uniform(0, 2 * math.pi)
     centre = (rng.uniform(radius + 0.05, 0.95 - radius), rng.uniform(radius + 0.05, 0.95 - radius))
     angles = [turn + 2 * math.pi * side / sides for side in range(sides)]
@@ -137,7 +137,7 @@ KINDS: dict[str, Callable[[random.Random], Problem]] = {
 
 
 def draw(problem: Problem, size_px: int) -> bytes:
-    """The figure as a PNG of size_px × size_px, black on white."""
+    """Return the figure as a PNG of size_px × size_px, black on white."""
     image = Image.new("RGB", (size_px, size_px), "white")
     pen, line_px = ImageDraw.Draw(image), max(1, size_px // 100)
     points = [(x * size_px, (1 - y) * size_px) for x, y in problem.outline]

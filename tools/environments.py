@@ -44,14 +44,14 @@ IS_SIDE_BY_SIDE: Final = "OFFBEAT_NOX_RUN" in os.environ
 
 
 def python_version() -> str:
-    """The Python of every environment: OFFBEAT_PYTHON, or the one that runs nox where it fits, else one that does."""
+    """Return the Python of every environment: OFFBEAT_PYTHON, or nox's where it fits, else one that does."""
     fits = (3, 11) <= sys.version_info < (3, 14)
     own = f"{sys.version_info.major}.{sys.version_info.minor}" if fits else "3.13"
     return os.environ.get("OFFBEAT_PYTHON") or own
 
 
 def environment() -> dict[str, str | None]:
-    """What every command gets: nothing from a hub, one thread per process, and bytecode kept between processes.
+    """Return what every command gets: nothing from a hub, one thread per process, and bytecode kept between processes.
 
     Without bytecode each process compiles torch and transformers anew: 9 s instead of 4 s (CI forbids writing it).
     """
@@ -107,7 +107,7 @@ def guest_tests(package: Package) -> list[Path]:
 
 
 def engine_environment(session: nox.Session, package: Package) -> Path:
-    """An environment with the package, the engine it adapts and what its tests need; its bin folder."""
+    """Return an environment with the package, the engine it adapts and what its tests need; its bin folder."""
     venv = NOX / f"{package.key}-engine"
     own = f"--editable={package.folder}[{','.join(package.engine_extras)}]"
     folders = {other.key: other.folder for other in PACKAGES}
@@ -119,7 +119,7 @@ def engine_environment(session: nox.Session, package: Package) -> Path:
 
 
 def shared_environment(session: nox.Session) -> Path:
-    """The environment of all tests, made once per run of nox; its bin folder."""
+    """Return the environment of all tests, made once per run of nox; its bin folder."""
     venv = NOX / "cpu"
     make_once(venv, lambda: install_workspace(session, venv))
     return venv / "bin"
@@ -144,7 +144,7 @@ def pytest(
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:
-    """An environment with the oldest torch, without the pins of the lock, which hold another; its bin folder."""
+    """Return an environment with the oldest torch, without the pins of the lock, which hold another; its bin folder."""
     venv = NOX / "oldest-torch"
 
     def make() -> None:

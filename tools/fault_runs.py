@@ -128,17 +128,17 @@ class Observation:
 
     @property
     def told(self) -> tuple[Told, ...]:
-        """What the monitors have said, each thing once: the lines that point to another rank's are left out."""
+        """Return what the monitors have said, each thing once: the lines that point to another rank's are left out."""
         lines = [(rank, line) for rank, output in self.outputs.items() for line in output.splitlines()]
         return tuple(_told(rank, line) for rank, line in lines if HEADLINE in line and POINTER not in line)
 
     def first(self, *, proof: bool) -> tuple[float, dict[str, Any]] | None:
-        """The first verdict that is a proof, or the first that is a suspicion."""
+        """Return the first verdict that is a proof, or the first that is a suspicion."""
         return next((each for each in self.verdicts if is_proof(each[1]) == proof), None)
 
 
 def is_proof(verdict: dict[str, Any]) -> bool:
-    """Whether a verdict, as plain data, is more than a suspicion."""
+    """Return whether a verdict, as plain data, is more than a suspicion."""
     return verdict["kind"] != "straggler" and not verdict.get("text", "").startswith(SUSPICION)
 
 
@@ -192,7 +192,7 @@ class Results:
         self._runs = run_faults(wanted, num_ranks_at_once=num_ranks_at_once)
 
     def of(self, run: FaultRun) -> Observation:
-        """What became of a run; back when it has ended."""
+        """Return what became of a run; back when it has ended."""
         while run not in self._ended:
             ended, observation = next(self._runs)
             self._ended[ended] = observation
@@ -286,7 +286,7 @@ def _agent(run: FaultRun, folder: Path) -> None:
 
 
 def _kill_children_of(process: int) -> None:
-    """What a rank has started and left behind; back when it is gone, so that nobody writes any more."""
+    """Kill what a rank has started and left behind, and return when it is gone, so that nothing is written any more."""
     until_s = time.monotonic() + CHILDREN_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < until_s:
@@ -328,7 +328,7 @@ def _fork_rank(
 
 
 def _take_seat(run: FaultRun, rank: int, port: int) -> None:
-    """What torchrun would have set."""
+    """Set what torchrun would have set."""
     import torch
     from torch.distributed import distributed_c10d
 

@@ -11,7 +11,7 @@ def find_links() -> list[str]:
 
 
 def _configured() -> str:
-    """What `pip config` says; empty when there is no pip or no such setting."""
+    """Return what `pip config` says; empty when there is no pip or no such setting."""
     pip = shutil.which("pip")
     if pip is None:
         return ""

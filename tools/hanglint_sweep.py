@@ -48,7 +48,7 @@ class Swept:
 
 
 def targets(folder: Path) -> Iterator[Path]:
-    """What is run by itself: folders with Python files, and files beside them."""
+    """Return what is run by itself: folders with Python files, and files beside them."""
     for path in sorted(folder.iterdir()):
         if (
             path.is_dir() and path.name != "__pycache__" and next(path.rglob("*.py"), None) is not None
@@ -87,7 +87,7 @@ def sweep_one(path: Path, deadline_s: float = DEADLINE_S) -> Swept:
 
 
 def _wait(running: "subprocess.Popen[bytes]", end_s: float) -> "tuple[int, os.struct_rusage]":  # type: ignore[name-defined]
-    """The process's status and usage; killed at the deadline."""
+    """Return the process's status and usage; killed at the deadline."""
     while True:
         pid, status, usage = os.wait4(running.pid, os.WNOHANG)
         if pid:
@@ -99,7 +99,7 @@ def _wait(running: "subprocess.Popen[bytes]", end_s: float) -> "tuple[int, os.st
 
 
 def table(swept: Sequence[Swept], top: int) -> str:
-    """The runs that took longest, and the sum of all."""
+    """Return the runs that took longest, and the sum of all."""
     rows = [f"{'package':32}{'files':>8}{'lines':>11}{'s':>8}{'CPU s':>8}{'MiB':>7}{'found':>7}{'unread':>7}"]
     total = Swept(
         name=f"all {len(swept)}",

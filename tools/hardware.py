@@ -45,7 +45,7 @@ class HardwareTests:
 
 
 def hardware_tests(found: Iterable[Package]) -> list[HardwareTests]:
-    """What the packages declare."""
+    """Return what the packages declare."""
     return [
         HardwareTests(package=package, device=device, probe=probe)
         for package in found

@@ -47,7 +47,7 @@ class Program:
 
 
 def _read_list(folder: Path) -> dict[str, Any]:
-    """The list beside a folder, whose lists become tuples."""
+    """Return the list beside a folder, whose lists become tuples."""
 
     def frozen(value: Any) -> Any:
         if isinstance(value, dict):
@@ -109,7 +109,7 @@ class Fault(Program):
 
     @property
     def certainty(self) -> Literal["proof", "suspicion"]:
-        """Whether it can be proven."""
+        """Return whether it can be proven."""
         return self.because.certainty
 
 
@@ -225,7 +225,7 @@ def random_run(seed: int, size: int, *, num_runs: int, stall_after_s: float) -> 
 
 
 def complaints(healthy: Healthy, seen: Observation) -> list[str]:
-    """What a monitor did wrong to a healthy run; empty if it let it be."""
+    """Return what a monitor did wrong to a healthy run; empty if it let it be."""
     told = seen.told
     found = [f"{each.what} on rank {each.rank}: {each.text}" for each in told if each.what in ("proof", "failure")]
     things = Counter[tuple[str, str]]()

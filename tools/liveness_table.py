@@ -84,7 +84,7 @@ def _told_words(told: Told) -> str:
 
 
 def plain_words(plain: Observation) -> tuple[str, str]:
-    """What the first rank that fails says, and when."""
+    """Return what the first rank that fails says, and when."""
     failed = sorted((plain.left_s[rank], rank) for rank, code in plain.exit_codes.items() if code)
     if not failed:
         if all(code == 0 for code in plain.exit_codes.values()):
@@ -124,12 +124,12 @@ def observe_healthy(size: int) -> dict[Healthy, Observation]:
 
 
 def _limit_s(fault: Fault) -> float:
-    """What is only suspected is not ended by the monitor; nothing more is said of it after a while."""
+    """Return what is only suspected is not ended by the monitor; nothing more is said of it after a while."""
     return GLOO_TIMEOUT_S if fault.certainty == "proof" else STALL_AFTER_S + PATIENCE_S
 
 
 def with_table(text: str, new: str, begin: str = BEGIN) -> str:
-    """The document with the table between its marks replaced.
+    """Return the document with the table between its marks replaced.
 
     Raises:
         ValueError: the document lacks the marks.

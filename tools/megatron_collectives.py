@@ -227,7 +227,7 @@ def judge(told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
 
 
 def tell(seen: Mapping[str, Seen]) -> dict[str, Any]:
-    """What one rank tells the others: plain data."""
+    """Return what one rank tells the others: plain data."""
     phases = {
         phase: {name: [list(item) for item in items] for name, items in vars(each).items()}
         for phase, each in seen.items()

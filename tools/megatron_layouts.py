@@ -201,7 +201,7 @@ def engine_config(folder: Path, layout: Layout) -> TrainEngineConfig:
 
 
 def train_with_engine(engine: MegatronTrainEngine) -> Trained:
-    """The same two steps; all ranks call it."""
+    """Return the same two steps; all ranks call it."""
     losses, norms, gradients = [], [], {}
     for step in range(NUM_STEPS):
         losses.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
@@ -215,7 +215,7 @@ def train_with_engine(engine: MegatronTrainEngine) -> Trained:
 
 
 def copied(engine: TrainEngine) -> dict[str, Tensor]:
-    """The weights that an engine hands out, by name; all ranks call it."""
+    """Return the weights that an engine hands out, by name; all ranks call it."""
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 

@@ -65,7 +65,7 @@ def make_sequences(seed: int) -> list[TrainSequence]:
 
 
 def policy_loss(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
-    """A policy gradient with an entropy bonus and a term per sequence, as sequence-level losses have."""
+    """Return a policy gradient with an entropy bonus and a term per sequence, as sequence-level losses have."""
     per_sequence = torch.zeros(tokens.num_sequences).index_add(0, tokens.sequence_N, tokens.logprobs_N)
     loss = -(tokens.logprobs_N * tokens.extras["advantage"]).sum() - 0.1 * tokens.entropy_N.sum()
     return loss / tokens.total_tokens + 1e-4 * (per_sequence**2).sum() / tokens.total_sequences, {}
@@ -121,7 +121,7 @@ def _merged(network: nn.Module) -> dict[str, Tensor]:
 
 
 def train_with_transformers(folder: Path, *, lora: bool = False) -> Trained:
-    """The yardstick."""
+    """Return the yardstick."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -197,7 +197,7 @@ def _per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(found: Trained, wanted: Trained) -> Errors:
-    """How far two runs are apart."""
+    """Return how far two runs are apart."""
     assert not found.gradients or found.gradients.keys() == wanted.gradients.keys()
     assert found.weights.keys() == wanted.weights.keys()
     return Errors(

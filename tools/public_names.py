@@ -15,12 +15,12 @@ from workspace import ROOT, Package, packages
 
 
 def pinned_names_file(package: Package, root: Path = ROOT) -> Path:
-    """Where the public names of a package are pinned, one a line."""
+    """Return where the public names of a package are pinned, one a line."""
     return root / "tests" / "contracts" / "public_names" / f"{package.import_name}.txt"
 
 
 def pinned_names(package: Package, root: Path = ROOT) -> list[str]:
-    """The pinned names; empty when the package is not pinned yet."""
+    """Return the pinned names; empty when the package is not pinned yet."""
     path = pinned_names_file(package, root)
     return path.read_text().split() if path.is_file() else []
 
@@ -37,7 +37,7 @@ def renew(root: Path = ROOT) -> None:
 
 
 def differences(root: Path = ROOT) -> list[str]:
-    """One line per package whose names differ from the pinned ones."""
+    """Return one line per package whose names differ from the pinned ones."""
     found = []
     for package in packages(root):
         declared, pinned = set(declared_names(package)), set(pinned_names(package, root))

@@ -61,7 +61,7 @@ def record(wanted: Json, sources: Path) -> Json:
 
 
 def describe(node: Definition) -> Json:
-    """The interface of one definition, as plain data."""
+    """Return the interface of one definition, as plain data."""
     if isinstance(node, ast.ClassDef):
         return _describe_class(node)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -70,7 +70,7 @@ def describe(node: Definition) -> Json:
 
 
 def compare(old: Json, new: Json) -> list[str]:
-    """What a caller written against `old` may stumble over in `new`, one line each; additions are no harm."""
+    """Return what a caller written against `old` may stumble over in `new`, one line each; additions are no harm."""
     found: list[str] = []
     for path, entry in old["files"].items():
         newer = new["files"].get(path)
@@ -92,7 +92,7 @@ def names_of(symbol: Json) -> set[str]:
 
 
 def find_symbol(recorded: Json, path: str, dotted: str) -> Json | None:
-    """A recorded symbol by its name, such as `Class.method`; None if it was not recorded."""
+    """Return a recorded symbol by its name, such as `Class.method`; None if it was not recorded."""
     name, _, method = dotted.partition(".")
     symbol: Json | None = recorded["files"].get(path, {"symbols": {}})["symbols"].get(name)
     if symbol is None or not method:
@@ -102,7 +102,7 @@ def find_symbol(recorded: Json, path: str, dotted: str) -> Json | None:
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
-    """What a module defines, under `if`, `try` and `with` too; of one name the last counts."""
+    """Yield what a module defines, under `if`, `try` and `with` too; of one name the last counts."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -146,7 +146,7 @@ class KeptWheel:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What an installer reads of it."""
+        """Return what an installer reads of it."""
         with zipfile.ZipFile(self.path) as wheel:
             texts = {
                 name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name

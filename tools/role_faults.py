@@ -99,13 +99,13 @@ class Job:
         return self.folder / "run"
 
     def train(self, *words: str) -> RunningCommand:
-        """The command that begins it."""
+        """Return the command that begins it."""
         self._let_reward_be_found()
         epochs = f"--data.epochs={self.num_epochs}"
         return RunningCommand("grpo_async_app", "train", self.folder / "job.toml", "--out", self.run, epochs, *words)
 
     def resume(self) -> RunningCommand:
-        """The command that goes on with it."""
+        """Return the command that goes on with it."""
         self._let_reward_be_found()
         return RunningCommand("grpo_async_app", "resume", self.run)
 
@@ -115,7 +115,7 @@ class Job:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, str(self.folder))))
 
     def complaints(self) -> list[str]:
-        """What its accounting lacks: nothing may be trained twice, nothing never, no update missing or doubled."""
+        """Return what is wrong in its accounting: a group trained twice or never, an update missing or doubled."""
         return accounting_complaints(self.run, NUM_TRAIN, self.num_epochs, GROUPS_PER_UPDATE)
 
 
@@ -139,7 +139,7 @@ def role_pids(process: RunningCommand) -> dict[str, int]:
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """Where a process listens, in the words of /proc/net."""
+    """Return where a process listens, in the words of /proc/net."""
     held = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -195,7 +195,7 @@ def kill_one(process: RunningCommand, draw: random.Random, *, may_be_driver: boo
 
 
 def has_ended(process: RunningCommand) -> bool:
-    """Whether the command is over."""
+    """Return whether the command is over."""
     with suppress(AssertionError):
         process.wait(deadline_s=0.0)
         return True
@@ -235,7 +235,7 @@ def updates(run: Path) -> list[int]:
 
 
 def last_value(run: Path, metric: str) -> float:
-    """The latest value of a metric; 0 when there is none."""
+    """Return the latest value of a metric; 0 when there is none."""
     values = [line.values[metric] for line in read_metrics(run / "metrics.jsonl") if metric in line.values]
     value = values[-1] if values else 0.0
     assert isinstance(value, float)
@@ -249,13 +249,16 @@ def final_reward(run: Path, num_updates: int = 10) -> float:
 
 
 def trained_prompts(run: Path) -> Counter[str]:
-    """How often each prompt was trained."""
+    """Return how often each prompt was trained."""
     with (run / "generations" / "train.jsonl").open("rb") as lines:  # what a model says may hold line ends of Unicode
         return Counter(json.loads(line)["prompt"] for line in lines)
 
 
 def accounting_complaints(run: Path, num_prompts: int, num_epochs: int, per_update: int) -> list[str]:
-    """What is wrong with the accounting of a run that has ended; empty when every prompt was trained once an epoch."""
+    """Return what is wrong with the accounting of a run that has ended.
+
+    Empty when every prompt was trained once an epoch.
+    """
     times, steps = Counter(trained_prompts(run).values()), updates(run)
     expected = list(range(1, num_epochs * num_prompts // per_update + 1))
     complaints = []

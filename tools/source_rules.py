@@ -44,12 +44,12 @@ def platform_words(text: str) -> list[str]:
 
 
 def is_catch_all(module: str) -> bool:
-    """Whether a module's or a folder's name says nothing, such as `_utils`."""
+    """Return whether a module's or a folder's name says nothing, such as `_utils`."""
     return module.strip("_") in CATCH_ALL_NAMES
 
 
 def too_long(source: str) -> list[str]:
-    """The file, and functions in it, over the hard limits."""
+    """Return the file, and functions in it, over the hard limits."""
     num_lines = len(source.splitlines())
     found = [f"the file has {num_lines} lines, over {MAX_FILE_LINES}"] if num_lines > MAX_FILE_LINES else []
     for node in ast.walk(ast.parse(source)):
@@ -96,7 +96,7 @@ def _names(expression: ast.expr | None) -> Iterator[str]:
 
 
 def _does_nothing(body: list[ast.stmt]) -> bool:
-    """Whether a handler's body is only `pass`, `continue` or `...`."""
+    """Return whether a handler's body is only `pass`, `continue` or `...`."""
     return all(ast.unparse(line) in {"pass", "continue", "..."} for line in body)
 
 
@@ -136,7 +136,7 @@ def named_devices(source: str) -> list[str]:
 
 
 def _names_device(node: ast.AST) -> bool:
-    """Whether it is a node that does, itself."""
+    """Return whether it is a node that does, itself."""
     match node:
         case ast.Attribute(value=ast.Name("torch"), attr="cuda") | ast.Attribute(attr="is_cuda"):
             return True
@@ -156,7 +156,7 @@ def _names_device(node: ast.AST) -> bool:
 
 
 def _is_kind(value: ast.expr, kinds: tuple[str, ...]) -> bool:
-    """Whether it is a literal such as "cuda" or "cuda:1", or an f-string that begins so."""
+    """Return whether it is a literal such as "cuda" or "cuda:1", or an f-string that begins so."""
     if isinstance(value, ast.JoinedStr) and value.values:
         value = value.values[0]
     return isinstance(value, ast.Constant) and str(value.value).partition(":")[0] in kinds

@@ -46,7 +46,7 @@ class Torchrun:
 
     @property
     def output(self) -> str:
-        """What was printed so far."""
+        """Return what was printed so far."""
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ def headlines(text: str) -> list[str]:
 
 
 def _children_of(pid: int) -> list[int]:
-    """The agent puts each rank into a session of its own."""
+    """Return the agent puts each rank into a session of its own."""
     with contextlib.suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for task in tasks for child in task.read_text().split()]

@@ -40,7 +40,7 @@ class Package:
 
     @property
     def is_app(self) -> bool:
-        """Whether it lives under apps/."""
+        """Return whether it lives under apps/."""
         return self.wing == "apps"
 
     @property

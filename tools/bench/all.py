@@ -57,7 +57,7 @@ class Measure:
     is_most: bool = False
 
     def is_met(self, value: float) -> bool:
-        """Whether a number is on the right side of the bound."""
+        """Return whether a number is on the right side of the bound."""
         return value <= self.at_least if self.is_most else value >= self.at_least
 
 
@@ -79,7 +79,7 @@ class Bench:
 
 
 def number(field: str, **where: object) -> Callable[[Sequence[Row]], float]:
-    """The field of the first row that has these values."""
+    """Return the field of the first row that has these values."""
     return lambda rows: float(next(row[field] for row in rows if all(row.get(k) == v for k, v in where.items())))
 
 
@@ -119,7 +119,7 @@ def generation(dtype: str) -> Bench:
 
 
 def training(dtype: str) -> Bench:
-    """The step alone; its bound is for bfloat16."""
+    """Return the step alone; its bound is for bfloat16."""
     bound = Measure(
         what="bfloat16, s",
         of=number("forward_backward_s", dtype="bfloat16"),
@@ -169,7 +169,7 @@ BENCHES: Final = {
 
 
 def bfloat16_speed() -> float:
-    """Of a product of a layer's size: that of bfloat16 over that of float32."""
+    """Return the speed of a product of a layer's size in bfloat16 over that in float32."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         left, right = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
@@ -193,7 +193,7 @@ def run(bench: Bench, model: Path) -> tuple[list[Row], float]:
 
 
 def section(name: str, bench: Bench, rows: Sequence[Row], seconds: float) -> str:
-    """A benchmark's part of the page."""
+    """Return a benchmark's part of the page."""
     words = " ".join([*bench.words[:1], *(["MODEL"] if bench.takes_model else []), *bench.words[1:]])
     lines = [f"## {bench.title}", "", f"`python tools/bench/{words}`: {seconds / 60:.1f} min, {when()}.", ""]
     if found := [(measure, value_of(measure, rows)) for measure in bench.measures]:
@@ -202,7 +202,7 @@ def section(name: str, bench: Bench, rows: Sequence[Row], seconds: float) -> str
 
 
 def value_of(measure: Measure, rows: Sequence[Row]) -> float | None:
-    """The number, None where the benchmark did not measure it."""
+    """Return the number, None where the benchmark did not measure it."""
     try:
         return measure.of(rows)
     except (StopIteration, KeyError, ValueError):  # no such row, no such side in it, or an empty cell
@@ -210,7 +210,7 @@ def value_of(measure: Measure, rows: Sequence[Row]) -> float | None:
 
 
 def judge(measure: Measure, value: float | None) -> Row:
-    """A row of a section's first table."""
+    """Return a row of a section's first table."""
     bound = f"{'at most' if measure.is_most else 'at least'} {measure.at_least:.3g}"
     verdict = "not measured" if value is None else "met" if measure.is_met(value) else "missed"
     seen = "" if value is None else f"{value:.3g}"
@@ -243,7 +243,7 @@ def write_page(page: Path, sections: dict[str, str]) -> None:
 
 
 def find_model(folder: Path | None) -> Path:
-    """The folder that was given, or SmolLM2-135M made once, with what only its maker needs in a folder of its own."""
+    """Return the folder that was given, or SmolLM2-135M made once, with the maker's needs in a folder apart."""
     if folder is not None:
         return folder
     cache = cache_folder() / "smollm2-135m"

@@ -94,7 +94,7 @@ def tree_of(bug: Bug, trees: Path | None, histories: Path | None) -> Iterator[Pa
 
 
 def read_bug_tree(bug: Bug, trees: Path | None, histories: Path | None, cache: Path) -> Reading:
-    """A bug's tree, read; facts of files that several trees have alike are kept."""
+    """Return a bug's tree, read; facts of files that several trees have alike are kept."""
     with tree_of(bug, trees, histories) as tree:
         reading = read_tree(tree, cache)
     print(f"{bug.tree}: {reading.num_files} files, {reading.seconds:.0f} s", file=sys.stderr)
@@ -120,7 +120,7 @@ def score_bugs(bugs: Sequence[Bug], trees: Path | None, histories: Path | None, 
 
 
 def read_projects(newest: Path, projects: Sequence[str], jobs: int) -> dict[str, Reading]:
-    """The newest tree of each project, read."""
+    """Return the newest tree of each project, read."""
     with _processes(jobs) as pool:
         futures = {project: pool.submit(read_tree, newest / project) for project in projects}
         return {project: future.result() for project, future in futures.items()}
@@ -148,7 +148,7 @@ def _density_row(name: str, readings: Sequence[Reading]) -> dict[str, Any]:
 
 
 def by_rule(readings: Mapping[str, Reading]) -> list[dict[str, Any]]:
-    """How often each rule speaks over all projects."""
+    """Return how often each rule speaks over all projects."""
     counts = Counter((each.rule, each.confidence) for reading in readings.values() for each in reading.findings)
     rules = sorted({rule for rule, _ in counts})
     return [{"rule": rule, **{each: counts[rule, each] for each in CONFIDENCES}} for rule in rules]
@@ -167,7 +167,7 @@ def draw(readings: Mapping[str, Reading], number: int, seed: int) -> list[dict[s
 
 
 def judgements(judged: Path, readings: Mapping[str, Reading]) -> list[dict[str, Any]]:
-    """The verdicts of findings that were judged by hand, and how many of those are still found at high confidence."""
+    """Return the findings that were judged by hand, and how many are still found at high confidence."""
     rows = [json.loads(line) for line in judged.read_text(encoding="utf-8").splitlines() if line.strip()]
     now = {
         (project, finding.path, finding.line, finding.rule)
@@ -188,7 +188,7 @@ def judgements(judged: Path, readings: Mapping[str, Reading]) -> list[dict[str, 
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bugs", type=Path, action="append", default=[], help="a corpus; may be given again")
     parser.add_argument("--trees", type=Path)

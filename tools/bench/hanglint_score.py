@@ -52,11 +52,11 @@ class Bug:
 
     @property
     def half(self) -> str:
-        """Whether it is "open" to learn from or "hidden", by the first digit of the identifier's SHA-1."""
+        """Return whether it is "open" to learn from or "hidden", by the first digit of the identifier's SHA-1."""
         return "open" if hashlib.sha1(self.id.encode()).hexdigest() < "8" else "hidden"
 
     def is_at(self, finding: Finding) -> bool:
-        """Whether a finding lies in a named function, a function inside of it, or near the named lines."""
+        """Return whether a finding lies in a named function, a function inside of it, or near the named lines."""
         in_function = any(
             finding.path == path and name != "<module>" and f"{finding.function}.".startswith(f"{name}.")
             for path, name in self.functions
@@ -67,18 +67,18 @@ class Bug:
         )
 
     def matches(self, findings: Iterable[Finding], fitting: Mapping[str, Sequence[str]]) -> list[Finding]:
-        """The findings that find it."""
+        """Return the findings that find it."""
         rules = fitting[self.record["pattern"]]
         return [finding for finding in findings if finding.rule in rules and self.is_at(finding)]
 
 
 def read_bugs(path: Path) -> list[Bug]:
-    """The bugs of a corpus, one JSON object a line."""
+    """Return the bugs of a corpus, one JSON object a line."""
     return [Bug.of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def fitting_rules(path: Path = DATA / "patterns.toml") -> dict[str, list[str]]:
-    """The rules that fit each pattern."""
+    """Return the rules that fit each pattern."""
     return {pattern: row["rules"] for pattern, row in tomllib.loads(path.read_text(encoding="utf-8")).items()}
 
 
@@ -113,13 +113,13 @@ class Score:
                 "by default": self.is_found_by_default, "high": self.is_found_high, "by": ", ".join(rules)}  # fmt: skip
 
     def missed_row(self) -> dict[str, str]:
-        """What a missed bug was about."""
+        """Return what a missed bug was about."""
         record = self.bug.record
         return {"id": self.bug.id, "pattern": record["pattern"], "mechanism": record["mechanism"]}
 
 
 def recall(scores: Sequence[Score], by: str) -> list[dict[str, Any]]:
-    """How many bugs of each kind are found, at any confidence, by default and at high, and over all kinds."""
+    """Return how many bugs of each kind are found, at any confidence, by default and at high, and over all kinds."""
     kinds = sorted({str(score.bug.record[by]) for score in scores})
     rows = []
     for kind in [*kinds, "all"]:

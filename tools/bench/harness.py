@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 def parser_of(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """A command line that tells the module's docstring, with --json and these numbers as options."""
+    """Return a command line that tells the module's docstring, with --json and these numbers as options."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print figures as JSON instead of a table")
     for name, default in numbers.items():
@@ -31,12 +31,15 @@ INSTALL_TIMEOUT_S: Final = 1800
 
 
 def cache_folder() -> Path:
-    """Where benchmarks keep models and environments."""
+    """Return where benchmarks keep models and environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "bench"
 
 
 def peer_python(name: str, *packages: str) -> str:
-    """The Python of an environment with these packages and the torch that runs here; made with uv once, and kept."""
+    """Return the Python of an environment with these packages and the torch that runs here.
+
+    Made with uv once, and kept.
+    """
     environment = cache_folder() / name
     wanted = ("torch==" + importlib.metadata.version("torch").partition("+")[0], *packages)
     python, complete = environment / "bin" / "python", environment / "complete"
@@ -50,7 +53,7 @@ def peer_python(name: str, *packages: str) -> str:
 
 
 def take_turns(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """What each side returned, round by round: so what else the machine does falls on all of them."""
+    """Return what each side returned, round by round: so what else the machine does falls on all of them."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeats):
         for name in list(sides) if number % 2 == 0 else reversed(list(sides)):

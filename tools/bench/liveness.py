@@ -100,7 +100,7 @@ def alternate(block: Callable[[], float], rounds: int) -> dict[str, float]:
 
 
 def time_all_reduce(rounds: int) -> list[dict[str, float]]:
-    """One row for each size of tensor."""
+    """Return one row for each size of tensor."""
     import torch
     import torch.distributed as dist
 
@@ -122,7 +122,7 @@ def time_all_reduce(rounds: int) -> list[dict[str, float]]:
 
 
 def time_training_step(rounds: int) -> list[dict[str, float]]:
-    """One row: forward_backward and step of the trainer on all ranks."""
+    """Return one row: forward_backward and step of the trainer on all ranks."""
     import numpy as np
     import torch.distributed as dist
     from bench.train_step import policy_gradient
@@ -196,7 +196,7 @@ def measure(part: str, size: int, rounds: int, model: str = "") -> list[dict[str
 
 
 def make_model() -> str:
-    """A small Qwen3, large enough for a step of a tenth of a second."""
+    """Return a small Qwen3, large enough for a step of a tenth of a second."""
     from offbeat_testing import tiny_model
 
     folder = Path(tempfile.mkdtemp(prefix="bench-liveness-"))

@@ -46,7 +46,7 @@ def a_stack(depth: int) -> tuple[CallSite, ...]:
 
 
 def a_group(name: str, ranks: tuple[int, ...], *, entered: int, is_used: bool, is_pending: bool) -> GroupSnapshot:
-    """One that has had many collectives, or none."""
+    """Return one that has had many collectives, or none."""
     recent = tuple(
         Collective(
             group=name,
@@ -69,7 +69,7 @@ def a_group(name: str, ranks: tuple[int, ...], *, entered: int, is_used: bool, i
 
 
 def a_head(rank: int, size: int, num_groups: int, absent: int) -> ProcessSnapshot:
-    """Of one rank: the world, and groups of 8 neighbours or of each eighth."""
+    """Make the snapshot of one rank: the world, and groups of 8 neighbours or of each eighth."""
     everybody, near = tuple(range(size)), tuple(range(rank - rank % 8, rank - rank % 8 + 8))
     far = tuple(range(rank % 8, size, 8))
     is_waiting = rank != absent
@@ -93,7 +93,7 @@ def look_in_full(bodies: Sequence[str]) -> tuple[Any, int]:
 
 
 def look_in_brief(briefs: Sequence[str], bodies: Sequence[str]) -> tuple[Any, int]:
-    """The same in two rounds; `bodies` are read only where they are asked for."""
+    """Return the same in two rounds; `bodies` are read only where they are asked for."""
     heads = [read_summary(json.loads(each))[0] for each in briefs]
     few = set(choose_few(WaitGraph(heads=heads, stall_after_s=STALL_AFTER_S)))
     full = [
@@ -107,7 +107,7 @@ def look_in_brief(briefs: Sequence[str], bodies: Sequence[str]) -> tuple[Any, in
 
 
 def measure(num_ranks: int, num_groups: int) -> dict[str, float]:
-    """One row.
+    """Return one row.
 
     Raises:
         AssertionError: the two ways do not come to the same verdict.

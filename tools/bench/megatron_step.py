@@ -99,7 +99,7 @@ def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSeque
 
 
 def prepare(row: Row, folder: Path, sequences: list[TrainSequence], args: argparse.Namespace) -> Callable[[], None]:
-    """What one step of a row does; the row's engine is made."""
+    """Return what one step of a row does; the row's engine is made."""
     mesh = Mesh(**row.axes)
     config = TrainEngineConfig(
         model_path=str(folder),
@@ -137,14 +137,14 @@ def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
 
 
 def device_of(rank: int, num_ranks: int) -> str:
-    """An accelerator of its own for each rank where there are enough, else the CPU for all. Starts no driver."""
+    """Return an accelerator of its own for each rank where there are enough, else the CPU for all. Starts no driver."""
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     kind = accelerator.type if accelerator is not None else ""
     return f"{kind}:{rank}" if kind and torch.accelerator.device_count() >= num_ranks else "cpu"
 
 
 def _time_steps(step: Callable[[], None], device: Device, num_steps: int) -> dict[str, float]:
-    """The first step, which also makes the moments and warms up, is not counted."""
+    """Return the first step, which also makes the moments and warms up, is not counted."""
     step()
     device.reset_peak_memory()
     seconds = []

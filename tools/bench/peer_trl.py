@@ -38,7 +38,7 @@ class StepEnds(TrainerCallback):
 
 
 def shared_settings(job: dict[str, Any]) -> dict[str, Any]:
-    """What the comparison fixes, and what makes TRL fastest on a CPU."""
+    """Return what the comparison fixes, and what makes TRL fastest on a CPU."""
     return {
         "output_dir": job["folder"] + "/trainer",
         "max_steps": job["steps"],
@@ -57,7 +57,10 @@ def shared_settings(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def grpo_trainer(job: dict[str, Any], rows: list[dict[str, Any]], watch: StepEnds, microbatch: int) -> Any:
-    """One optimizer step for all samples of a step, which are generated together; no KL term, no reference model."""
+    """Return one optimizer step for all samples of a step, which are generated together.
+
+    No KL term, no reference model.
+    """
     num_samples = job.get("prompts", 1) * job.get("samples", 8)
     config = GRPOConfig(
         **shared_settings(job),
@@ -77,7 +80,7 @@ def grpo_trainer(job: dict[str, Any], rows: list[dict[str, Any]], watch: StepEnd
 
 
 def train_grpo(job: dict[str, Any], watch: StepEnds) -> list[float]:
-    """The whole trainer, generation included."""
+    """Return the whole trainer, generation included."""
     rows = [json.loads(line) for line in (Path(job["folder"]) / "sums.jsonl").read_text().splitlines()]
     grpo_trainer(job, rows, watch, microbatch=16).train()
     return watch.end_s
@@ -129,7 +132,7 @@ def begin_peak() -> float:
 
 
 def status(name: str) -> float:
-    """A line of the kernel's account of this process, bytes."""
+    """Return a line of the kernel's account of this process, bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 

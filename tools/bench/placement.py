@@ -31,7 +31,7 @@ Case = tuple[str, list[Node], list[RankGroup]]
 
 
 def group(role: str, num_replicas: int, width: int, **more: object) -> RankGroup:
-    """A group of replicas of one stage."""
+    """Return a group of replicas of one stage."""
     return RankGroup(role=role, num_replicas=num_replicas, tensor_parallel=width, **more)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def partly_free(num_nodes: int, rng: random.Random, size: int = 8) -> list[Node]
 
 
 def cases(num_nodes: int) -> list[Case]:
-    """What is timed."""
+    """Return what is timed."""
     nodes, half = grid_nodes(num_nodes, 8), num_nodes // 2
     taken = partly_free(num_nodes, random.Random(0))
     fours = sum(node.num_free("GPU") // 4 for node in taken)
@@ -99,7 +99,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def random_case(rng: random.Random, most_nodes: int) -> tuple[list[Node], list[RankGroup]]:
-    """A cluster, and widths that nearly fill it."""
+    """Return a cluster, and widths that nearly fill it."""
     size = rng.choice([8, 8, 16])
     num_nodes = rng.randint(min(64, most_nodes), most_nodes)
     nodes = partly_free(num_nodes, rng, size) if rng.random() < 0.5 else grid_nodes(num_nodes, size)

@@ -47,7 +47,7 @@ def summarise(lines: Iterable[Row], seed: int, total_s: float, reached_s: float 
 
 
 def broken(row: Row) -> list[str]:
-    """The promises that a run broke, in words; NaN keeps none."""
+    """Return the promises that a run broke, in words; NaN keeps none."""
     kept = {
         f"before {row['before']:.3f} > {BEFORE_AT_MOST}": row["before"] <= BEFORE_AT_MOST,
         f"after {row['after']:.3f} < {AFTER_AT_LEAST}": row["after"] >= AFTER_AT_LEAST,

@@ -25,7 +25,7 @@ PUBLISHED = json.loads((SCENARIOS / "published.json").read_text(encoding="utf-8"
 
 
 def compare(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """One published row beside its simulation: seconds a step over all its steps, and minutes after each hundred."""
+    """Return one published row beside its simulation: seconds a step, and minutes after each hundred steps."""
     overrides = [(f"--{key}", json.dumps(value)) for key, value in row["overrides"].items()]
     report = ScenarioModel.of(read_scenario(SCENARIOS / row["scenario"], overrides)).run()
     colocated = PUBLISHED["colocated"][row["colocated"]]["total_min"]

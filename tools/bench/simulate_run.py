@@ -67,7 +67,7 @@ def train(folder: Path, model: Path, settings: dict[str, object], updates: int) 
 
 
 def predict(scenario: Path, recipe: Path) -> ScenarioModel:
-    """The scenario with the asynchronous settings of a recipe."""
+    """Return the scenario with the asynchronous settings of a recipe."""
     return ScenarioModel.of(read_scenario(scenario, [("--work.num_syncs", "40")], recipe))
 
 

@@ -45,7 +45,7 @@ def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSeque
 
 
 def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
-    """The plainest policy loss."""
+    """Return the plainest policy loss."""
     return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
@@ -58,7 +58,7 @@ def matrix_rate(dtype: str) -> float:
 
 
 def count_flops(engine: Any, packed: float, sequences: list[TrainSequence]) -> float:
-    """Of the products of the blocks for each packed token, and of the head for each loss token."""
+    """Count the operations of the blocks' products for each packed token, and of the head's for each loss token."""
     matrices = {name: tensor for name, tensor in engine.weights() if tensor.ndim == 2}
     blocks = sum(tensor.numel() for name, tensor in matrices.items() if ".layers." in name)
     head = max(tensor.numel() for tensor in matrices.values() if len(tensor) == engine.vocabulary_size)
@@ -66,7 +66,7 @@ def count_flops(engine: Any, packed: float, sequences: list[TrainSequence]) -> f
 
 
 def measure(args: argparse.Namespace, dtype: str, *, share_prompts: bool) -> Row:
-    """One row."""
+    """Return one row."""
     options = {"share_prompts": share_prompts, "head_dtype": "float32"}
     config = TrainEngineConfig(
         model_path=args.model,

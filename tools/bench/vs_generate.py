@@ -180,7 +180,7 @@ def compare(sides: Mapping[str, tuple[Generate, Work]], vocabulary: int, repeats
 
 
 def works_of(args: Any) -> dict[str, Work]:
-    """The rows that every engine has a part in, by name."""
+    """Return the rows that every engine has a part in, by name."""
 
     def work(num_prompts: int, num_tokens: int, num_samples: int = 1) -> Work:
         prompts = np.full((num_prompts, num_tokens), 3, np.int32)

@@ -80,7 +80,7 @@ def write_sums(path: Path, num_rows: int) -> None:
 
 
 def make_job(args: argparse.Namespace, kind: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """What both sides are told."""
+    """Return what both sides are told."""
     steps = WARM_UP_STEPS + args.steps
     job = {"kind": kind, "dtype": dtype, "model": str(args.model), "threads": args.threads, "steps": steps}
     job |= {"learning_rate": LEARNING_RATE, "folder": str(folder)}
@@ -109,7 +109,7 @@ def tokens_per_s(end_s: list[float], folder: Path) -> float:
 
 
 def figure(kind: str, found: list[float], folder: Path) -> float:
-    """The number of one side, from what it noted: ends of steps in seconds, or the peak in bytes."""
+    """Return the number of one side, from what it noted: ends of steps in seconds, or the peak in bytes."""
     if kind == "memory":
         return found[0] / 2**20
     return samples_per_s(found, PROMPTS * SAMPLES) if kind == "grpo" else tokens_per_s(found, folder)
@@ -173,7 +173,7 @@ def begin_peak() -> float:
 
 
 def peak() -> float:
-    """The highest memory use since `begin_peak`, bytes."""
+    """Return the highest memory use since `begin_peak`, bytes."""
     return _status("VmHWM")
 
 
@@ -194,7 +194,7 @@ SIDES: Final[dict[str, Callable[[dict[str, Any]], list[float]]]] = {"offbeat": r
 
 
 def compare(args: argparse.Namespace, kind: str, dtype: str) -> Row:
-    """One row: medians over the rounds, and the median of the rounds' ratios."""
+    """Return one row: medians over the rounds, and the median of the rounds' ratios."""
     found: dict[str, list[float]] = {name: [] for name in SIDES}
     for _ in range(args.repeats):
         for name, run in SIDES.items():

@@ -36,12 +36,12 @@ def sequences(seed: int, vocabulary: int) -> list[TrainSequence]:
 
 
 def policy_gradient(tokens: Any) -> tuple[Any, dict[str, Any]]:
-    """Of the tokens' advantages."""
+    """Return the policy gradient for the tokens' advantages."""
     return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
 def measure(folder: str, learning_rate: float, steps: int) -> list[Row]:
-    """One row for each step."""
+    """Return one row for each step."""
     engine = TorchTrainEngine.create(TrainEngineConfig(model_path=folder, device="cpu", learning_rate=learning_rate))
     held = rounded(engine)
     rows: list[Row] = []
@@ -65,7 +65,7 @@ def measure(folder: str, learning_rate: float, steps: int) -> list[Row]:
 
 
 def rounded(engine: TorchTrainEngine) -> dict[str, np.ndarray]:
-    """The bits of each tensor."""
+    """Return the bits of each tensor."""
     return {
         name: tensor.bfloat16().view(torch.int16).reshape(-1).numpy().view("u2") for name, tensor in engine.weights()
     }

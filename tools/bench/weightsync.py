@@ -240,7 +240,7 @@ TRANSPORTS: dict[str, Callable[[Weights, Times, int], None]] = {
 
 
 def measure(size: str, transport: str, repeats: int) -> list[Row]:
-    """The rows of one transport; its tensors are gone before those of the next are made."""
+    """Return the rows of one transport; its tensors are gone before those of the next are made."""
     weights = Weights(size)
     times = Times(weights.plan.num_bytes)
     TRANSPORTS[transport](weights, times, repeats)

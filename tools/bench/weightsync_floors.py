@@ -155,7 +155,7 @@ def drop_from_cache(paths: list[Path]) -> None:
 
 
 def whole(shared: SharedMemory) -> memoryview:
-    """The bytes of shared memory that is open."""
+    """Return the bytes of shared memory that is open."""
     assert shared.buf is not None
     return shared.buf
 

@@ -37,7 +37,7 @@ def make_weights(num_tensors: int, rows: int, seed: int, device: str) -> dict[st
 
 
 def total_of(weights: dict[str, Tensor]) -> float:
-    """A number that changes with the weights."""
+    """Return a number that changes with the weights."""
     return sum(float(tensor.double().sum()) for tensor in weights.values())
 
 
@@ -94,13 +94,13 @@ def process(target: object, *args: object) -> Iterator[Connection]:
 
 
 def next_of(told: Connection) -> object:
-    """What a process says next."""
+    """Return what a process says next."""
     require(told.poll(2 * DEADLINE_S), "a process says nothing")
     return told.recv()
 
 
 def sync(place: Place, slots: str | None, weights: dict[str, Tensor], rows: int) -> float:
-    """All versions to a new engine; seconds of the fastest."""
+    """Return all versions to a new engine; seconds of the fastest."""
     taken_s = []
     with start_sender(weights, slots) as sender, process(be_engine, *engine_of(sender, place, weights, rows)) as told:
         next_of(told)
@@ -137,7 +137,7 @@ def start_sender(weights: dict[str, Tensor], slots: str | None) -> SharedMemoryS
 def engine_of(
     sender: SharedMemorySender, place: Place, weights: dict[str, Tensor], rows: int, *, dies: bool = False
 ) -> tuple[str, str, int, int, bool]:
-    """What `be_engine` takes behind its pipe."""
+    """Return what `be_engine` takes behind its pipe."""
     return sender.address, place.name, len(weights), rows, dies
 
 

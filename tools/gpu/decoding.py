@@ -30,7 +30,7 @@ GRAPHS, NO_GRAPHS, GROWING = {"static_rows": True}, {"static_rows": True, "graph
 async def sample(
     folder: Path, place: Place, dtype: str, requests: list[GenerateRequest], options: dict[str, Any]
 ) -> list[list[Completion]]:
-    """All requests at once."""
+    """Return all requests at once."""
     settings = RolloutEngineConfig(
         model_path=str(folder), device=place.name, dtype=dtype, max_model_len=512, max_running=64, options=options
     )

@@ -33,7 +33,7 @@ QUERY_HEADS = 16
 
 
 def make_model(folder: Path, *, tiny: bool) -> Path:
-    """Of Qwen3-0.6B's shape with random weights; in a test of a tiny one's."""
+    """Make a model of Qwen3-0.6B's shape with random weights; in a test of a tiny one's."""
     if tiny:
         return tiny_model(folder, "qwen3")
     widths = {"intermediate_size": WIDTH, "head_dim": HEAD_SIZE, "max_position_embeddings": 40960}
@@ -42,13 +42,13 @@ def make_model(folder: Path, *, tiny: bool) -> Path:
 
 
 def num_parameters() -> int:
-    """Of that shape, all of which a decoding step reads: the tied embedding is its head."""
+    """Count the parameters of that shape, all of which a decoding step reads: the tied embedding is its head."""
     attention = HIDDEN * HEAD_SIZE * (2 * QUERY_HEADS + 2 * KV_HEADS)
     return LAYERS * (attention + 3 * HIDDEN * WIDTH) + HIDDEN * VOCABULARY
 
 
 async def seconds_of(engine: TorchRolloutEngine, batch: int, prompt: int, new: int) -> float:
-    """Of one batch, prompts included."""
+    """Return the seconds of one batch, prompts included."""
     rng = np.random.default_rng(batch)
     params = SamplingParams(max_tokens=new, ignore_eos=True, seed=1)
     requests = [
@@ -61,7 +61,7 @@ async def seconds_of(engine: TorchRolloutEngine, batch: int, prompt: int, new: i
 
 
 async def measure(place: Place, folder: Path, *, graphs: bool) -> dict[str, float | None]:
-    """The two batches in static rows. What prompts take is left out: the time of one new token is subtracted."""
+    """Return the two batches in static rows. What prompts take is left out: the time of one new token is subtracted."""
     prompt, new = place.pick(8, 128), place.pick(9, 256)
     name = "" if graphs else "_without_graphs"
     settings = RolloutEngineConfig(
@@ -92,7 +92,7 @@ async def measure(place: Place, folder: Path, *, graphs: bool) -> dict[str, floa
 
 
 def measure_generate(place: Place, folder: Path) -> dict[str, float | None]:
-    """The two batches by transformers, which samples too; of fewer new tokens, since it takes long."""
+    """Return the two batches by transformers, which samples too; of fewer new tokens, since it takes long."""
     prompt, new = place.pick(8, 128), place.pick(9, 48)
     transformers: Any = import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(place.name).eval()

@@ -19,7 +19,7 @@ TAKEN_BYTES = 256 * 2**20
 
 
 def check_memory(place: Place) -> dict[str, float]:
-    """What is taken is seen, at its peak too, and given back."""
+    """Return what is taken is seen, at its peak too, and given back."""
     device = place.device
     device.release_unused()
     before = device.memory()
@@ -83,7 +83,7 @@ def check_recorded_work(place: Place) -> bool:
 
 
 def check_profiler(place: Place) -> int:
-    """A trace is written, with the accelerator's own kernels in it; their number."""
+    """Return the number of the accelerator's own kernels in a trace that is written."""
     device = place.device
     one = torch.ones(256, 256, device=device.torch_device)
     profiler = device.profiler()
@@ -103,7 +103,7 @@ def check_profiler(place: Place) -> int:
 
 
 def run(place: Place) -> Figures:
-    """All of it."""
+    """Return all of it."""
     auto = open_device("auto")
     require(not place.is_accelerator or auto.kind == place.device.kind, f"auto opens {auto.kind}")
     memory = check_memory(place)

@@ -44,7 +44,7 @@ def commands(folder: Path, wheels: Path, python: str) -> list[list[str]]:
 
 
 def num_bytes(folder: Path) -> int:
-    """Of all files."""
+    """Bytes of all files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

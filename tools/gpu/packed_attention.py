@@ -99,7 +99,7 @@ def plain(mask_TT: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def compare(shape: Shape, segments: tuple[Segment, ...], place: Place, dtype: torch.dtype) -> float:
-    """The largest error of the output and of the gradients, the latter relative to the largest entry."""
+    """Return the largest error of the output and of the gradients, the latter relative to the largest entry."""
     device = place.device.torch_device
     num_tokens = segments[-1].start + segments[-1].length
     inputs = make_inputs(shape, num_tokens, dtype, device)

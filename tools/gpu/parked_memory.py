@@ -124,7 +124,7 @@ async def park_engine(place: Place, folder: Path) -> None:
 
 
 def run(place: Place) -> Figures:
-    """The trainer, then the engine."""
+    """Return the trainer, then the engine."""
     with tempfile.TemporaryDirectory() as temporary:
         shape: dict[str, Any] = {"hidden_size": place.pick(64, 2048), "num_layers": place.pick(2, 8)}
         folder = tiny_model(Path(temporary) / "model", "qwen3", **shape)

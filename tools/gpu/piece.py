@@ -68,7 +68,7 @@ class Place:
         return self.device.torch_device.index is not None
 
     def pick(self, tiny: int, full: int) -> int:
-        """A size."""
+        """Return a size."""
         return tiny if self.tiny else full
 
     def note(self, figures: Figures) -> None:
@@ -112,7 +112,7 @@ def peaks_of(device_name: str) -> Peaks | None:
 
 
 def share(reached: float, peak: float | None) -> float | None:
-    """Of what is possible; None where that is not known."""
+    """Share of what is possible; None where that is not known."""
     return None if peak is None else reached / peak
 
 
@@ -127,7 +127,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def require_close(what: str, error: float, bound: float) -> float:
-    """The error, at most the bound; NaN is not.
+    """Return the error, at most the bound; NaN is not.
 
     Raises:
         CheckError: it is larger.
@@ -164,13 +164,13 @@ def require_recorded_speed(piece: str, device: str, figures: Figures, results: P
 
 
 def device_name(device: Device) -> str:
-    """Of an accelerator as its driver says it; else the kind."""
+    """Return the name of an accelerator as its driver says it; else the kind."""
     at = device.torch_device
     return str(torch.cuda.get_device_name(at)) if at.type == "cuda" else device.kind
 
 
 def record(piece: str, what: str, device: str) -> dict[str, Any]:
-    """What every piece's JSON says, whether it came to its end or not."""
+    """Return what every piece's JSON says, whether it came to its end or not."""
     return {
         "piece": piece,
         "what": what,
@@ -188,7 +188,7 @@ def record(piece: str, what: str, device: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the tree, "" where it is not a clone."""
+    """Return the commit of the tree, "" where it is not a clone."""
     command = ["git", "-C", str(FOLDER), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -197,7 +197,7 @@ def _commit() -> str:
 
 
 def title_of(doc: str | None) -> str:
-    """The first line of a docstring, without its full stop."""
+    """Return the first line of a docstring, without its full stop."""
     return (doc or "").strip().splitlines()[0].rstrip(".")
 
 

@@ -77,7 +77,7 @@ def take_results(folder: Path, into: Path = RESULTS) -> list[str]:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = [_row(name, what, results.get(name)) for name, what in PIECES.items()]
     figures = [_figures(results[name]) for name in PIECES if name in results]
     return HEAD + "\n".join(rows) + "\n" + "".join(figures) + OTHER_FIGURES

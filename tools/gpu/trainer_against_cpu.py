@@ -39,7 +39,7 @@ def make_sequences(num_prompts: int, num_samples: int, num_tokens: int) -> list[
 
 
 def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
-    """The plainest policy loss."""
+    """Return the plainest policy loss."""
     return -(tokens.logprobs_N * tokens.extras["advantage"]).sum() / tokens.total_tokens, {}
 
 
@@ -70,12 +70,12 @@ def coarse_logprobs(folder: Path, device: str, sequences: list[TrainSequence]) -
 
 
 def relative(one: list[float], other: list[float]) -> float:
-    """The largest difference, relative where above 1."""
+    """Return the largest difference, relative where above 1."""
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(one, other, strict=True))
 
 
 def errors_between(here: dict[str, Any], there: dict[str, Any]) -> dict[str, float]:
-    """The errors of what `train` returned."""
+    """Return the errors of what `train` returned."""
     names = there["update"].keys() & here["update"].keys()
     alone = [name for name in there["update"].keys() ^ here["update"].keys() if ".experts." not in name]
     require(not alone, f"weights of one engine alone: {alone}")  # experts are stacked in one, single in the other

@@ -32,7 +32,7 @@ def make_sequences(num: int, length: int) -> list[TrainSequence]:
 
 
 def operations(num: int, length: int) -> float:
-    """Of a forward and a backward pass: 6 for each parameter and token, and 6 for each entry of a head's scores that
+    """Count the operations of forward and backward: 6 for each parameter and token, 6 for each score that
     causal attention uses, times its size.
     """
     attention = 6 * LAYERS * QUERY_HEADS * HEAD_SIZE * num * length**2
@@ -40,7 +40,7 @@ def operations(num: int, length: int) -> float:
 
 
 def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | None]:
-    """One engine."""
+    """Return one engine."""
     num, length = 8, place.pick(16, 1024)
     config = TrainEngineConfig(
         model_path=str(folder),

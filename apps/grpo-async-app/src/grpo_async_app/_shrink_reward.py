@@ -7,7 +7,7 @@ _ENOUGH = 8.0
 
 
 def variety(_: Prompt, completion: str) -> float:
-    """How many different characters a completion has, as a share of eight.
+    """Return how many different characters a completion has, as a share of eight.
 
     A model that knows nothing earns something else with every sample, so groups have something to compare; where all
     answers are wrong they would have nothing, and with `algorithm.filter_groups` no update would ever begin.

@@ -102,7 +102,7 @@ def _eval(words: CommandWords, folder: str) -> int:
 
 
 def _find_reference(run: RunFolder, first: SftConfig, preflight: Preflight) -> Reference:
-    """What the run has kept of these held-out rows; of others the model that the run began with is asked."""
+    """Return what the run has kept of these held-out rows; of others the model that the run began with is asked."""
     if kept := load_reference(run.path, preflight):
         return kept
     held_out = replace(preflight, config=first, examples=replace(preflight.examples, train=()))

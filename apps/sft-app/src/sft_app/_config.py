@@ -71,12 +71,12 @@ class SftConfig:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether processes of their own train; otherwise that of the command line does."""
+        """Return whether processes of their own train; otherwise that of the command line does."""
         return self.engine.num_ranks > 1 or bool(load_backend("offbeat.launcher", self.cluster.launcher).reserves)
 
     @property
     def devices(self) -> dict[str, str]:
-        """What the trainer computes on, by the setting that says so."""
+        """Return what the trainer computes on, by the setting that says so."""
         return {"engine.device": self.engine.device}
 
     @property
@@ -98,10 +98,10 @@ class SftConfig:
 
     @property
     def head(self) -> str:
-        """What stands on the model: see `TrainEngineConfig.head`."""
+        """Return what stands on the model: see `TrainEngineConfig.head`."""
         return "score" if self.preference.loss == "reward" else "tokens"
 
     @property
     def rows_name(self) -> str:
-        """What a batch is counted in."""
+        """Return what a batch is counted in."""
         return {"conversations": "sequences", "pairs": "pairs", "ratings": "answers"}[self.preference.rows]

@@ -150,7 +150,7 @@ def _id_of(model_path: str, key: str) -> int | None:
 
 
 def with_extras(sequence: TrainSequence, **extras: float | Floats) -> TrainSequence:
-    """A sequence with more extras; a number stands at all of its tokens."""
+    """Return a sequence with more extras; a number stands at all of its tokens."""
     arrays = {
         name: value if isinstance(value, np.ndarray) else np.full(len(sequence.ids), value, np.float32)
         for name, value in extras.items()

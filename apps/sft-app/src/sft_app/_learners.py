@@ -96,7 +96,7 @@ class PreferenceLearner:
     def _place(
         self, examples: Sequence[Example], reference: Sequence[tuple[Floats, ...]] | None
     ) -> list[TrainSequence]:
-        """The sequences of one update, with what its loss reads beside them: see `PreferenceLoss`."""
+        """Return the sequences of one update, with what its loss reads beside them: see `PreferenceLoss`."""
         shared = {"baseline": self._baseline(examples, reference)} if self._config.loss == "kto" else {}
         num_chosen_tokens = sum(int(example.sequences[0].loss_mask.sum()) for example in examples)
         placed = []
@@ -145,7 +145,7 @@ def spread(sequence: TrainSequence, values: Floats) -> Floats:
 def create_learner(
     preflight: Preflight, engine: Engine, run: RunFolder, start: int = 0, *, reference: Reference | None = None
 ) -> Learner:
-    """What the section `preference` asks for; arguments as those of `PreferenceLearner`."""
+    """Return what the section `preference` asks for; arguments as those of `PreferenceLearner`."""
     if preflight.config.preference.loss == "sft":
         return SupervisedLearner(preflight, engine)
     return PreferenceLearner(preflight, engine, run, start, reference)

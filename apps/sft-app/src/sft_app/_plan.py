@@ -45,7 +45,7 @@ class SftPlanner(Planner[SftConfig]):
 
 
 def _place(config: SftConfig, view: ClusterView) -> Placement:
-    """Where one machine is too small and several would do, the error says so."""
+    """Return where one machine is too small and several would do, the error says so."""
     try:
         return request_resources(config, view).place(view)
     except PlacementError as error:
@@ -70,7 +70,7 @@ def _facts(config: SftConfig, layout: TrainLayout | None) -> dict[str, dict[str,
 
 
 def describe_run(preflight: Preflight) -> RunPlan:
-    """What a checked run would take."""
+    """Return what a checked run would take."""
     return RunPlan(
         rows=preflight.plan(),
         placement=preflight.placement,

@@ -92,7 +92,10 @@ class Preflight:
         return EpochOrder(len(self.examples.train), data.seed, data.shuffle)
 
     def batch(self, update: int) -> list[int]:
-        """Which of `examples.train` an update takes, counted from 0; the last one may have fewer than the others."""
+        """Return which of `examples.train` an update takes, counted from 0.
+
+        The last one may have fewer than the others.
+        """
         positions = batch_positions(update, self.config.engine.batch_size, self._num_positions, self.begun)
         return [self.order(position)[1] for position in positions]
 
@@ -159,7 +162,7 @@ class Preflight:
         return f"{self.config.engine.num_ranks} that train together as {self.layout}, {each}"
 
     def _memory_text(self) -> str:
-        """What can be said of a family whose formulas are not known."""
+        """Return what can be said of a family whose formulas are not known."""
         engine = self.config.engine
         held = self.layout.held_bytes(self.model.num_parameters, trains_all=not engine.lora_rank)
         what = "weights" if engine.lora_rank else "weights, gradients and moments"

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def loss_of(preference: PreferenceConfig) -> LossFunction:
-    """What a section `preference` asks for."""
+    """Return what a section `preference` asks for."""
     return sft_loss if preference.loss == "sft" else PreferenceLoss(preference)
 
 
@@ -220,11 +220,11 @@ class RanksEngine:
 
     @property
     def num_restarts(self) -> int:
-        """How often all ranks were started again."""
+        """Return how often all ranks were started again."""
         return self._budget.spent["trainer"]
 
     def death(self, error: OffbeatError) -> PeerFailedError | None:
-        """The death of a rank that a failed call comes of; None where all live."""
+        """Return the death of a rank that a failed call comes of; None where all live."""
         return self._run(self._living.death(getattr(error, "log_tail", "")))
 
     def restart(self, death: PeerFailedError, notify: Notify) -> None:
@@ -288,7 +288,7 @@ class RanksEngine:
 
 
 def _first_rank(preflight: Preflight, run: RunFolder | None) -> RoleSpec:
-    """What rank 0 is started with; the others differ by their number."""
+    """Return what rank 0 is started with; the others differ by their number."""
     config = preflight.config
     return RoleSpec(
         RoleName("trainer"),

@@ -75,7 +75,7 @@ def save_reference(folder: Path, preflight: Preflight, reference: Reference) -> 
 
 
 def load_reference(folder: Path, preflight: Preflight) -> Reference | None:
-    """What a run folder keeps, None where it keeps nothing of these examples."""
+    """Return what a run folder keeps, None where it keeps nothing of these examples."""
     try:
         with np.load(folder / REFERENCE_FILE, allow_pickle=False) as kept:
             if str(kept["digest"]) != _digest(preflight):
@@ -99,6 +99,6 @@ def load_reference(folder: Path, preflight: Preflight) -> Reference | None:
 
 
 def _digest(preflight: Preflight) -> str:
-    """Of all that a model was asked."""
+    """Return the digest of all that a model was asked."""
     examples = (*preflight.examples.train, *preflight.held_out)
     return digest_sequences([sequence for example in examples for sequence in example.all])

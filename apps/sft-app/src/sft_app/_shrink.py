@@ -120,7 +120,7 @@ def shrink_run(config: SftConfig, model_folder: Path) -> Rehearsal:
 
 
 def _is_chat(data: ConversationConfig) -> bool:
-    """Whether the recipe leaves the columns of prompts and completions at their names, and so means conversations."""
+    """Return whether the recipe keeps the default names of prompts and completions, and so means conversations."""
     usual = ConversationConfig(path=data.path)
     return (data.prompt_column, data.completion_column) == (usual.prompt_column, usual.completion_column)
 

@@ -187,7 +187,7 @@ def _restore(engine: Engine, preflight: Preflight, run: RunFolder, start: Start)
 
 
 def _loop_state(preflight: Preflight, updates: int) -> dict[str, int | str]:
-    """Where in the data a run is: the order is a function of these."""
+    """Return where in the data a run is: the order is a function of these."""
     config = preflight.config
     return {
         "updates": updates,

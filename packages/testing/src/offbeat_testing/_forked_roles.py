@@ -29,7 +29,7 @@ def fork_roles() -> None:
 
 
 def forked_main(application: str, *modules: str) -> Callable[[], object]:
-    """The command line of an application for a `RunningCommand` all of whose processes are forks of this one.
+    """Return the command line of an application for a `RunningCommand` all of whose processes are forks of this one.
 
     Args:
         application: its import name, such as "sft_app".

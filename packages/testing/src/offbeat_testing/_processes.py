@@ -76,7 +76,7 @@ class ForkedProcess:
             raise TimeoutError(f"process {self.pid} did not lead its session within {BEGIN_S:g} s of its fork")
 
     def poll(self) -> int | None:
-        """The exit code, minus the signal for a killed process; None while it runs."""
+        """Return the exit code, minus the signal for a killed process; None while it runs."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
@@ -175,12 +175,12 @@ class RunningCommand:
 
     @property
     def pid(self) -> int:
-        """Of the command itself."""
+        """Process id of the command itself."""
         return self._process.pid
 
     @property
     def output(self) -> str:
-        """What it has printed so far, to either stream."""
+        """Return what it has printed so far, to either stream."""
         file = self._output.fileno()  # its offset is where the command writes: it must not move
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
@@ -264,7 +264,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, and would not be ended by it."""
+    """Return whether a process has a handler for a signal, and would not be ended by it."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (number - 1) & 1)

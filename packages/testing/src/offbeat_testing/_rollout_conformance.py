@@ -52,7 +52,7 @@ def needs(engine: RolloutEngine, mode: Any) -> None:
 
 
 def on_engine(check: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test of a suite: `check` on a fresh engine that serves the model's folder, under the suite's deadline."""
+    """Return a test of a suite: `check` on a fresh engine with the model's folder, under the suite's deadline."""
     wanted = list(inspect.signature(check).parameters)[2:]
 
     def test(self: "EngineSuite", model_folder: Path, request: pytest.FixtureRequest) -> None:
@@ -236,7 +236,7 @@ class WeightConformance(EngineSuite):
     async def test_samples_held_through_sleep_go_on_under_the_new_weights(
         self, engine: RolloutEngine, reference: Any
     ) -> None:
-        """What a colocated trainer does: its own memory while it trains, new weights first, then the cache again."""
+        """Do what a colocated trainer does: take the memory to train, bring weights first, then return the cache."""
         needs(engine, "keep")
         if 2 not in engine.capabilities.sleep_levels:
             pytest.skip("the engine does not give its weights back")
@@ -259,7 +259,7 @@ class WeightConformance(EngineSuite):
     async def test_without_the_weights_that_sleep_gave_back_nothing_is_sampled(
         self, engine: RolloutEngine, model_folder: Path
     ) -> None:
-        """What was in flight ends as aborted, and what comes is refused, until a whole update has come."""
+        """See that work in flight ends as aborted, and new work is refused, until a whole update has come."""
         needs(engine, "keep")
         if 2 not in engine.capabilities.sleep_levels:
             pytest.skip("the engine does not give its weights back")

@@ -48,7 +48,7 @@ def _named_nll(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
 
 
 def _weighted(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
-    """A loss of the shape policy losses have: it reads extras and sequence numbers."""
+    """Return a loss of the shape policy losses have: it reads extras and sequence numbers."""
     per_token = tokens.logprobs_N * tokens.extras["advantage"] * (1 + 0 * tokens.sequence_N)
     return -per_token.sum() / tokens.total_tokens, {}
 

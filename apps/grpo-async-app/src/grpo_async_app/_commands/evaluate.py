@@ -47,7 +47,7 @@ def eval_command(words: CommandWords, target: str) -> int:
 
 
 def _checkpoint(path: Path, words: CommandWords) -> Checkpoint:
-    """The best one, or the one of `--step`."""
+    """Return the best one, or the one of `--step`."""
     with RunFolder.open(path, write=False) as run:
         refuse_foreign_run(run, "grpo-async-app")
         return (
@@ -56,7 +56,7 @@ def _checkpoint(path: Path, words: CommandWords) -> Checkpoint:
 
 
 def _config(words: CommandWords, path: Path, is_run: bool) -> GrpoConfig:
-    """Of the run or of the file of `--config`; for a model alone, the defaults and the overrides."""
+    """Return the configuration of the run or of `--config`; for a model alone, the defaults with the overrides."""
     if file := words.options.get("config"):
         return load_config(file, GrpoConfig, words.overrides)
     if is_run:

@@ -154,7 +154,7 @@ def _chosen(choices: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _describe_sync(preflight: Preflight) -> list[tuple[str, str]]:
-    """How weights travel to the engines, and what travels where it is not simply all of them."""
+    """Return how weights travel to the engines, and what travels where it is not simply all of them."""
     rollout, lora_sync = preflight.config.rollout, preflight.lora_sync
     rows = [("weights", preflight.transport)] + ([("weights", str(lora_sync))] if lora_sync.why else [])
     if rollout.full_sync_every > 1:
@@ -292,7 +292,7 @@ def _colocation_notice(preflight: Preflight) -> list[str]:
 
 
 def _weights_text(preflight: Preflight) -> str:
-    """What can be said of a family whose formulas are not known."""
+    """Return what can be said of a family whose formulas are not known."""
     held = preflight.layout.held_bytes(preflight.model.num_parameters, trains_all=False)
     return (
         f"no estimate for {preflight.model.family} but its weights: {size_text(held)} in float32 on each trainer rank"

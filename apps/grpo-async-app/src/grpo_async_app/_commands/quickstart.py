@@ -61,12 +61,12 @@ class Lesson:
 
 
 def answered(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
-    """The answer at once."""
+    """Return the answer at once."""
     return Trajectory.of(_said(prompt.answer or "", tokenizer)).to_sequence(prompt.ids)
 
 
 def carries_forgotten(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
-    """The digits added column by column, and no carry: "38+94=" is "22"."""
+    """Return the digits added column by column, and no carry: "38+94=" is "22"."""
     left, right = prompt.text.rstrip("=").split("+")
     columns = itertools.zip_longest(reversed(left), reversed(right), fillvalue="0")
     said = "".join(str((int(first) + int(second)) % 10) for first, second in columns)[::-1]
@@ -74,7 +74,7 @@ def carries_forgotten(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
 
 
 def calculated(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
-    """The calculator asked in brackets, and its answer copied; what the calculator says is not learned."""
+    """Return the calculator asked in brackets, and its answer copied; what the calculator says is not learned."""
     answer = prompt.answer or ""
     call = _said(f"[{prompt.text.rstrip('=')}]", tokenizer)
     told = _template(tokenizer).reply(call, [{"role": "tool", "content": answer}])
@@ -87,7 +87,7 @@ def _template(tokenizer: Tokenizer) -> TurnTemplate:
 
 
 def _said(text: str, tokenizer: Tokenizer) -> Completion:
-    """A turn as a model would have sampled it."""
+    """Return a turn as a model would have sampled it."""
     [ids] = tokenizer.encode([text], add_special_tokens=False)
     assert tokenizer.eos_id is not None
     ids = np.append(ids, np.int32(tokenizer.eos_id))

@@ -115,7 +115,7 @@ def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
 
 
 def _replacements(config: GrpoConfig, small: GrpoConfig) -> list[str]:
-    """What has another in its place, with the reason."""
+    """Return what has another in its place, with the reason."""
     found = stand_ins(
         {
             "engine.backend": (config.engine.backend, small.engine.backend),
@@ -224,7 +224,7 @@ def _shrink_algorithm(algorithm: AlgorithmConfig, longest: int, samples_per_prom
 
 
 def _shrink_async(policy: AsyncConfig, samples_per_prompt: int, num_ranks: int) -> AsyncConfig:
-    """All but the mini-batch, and that not below where the staleness would admit less than one prompt more."""
+    """Return all but the mini-batch, and that not below where the staleness would admit less than one prompt more."""
     staleness = Fraction(repr(float(policy.staleness_threshold)))
     per_group = policy.require_batches * policy.trigger_parameter_sync_step
     smallest = max(2, ceil(1 / (staleness * per_group)) if staleness else 0)

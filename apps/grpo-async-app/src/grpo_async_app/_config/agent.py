@@ -108,7 +108,7 @@ class AgentConfig:
 
 
 def is_python(command: list[str]) -> bool:
-    """Whether it runs a Python file or module, without options of the interpreter."""
+    """Return whether it runs a Python file or module, without options of the interpreter."""
     if not command[1:] or command[0] not in _PYTHONS:
         return False
     return len(command) > 2 if command[1] == "-m" else not command[1].startswith("-")

@@ -99,7 +99,7 @@ def check_critic_is_kept(checkpoint: Path) -> None:
 
 
 def load_critic_backend(name: str) -> TrainBackend:
-    """The engine that trains the critic.
+    """Return the engine that trains the critic.
 
     Raises:
         BackendError: it is not installed.

@@ -89,7 +89,7 @@ class BatchArithmetic:
         ]
 
     def notices(self) -> list[str]:
-        """What works and is probably not meant."""
+        """Return what works and is probably not meant."""
         found = []
         if self.samples_per_step % self.num_ranks:
             found.append(
@@ -174,7 +174,7 @@ def _estimate_reward_model(options: RewardModelOptions) -> MemoryEstimate:
 
 
 def _with_critic(policy: MemoryEstimate, config: GrpoConfig, *, on_cpu: bool) -> MemoryEstimate:
-    """The trainer's memory with what its critic holds all the time; its passes come after those of the policy.
+    """Return the trainer's memory with what its critic holds all the time; its passes come after those of the policy.
 
     The critic is sharded over all ranks, however these share the policy.
     """
@@ -194,7 +194,7 @@ def _estimate_engine(
     *,
     shares_device: bool,
 ) -> tuple[MemoryEstimate, CacheBudget | None]:
-    """Of one rank of an engine, and what its backend says of its cache, where it can be asked."""
+    """Estimate one rank of an engine, with what its backend says of its cache, where it can be asked."""
     number_bytes = NUMBER_BYTES[settings.dtype]
     held = held_bytes(backend, settings)
     memory = RolloutMemory(

@@ -30,7 +30,7 @@ _REWARD_MODEL_KEYS: Final = {
 
 
 def find_view(config: GrpoConfig, words: str = "") -> ClusterView:
-    """The nodes to plan for: see `offbeat_actors.find_view`."""
+    """Return the nodes to plan for: see `offbeat_actors.find_view`."""
     return find_nodes(config.cluster, config.devices, words, widths=device_widths(config))
 
 

@@ -37,7 +37,7 @@ def choose_for_platform(config: GrpoConfig, kind: str) -> tuple[GrpoConfig, list
 
 
 def slow_formats(config: GrpoConfig, kind: str) -> list[str]:
-    """What was asked for and this CPU has no instructions for, where the roles compute here; `kind` as above."""
+    """Return what was asked for and this CPU has no instructions for, where the roles compute here; `kind` as above."""
     if not _cpu_flags() or _bfloat16_flag():
         return []
     on_cpu = {"cpu"} if kind else {"cpu", AUTO}
@@ -74,7 +74,7 @@ def _bfloat16_flag() -> str:
 
 
 def _cpu_flags() -> Sequence[str]:
-    """Of the first CPU; none where the system does not tell."""
+    """Return the flags of the first CPU; none where the system does not tell."""
     try:
         lines = _CPU_INFO.read_text().splitlines()
     except OSError:

@@ -155,7 +155,7 @@ class Preflight:
 
     @property
     def _versions_bytes(self) -> int:
-        """Of weights on their way in the run folder: a version, and the next that is being written."""
+        """Bytes of weights on their way in the run folder: a version, and the next that is being written."""
         rollout = self.config.rollout
         in_run_folder = rollout.weight_transport == "disk" and not rollout.weight_folder
         return 2 * self.model.num_parameters * rollout.bytes_per_weight if in_run_folder else 0
@@ -266,7 +266,7 @@ def check_settings(config: GrpoConfig) -> tuple[str, ...]:
 
 
 def _check_choices(config: GrpoConfig) -> tuple[str, ...]:
-    """What `check_settings` does without asking the adapters of the engines, some of which import torch."""
+    """Return what `check_settings` does without asking the adapters of the engines, some of which import torch."""
     source_notices = check_sources(config)
     _check_agent(config)
     check_engine_options(config)
@@ -297,7 +297,7 @@ def _check_objective(config: GrpoConfig) -> tuple[str, ...]:
 
 
 def _check_agent(config: GrpoConfig) -> None:
-    """What an agent does not go together with."""
+    """Refuse what an agent does not go together with."""
     agent = config.agent
     agent.check()
     if not agent.is_set:
@@ -324,7 +324,7 @@ def _check_agent(config: GrpoConfig) -> None:
 
 
 def _engine_notices(config: GrpoConfig) -> list[str]:
-    """What the adapters of the engines know against their settings, on devices that need not be here."""
+    """Return what the adapters of the engines know against their settings, on devices that need not be here."""
     teacher = [(config.teacher.backend, config.teacher_engine(0))] if config.teacher.is_set else []
     notices: dict[str, None] = {}
     for backend, settings in [(config.rollout.backend, config.rollout), *teacher]:
@@ -371,7 +371,7 @@ def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
 
 
 def _data_settings(config: GrpoConfig) -> dict[str, object]:
-    """All that decides which prompt is trained when, by its key."""
+    """Return all that decides which prompt is trained when, by its key."""
     data = config.data
     own = {f"data.{each.name}": getattr(data, each.name) for each in fields(data) if each.name not in ("epochs", "mix")}
     of_mix = {
@@ -384,7 +384,7 @@ def _data_settings(config: GrpoConfig) -> dict[str, object]:
 
 
 def check_reward(config: GrpoConfig, *, trains: bool = True) -> tuple[str, ...]:
-    """Whoever judges is there: the reward section, or the environment, with prompts that it can judge.
+    """Return whoever judges is there: the reward section, or the environment, with prompts that it can judge.
 
     Args:
         config: of the run.
@@ -403,7 +403,7 @@ def check_reward(config: GrpoConfig, *, trains: bool = True) -> tuple[str, ...]:
 
 
 def _check_judge(config: GrpoConfig, source: SourceSettings, trains: bool) -> Sequence[str]:
-    """What `check_reward` does for one source."""
+    """Return what `check_reward` does for one source."""
     reward, name = source.reward, source.environment.name
     is_judged = reward.is_set or bool(name) or config.agent.is_set
     notes: Sequence[str] = ()

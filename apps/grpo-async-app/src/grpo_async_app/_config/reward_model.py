@@ -47,7 +47,7 @@ class RewardModelAsk:
 
 
 def reward_model_of(reward: RewardConfig) -> RewardModelOptions | None:
-    """The options of the reward model, where the run has one.
+    """Return the options of the reward model, where the run has one.
 
     Raises:
         ConfigError: an option that cannot be, or no path.

@@ -64,7 +64,7 @@ class TeacherConfig:
             raise ConfigError("the section teacher has no effect without teacher.path: set it or leave the section out")
 
     def engine(self, max_model_len: int, num_running: int, num_threads: int, *, trust: bool) -> RolloutEngineConfig:
-        """What the backend is given; `max_model_len` is of the longest prompt with its completion."""
+        """Return what the backend is given; `max_model_len` is of the longest prompt with its completion."""
         return RolloutEngineConfig(
             model_path=self.path,
             trust_remote_code=trust,
@@ -146,16 +146,16 @@ class RolloutConfig(RolloutEngineSettings):
 
     @property
     def bytes_per_weight(self) -> int:
-        """Of a weight that travels, once `dtype` is settled."""
+        """Bytes of a weight that travels, once `dtype` is settled."""
         return ({"float32": 4}.get(self.dtype, 2)) if self.weight_format == "dtype" else 1
 
     @property
     def weight_parts(self) -> tuple[WeightPart, ...]:
-        """What an engine gets, in order, once `lora_sync` is settled: the base once, the rest with every sync."""
+        """Return what an engine gets, in order, once `lora_sync` is settled: the base once, the rest every sync."""
         return ("base", "adapter") if self.lora_sync == "adapter" else ("merged",)
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How training samples are drawn, with the seed of one group, and reported as the trainer scores them."""
+        """Return the parameters of training samples, with the seed of one group; the trainer scores by the same."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -317,7 +317,7 @@ class GrpoConfig:
 
     @property
     def devices(self) -> dict[str, str]:
-        """What each kind of role computes on, by the setting that says so."""
+        """Return what each kind of role computes on, by the setting that says so."""
         teacher = {"teacher.device": self.teacher.device} if self.teacher.is_set else {}
         model = reward_model_of(self.reward)
         scoring = {"reward.reward_model.device": model.device} if model else {}
@@ -347,13 +347,13 @@ class GrpoConfig:
 
     @property
     def validation_goes_on(self) -> bool:
-        """Whether weights come to the engines while a validation runs, without waiting for its end."""
+        """Return whether weights come to the engines while a validation runs, without waiting for its end."""
         takes_turns = self.cluster.colocate or self.async_.mode == "on-policy pipeline"
         return self.eval.at_sync == "go_on" or (self.eval.at_sync == "auto" and not takes_turns)
 
     @property
     def environments(self) -> dict[str, EnvironmentConfig]:
-        """Those that answer the model, each in a process of its own.
+        """Return those that answer the model, each in a process of its own.
 
         That of section `environment` under "", those that sources of `data.mix` have of their own by their names, and
         those of validation sets as `set_environment_key`.
@@ -374,12 +374,12 @@ class GrpoConfig:
 
     @property
     def has_turns(self) -> bool:
-        """Whether a sample may have several turns of the model."""
+        """Return whether a sample may have several turns of the model."""
         return bool(self.environments) or self.agent.is_set
 
     @property
     def is_endless(self) -> bool:
-        """Whether there are always more prompts: a mix or a curriculum draws without end."""
+        """Return whether there are always more prompts: a mix or a curriculum draws without end."""
         return bool(self.data.mix) or self.curriculum.is_set or not self.data.epochs
 
     @property
@@ -389,7 +389,7 @@ class GrpoConfig:
         return max(self.response_tokens(each or self.environment) for each in own or [None])
 
     def response_tokens(self, environment: EnvironmentConfig) -> int:
-        """The same, of samples that this environment answers."""
+        """Return the same, of samples that this environment answers."""
         if self.agent.is_set:  # which writes its prompts itself
             return self.rollout.max_model_len - self.data.max_prompt_tokens
         return environment.max_tokens if environment.name else self.rollout.max_tokens
@@ -412,7 +412,7 @@ class GrpoConfig:
         )
 
     def train_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
-        """What the training backend is given: scores at the sampler's temperature.
+        """Return what the training backend is given: scores at the sampler's temperature.
 
         `num_updates` of the whole run are for the learning rate's schedule; each takes `steps_per_update` steps, but
         for those in which the critic learns alone.
@@ -430,7 +430,7 @@ class GrpoConfig:
         )
 
     def critic_engine(self, model_path: str, num_updates: int, num_threads: int = 0) -> TrainEngineConfig:
-        """What the training backend is given for the critic; `model_path` is the policy's."""
+        """Return what the training backend is given for the critic; `model_path` is the policy's."""
         own = {"learning_rate": self.critic.learning_rate, "options": self.critic.options}
         return TrainEngineConfig(
             **{**_shared(self.engine, TrainEngineSettings), **own},
@@ -443,7 +443,7 @@ class GrpoConfig:
 
 
 def set_environment_key(name: str) -> str:
-    """Of a validation set with an environment of its own, in `GrpoConfig.environments`: no source has such a name."""
+    """Return the key of a validation set's own environment in `GrpoConfig.environments`: no source has such a name."""
     return f"eval/{name}"
 
 

@@ -75,7 +75,7 @@ def judge_of(source: str) -> str:
 
 
 def source_settings(config: GrpoConfig) -> list[SourceSettings]:
-    """The sources of a run in the order in which draws count them: by name, for files and overrides have any order."""
+    """Return the sources of a run as draws count them: by name, since files and overrides have any order."""
     if config.data.mix:
         return [_own_settings(config, name, own) for name, own in sorted(config.data.mix.items())]
     return [
@@ -124,7 +124,7 @@ def own_data(data: PromptsConfig, own: MixSourceConfig | EvalSetConfig) -> Promp
 
 
 def reward_beside(environment: EnvironmentConfig, section: RewardConfig) -> RewardConfig:
-    """The section's reward, which is for others where this environment judges by itself."""
+    """Return the section's reward, which is for others where this environment judges by itself."""
     return RewardConfig() if environment.judges else section
 
 
@@ -299,7 +299,7 @@ def _joined(found: Sequence[PromptSet]) -> PromptSet:
 
 
 def turn_templates(config: GrpoConfig, tokenizer: Tokenizer, tools: Tools) -> dict[str, TurnTemplate]:
-    """What puts the words of each environment into tokens, by its key in `GrpoConfig.environments`."""
+    """Return what puts the words of each environment into tokens, by its key in `GrpoConfig.environments`."""
     own = {each.environment_key: each.data for each in source_settings(config)}
     return {
         key: _turn_template(environment, with_tools(own.get(key, config.data), tools.get(key, [])), tokenizer)

@@ -69,7 +69,7 @@ class ValidationSet:
 
 
 def held_out_set(config: GrpoConfig, prompts: Sequence[Prompt]) -> ValidationSet:
-    """The prompts that section `data` holds out."""
+    """Return the prompts that section `data` holds out."""
     rollout = config.rollout
     return ValidationSet(
         name=HELD_OUT,
@@ -181,7 +181,7 @@ def check_validated(config: GrpoConfig, *, has_sets: bool) -> None:
 
 
 def shared_notices(sets: Sequence[ValidationSet], train: Sequence[Prompt]) -> list[str]:
-    """Of sets whose prompts are trained on."""
+    """Return notices of sets whose prompts are trained on."""
     trained = {prompt.ids.tobytes() for prompt in train} if sets else set()
     counts = {each.name: sum(prompt.ids.tobytes() in trained for prompt in each.prompts) for each in sets}
     return [
@@ -202,7 +202,7 @@ def alone_notices(sets: Sequence[ValidationSet]) -> list[str]:
 
 
 def mark_of(prompts: Sequence[Prompt]) -> dict[str, int | str]:
-    """How many prompts there are, and which: with the settings, the order of training is a function of these."""
+    """Return how many prompts there are, and which: with the settings, the order of training is a function of these."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.ids.tobytes())

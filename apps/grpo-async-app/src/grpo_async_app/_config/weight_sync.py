@@ -54,7 +54,7 @@ def choose_lora_sync(config: GrpoConfig) -> LoraSync:
 
 
 def settle_lora_sync(config: GrpoConfig) -> GrpoConfig:
-    """The configuration with what `choose_lora_sync` has chosen: roles are told, and choose nothing."""
+    """Return the configuration with what `choose_lora_sync` has chosen: roles are told, and choose nothing."""
     return replace(config, rollout=replace(config.rollout, lora_sync=choose_lora_sync(config).what))
 
 
@@ -70,7 +70,7 @@ def _obstacle(config: GrpoConfig) -> str:
 
 
 def choose_transport(config: GrpoConfig, placement: Placement) -> str:
-    """How weights travel from where the trainer is placed to where the engines are, and why: a line of the plan.
+    """Return how weights travel from where the trainer is placed to where the engines are, and why: a line of the plan.
 
     Raises:
         BackendError: there is no such transport.

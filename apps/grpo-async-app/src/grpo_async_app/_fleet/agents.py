@@ -96,7 +96,7 @@ class Agents:
         self._deadline_s = config.async_.group_deadline_s
 
     async def play(self, name: str, prompt: Prompt, request: GenerateRequest, index: int) -> RecordedSession:
-        """One episode about a prompt, with the policy on one engine.
+        """Return one episode about a prompt, with the policy on one engine.
 
         Args:
             name: of the engine.
@@ -175,7 +175,7 @@ async def _cancelled_after(*tasks: "asyncio.Future[Any]") -> AsyncIterator[None]
 
 
 def _checked(recorded: RecordedSession, ended: AgentExit | None, config: GrpoConfig) -> RecordedSession:
-    """What was recorded, with the answer that is to be scored."""
+    """Return what was recorded, with the answer that is to be scored."""
     if recorded.ended_by == "deadline" or (ended is not None and ended.how == "timed_out"):
         raise AgentFailedError("timed_out", f"no end within agent.deadline_s = {config.agent.deadline_s:g} s")
     if recorded.ended_by == "taken" and ended is not None and ended.how == "failed":
@@ -188,5 +188,5 @@ def _checked(recorded: RecordedSession, ended: AgentExit | None, config: GrpoCon
 
 
 def _params(params: SamplingParams, index: int) -> SamplingParams:
-    """Those of one sample of a group."""
+    """Return those of one sample of a group."""
     return params if params.seed is None else replace(params, seed=params.seed + index)

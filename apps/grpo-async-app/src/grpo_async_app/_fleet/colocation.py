@@ -177,7 +177,7 @@ class ColocationSchedule:
         await handle.call(method, *args, deadline_s=deadline_s)
 
     async def _each(self, handles: Sequence[ActorHandle], step: Callable[[ActorHandle], Any]) -> list[ActorHandle]:
-        """One step of all engines at once. All end before an error is raised: half of them asleep is no state to be in.
+        """Take one step with all engines at once. All end before an error is raised, so that none is left half asleep.
 
         Returns:
             Those that have done it. One that is lost is gone for good, so that the next finds its memory free.

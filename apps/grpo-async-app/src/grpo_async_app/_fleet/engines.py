@@ -94,7 +94,10 @@ class Engines(Pool[Engine]):
 
     @property
     def names(self) -> list[str]:
-        """Those that take part, in order; one that is being started again is among them, one that leaves is not."""
+        """Return those that take part, in order.
+
+        One that is being started again is among them, one that leaves is not.
+        """
         return [str(role) for role in self._staying]
 
     @property
@@ -187,7 +190,7 @@ class Engines(Pool[Engine]):
         await self._pull(self.living, offer, interrupt)
 
     async def to_training(self) -> None:
-        """Where trainer and engines share devices: let the engines finish and sleep."""
+        """Let the engines finish and sleep, where they share devices with the trainer."""
         if self._turns is not None:
             await self._turns.to_training(self.living)
 

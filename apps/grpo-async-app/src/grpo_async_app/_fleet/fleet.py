@@ -263,7 +263,7 @@ class Fleet:
         return self._trainer
 
     async def trainer_death(self) -> PeerFailedError | None:
-        """How the trainer has ended; None when it goes on, or was never started."""
+        """Return how the trainer has ended; None when it goes on, or was never started."""
         return await self._trainer.death() if self._trainer is not None else None
 
     async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
@@ -312,7 +312,7 @@ class Fleet:
     # ── where it runs ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def places(self) -> list[RolePlace]:
-        """The place of every role and the state of its process, scorers included."""
+        """Return the place of every role and the state of its process, scorers included."""
         scorers = (place for pool in self._scorers.values() for place in pool.starter.places())
         return [*self._launcher.places(), *scorers]
 
@@ -339,7 +339,7 @@ class Fleet:
         self.trainer.raise_if_dead()
 
     def metrics(self) -> Metrics:
-        """What scoring takes; and what has happened to the roles, where anything has."""
+        """Return what scoring takes; and what has happened to the roles, where anything has."""
         num_engines = len(self.engines.names)
         counts = {
             "engines/restarts": self.engines.num_restarts,
@@ -377,7 +377,7 @@ class RoleSpecs:
         return _with_environment_of(self._config.rollout.backend, spec)
 
     def replica(self, role: RoleName) -> RoleSpec:
-        """Of a teacher or a reward model."""
+        """Return the spec of a teacher or a reward model."""
         if role.kind == "teacher":
             spec = self._spec(role, "TeacherRole", images=self._has_images)
             return _with_environment_of(self._config.teacher.backend, spec)
@@ -423,13 +423,13 @@ class RoleSpecs:
 
 
 def _with_environment_of(backend: str, spec: RoleSpec) -> RoleSpec:
-    """The spec of an engine's role, without settings of the environment that its backend refuses."""
+    """Return the spec of an engine's role, without settings of the environment that its backend refuses."""
     dropped: DroppedSettings = getattr(load_backend("offbeat.rollout", backend), "dropped_settings", {})
     return replace(spec, dropped_settings=dropped)
 
 
 def judges_of(config: GrpoConfig) -> dict[str, RewardConfig]:
-    """The rewards of a run.
+    """Return the rewards of a run.
 
     That of section `reward` under "", those of validation sets by their names, and those of sources as `judge_of`.
     """
@@ -459,7 +459,7 @@ def plan_threads(config: GrpoConfig) -> dict[str, int]:
 
 
 def share_cpus(config: GrpoConfig, threads: Mapping[str, int]) -> bool:
-    """Whether roles that compute at the same time have more threads than this machine has CPUs.
+    """Return whether roles that compute at the same time have more threads than this machine has CPUs.
 
     Those that take turns on a device do not.
     """

@@ -26,7 +26,9 @@ class Teachers:
         where: Callable[[str], object],
         images: tuple[Image, ...] = (),
     ) -> list[Floats]:
-        """The teacher's log-probabilities of what the policy has sampled; `where` is told which replica is asked.
+        """Return the teacher's log-probabilities of what the policy has sampled.
+
+        `where` is told which replica is asked.
 
         Returns:
             [N] float32 for each trajectory: nats, of its sampled tokens, at the sampler's temperature.
@@ -53,7 +55,7 @@ class RewardModels:
         self._options, self.replicas = options, replicas
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Judged]:
-        """What it makes of completions of one prompt: its own score, before any weight."""
+        """Return what it makes of completions of one prompt: its own score, before any weight."""
         asked = prompt.question
         chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         messages = [(str(each.get("role")), _content(each.get("content"))) for each in chat]
@@ -63,7 +65,7 @@ class RewardModels:
 
 
 def _content(content: Any) -> str:
-    """The words of a message, which may come in parts."""
+    """Return the words of a message, which may come in parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return str(content or "")

@@ -33,7 +33,10 @@ class Trainers(ActorGroup):
         self.have_base: WeakSet[ActorHandle] = WeakSet()
 
     async def listen(self, deadline_s: float) -> str:
-        """Where rank 0 gives weights to other machines, with the secret that opens it; it listens once asked to."""
+        """Return where rank 0 gives weights to other machines, with the secret that opens it.
+
+        It listens once asked to.
+        """
         if not self._listens_at:
             self._listens_at = await self.call("listen", self.address, returns=str, deadline_s=deadline_s)
         return self._listens_at
@@ -66,7 +69,7 @@ DEATH_SEEN_AFTER_S: Final = 2.0
 
 
 async def is_lost(handle: ActorHandle, error: PeerFailedError | WeightSyncError) -> bool:
-    """Whether the engine failed in such a way that only a new process mends it."""
+    """Return whether the engine failed in such a way that only a new process mends it."""
     if isinstance(error, PeerFailedError) and error.peer == handle.name:
         return True
     gone = asyncio.ensure_future(handle.wait_dead())

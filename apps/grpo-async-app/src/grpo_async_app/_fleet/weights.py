@@ -43,7 +43,7 @@ class WeightOffer:
         self._brought: set[tuple[ActorHandle, WeightPart]] = set()
 
     def lacks(self, actor: ActorHandle, part: WeightPart) -> bool:
-        """Whether this part is still to be brought to this process."""
+        """Return whether this part is still to be brought to this process."""
         return (actor, part) not in self._brought and not (part == "base" and actor in self._trainer.have_base)
 
     def was_brought(self, actors: Iterable[ActorHandle], part: WeightPart) -> None:
@@ -54,7 +54,7 @@ class WeightOffer:
                 self._trainer.have_base.add(actor)
 
     async def source_for(self, hosts: Collection[str]) -> str:
-        """Where engines on the machines of these IP addresses ask for them: by memory, if that is one for all."""
+        """Return where engines on these machines (IP addresses) ask for them: by memory, if that is one for all."""
         trainer, is_local = self._trainer, set(hosts) == {self._trainer.address}
         by_memory = self._reach == "machine" or (self._reach == "either" and is_local)
         return trainer.socket_path if by_memory else await trainer.listen(self._deadline_s)
@@ -150,7 +150,7 @@ Outcomes = Sequence[BaseException | None]
 
 
 async def each(actors: Iterable[ActorHandle], step: Callable[[ActorHandle], Awaitable[object]]) -> Outcomes:
-    """One step of all engines at once."""
+    """Return one step of all engines at once."""
     outcomes = await asyncio.gather(*map(step, actors), return_exceptions=True)
     return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
 

@@ -124,7 +124,7 @@ class AgentRole:
         return AgentExit(how="failed", detail=f"{how}: {last}{_advice(last)}" if last else how)
 
     async def _end_of(self, command: list[str], environment: dict[str, str], group: int, streams: Streams) -> int:
-        """The exit code, or minus the signal that ended it."""
+        """Return the exit code, or minus the signal that ended it."""
         if self._forks is not None:
             return await self._forks.run(command[1:], environment, group, streams)
         process = await asyncio.create_subprocess_exec(
@@ -194,7 +194,7 @@ def _process_group() -> Iterator[int]:
 
 
 def _environment(config: AgentConfig) -> dict[str, str]:
-    """The environment of a program, without what tells it its session."""
+    """Return the environment of a program, without what tells it its session."""
     kept = {*_OWN_VARIABLES, *config.forward_env}
     inherited = {
         name: value

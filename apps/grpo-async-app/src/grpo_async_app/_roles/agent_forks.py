@@ -108,7 +108,7 @@ class ForkServer:
 
 
 async def _read(fd: int) -> bytes:
-    """All that comes through a pipe; closed here."""
+    """Return all that comes through a pipe; closed here."""
     reader = asyncio.StreamReader()
     pipe = os.fdopen(fd, "rb", buffering=0)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -190,7 +190,7 @@ def _with_one_more(sequence: TrainSequence) -> TrainSequence:
 
 
 def _sequences(group: SampledGroup) -> list[TrainSequence]:
-    """Of its trajectories; they share the pixels of one set of images."""
+    """Return the sequences of its trajectories; they share the pixels of one set of images."""
     images = tuple(picture.pixels() for picture in group.pictures)
     return [trajectory.to_sequence(group.prompt_ids, images) for trajectory in group.trajectories]
 

@@ -27,7 +27,7 @@ class EnvironmentRole:
         await self._host.reset(episode, prompt)
 
     async def step(self, episode: int, text: str) -> list[dict[str, Any]] | None:
-        """What the environment says to a turn of the model; None when the episode is over."""
+        """Return what the environment says to a turn of the model; None when the episode is over."""
         return await self._host.step(episode, text)
 
     async def finish(self, episode: int) -> RewardScore | None:

@@ -47,7 +47,7 @@ class SampledGroup:
 
     @property
     def sample_sizes(self) -> list[int]:
-        """How many trajectories each sample has."""
+        """Return how many trajectories each sample has."""
         return self.sizes or [1] * len(self.trajectories)
 
     @property
@@ -58,7 +58,7 @@ class SampledGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Of its oldest token."""
+        """Policy version of its oldest token."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 
     @property

@@ -58,7 +58,7 @@ class RewardModelRole:
         log_line("ready")
 
     async def score(self, ask: RewardModelAsk) -> list[ScorerAnswer]:
-        """What each completion is worth; an error for one that is too long or whose score is not finite."""
+        """Return what each completion is worth; an error for one that is too long or whose score is not finite."""
         encoded = await asyncio.to_thread(self._encode, ask)
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(ids, loop.create_future()) for ids in encoded]

@@ -153,7 +153,7 @@ class RolloutRole:
         log_line("ready")
 
     def _recorder(self, plan: TracePlan) -> TracingEngine | ProcessRecorder:
-        """The engine, where it computes elsewhere and traces itself; else what traces this process."""
+        """Return the engine, where it computes elsewhere and traces itself; else what traces this process."""
         if self._engine.capabilities.traces:
             return cast(TracingEngine, self._engine)
         return ProcessRecorder(self._settings.device, Path(plan.folder) / f"{plan.role}.partial")

@@ -91,7 +91,7 @@ class ScorerAnswer:
     timed_out: bool = False
 
     def judged(self) -> Judged:
-        """The score, or the error, with its traceback as a note."""
+        """Return the score, or the error, with its traceback as a note."""
         if self.score is not None:
             return RewardScore(
                 value=self.score.value,
@@ -104,7 +104,7 @@ class ScorerAnswer:
 
 
 def prompt_to_json(prompt: Prompt) -> str:
-    """All but the pictures: a reward reads what the model wrote of them. Rows hold integers of any size."""
+    """Return all but the pictures: a reward reads what the model wrote of them. Rows hold integers of any size."""
     plain = {**vars(prompt), "ids": prompt.ids.tolist()}
     del plain["pictures"]
     return json.dumps(plain)

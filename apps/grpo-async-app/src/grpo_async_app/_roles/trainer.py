@@ -118,7 +118,7 @@ class TrainerRole:
         log_line("ready")
 
     def _plan_of(self, part: WeightPart) -> BucketPlan:
-        """The tensors of a part as they travel."""
+        """Return the tensors of a part as they travel."""
         described = describe_tensors(self._gather(part), self._rollout.dtype)
         specs = [replace(spec, dtype="float32") if spec.name in self._in_float32 else spec for spec in described]
         travelling = fp8_specs(specs, self._is_fp8) if self._as_fp8(part) else specs
@@ -309,7 +309,7 @@ _LOSSES = {
 
 
 def _named(metrics: Metrics) -> Metrics:
-    """The run's names for what a loss measured."""
+    """Return the run's names for what a loss measured."""
     named = {_NAMES[name]: metric for name, metric in metrics.items() if name in _NAMES}
     clips = [metric for name, metric in metrics.items() if name.startswith("policy/clip_")]
     if clips:

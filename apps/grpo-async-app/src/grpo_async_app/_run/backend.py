@@ -121,7 +121,7 @@ class GrpoBackend:
         )
 
     async def _taught(self, group: SampledGroup) -> SampledGroup:
-        """The group with what the teacher has to say to it, where there is one."""
+        """Return the group with what the teacher has to say to it, where there is one."""
         if (teachers := self._fleet.teachers) is None:
             return group
 
@@ -200,7 +200,7 @@ class GrpoBackend:
         )
 
     def _worth(self, sample: ScoredSample, draw: PromptDraw) -> float:
-        """What is trained on: the reward, and what is taken off it for length."""
+        """Return what is trained on: the reward, and what is taken off it for length."""
         algorithm = self._config.algorithm
         if not algorithm.overlong_buffer_tokens:
             return sample.score.value
@@ -217,7 +217,7 @@ class GrpoBackend:
             await self._fleet.engines.abort(f"group-{group_id}")
 
     def where(self, group_id: int) -> str:
-        """The engine that holds a group in flight."""
+        """Return the engine that holds a group in flight."""
         return self._where.get(group_id, "the verifier")
 
     # ── trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -448,7 +448,7 @@ class GrpoBackend:
         return {"curriculum": known} if known else {}
 
     def _seed(self, group_id: int) -> int:
-        """A sampling seed of its own for each group; sample i of the group draws with this plus i."""
+        """Return a sampling seed of its own for each group; sample i of the group draws with this plus i."""
         return (self._config.rollout.seed << 40) + group_id * self._config.rollout.samples_per_prompt
 
 

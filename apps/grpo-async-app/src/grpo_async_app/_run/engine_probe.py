@@ -108,7 +108,7 @@ class _WidthProbe:
         return list(await asyncio.gather(*(self._probe(group, plan) for group, plan in planned)))
 
     def _plan(self) -> list[tuple[RankGroup, Plan]]:
-        """A plan for each node that has room; one for all nodes together where an engine may span them.
+        """Return a plan for each node that has room; one for all nodes together where an engine may span them.
 
         Raises:
             PlacementError: no node has room.
@@ -172,7 +172,7 @@ class _WidthProbe:
         return replace(outcome, start_s=start_s, answer_s=answer_s)
 
     def _spec(self, role: RoleName, log: Path | None) -> RoleSpec:
-        """An engine as the run would start it, without the endpoint, the traces and the transport of a run."""
+        """Return an engine as the run would start it, without the endpoint, the traces and the transport of a run."""
         run = self._config
         rollout = replace(
             run.rollout, tensor_parallel=self._width, num_engines=1, serve_port=None, weight_transport="auto"

@@ -74,5 +74,5 @@ async def _ask(
 
 
 def default_folder(target: Path, step: int | None) -> Path:
-    """Where an evaluation is kept that names no folder: in the run, or in `evals` here."""
+    """Return where an evaluation is kept that names no folder: in the run, or in `evals` here."""
     return Path("evals") / target.name if step is None else target / "evals" / f"step-{step:06d}"

@@ -147,7 +147,7 @@ class PlacesFile:
         )
 
     def _named_devices(self, kind: str, node: str) -> Mapping[str, tuple[str, ...]]:
-        """The devices from the one on that the configuration names by number, which no plan gives out."""
+        """Return the devices from the one on that the configuration names by number, which no plan gives out."""
         key = {"trainer": "engine.device", "reward_model": "reward.reward_model.device"}.get(kind, f"{kind}.device")
         name, _, first = self._config.devices.get(key, "").partition(":")
         if not first.isdecimal():

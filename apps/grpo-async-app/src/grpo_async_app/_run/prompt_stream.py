@@ -66,7 +66,10 @@ class PromptStream:
         self._restore(known)
 
     def draw(self, group_id: int) -> PromptDraw:
-        """The prompt of a group; the same each time it is asked for, unless success has become known in between."""
+        """Return the prompt of a group.
+
+        The same each time it is asked for, unless success has become known in between.
+        """
         number, position = self._mixture(group_id)
         _, item = self._orders[number](position)
         if self._has_curriculum:
@@ -90,7 +93,7 @@ class PromptStream:
         self._rates[draw.number].record(draw.item - self._firsts[draw.number], successes / len(rewards))
 
     def take_metrics(self) -> Metrics:
-        """How the sources fared since this was last asked; none without a mix or a curriculum."""
+        """Return how the sources fared since this was last asked; none without a mix or a curriculum."""
         values: dict[str, float] = {}
         tallies, self._tallies = self._tallies, [_Tally() for _ in self._sources]
         if self._is_mixed:
@@ -105,7 +108,10 @@ class PromptStream:
         return {name: Metric(value=value, how="last") for name, value in values.items()}
 
     def state(self) -> dict[str, Any]:
-        """What is known of success, as plain data for JSON, by the name of the source; empty without a curriculum."""
+        """Return what is known of success, as plain data for JSON, by the name of the source.
+
+        Empty without a curriculum.
+        """
         if not self._has_curriculum:
             return {}
         return {source.settings.name: rates.state() for source, rates in zip(self._sources, self._rates, strict=True)}

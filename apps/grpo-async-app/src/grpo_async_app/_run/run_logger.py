@@ -192,7 +192,7 @@ def _group_metrics(groups: list[SampledGroup], version: int) -> Metrics:
 
 
 def _part_metrics(parts_S: Sequence[Mapping[str, float]]) -> Metrics:
-    """The mean of each part of the reward, over the samples that have it: others were judged by another reward."""
+    """Return the mean of each part of the reward, over the samples that have it: rewards differ in their parts."""
     found: Metrics = {}
     for name in sorted({name for parts in parts_S for name in parts}):
         is_flag = name in _FLAGS  # nothing went wrong with the samples that lack it
@@ -201,7 +201,7 @@ def _part_metrics(parts_S: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def _turn_metrics(groups: list[SampledGroup]) -> Metrics:
-    """How much the environment or the agent was asked in one sample, and how much it said."""
+    """Return how much the environment or the agent was asked in one sample, and how much it said."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     num_samples = sum(len(group.rewards) for group in groups)
     read = sum(len(trajectory.ids) - trajectory.num_tokens for trajectory in trajectories)
@@ -221,7 +221,7 @@ def _mean(values: "list[float] | list[int] | list[bool]") -> Metric:
 
 
 def _ratio(total: int, number: int) -> Metric:
-    """A mean over samples, some of which have several trajectories."""
+    """Return a mean over samples, some of which have several trajectories."""
     return Metric(value=total / max(number, 1), weight=float(number))
 
 
@@ -231,7 +231,7 @@ def _lag_histogram(groups: list[SampledGroup], version: int) -> list[float]:
 
 
 def _generation(version: int, group: SampledGroup, prompt: Prompt) -> Generation:
-    """The first trajectory of a group, as written down."""
+    """Return the first trajectory of a group, as written down."""
     trajectory = group.trajectories[0]
     return Generation(
         step=version,

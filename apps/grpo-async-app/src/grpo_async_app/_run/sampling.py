@@ -151,7 +151,7 @@ class Rollouts:
         judge: str,
         environment: str,
     ) -> ScoredSample | None:
-        """One episode; None when its environment or its reward failed.
+        """Return one episode; None when its environment or its reward failed.
 
         Raises:
             EpisodesLostError: too many have failed.
@@ -192,7 +192,7 @@ class Rollouts:
     async def _act(
         self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: str
     ) -> ScoredSample | None:
-        """One episode of an agent; None when it came to no end, or its reward failed. Raises as `_play`."""
+        """Return one episode of an agent; None when it came to no end, or its reward failed. Raises as `_play`."""
         try:
             recorded = await agents.play(name, prompt, request, index)
         except AgentFailedError as error:
@@ -223,7 +223,7 @@ class Rollouts:
         return scores
 
     def _ended(self, completions: list[Completion]) -> list[Completion]:
-        """Those that came to an end: what an engine has aborted is no answer, and has no worth."""
+        """Return those that came to an end: what an engine has aborted is no answer, and has no worth."""
         ended = [completion for completion in completions if completion.stop_reason != "aborted"]
         for completion in completions:
             if completion.stop_reason == "aborted":
@@ -231,7 +231,7 @@ class Rollouts:
         return ended
 
     def _taken(self, score: RewardScore, lost: ErrorShare, by: str) -> RewardScore | None:
-        """The reward that an episode has brought along; None, and counted, where it cannot be right."""
+        """Return the reward that an episode has brought along; None, and counted, where it cannot be right."""
         if complaint := self._reward.range_complaint(score.value, score.parts):
             self._lose(lost, "reward/dropped", f"{by} a reward that is not taken: {complaint}")
             return None
@@ -257,7 +257,7 @@ class Rollouts:
 def _later_turn(
     request: GenerateRequest, context_ids: Ids, images: tuple[Image, ...], index: int, turn: int, max_tokens: int
 ) -> GenerateRequest:
-    """The request for one more turn of one sample: it sees the images that the first one saw, and those told since."""
+    """Return the request for one more turn of one sample, with the images of the first turn and those since."""
     params = request.params
     seed = None if params.seed is None else params.seed + index + turn * TURN_SEEDS
     return replace(

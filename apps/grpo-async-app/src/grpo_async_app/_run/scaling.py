@@ -99,7 +99,7 @@ def take_asked_engines(run: RunFolder, check: Callable[[int], None], notify: Not
 
 
 def _read_note(path: Path) -> bytes:
-    """The first bytes of a file; a pipe is not waited for."""
+    """Return the first bytes of a file; a pipe is not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.read(descriptor, _NOTE_BYTES)

@@ -194,7 +194,7 @@ async def answers(
 async def _answer(
     rollouts: Rollouts, engines: Engines, config: GrpoConfig, each: ValidationSet, number: int, request_prefix: str
 ) -> Answered:
-    """One item, from another engine when one dies over it."""
+    """Return one item, from another engine when one dies over it."""
     prompt, base = each.prompts[number], each.params
     # A seed of its own: with one for all, every prompt would be answered by the same draw.
     params = replace(base, seed=(base.seed or 0) + number * each.num_samples)

@@ -25,7 +25,7 @@ _MOST_KEPT: Final = 20
 
 
 def _log_beside(errors: Path, scorer: str) -> Path:
-    """The log of one scorer, such as scorer-0-math.log beside reward_errors-math.log."""
+    """Return the log of one scorer, such as scorer-0-math.log beside reward_errors-math.log."""
     return errors.with_name(f"{scorer}{errors.stem.removeprefix('reward_errors')}.log")
 
 
@@ -169,7 +169,7 @@ class ScorerPool:
         return [replace(each, value=weight * each.value) if isinstance(each, RewardScore) else each for each in judged]
 
     def _together(self, judged: Sequence[Judged]) -> Judged:
-        """The sum of what different rewards say to one completion; the first error where there is one."""
+        """Return the sum of what different rewards say to one completion; the first error where there is one."""
         scores = []
         for each in judged:
             if isinstance(each, OffbeatError):

@@ -63,7 +63,7 @@ class ScorerStarter:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def new(self) -> "Scorer":
-        """A scorer, not yet started."""
+        """Return a scorer, not yet started."""
         role = RoleName("scorer", next(self._numbers))
         spec = RoleSpec(
             role=role,
@@ -97,7 +97,7 @@ class ScorerStarter:
             task.exception()
 
     def places(self) -> list[RolePlace]:
-        """Where each scorer is: on the driver's machine."""
+        """Return where each scorer is: on the driver's machine."""
         return self._launcher.places()
 
     def see(self, name: str) -> str:
@@ -241,7 +241,7 @@ class BlockingScorers:
             return await asyncio.shield(self._starter.in_background(self._ask_group(scorer, method, ask, deadline_s)))
 
     async def _take(self) -> Scorer:
-        """A scorer that is idle; after a while a new one is started, if there may be more."""
+        """Return a scorer that is idle; after a while a new one is started, if there may be more."""
         if not self._idle.empty():
             return self._idle.get_nowait()
         if self._num_scorers:
@@ -295,7 +295,7 @@ class BlockingScorers:
 
 
 def split(ask: ScorerAsk) -> list[ScorerAsk]:
-    """One for each completion."""
+    """Return one for each completion."""
     ids = [[each] for each in ask.ids] or [[]] * len(ask.texts)
     return [replace(ask, texts=[text], ids=each) for text, each in zip(ask.texts, ids, strict=True)]
 

@@ -112,7 +112,7 @@ def find_function(section: str, name: str) -> Callable[..., Any]:
 
 
 def _import_file(path: str) -> ModuleType:
-    """The module that a file is, once in a process; under its own name where no other module has that."""
+    """Return the module that a file is, once in a process; under its own name where no other module has that."""
     whole = os.path.realpath(os.path.expanduser(path))
     stem = os.path.basename(whole).removesuffix(".py")
     is_taken = stem in sys.modules and getattr(sys.modules[stem], "__file__", None) != whole

@@ -57,7 +57,7 @@ class EngineThread:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no more jobs."""
+        """Return whether it takes no more jobs."""
         return self._closed
 
     def start(self) -> "Future[None]":

@@ -146,7 +146,7 @@ class Checkpoints:
         return sorted(self.path.glob("step-*"), key=lambda folder: by_step(folder.name))
 
     def latest(self) -> Checkpoint | None:
-        """The complete checkpoint of the latest step; None when there is none."""
+        """Return the complete checkpoint of the latest step; None when there is none."""
         found = self.all()
         return found[-1] if found else None
 
@@ -189,7 +189,7 @@ class Checkpoints:
         return None
 
     def best(self) -> Checkpoint | None:
-        """The one with the highest score, the earlier of equals; None when none has a score."""
+        """Return the one with the highest score, the earlier of equals; None when none has a score."""
         scored = [(each.score, -each.step, each) for each in self.all() if each.score is not None]
         return max(scored, key=lambda item: item[:2])[2] if scored else None
 

@@ -134,7 +134,7 @@ def _unknown_option(word: str, known: Collection[str], settings: Collection[str]
 
 
 def _settings_like(name: str, settings: Collection[str]) -> list[str]:
-    """The keys that are meant by a key without its section, or with another sign between them."""
+    """Return the keys that are meant by a key without its section, or with another sign between them."""
     flat = name.lower().replace("-", "_").replace(".", "_")
     return [key for key in settings if flat in (key.partition(".")[2], key.replace(".", "_"))]
 
@@ -220,7 +220,7 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
 
 
 def _broken_at_words(text: str) -> str:
-    """The text as a terminal shows it best, which would break a line anywhere; a log gets it as it is."""
+    """Return the text as a terminal shows it best, which would break a line anywhere; a log gets it as it is."""
     width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
     if not width:  # a log, or a terminal that does not say how wide it is
         return text
@@ -229,7 +229,7 @@ def _broken_at_words(text: str) -> str:
 
 
 def _advice(program: str) -> str:
-    """How to go on with the run folder this process wrote to, if it did."""
+    """Return how to go on with the run folder this process wrote to, if it did."""
     folder = last_locked()
     return f"resume with: {program} resume {folder}" if folder else ""
 
@@ -257,7 +257,7 @@ def show_usage(words: Sequence[str], usage: str, program: str) -> bool:
 
 
 def _usage_of(name: str, usage: str, program: str) -> str:
-    """The lines of one command, and what holds for several; the whole usage where there is no such command."""
+    """Return the lines of one command, and what holds for several; the whole usage where there is no such command."""
     _, commands, *rest = usage.split("\n\n")
     of_each = re.split(rf"\n(?=  {program} )", commands)
     found = [lines for lines in of_each if lines.split()[1] == name]
@@ -344,12 +344,12 @@ def _refuse_unread(name: str, command: Command, words: CommandWords) -> None:
 
 
 def new_run_folder(words: CommandWords, name: str) -> Path:
-    """The folder of a new run: `--out`, or runs/NAME-DATE-TIME."""
+    """Return the folder of a new run: `--out`, or runs/NAME-DATE-TIME."""
     return Path(words.options.get("out") or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def whole_number(words: CommandWords, option: str, default: int = 0) -> int:
-    """The value of an option that is a whole number.
+    """Return the value of an option that is a whole number.
 
     Raises:
         ConfigError: it is something else.

@@ -42,6 +42,6 @@ def describe_task(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _table(config: Any, name: str) -> Mapping[str, Any]:
-    """A table of a file that a hand may have damaged."""
+    """Return a table of a file that a hand may have damaged."""
     found = config.get(name) if isinstance(config, Mapping) else None
     return found if isinstance(found, Mapping) else {}

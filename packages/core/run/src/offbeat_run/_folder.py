@@ -147,7 +147,7 @@ class RunFolder:
             file.write(text)
 
     def log(self, role: str) -> Path:
-        """The log file of a role, such as "rollout-0"."""
+        """Return the log file of a role, such as "rollout-0"."""
         return self.logs / f"{role}.log"
 
     def keep(self) -> None:

@@ -28,7 +28,7 @@ _last_locked: list[Path] = []
 
 
 def last_locked() -> Path | None:
-    """The run folder this process locked last, or None: what an interrupted command says can be resumed."""
+    """Return the run folder this process locked last, or None: what an interrupted command says can be resumed."""
     return _last_locked[-1] if _last_locked else None
 
 

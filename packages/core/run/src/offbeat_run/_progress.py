@@ -117,7 +117,7 @@ class Progress:
         return step % math.ceil(max(self.total, 1) / _HISTORY_LINES) == 0 or step >= self.total
 
     def _history(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """A line about one step, with as many of its numbers as the terminal has room for."""
+        """Return a line about one step, with as many of its numbers as the terminal has room for."""
         numbers = {name: _number(value) for name, value in metrics.items() if name in _SHOWN}
         head = f"update {step:{len(str(self.total))}}"
         facts = self._fitting([fact for fact in self._facts(numbers) if fact[0] != "left"], len(head) + 3)
@@ -151,7 +151,7 @@ class Progress:
         return [*facts, ("left", duration_text(left_s))] if left_s is not None and self._step < self.total else facts
 
     def _fitting(self, facts: list[tuple[str, str]], taken: int = 0) -> list[tuple[str, str]]:
-        """Those that one line of the terminal has room for, the first of `_FIRST` first."""
+        """Return those that one line of the terminal has room for, the first of `_FIRST` first."""
         room, chosen = self._console.width - taken, set()
         for fact in sorted(facts, key=lambda each: _FIRST.index(each[0]) if each[0] in _FIRST else len(_FIRST)):
             width = len(" ".join(fact)) + 3

@@ -91,7 +91,7 @@ class PrometheusServer:
             self._values |= values
 
     def text(self) -> str:
-        """What is answered now."""
+        """Return what is answered now."""
         with self._changing:
             return exposition(self._step, self._values, self._run)
 
@@ -122,7 +122,7 @@ class PrometheusServer:
 
 
 def metrics_token(host: str) -> str:
-    """The token that requests must bring; empty where none is set and only this machine is answered.
+    """Return the token that requests must bring; empty where none is set and only this machine is answered.
 
     Raises:
         ConfigError: others are to be answered and there is none, or it is short.

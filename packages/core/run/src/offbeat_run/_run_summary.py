@@ -74,7 +74,7 @@ def change_text(before: Estimate, after: Estimate) -> str:
 
 
 def _change(before: Estimate, after: Estimate) -> tuple[float, float]:
-    """The difference and half of its interval, as of two values that know nothing of each other."""
+    """Return the difference and half of its interval, as of two values that know nothing of each other."""
     errors = ((each.high - each.low) / 2 for each in (before, after))
     return after.value - before.value, math.hypot(*errors)
 
@@ -135,7 +135,7 @@ def _configuration(run: RunFolder) -> dict[str, Any]:
 
 
 def _settled(run: RunFolder, sessions: Sequence[Session]) -> list[Session]:
-    """The sessions with an end to a last one whose process is gone."""
+    """Return the sessions with an end to a last one whose process is gone."""
     settled = list(sessions)
     if settled and settled[-1].ended_s is None and writer_of(run.path) is None:
         settled[-1] = msgspec.structs.replace(
@@ -212,7 +212,7 @@ def compare_ends(metrics: RunMetrics, names: Mapping[str, str] | None = None) ->
 
 
 def _trained(metrics: RunMetrics) -> list[str]:
-    """The metric that says how training goes: a policy's loss says little."""
+    """Return the metric that says how training goes: a policy's loss says little."""
     return [name for name in ("train/reward", "train/loss") if _has(metrics, name)][:1]
 
 

@@ -119,7 +119,7 @@ class ProfileConfig:
                 raise ConfigError(f"profile.roles: no role {wanted!r} to trace in this run; it has {has}")
 
     def plan(self, role: RoleName, folder: Path) -> TracePlan | None:
-        """What a role traces; None for nothing.
+        """Return what a role traces; None for nothing.
 
         Args:
             role: of this run.

@@ -102,12 +102,12 @@ class Series:
         return self.low == self.high
 
     def points(self) -> Points:
-        """The last value that each point stands for."""
+        """Return the last value that each point stands for."""
         # A validation that goes on beside training is written down after later updates.
         return sorted(((bucket.step, bucket.value) for bucket in self._buckets), key=itemgetter(0))
 
     def means(self) -> Points:
-        """The mean of the values that each point stands for."""
+        """Return the mean of the values that each point stands for."""
         return sorted(((each.step, each.total / each.count) for each in self._buckets), key=itemgetter(0))
 
     def ends(self, width: int) -> tuple[Mean, Mean]:

@@ -115,7 +115,7 @@ def last_written_s(run: RunFolder, after_s: float) -> float:
 
 
 def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    """A line that a session can be made of: a start, or an end."""
+    """Return a line that a session can be made of: a start, or an end."""
     msgspec.convert({"command": "", "started_s": 0.0, **line}, Session)
     return {name: line[name] for name in Session.__struct_fields__ if name in line}
 

@@ -90,7 +90,7 @@ def _table(rows: Rows, as_image: Callable[[Any], Any]) -> tuple[list[str], list[
 
 
 def _picture(address: str) -> Any:
-    """A picture of Pillow's, from a `data:` address that was made with it."""
+    """Return a picture of Pillow's, from a `data:` address that was made with it."""
     from PIL import Image
 
     return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])), formats=("PNG", "JPEG"))
@@ -153,7 +153,7 @@ def _open_mlflow(mlflow: Any, project: str, run: RunFolder) -> Tracker:
 
 
 def _run_id(run: RunFolder) -> str:
-    """The same on every resume: made once, kept in the run folder."""
+    """Return the same on every resume: made once, kept in the run folder."""
     path = run.logs / "tracker_id"
     if not path.is_file():
         run.write_text(path, uuid.uuid4().hex[:12])

@@ -158,7 +158,7 @@ class Checkpoints:
         return state.steps_refused
 
     def _open(self, folder: Path) -> tuple[ExitStack, TensorFolder, TrainerState]:
-        """What is trained, under the names of its slots, and what lies beside it: headers and shapes are checked."""
+        """Return what is trained, by slot, and what lies beside it: headers and shapes are checked."""
         adapters, ours = self._policy.adapters, self._plan.shape
         state = TrainerState(folder)
         check_adapter_folder(folder, wanted=adapters is not None)
@@ -178,7 +178,10 @@ class Checkpoints:
             return opened.pop_all(), weights, state
 
     def _files(self, *, with_state: bool) -> list[PlannedFile]:
-        """All files with tensors in the order of `_stream`, the same on all ranks; the state's with their folder."""
+        """Return all files with tensors in the order of `_stream`, the same on all ranks.
+
+        The state's with their folder.
+        """
         files = plan_files("model", _specs(self._policy.weights), self._ranks.size)
         if self._policy.mtp is not None:
             files += plan_files("mtp", _specs(self._policy.mtp), self._ranks.size)
@@ -211,7 +214,7 @@ class Checkpoints:
                         yield f"{name}.{tensor_name}", tensor
 
     def _own(self, files: Sequence[PlannedFile], stream: Stream) -> Stream:
-        """What this rank writes."""
+        """Return what this rank writes."""
         for file in files:
             random = random_state(self._device)
             for spec in file.specs:
@@ -231,7 +234,7 @@ class Checkpoints:
             deque(stream, maxlen=0)
 
     def _finish_export(self, folder: Path, files: Sequence[PlannedFile]) -> None:
-        """What the leader writes beside the weights."""
+        """Write what the leader adds to the weights."""
         if not self._ranks.leader:
             return
         config, mtp_layers = self._plan.hf_config, self._plan.shape.mtp_layers
@@ -281,7 +284,7 @@ def _of(moment: str, spec: TensorSpec) -> TensorSpec:
 
 
 def _parts(files: Sequence[PlannedFile], steps_taken: int) -> dict[str, Any]:
-    """Which moments lie in which file of the optimizer's."""
+    """Return which moments lie in which file of the optimizer's."""
     before = f"{MOMENTS[0]}."
     return {
         file.name.removeprefix(f"{TRAINER_FOLDER}/"): {

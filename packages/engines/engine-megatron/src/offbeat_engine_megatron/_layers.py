@@ -87,7 +87,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
         self._runs: CausalRuns | None = None
 
     def runs(self, cp_group: Any) -> CausalRuns:
-        """Of this rank of the group; made by the first layer that asks."""
+        """Return the runs of this rank of the group; made by the first layer that asks."""
         if self._runs is None:
             self._runs = causal_runs(self.lengths, self.gathered_T, cp_group.rank(), cp_group.size(), self._device)
         return self._runs
@@ -131,7 +131,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return attend(query_LHD, key_LKD, value_LKD, runs, scale=self.scale, kernel=kernel).flatten(1)
 
     def _gather(self, x_LKD: Tensor, key_K: Tensor) -> Tensor:
-        """Of all ranks' tokens those that this rank's runs see."""
+        """Return, of all ranks' tokens, those that this rank's runs see."""
         everywhere: Tensor = gather_from_sequence_parallel_region(x_LKD, group=self.cp_group)  # backward adds up
         return everywhere.index_select(0, key_K)
 
@@ -184,7 +184,7 @@ def leave_out_padding(embedding: nn.Module, padding_id: int, tp: Group, *, cuts_
 
 
 def make_tower(hf_config: Any, config: Any, device: torch.device, *, trained: bool) -> Any:
-    """A vision tower without weights yet, the whole of it on every rank; `config` is megatron-core's."""
+    """Return a vision tower without weights yet, the whole of it on every rank; `config` is megatron-core's."""
     from transformers import AutoModel
 
     with torch.device(device):
@@ -243,11 +243,11 @@ _INSTALL: Final = 'pip install "offbeat-engine-megatron[vision]"'
 
 
 def image_processor(hf_config: Any, model_path: str) -> ImageProcessor:
-    """Of a vision-language model of the Qwen-VL families."""
+    """Image processor of a vision-language model of the Qwen-VL families."""
 
     @cache
     def outline() -> Any:
-        """The model of transformers without memory: it computes positions from its configuration."""
+        """Return the model of transformers without memory: it computes positions from its configuration."""
         from transformers import AutoModel
 
         with torch.device("meta"):
@@ -315,7 +315,7 @@ class MtpLoss:
     def attach(
         self, model: Any, hidden_L1E: Tensor, weight: Tensor | None, inputs: Sequence[MtpInputs], **layer: Any
     ) -> Tensor:
-        """The hidden states as they are, with the gradient of the layers' loss behind them.
+        """Return the hidden states as they are, with the gradient of the layers' loss behind them.
 
         Args:
             model: the last part: its layers, embedding and head are used.
@@ -353,7 +353,7 @@ class MtpLoss:
 
 
 def _run(block: Any, states: Tensor, embedded: Tensor, layer: dict[str, Any]) -> Tensor:
-    """One layer, computed again in the backward pass where the model's layers are."""
+    """Return one layer, computed again in the backward pass where the model's layers are."""
 
     def compute(states: Tensor, embedded: Tensor) -> Tensor:
         answer: Tensor = block._proj_and_transformer_layer(hidden_states=states, decoder_input=embedded, **layer)

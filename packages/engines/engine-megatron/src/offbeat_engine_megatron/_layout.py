@@ -94,7 +94,7 @@ class Parallel:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Return how many ranks."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
@@ -239,11 +239,11 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that the model computes with."""
+        """Dtype of the weights that the model computes with."""
         return _FORMATS[self.config.dtype]
 
     def kernels(self, device: Device) -> Kernels:
-        """What computes on this device; ConfigError where what is asked for cannot be."""
+        """Return what computes on this device; ConfigError where what is asked for cannot be."""
         return choose_kernels(self.options, self.shape, self.dtype, device)
 
 
@@ -286,7 +286,7 @@ def _check_tower(shape: ModelShape, config: TrainEngineConfig, options: Megatron
 
 
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
-    """How so many ranks will share the model; see `offbeat_core.TrainBackend.plan`."""
+    """Return how so many ranks will share the model; see `offbeat_core.TrainBackend.plan`."""
     device = open_device(config.device)
     plan = plan_engine(config, {"dp": num_ranks, "cp": 1, "tp": 1, "pp": 1, "ep": 1})
     sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}

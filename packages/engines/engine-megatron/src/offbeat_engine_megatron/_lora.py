@@ -102,7 +102,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OE: Tensor) -> Tensor:
-        """The layer's weight with the update, a new tensor, computed in float32."""
+        """Return the layer's weight with the update, a new tensor, computed in float32."""
         pairs = zip(self._sides("B"), self._sides("A"), strict=True)
         updates = [up.float() @ down.float() * self.scale for up, down in pairs]
         return weight_OE.float() + self._interleave(updates, 0)
@@ -163,7 +163,7 @@ class Adapters:
         self.held.fill(initial_adapters(((slot.name, slot.shape) for slot in self.held.slots), seed), put)
 
     def merged(self, parameter: Tensor) -> Tensor:
-        """A parameter of the model with its update, as it is exported; as it is where it has none."""
+        """Return a parameter of the model with its update, as it is exported; as it is where it has none."""
         adapter = self._by_weight.get(id(parameter))
         return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
 

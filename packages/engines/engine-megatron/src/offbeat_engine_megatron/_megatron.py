@@ -191,7 +191,7 @@ _ABSENT = object()
 
 
 def shim_for(device: torch.device) -> AbstractContextManager[Any]:
-    """What to put around calls into megatron-core on this device: nothing on accelerators.
+    """Make the block around calls into megatron-core on this device: nothing on accelerators.
 
     Of these "cuda" is what megatron-core expects; for others it has been patched by their own package.
     """
@@ -246,14 +246,14 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _on_cpu(name: str, value: Any) -> Any:
-    """The argument of a torch function, for the CPU."""
+    """Return the argument of a torch function, for the CPU."""
     if name == "device" and isinstance(value, str | torch.device) and torch.device(value).type == ACCELERATOR:
         return torch.device("cpu")
     return False if name == "pin_memory" else value
 
 
 def _caller_is_megatron() -> bool:
-    """Whether the nearest caller outside torch and this module is megatron-core."""
+    """Return whether the nearest caller outside torch and this module is megatron-core."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
@@ -272,7 +272,7 @@ class _Idle:
     record = synchronize = wait_stream = wait_event = wait
 
     def record_event(self, *args: Any) -> "_Idle":
-        """One more of the same."""
+        """Return one more of the same."""
         return _Idle()
 
     def __enter__(self) -> "_Idle":
@@ -313,7 +313,7 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _averaging(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """An all_reduce that also averages over gloo."""
+    """Return an all_reduce that also averages over gloo."""
 
     def reduce(
         tensor: torch.Tensor,
@@ -332,7 +332,7 @@ def _averaging(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_list_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """An all_to_all_single that takes its split sizes as tensors too."""
+    """Return an all_to_all_single that takes its split sizes as tensors too."""
 
     def exchange(
         output: torch.Tensor,

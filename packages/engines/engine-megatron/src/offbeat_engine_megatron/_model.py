@@ -246,7 +246,7 @@ def _leave(tensor: Tensor) -> Tensor:
 def build_parts(
     plan: Plan, kernels: Kernels, mesh: Mesh, config: Any, mtp_loss: MtpLoss | None = None
 ) -> list[PolicyModel]:
-    """The parts of the model that this rank holds, without weights yet: one, or with vpp several."""
+    """Return the parts of the model that this rank holds, without weights yet: one, or with vpp several."""
     shape, parallel, stage = plan.shape, plan.parallel, mesh.coordinates["pp"]
     parts = []
     for part in range(parallel.vpp):
@@ -289,7 +289,7 @@ def _mtp_block(shape: ModelShape, kernels: Kernels) -> Any:
 
 
 def _layer(shape: ModelShape, kernels: Kernels, num_experts: int | None) -> ModuleSpec:
-    """A layer of megatron-core's modules, local or TransformerEngine's, but for what `_layers` computes otherwise.
+    """Return a layer of megatron-core's modules, local or TransformerEngine's, except what `_layers` computes.
 
     TransformerEngine's linear layers that bring a norm are replaced by those without: adapters need what lies between,
     and the parameters are then named as those of the local layers.
@@ -354,7 +354,7 @@ class Policy:
 
 
 def make_policy(plan: Plan, mesh: Mesh) -> Policy:
-    """The model that trains, without weights yet."""
+    """Return the model that trains, without weights yet."""
     shape, options, kernels = plan.shape, plan.options, plan.kernels(mesh.device)
     config = transformer_config(plan, kernels, recompute=plan.config.activation_checkpointing)
     mtp_loss = MtpLoss(mesh, options) if shape.mtp_layers else None
@@ -380,7 +380,7 @@ def make_policy(plan: Plan, mesh: Mesh) -> Policy:
 
 
 def make_reference(plan: Plan, mesh: Mesh) -> list[PolicyModel]:
-    """The first policy, which only answers, with its weights."""
+    """Return the first policy, which only answers, with its weights."""
     plan = replace(plan, shape=replace(plan.shape, mtp_layers=0))
     kernels = plan.kernels(mesh.device)
     parts = build_parts(plan, kernels, mesh, transformer_config(plan, kernels, recompute=False))

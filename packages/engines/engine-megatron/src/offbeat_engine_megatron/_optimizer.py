@@ -19,7 +19,7 @@ from offbeat_training import clip_gradients
 
 
 def wrap_parts(parts: Sequence[Any], config: Any, options: MegatronEngineOptions) -> list[Any]:
-    """The model's parts in megatron-core's data parallel wrapper: gradients are added up, never averaged."""
+    """Return the model's parts in megatron-core's data parallel wrapper: gradients are added up, never averaged."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -76,7 +76,7 @@ class ClippedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Learning rate of the next update."""
         return learning_rate_at(self.steps_taken, self.config)
 
     @property
@@ -85,14 +85,14 @@ class ClippedOptimizer:
         return self._reducing
 
     def state(self) -> list[Tensor]:
-        """What this rank holds of Adam's moments, none before the first step, and of float32 copies of the weights."""
+        """Return this rank's part of Adam's moments, none before the first step, and of float32 weights."""
         states = [state for each in self.each for state in each.optimizer.state.values()]
         found = [value for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
         copies = [main.detach() for each in self.each for main in each.get_parameters()] if self._has_copies else []
         return found + copies
 
     def gradients(self) -> list[Tensor]:
-        """The buffers into which gradients are added up."""
+        """Return the buffers into which gradients are added up."""
         return [buffer.grad_data for part in self.parts for buffer in (*part.buffers, *part.expert_parallel_buffers)]
 
     def begin_pass(self, *, learns: bool) -> None:
@@ -169,7 +169,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def moment(self, name: str, parameter: Any) -> Tensor:
-        """One of `MOMENTS`, of the parameter's shape, float32. All ranks that share the parameter's state call this."""
+        """Return one of `MOMENTS`, in the parameter's shape, float32. All ranks that share its state call this."""
         if self._last[0] is not parameter:
             self._last = (parameter, {})
         known = self._last[1]  # queries, keys and values of one parameter are asked for one after the other
@@ -186,7 +186,7 @@ class OptimizerState:
             inner.state[main][name] = values.reshape(-1)[start:stop].clone().view_as(main)
 
     def weights(self, parameter: Any) -> Tensor:
-        """What is trained, of the parameter's shape: itself, or the float32 values that it is rounded from.
+        """Return what is trained, of the parameter's shape: itself, or the float32 values that it is rounded from.
 
         All ranks that share the parameter's state call this.
         """
@@ -235,7 +235,10 @@ class OptimizerState:
         return whole
 
     def _find(self, parameter: Any) -> tuple[Any, Any, int, int] | None:
-        """The inner optimizer, its parameter, and which elements of ours that is; None where others hold all of it."""
+        """Return the inner optimizer, its parameter, and which elements of ours that is.
+
+        None where others hold all of it.
+        """
         owner = self._owners[id(parameter)]
         if not hasattr(owner, "buffers"):
             main = parameter if parameter.dtype == torch.float32 else parameter.main_param

@@ -94,7 +94,7 @@ def lay_out_all(
 def cut(
     pack: MicroBatch, rank: int, num_ranks: int, device: torch.device | None = None, *, mtp_layers: int = 0
 ) -> PassInputs:
-    """The part of one of the context parallel ranks that share a pack, whose lengths twice their number divides.
+    """Return the part of one of the context parallel ranks that share a pack, whose lengths twice their number divides.
 
     Args:
         pack: of all ranks.
@@ -227,7 +227,7 @@ def token_logprobs(
 
 
 def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> Tensor:
-    """What context parallel ranks found for the tokens they hold, in the order of the pack: [..., N], alike on all.
+    """Return what context parallel ranks found for their tokens, in the order of the pack: [..., N], alike on all.
 
     Every rank goes on to compute the whole loss, so the gradient of its own values is that of the result, not a sum.
 
@@ -283,7 +283,7 @@ class CausalRuns:
 def causal_runs(
     lengths: Sequence[int], gathered_T: Tensor | None, rank: int, num_ranks: int, device: torch.device | None = None
 ) -> CausalRuns:
-    """Of one of the ranks that share a pack.
+    """Return the runs of one of the ranks that share a pack.
 
     Args:
         lengths: of the whole sequences, each a multiple of twice the ranks where there are several.

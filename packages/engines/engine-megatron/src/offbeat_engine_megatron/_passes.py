@@ -76,7 +76,7 @@ class Passes:
         self._run = get_forward_backward_func()
 
     def tensors(self) -> list[Tensor]:
-        """All parameters of the parts."""
+        """Return all parameters of the parts."""
         return [parameter.detach() for part in self._parts for parameter in part.parameters()]
 
     def train(self, packs: Sequence[MicroBatch], losses: LossCalls) -> None:
@@ -130,7 +130,7 @@ class Passes:
 
 
 def _report(found: Found, number: int, values_2N: Tensor, non_loss_data: bool = False) -> Any:
-    """What megatron-core asks for: nothing, or (loss, tokens to divide by, numbers to log)."""
+    """Return what megatron-core asks for: nothing, or (loss, tokens to divide by, numbers to log)."""
     value = found(number, values_2N)
     return None if non_loss_data else (value, torch.zeros([], dtype=torch.int), {})
 

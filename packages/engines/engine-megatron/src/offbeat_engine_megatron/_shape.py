@@ -75,12 +75,12 @@ class ModelShape:
 
     @property
     def stem(self) -> str:
-        """What Hugging Face names of the language model's tensors begin with."""
+        """Return what Hugging Face names of the language model's tensors begin with."""
         return "model.language_model" if self.tower else "model"
 
 
 def read_model(folder: str, *, trust_remote_code: bool = False) -> tuple[Any, ModelShape]:
-    """The Hugging Face config of a folder, and what of it the engine needs.
+    """Return the Hugging Face config of a folder, and what of it the engine needs.
 
     Raises:
         ModelError: there is no such folder, its config cannot be read, or asks for what is not supported.

@@ -67,7 +67,7 @@ class Slot(CutTensor):
 
 
 def view_of(slot: Slot, parameter: Tensor, shape: ModelShape, tp: int) -> Tensor:
-    """The slot's values in a parameter of this rank, as a view; `part_shape` is the shape to give them."""
+    """Return the slot's values in a parameter of this rank, as a view; `part_shape` is the shape to give them."""
     if slot.expert is not None:
         parameter = parameter[slot.expert]
     if slot.lies in ("gate", "up"):
@@ -162,7 +162,9 @@ _EXPERTS: Final = {
 
 
 def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer, experts: str) -> list[Slot]:
-    """What one rank holds stands together, for it sends it at once; and in that the tensors of each parameter, so that
+    """Return what one rank holds stands together, for it sends it at once.
+
+    And in that the tensors of each parameter, so that
     what is asked of the parameter is asked once.
     """
     slots: list[Slot] = []
@@ -187,7 +189,7 @@ WEIGHT: Final = ".weight"
 
 
 def list_adapted(slots: Iterable[Slot]) -> list[Slot]:
-    """Those of the model's weights that get adapters: every linear layer in the blocks, but for experts."""
+    """Return those of the model's weights that get adapters: every linear layer in the blocks, but for experts."""
     return [
         slot
         for slot in slots
@@ -250,7 +252,7 @@ class Gathering:
         return slot.tp_dim is not None and self._tp.size > 1
 
     def _rounds(self, bucket: Sequence[Slot], num_elements: int) -> Iterator[list[Rows]]:
-        """What each call gathers: of whole tensors as many elements at most, but a row of one at least."""
+        """Yield what each call gathers: of whole tensors as many elements at most, but a row of one at least."""
         found: list[Rows] = []
         size = 0
         for number, slot in enumerate(bucket):
@@ -288,7 +290,7 @@ class Gathering:
                 target.copy_(found.view_as(target))
 
     def _take_uncut(self, bucket: Sequence[Slot], tensors: Sequence[Tensor], part_of: PartOf) -> None:
-        """What this rank holds whole."""
+        """Yield what this rank holds whole."""
         for slot, tensor in zip(bucket, tensors, strict=True):
             if not self._is_cut(slot) and slot.owner in (None, self._expert_rank):
                 part = part_of(slot)
@@ -438,7 +440,7 @@ class HeldWeights:
         return place.stage == self._stage and slot.owner in (None, self._expert_rank)
 
     def _box(self, slot: Slot) -> Box:
-        """The part of a tensor that belongs on this rank."""
+        """Return the part of a tensor that belongs on this rank."""
         return slot.box_at(tp=(self._tp.rank, self._tp.size))
 
 

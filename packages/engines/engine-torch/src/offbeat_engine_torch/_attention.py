@@ -156,7 +156,7 @@ class AttentionPlan:
 
 
 def _for_each_head(index: Indices, num_heads: int, step: int) -> Indices:
-    """The index, and then again with `step` added for each head after the first."""
+    """Return the index, and then again with `step` added for each head after the first."""
     return (np.arange(num_heads)[:, None] * step + index).reshape(-1)
 
 
@@ -339,7 +339,7 @@ def _gather_all(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> tuple[
 def _call(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """One flash call: output [n, G, D] and log-sum-exp [n, G] of the real queries."""
+    """Return one flash call: output [n, G, D] and log-sum-exp [n, G] of the real queries."""
     out, lse = _flash(*_gather_all(query, key, value, rows), 0.0, causal, scale=scale)
     return _unpad(out, rows), _unpad(lse[..., None], rows)[..., 0]
 

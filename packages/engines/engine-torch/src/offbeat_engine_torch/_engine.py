@@ -297,7 +297,7 @@ class TorchTrainEngine(StepCounts):
         return self._policy.vocabulary_size
 
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those that are this engine's alone, and those that FSDP holds too: all of the one kind or of the other."""
+        """Return the parameters that this engine alone holds, and those that FSDP holds too, all of one kind."""
         return (weights, []) if self._mesh is None else ([], weights)
 
     def _plan(self, what: str, sequences: Sequence[TrainSequence], policy: Policy) -> list[Share]:
@@ -345,7 +345,7 @@ class TorchTrainEngine(StepCounts):
         export_weights(self._policy, self._ranks, folder, tokenizer)
 
     def _asked_policy(self, *, reference: bool) -> tuple[Policy, AbstractContextManager[None]]:
-        """The policy to ask, and the state to ask it in."""
+        """Return the policy to ask, and the state to ask it in."""
         if not reference:
             return self._policy, nullcontext()
         if self.config.lora_rank:

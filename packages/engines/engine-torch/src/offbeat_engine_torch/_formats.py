@@ -71,7 +71,7 @@ def register_experts() -> None:
 
 
 def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """The sum of each token's experts, [T, E] in the format of `hidden_TE`: transformers' experts interface.
+    """Return the sum of each token's experts, [T, E] in the format of `hidden_TE`: transformers' experts interface.
 
     Of T tokens each has K experts (int64), which `weight_TK` weighs; `experts` holds the weights of all of them in one
     tensor per projection.

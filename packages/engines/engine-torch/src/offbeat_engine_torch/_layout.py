@@ -65,7 +65,7 @@ def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
 
 
 def arrange(mesh: Mesh | None, options: TorchEngineOptions) -> Mesh | None:
-    """The mesh to cut the model over, None where there is nothing to cut.
+    """Return the mesh to cut the model over, None where there is nothing to cut.
 
     A mesh of dp alone is so many ranks, which the options arrange.
 

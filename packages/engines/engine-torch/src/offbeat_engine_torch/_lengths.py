@@ -51,12 +51,12 @@ class LengthLimit:
 
 
 def shorter(*limits: LengthLimit | None) -> LengthLimit | None:
-    """The limit that forbids the most."""
+    """Return the limit that forbids the most."""
     return min((limit for limit in limits if limit), key=lambda limit: limit.num_tokens, default=None)
 
 
 def rotary_limit(config: Any) -> LengthLimit | None:
-    """The length beyond which rotary frequencies depend on the longest sequence of a pack; None for other kinds.
+    """Return the length beyond which rotary frequencies depend on the longest sequence of a pack; None for other kinds.
 
     Source: `dynamic_rope_update` in transformers, modeling_rope_utils.py.
     """
@@ -120,7 +120,7 @@ def _thresholds_of(holder: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _holders(decoder: nn.Module, config: Any) -> list[dict[str, Any]]:
-    """The attributes of each configuration and module of a decoder, and the dictionaries in the former, each once."""
+    """Return the attributes of each configuration and module of a decoder, and the dictionaries in the former."""
     configs = [config.get_text_config(), *(getattr(module, "config", None) for module in decoder.modules())]
     holders: dict[int, dict[str, Any]] = {}
     for each in configs:

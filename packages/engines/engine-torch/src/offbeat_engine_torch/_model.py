@@ -192,7 +192,7 @@ class CausalModel(nn.Module):
         )
 
     def _embed(self, ids_T: Tensor, patches: ImagePatches) -> dict[str, Any]:
-        """What the language model is given: embeddings, with what the tower sees where images stand.
+        """Return what the language model is given: embeddings, with what the tower sees where images stand.
 
         Of patches that stand nowhere nothing is taken, but they are part of the graph: the backward pass goes through
         the tower, with gradients of zero.
@@ -211,7 +211,7 @@ class CausalModel(nn.Module):
 
 
 def here(parameter: Any) -> Any:
-    """The part of a parameter that this rank computes with; None for None."""
+    """Return the part of a parameter that this rank computes with; None for None."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -270,7 +270,7 @@ def outline_model(path: str, *, trust_remote_code: bool = False, scores: bool = 
 
 
 def read_config(path: str, *, trust_remote_code: bool = False, scores: bool = False) -> Any:
-    """The transformers config of a model folder, after a look at what else is in the folder.
+    """Return the transformers config of a model folder, after a look at what else is in the folder.
 
     With `scores` that of a classifier with one output.
 
@@ -303,7 +303,7 @@ def _make_scorer(config: Any, folder: Path) -> None:
 
 
 def _kind(config: Any, scores: bool) -> Any:
-    """The family of transformers' classes to load a model with."""
+    """Return the family of transformers' classes to load a model with."""
     if scores:
         return AutoModelForSequenceClassification
     return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText

@@ -56,7 +56,7 @@ def _epsilon(module: Any) -> float:
 
 
 def _computes_the_same(module: nn.Module) -> bool:
-    """Whether a norm, given random weights and activations, gives what `rms_norm` gives of them."""
+    """Return whether a norm, given random weights and activations, gives what `rms_norm` gives of them."""
     if set(module._parameters) != {"weight"} or module._buffers or not _epsilon(module):
         return False
     size, draw = module._parameters["weight"].shape[-1], torch.Generator().manual_seed(0)  # type: ignore[union-attr]

@@ -43,7 +43,7 @@ class Piece(CutTensor):
         return self.name.endswith(ADAPTER_SIDES)
 
     def take_gradient(self) -> Tensor | None:
-        """The gradient of `local`, taken away from the model."""
+        """Return the gradient of `local`, taken away from the model."""
         grad, self.parameter.grad = self.parameter.grad, None
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
@@ -60,7 +60,7 @@ def find_pieces(model: CausalModel, *, dp: tuple[int, int] = (0, 1), tp: tuple[i
 
 
 def trained_parameters(pieces: Sequence[Piece]) -> dict[str, nn.Parameter]:
-    """What the optimizer updates: the model's own parameters, or plain views of this rank's parts of them."""
+    """Return what the optimizer updates: the model's own parameters, or plain views of this rank's parts of them."""
     return {
         piece.name: nn.Parameter(piece.local) if isinstance(piece.parameter, DTensor) else piece.parameter
         for piece in pieces

@@ -159,7 +159,7 @@ def make_policy(
 
 
 def attention_kernel(device: Device) -> str:
-    """The kernel of packed attention that suits a device."""
+    """Return the kernel of packed attention that suits a device."""
     kernel: str = getattr(device, "packed_attention", "rows")
     return kernel
 
@@ -193,7 +193,7 @@ def _load_parts(
 
 
 def _new_weights(model: CausalModel, config: TrainEngineConfig) -> dict[str, Tensor]:
-    """What the model folder does not hold, whole and alike on all ranks: adapters, and a score head on a base model."""
+    """Return what the model folder lacks, whole and alike on all ranks: adapters, and a score head on a base model."""
     new = dict(initial_adapters(adapter_shapes(model.whole), config.seed))
     if model.scores:
         with TensorFolder(Path(config.model_path).expanduser()) as reader:

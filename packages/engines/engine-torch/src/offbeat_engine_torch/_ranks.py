@@ -75,7 +75,7 @@ class ShardedRanks(TrainerRanks):
         self._layout = mesh.layout
 
     def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small.
+        """Return the whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small.
 
         Each part is rounded to `dtype` before it is gathered; None, or where nothing is gathered: its own format.
         """
@@ -105,7 +105,7 @@ class ShardedRanks(TrainerRanks):
         piece.local.copy_(self._all.broadcast(sent)[slices(piece.box)])
 
     def _box_of(self, piece: Piece, rank: int) -> Box:
-        """What another rank holds of a parameter."""
+        """Return what another rank holds of a parameter."""
         place = self._layout.coordinates(rank)
         dp, tp = ((place[axis], self._layout.axes[axis]) for axis in ("dp", "tp"))
         return piece.box_at(dp=dp, tp=tp)

@@ -218,13 +218,16 @@ def partial_gradients(model: CausalModel) -> set[str]:
 
 
 def plan_style(plan: dict[str, str], model: CausalModel, module: str) -> str:
-    """What the family's plan says of a module; empty when nothing."""
+    """Return what the family's plan says of a module; empty when nothing."""
     inner = module.removeprefix(f"{model.whole.base_model_prefix}.")
     return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(inner, pattern)), "")
 
 
 def _plan(config: Any) -> dict[str, str]:
-    """The family's plan for its layers; embedding and head are cut by `_cut_vocabulary`, whatever it says of them."""
+    """Return the family's plan for its layers.
+
+    Embedding and head are cut by `_cut_vocabulary`, whatever it says of them.
+    """
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     return {module: style for module, style in plan.items() if style != EMBEDDING}
 

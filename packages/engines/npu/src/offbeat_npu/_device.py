@@ -61,14 +61,14 @@ class NpuDevice:
     def engine_needs(
         cls, library: str, devices: Sequence[int], options: Mapping[str, Any], releases: Collection[str]
     ) -> EngineNeeds:
-        """What a rollout engine needs on NPUs; see `offbeat_core.engine_needs`."""
+        """Return what a rollout engine needs on NPUs; see `offbeat_core.engine_needs`."""
         return needs_of_vllm(devices, options, releases) if library == VLLM else EngineNeeds()
 
     def synchronize(self) -> None:
         self._runtime.synchronize(self._index)
 
     def memory(self) -> DeviceMemory:
-        """What the allocator of torch_npu holds for tensors; other users of the NPU are not counted."""
+        """Return what the allocator of torch_npu holds for tensors; other users of the NPU are not counted."""
         _, total_bytes = self._runtime.mem_get_info(self._index)
         return DeviceMemory(
             allocated_bytes=int(self._runtime.memory_allocated(self._index)),
@@ -119,7 +119,9 @@ class NpuDevice:
             patch_megatron(settings)
 
     def profiler(self) -> Profiler:
-        """The platform's own, of NPU and CPU; whether it sees threads other than the one that starts it is not known.
+        """Return the platform's own, of NPU and CPU.
+
+        Whether it sees threads other than the one that starts it is not known.
 
         Source: torch_npu 2.13.0, torch_npu/profiler/profiler.py, `profile`, `_KinetoProfile.export_chrome_trace`.
         """

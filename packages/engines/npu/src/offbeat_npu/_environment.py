@@ -85,7 +85,7 @@ def check_pair(vllm: str, vllm_ascend: str) -> None:
 
 
 def needs_of_vllm(devices: Sequence[int], options: Mapping[str, Any], releases: Collection[str]) -> EngineNeeds:
-    """What vLLM needs on NPUs: its plugin vllm-ascend, which rollout-vllm needs no code for: it asks the device.
+    """Return what vLLM needs on NPUs: its plugin vllm-ascend, which rollout-vllm needs no code for: it asks the device.
 
     `VLLM_ASCEND_ENABLE_NZ=0`: weights keep the layout they are loaded in. In the platform's own block format
     (FRACTAL_NZ) an update would write a plain matrix where blocks are expected. `refresh`: the plugin reads its

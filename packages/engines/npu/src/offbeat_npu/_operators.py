@@ -40,7 +40,7 @@ class Operators:
 
     @classmethod
     def of(cls, library: Any) -> Self:
-        """Those of `library`, such as torch_npu."""
+        """Return those of `library`, such as torch_npu."""
         return cls(**{name: getattr(library, name) for name in cls.__dataclass_fields__})
 
 
@@ -71,12 +71,12 @@ def substitute_operators(model: nn.Module, operators: Operators) -> tuple[str, .
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """An RMS norm that multiplies by its weight; Gemma's multiplies by 1 + weight and has another attribute."""
+    """Return an RMS norm that multiplies by its weight; Gemma's multiplies by 1 + weight and has another attribute."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """A feed-forward down(silu(gate) * up)."""
+    """Return a feed-forward down(silu(gate) * up)."""
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(hasattr(module, part) for part in parts):
         return False
@@ -111,7 +111,7 @@ def _rotation(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _rotates_halves(rotation: Callable[..., Any]) -> bool:
-    """Whether a model's function does to whole heads what the operator does, and refuses angles for a part of each."""
+    """Return whether a model's function does to whole heads what the operator does, with angles for all of each."""
     draw = torch.Generator().manual_seed(0)
     query, key = torch.randn(1, 4, 3, 8, generator=draw), torch.randn(1, 2, 3, 8, generator=draw)
     angles = torch.rand(1, 3, 4, generator=draw).repeat(1, 1, 2)

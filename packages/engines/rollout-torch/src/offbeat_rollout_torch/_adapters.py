@@ -77,11 +77,11 @@ class Adapter:
             raise WeightSyncError(f"{source}: this model has no matrix for {strangers[0]!r} to adapt")
 
     def update(self, layer: int, matrix: str) -> LowRank | None:
-        """What is added to a matrix of a layer."""
+        """Return what is added to a matrix of a layer."""
         return self._layers[layer].get(matrix)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it was sent, from where it is used."""
+        """Return a tensor as it was sent, from where it is used."""
         view, shape = self._views[name]
         return view.reshape(shape)
 
@@ -113,7 +113,7 @@ class Adapter:
 
 
 def _rows_of(place: Parameter, up_OR: Tensor) -> Tensor:
-    """The rows of a part in the order of Hugging Face."""
+    """Return the rows of a part in the order of Hugging Face."""
     rows = up_OR[place.rows]
     if not place.rotary:
         return rows
@@ -147,11 +147,11 @@ class Adapters:
         return ", ".join(map(repr, self._held)) or "none"
 
     def version_of(self, name: str) -> int:
-        """Of the last update of the model or of this adapter."""
+        """Return the version of the last update of the model or of this adapter."""
         return self._versions[name]
 
     def model_updated(self, version: int) -> None:
-        """What every adapter samples has changed with the model."""
+        """Note that what every adapter samples has changed with the model."""
         self._versions = dict.fromkeys(self._versions, version)
         self.last_version = version
 
@@ -164,7 +164,7 @@ class Adapters:
             del self._held[name], self._versions[name]
 
     def rows(self, names_and_counts: Iterable[tuple[str, int]], device: torch.device) -> list[AdapterRows]:
-        """What changes which tokens of a pass.
+        """Return what changes which tokens of a pass.
 
         Args:
             names_and_counts: of each run of tokens its adapter, "" for the model, and how many tokens it is.

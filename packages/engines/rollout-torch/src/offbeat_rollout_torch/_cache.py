@@ -233,14 +233,14 @@ class KVCache:
         return self._capacities[-1]
 
     def shares(self, num_tokens: int) -> bool:
-        """Whether rows go on from a prefix of so many tokens, and hold no copy."""
+        """Return whether rows go on from a prefix of so many tokens, and hold no copy."""
         return num_tokens >= SHARE_FROM_TOKENS
 
     def capacity_for(self, length: int) -> int:
         return next(capacity for capacity in self._capacities if capacity >= length)
 
     def fits(self, length: int, freed_tokens: int = 0, prefix_tokens: int = 0) -> bool:
-        """Whether a row for `length` tokens is within the budget.
+        """Return whether a row for `length` tokens is within the budget.
 
         Args:
             length: tokens of the row.
@@ -447,7 +447,7 @@ def static_row_tokens(max_length: int) -> int:
 
 
 def _num_common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return how many tokens two sequences begin with alike."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

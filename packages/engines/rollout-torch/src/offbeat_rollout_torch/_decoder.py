@@ -286,7 +286,7 @@ class WeightWriter:
 
     @property
     def has_written(self) -> bool:
-        """Whether anything of what was there is gone."""
+        """Return whether anything of what was there is gone."""
         return bool(self._expected.taken)
 
     def write(self, name: str, tensor: Any) -> None:
@@ -334,7 +334,7 @@ def _rounded(name: str, tensor: Tensor) -> Tensor:
 
 
 def _named(name: str, prefix: str) -> str:
-    """The name of today, for vision-language folders written before transformers 4.52."""
+    """Return the name of today, for vision-language folders written before transformers 4.52."""
     if prefix == "model." or name.startswith((prefix, "model.visual.", "lm_head.")):
         return name
     return f"model.{name}" if name.startswith("visual.") else f"{prefix}{name.removeprefix('model.')}"
@@ -401,7 +401,7 @@ def decode_hidden(
 
 
 def _adapted(y: Tensor, x: Tensor, adapters: Sequence[MatrixUpdate], layer: int, matrix: str) -> Tensor:
-    """The output y of a matrix for the input x, with what adapters add to it; in place."""
+    """Return the output y of a matrix for the input x, with what adapters add to it; in place."""
     for adapter in adapters:
         adapter.add(layer, matrix, y, x)
     return y

@@ -87,7 +87,7 @@ class TorchRolloutOptions:
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
-    """What this engine takes of a device: its budget of tokens, or what its samples need, up to a share of memory."""
+    """Return the memory that this engine takes of a device: for its budget of tokens or its samples, up to a share."""
     options = TorchRolloutOptions.parse(settings.options)
     wanted = (options.kv_cache_tokens or settings.max_running * settings.max_model_len) * needs.token_bytes
     if needs.device_bytes and not options.kv_cache_tokens:

@@ -118,7 +118,7 @@ def _architecture(name: str, config: dict[str, Any], vision: Path | None = None)
 
 
 def _axes(family: Family, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:
-    """Which axis turns each pair. Source: transformers, recomposition_frequencies of Qwen3-VL and Qwen2.5-VL."""
+    """Return which axis turns each pair. Source: transformers, recomposition_frequencies of Qwen3-VL and Qwen2.5-VL."""
     sections = tuple(rope.get("mrope_section") or family.sections)
     if len(sections) != 3 or sum(sections) != num_pairs:
         raise ModelError(f"mrope_section must share out {num_pairs} pairs over three axes, got {list(sections)}")

@@ -43,7 +43,7 @@ class RequestImages:
     features: tuple[Tensor, ...] = ()
 
     def encode(self, tower: Any) -> tuple[Tensor, ...]:
-        """What the tower makes of the images: in the place of embeddings, and for each of the first layers."""
+        """Return what the tower makes of the images: in the place of embeddings, and for each of the first layers."""
         if not self.features:
             found = tower(self.pixels.to(tower.dtype), grid_thw=self.grid)
             self.features = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
@@ -51,7 +51,7 @@ class RequestImages:
 
 
 def build_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The vision tower of a model folder, with memory for its weights and nothing in it."""
+    """Return the vision tower of a model folder, with memory for its weights and nothing in it."""
     whole = _empty_model(folder, dtype)
     tower = whole.model.visual.to_empty(device=device).eval()
     for module in tower.modules():
@@ -106,7 +106,7 @@ _INSTALL = 'pip install "offbeat-rollout-torch[vision]"'
 
 
 def _empty_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The whole model of a folder, as transformers builds it, without memory for weights."""
+    """Return the whole model of a folder, as transformers builds it, without memory for weights."""
     try:
         from transformers import AutoConfig, AutoModelForImageTextToText
     except ImportError as error:
@@ -173,7 +173,7 @@ def _positions(tokens: TokenRange) -> npt.NDArray[np.int64]:
 
 
 def gather_image_inputs(ranges: Sequence[TokenRange], tower: Any, device: torch.device) -> ImageInputs | None:
-    """What the tower made of those tokens of the pass that stand for images; None where there are none."""
+    """Return what the tower made of those tokens of the pass that stand for images; None where there are none."""
     indices: list[Tensor] = []
     features: list[tuple[Tensor, ...]] = []
     start = 0

@@ -67,7 +67,7 @@ class ModelRunner:
 
     @property
     def version(self) -> int:
-        """Of the last update, of the model or of an adapter."""
+        """Version of the last update, of the model or of an adapter."""
         return self.adapters.last_version
 
     def step(self) -> None:

@@ -40,7 +40,7 @@ def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 
 def seed_states(seeds: Sequence[int]) -> list[int]:
-    """What `uniforms` makes of seeds before the counts come in, as signed numbers of 64 bits."""
+    """Return what `uniforms` makes of seeds before the counts come in, as signed numbers of 64 bits."""
     states: list[int] = _mix(_unsigned(seeds)).view(np.int64).tolist()
     return states
 
@@ -137,7 +137,7 @@ class RowParams(NamedTuple):
 
 
 def row_numbers(params: SamplingParams, vocabulary: int) -> list[float]:
-    """The numbers of `RowParams` for one row, in its order."""
+    """Return the numbers of `RowParams` for one row, in its order."""
     flags = [float(params.temperature == 0), float(params.whole_logprobs)]
     if params.temperature == 0:
         return [1.0, *flags, vocabulary, float("inf"), 0.0]
@@ -239,7 +239,7 @@ def cut_distribution(probs_RV: Tensor, params: Sequence[SamplingParams]) -> Tens
 
 
 def _kept(values_RC: Tensor, cuts: Cutoffs, vocabulary: int) -> Tensor:
-    """Which of the C largest probabilities, in falling order, stay. [R, C] bool; the first always does."""
+    """Return which of the C largest probabilities, in falling order, stay. [R, C] bool; the first always does."""
     ranks = torch.arange(values_RC.shape[-1], device=values_RC.device)
     in_k = ranks < cuts.top_k
     running = torch.cumsum(values_RC * in_k, -1)

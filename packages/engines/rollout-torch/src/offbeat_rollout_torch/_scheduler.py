@@ -83,7 +83,7 @@ class Sample:
             self.request.tell(self.index, token, logprob)
 
     def is_full(self, criteria: StopCriteria, num_more: int = 0) -> bool:
-        """Whether it may draw no further token after so many more."""
+        """Return whether it may draw no further token after so many more."""
         if self.num_drawn + num_more >= self.params.max_tokens:
             return True
         return len(self.tokens) + num_more >= criteria.max_model_len
@@ -205,14 +205,14 @@ class Scheduler:
                 self.cache.reuse(sample.tokens[:-1], sample.row, request.adapter)
 
     def _has_prefix(self, request: RequestState) -> bool:
-        """Whether its samples go on from one prefix: not where it and one sample might be more than the budget."""
+        """Return whether its samples share one prefix: not where it and one sample might exceed the budget."""
         shared = request.shared_tokens
         own = min(len(request.prompt) + request.params.max_tokens, self.cache.longest) - shared
         return self.cache.shares(shared) and shared + self.cache.capacity_for(own) <= self.cache.budget_tokens
 
     @staticmethod
     def _siblings(sample: Sample) -> list[Sample]:
-        """The other samples of its request that have rows."""
+        """Return the other samples of its request that have rows."""
         return [one for one in sample.request.samples if one is not sample and one.row is not None]
 
     def prefill_chunks(self) -> list[tuple[Sample, Chunk]]:

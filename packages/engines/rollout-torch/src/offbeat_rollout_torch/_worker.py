@@ -274,5 +274,5 @@ class Worker:
 
 
 def _broken(error: Exception) -> PeerFailedError:
-    """What a step that raised leaves behind (no memory, a kernel that failed) only a new process mends."""
+    """Return what a step that raised leaves behind (no memory, a kernel that failed) only a new process mends."""
     return PeerFailedError("the embedded engine", f"a step of generation raised {type(error).__name__}: {error}")

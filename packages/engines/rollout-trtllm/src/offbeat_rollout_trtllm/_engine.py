@@ -83,7 +83,7 @@ class TrtllmRolloutEngine:
 
     @staticmethod
     def notices_of(settings: RolloutEngineSettings) -> list[str]:
-        """What is known to speak against settings, which is nothing or an error; TensorRT-LLM need not be here.
+        """Return what is known to speak against settings, which is nothing or an error; TensorRT-LLM need not be here.
 
         Raises:
             ConfigError: an option that cannot be, or no server where this environment's torch keeps the engine out.

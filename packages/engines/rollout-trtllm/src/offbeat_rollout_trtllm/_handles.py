@@ -102,7 +102,7 @@ class ProvenUpdates:
         return str(import_module("tensorrt_llm._torch.utils").get_device_uuid(self.device_id))
 
     def supports_partial_loading(self) -> bool:
-        """Whether the model's own `load_weights` can be given some of its tensors at a time."""
+        """Return whether the model's own `load_weights` can be given some of its tensors at a time."""
         load_weights = self.engine.model_engine.model.load_weights
         return "allow_partial_loading" in inspect.signature(load_weights).parameters
 

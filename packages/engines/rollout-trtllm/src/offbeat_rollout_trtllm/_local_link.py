@@ -184,7 +184,7 @@ class LocalLink:
             result.abort()
 
     async def supports_partial_loading(self) -> bool:
-        """Whether every worker can load some of the model's tensors at a time."""
+        """Return whether every worker can load some of the model's tensors at a time."""
         return all(await self._on_workers("supports_partial_loading"))
 
     async def begin_weights(self) -> None:
@@ -231,7 +231,7 @@ def _has_vision(model_path: str) -> bool:
 
 
 def _chosen_logprobs(ids: Sequence[int], entries: Sequence[Any], start: int) -> list[float]:
-    """The log-probability of each token; the engine gives a number, or a table that must hold the token."""
+    """Return the log-probability of each token; the engine gives a number, or a table that must hold the token."""
     chosen = []
     for number, token in enumerate(ids, start):
         entry = entries[number] if number < len(entries) else None

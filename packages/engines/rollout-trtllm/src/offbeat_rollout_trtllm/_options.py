@@ -48,7 +48,7 @@ class TrtllmOptions:
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
-    """What TensorRT-LLM takes of a device: a share of what the weights leave. See `CacheBudget`."""
+    """Return what TensorRT-LLM takes of a device: a share of what the weights leave. See `CacheBudget`."""
     options = TrtllmOptions.parse(settings.options)
     left = max(needs.device_bytes - needs.weight_bytes, 0)
     advice = "a larger {0}.tensor_parallel, a smaller {0}.max_model_len, or a larger kv_cache_fraction in {0}.options"

@@ -103,7 +103,7 @@ class Sample:
         return len(delta.ids)
 
     def completion(self) -> Completion:
-        """What it has become; `aborted` if it has not ended."""
+        """Return what it has become; `aborted` if it has not ended."""
         text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
         return Completion.join(self.ids, self._logprobs, [(version, 1) for version in self._versions], self.ended, text)
 

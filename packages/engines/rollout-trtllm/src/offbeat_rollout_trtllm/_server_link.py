@@ -205,7 +205,7 @@ class EngineControl:
         return asyncio.run(self._link.version_of_engine())
 
     def supports_partial_loading(self) -> bool:
-        """Whether the engine can load some of the model's tensors at a time."""
+        """Return whether the engine can load some of the model's tensors at a time."""
         return asyncio.run(self._link.supports_partial_loading())
 
     def begin_weights(self) -> None:

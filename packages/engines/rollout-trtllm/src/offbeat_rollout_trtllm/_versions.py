@@ -75,7 +75,7 @@ def check_same_torch() -> None:
 
 
 def find_release(version: str, *, allow_unlisted: bool = False) -> Release:
-    """The table's entry for an installed version.
+    """Return the table's entry for an installed version.
 
     Args:
         version: such as "1.2.1".

@@ -46,7 +46,7 @@ ROUTERS: Final = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight", ".block_
 
 
 def is_fp8_weight(spec: TensorSpec) -> bool:
-    """Whether a tensor goes over as FP8 blocks: matrices of the layers, but no table, head or router."""
+    """Return whether a tensor goes over as FP8 blocks: matrices of the layers, but no table, head or router."""
     return is_fp8_matrix(spec) and not spec.name.endswith(ROUTERS)
 
 
@@ -123,7 +123,10 @@ class WeightLoader:
 def _pack_next(
     flushes: Iterator[list[tuple[str, Tensor]]], formats: Sequence[HandleFormat], checksums: list[str]
 ) -> dict[str, Packed] | None:
-    """The next flush, for each device, its checksum noted once; None after the last. Reads the stream, so may wait."""
+    """Return the next flush, for each device, its checksum noted once.
+
+    None after the last. Reads the stream, so may wait.
+    """
     flush = next(flushes, None)
     if flush is None:
         return None
@@ -180,7 +183,7 @@ class ReplicaWeights:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank talks to the engine."""
+        """Return whether this rank talks to the engine."""
         return self._group.rank == 0
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> WeightProof:
@@ -237,7 +240,7 @@ class ReplicaWeights:
     def _pack(
         self, tensors: Iterator[tuple[str, Tensor]], indices: tuple[int, ...]
     ) -> tuple[Packed | None, str, Exception | None]:
-        """The handles of this rank and their checksum, or why there are none: the others hear of it at the leader."""
+        """Return the handles of this rank and their checksum, or why there are none, for the leader to report."""
         try:
             named = [self._next(tensors, index) for index in indices]
             return self._handles.pack(named), tensors_checksum(named), None

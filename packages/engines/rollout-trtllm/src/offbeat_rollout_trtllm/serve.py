@@ -104,7 +104,7 @@ class RolloutApp:
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
     async def _generate(self, body: Any) -> AsyncGenerator[Any, None]:
-        """A line for each delta, or one that says why there is none."""
+        """Return a line for each delta, or one that says why there is none."""
         try:
             images = PromptImages.from_wire(body["images"]) if "images" in body else None
             stream = self._link.stream(body["sample_id"], body["prompt_ids"], body["params"], images)

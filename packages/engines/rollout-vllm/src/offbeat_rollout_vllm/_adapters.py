@@ -156,7 +156,7 @@ class AdapterReadback:
         return padded
 
     def __call__(self, name: str) -> "Tensor":
-        """The tensor as it was sent, in the engine's number format, if the engine holds what follows from it."""
+        """Return the tensor as it was sent, in the engine's number format, if the engine holds what follows from it."""
         held = self._readback(name)
         wanted = self._padded(name, self._scaled[name]).to(held.dtype)
         if not held.allclose(wanted, rtol=0.0, atol=0.0, equal_nan=True):

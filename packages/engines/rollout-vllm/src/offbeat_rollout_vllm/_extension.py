@@ -166,7 +166,7 @@ class WorkerSide:
         return str(path)
 
     def _holder(self, adapter: int) -> Any:
-        """Who reads back: the model's weights, or those of an adapter."""
+        """Return who reads back: the model's weights, or those of an adapter."""
         return HeldAdapter(self._model.lora_manager, self._held, adapter) if adapter else self._held
 
     def check_heads(self) -> None:

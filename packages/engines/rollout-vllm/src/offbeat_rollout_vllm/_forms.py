@@ -61,7 +61,7 @@ class EngineForm(ABC):
         """Make a call of vLLM's in the owner's thread; what it answers."""
 
     def prepare(self, prompt_ids: list[int], images: Sequence[Image]) -> "Future[Any]":
-        """The engine's own form of a prompt with images, which `add` takes as often as it is wanted."""
+        """Return the engine's own form of a prompt with images, which `add` takes as often as it is wanted."""
         return prepare_images(self._engine.renderer, prompt_ids, images)
 
     @abstractmethod
@@ -177,7 +177,7 @@ class InProcessForm(EngineForm):
             self._on_delta(sample_id, Delta(ids=(), logprobs=(), label=self._label, finish_reason="abort"))
 
     def pause(self) -> "Future[None]":
-        """A step delivers what it samples, so between two steps nothing is under way."""
+        """Return a step delivers what it samples, so between two steps nothing is under way."""
         return self.run(lambda: setattr(self, "_is_paused", True))
 
     def resume(self) -> "Future[None]":
@@ -270,7 +270,7 @@ class AsyncForm(EngineForm):
         return future
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What vLLM answers. A call to an engine core that has died meanwhile is left unanswered by vLLM for ever."""
+        """Return vLLM's answer. vLLM never answers a call to an engine core that has died meanwhile."""
         answer = self._loop.create_task(call)
         try:
             while not (await asyncio.wait({answer}, timeout=DEAD_CHECK_S))[0]:

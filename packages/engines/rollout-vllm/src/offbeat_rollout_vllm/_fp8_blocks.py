@@ -63,7 +63,7 @@ def block_arguments(config: RolloutEngineConfig, options: Mapping[str, Any], fol
 
 
 def with_scales(folder: ModelFolder) -> ModelFolder:
-    """What an update of blocks must bring: a scale for each block, too."""
+    """Return what an update of blocks must bring: a scale for each block, too."""
     scales = {
         name + SCALE: tuple(-(-size // BLOCK) for size in folder.shapes[name])
         for name in _matrices(folder)
@@ -85,14 +85,14 @@ def _is_fp8(folder: ModelFolder, name: str) -> bool:
 
 
 def read_blocks(folder: ModelFolder) -> FolderStream:
-    """The folder's weights, each matrix as blocks and their scale after it: served before the trainer has sent any."""
+    """Return the folder's weights, each matrix as blocks and their scale: served before the first sync."""
     from offbeat_weightsync import quantize_tensors
 
     return FolderStream(lambda: quantize_tensors(_read_tensors(folder)), version=0)
 
 
 def _read_tensors(folder: ModelFolder) -> "Iterator[tuple[str, Tensor]]":
-    """What an update must bring, file by file."""
+    """Return what an update must bring, file by file."""
     from safetensors import SafetensorError, safe_open
 
     for file_path in list_model_files(folder.path):

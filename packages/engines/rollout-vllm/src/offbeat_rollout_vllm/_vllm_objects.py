@@ -100,7 +100,7 @@ def vllm_params(params: SamplingParams, seed: int, eos_ids: frozenset[int], room
 
 
 def mix_seed(seed: int) -> int:
-    """A number in [0, 2^63) that differs in its low bits wherever `seed` differs.
+    """Return a number in [0, 2^63) that differs in its low bits wherever `seed` differs.
 
     vLLM takes -1 for no seed, and torch's generator on a CPU starts from the low 32 bits only, so that seeds which
     differ by 2^32 would sample alike.
@@ -120,7 +120,7 @@ def make_arguments(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def engine_prompt(prompt: Any) -> Any:
-    """A prompt that needs no further preparation: of a list of ids, or one that was prepared already."""
+    """Return a prompt that needs no further preparation: of a list of ids, or one that was prepared already."""
     return import_module("vllm.inputs").tokens_input(prompt) if isinstance(prompt, list) else prompt
 
 
@@ -156,7 +156,7 @@ def read_output(output: Any, label: int | None) -> Delta:
 
 
 def prompt_logprobs(logprobs: Any, ids: Sequence[int]) -> list[float]:
-    """Of the prompt's tokens from the second on; vLLM tells nothing of the first, and may tell of likelier ones too."""
+    """Return those of the prompt's tokens from the second on; vLLM has none of the first, and may add likelier ones."""
     return [float(logprobs[place][token].logprob) for place, token in enumerate(ids) if place] if logprobs else []
 
 
@@ -192,7 +192,7 @@ def image_prompt(processor: Any, ids: list[int], images: Sequence[Image]) -> Any
 
 
 def _embedded(content: Any) -> list[int]:
-    """Of the tokens that stand for an image those that its features take the place of: not separators."""
+    """Return, of the tokens that stand for an image, those whose place its features take: not separators."""
     tokens = list(content.full)
     if content.is_embed is None:
         return tokens

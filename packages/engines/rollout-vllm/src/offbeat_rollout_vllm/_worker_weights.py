@@ -144,7 +144,7 @@ def packed_stacks(model: nn.Module) -> Iterator[Any]:
 
 
 def _kernel_name(layer: Any) -> str:
-    """Of a layer's experts: vLLM's name of the kernel, or where they are quantised of the way."""
+    """Return vLLM's name of the kernel of a layer's experts, or of the way in which they are quantised."""
     method = getattr(layer, "quant_method", None)
     return str(getattr(getattr(method, "unquantized_backend", None), "name", type(method).__name__))
 
@@ -243,7 +243,7 @@ def check_exact(name: str, held: Tensor, shown: Tensor) -> None:
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    """The layer itself, where vLLM has put one with LoRA adapters around it."""
+    """Return the layer itself, where vLLM has put one with LoRA adapters around it."""
     try:
         found = model.get_submodule(path)
     except AttributeError:
@@ -253,7 +253,10 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def is_block_held(module: nn.Module) -> bool:
-    """Whether its weight was made for FP8 blocks; its bias, if it has one, is in the engine's format all the same."""
+    """Return whether its weight was made for FP8 blocks.
+
+    Its bias, if it has one, is in the engine's format all the same.
+    """
     return getattr(module, "weight_block_size", None) is not None
 
 
@@ -272,7 +275,7 @@ def check_blocks(module: nn.Module, name: str) -> None:
 
 
 def scale_location(location: TensorLocation) -> TensorLocation:
-    """Where the scales lie of what lies at `location`. vLLM has seen to it that parts begin with a block."""
+    """Return where the scales lie of what lies at `location`. vLLM has seen to it that parts begin with a block."""
     return replace(
         location,
         leaf=SCALES,
@@ -283,7 +286,7 @@ def scale_location(location: TensorLocation) -> TensorLocation:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether products of this module use a packed copy of its weight; an input embedding makes no products."""
+    """Return whether products of this module use a packed copy of its weight; an input embedding makes no products."""
     weight = getattr(module, "weight", None)
     if not hasattr(module, "cpu_linear") or weight is None:
         return False
@@ -414,6 +417,6 @@ class HeldAdapter:
 
 
 def _part(layer: Any, location: TensorLocation) -> int:
-    """Which of the matrices fused in a layer it is: the one that begins at the location's first row."""
+    """Return which of the matrices fused in a layer it is: the one that begins at the location's first row."""
     starts = [sum(layer.output_slices[:index]) for index in range(layer.n_slices)]
     return starts.index(location.first_row)

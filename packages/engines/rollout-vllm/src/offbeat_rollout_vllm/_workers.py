@@ -60,7 +60,7 @@ class Arena:
         return cls(os.open(address, os.O_RDWR), num_bytes)
 
     def tensor(self, offset: int, dtype: str, shape: tuple[int, ...]) -> "Tensor":
-        """A view of the memory at `offset`, of a dtype named as torch names it."""
+        """Return a view of the memory at `offset`, of a dtype named as torch names it."""
         import torch
 
         number_format: torch.dtype = getattr(torch, dtype)
@@ -70,7 +70,7 @@ class Arena:
         return torch.frombuffer(self._map, dtype=number_format, count=count, offset=offset).view(shape)
 
     def holds(self, tensor: "Tensor") -> bool:
-        """Whether a tensor lies here."""
+        """Return whether a tensor lies here."""
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         return first <= tensor.data_ptr() < first + self.num_bytes
 
@@ -139,7 +139,7 @@ class Workers:
 
 
 def _parse(text: object) -> dict[str, Any]:
-    """A reply; one that is none of ours, and so from another call, as a reply to no call."""
+    """Return a reply; one that is none of ours, and so from another call, as a reply to no call."""
     try:
         reply = json.loads(str(text))
         return reply if {"rank", "number"} <= reply.keys() else {"rank": None, "number": None}

@@ -133,7 +133,7 @@ def _add_settings(group: "argparse._ArgumentGroup", settings: type[ServeSettings
 
 
 def _read_json(text: str, kind: type) -> Any:
-    """An object or a list in JSON, as the setting's default is."""
+    """Return an object or a list in JSON, as the setting's default is."""
     try:
         value = json.loads(text)
     except ValueError:

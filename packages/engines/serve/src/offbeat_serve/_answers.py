@@ -170,7 +170,7 @@ def logprobs_of(completion: Completion) -> list[float | None]:
 
 
 def text_before(completion: Completion, stops: Sequence[str]) -> str:
-    """The text up to the stop text that ended it, which OpenAI leaves out; the ids hold it."""
+    """Return the text up to the stop text that ended it, which OpenAI leaves out; the ids hold it."""
     found = [at for stop in stops if (at := completion.text.find(stop)) >= 0]
     return completion.text[: min(found)] if found and completion.stop_reason == "stop" else completion.text
 
@@ -268,7 +268,7 @@ def _choice(index: int, completion: Completion, request: SamplingRequest) -> dic
 
 
 def answered_message(text: str, *, calls_tools: bool) -> AnsweredMessage:
-    """The model's turn; its calls apart where it was given tools and every call can be read."""
+    """Return the model's turn; its calls apart where it was given tools and every call can be read."""
     calls = read_tool_calls(text) if calls_tools else []
     if not calls or any(call.complaint for call in calls):
         return AnsweredMessage(content=text)

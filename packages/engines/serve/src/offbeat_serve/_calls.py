@@ -36,7 +36,7 @@ class RecordedCall:
 
     @property
     def end_ids(self) -> Ids:
-        """What the prompt of a call that goes on with this one begins with."""
+        """Return what the prompt of a call that goes on with this one begins with."""
         return np.concatenate([self.prompt_ids, self.completion.ids])
 
 
@@ -56,7 +56,7 @@ class RefusedCall:
 def trajectories_of(
     calls: Sequence[RecordedCall], decode: Callable[[Ids], str], refused: RefusedCall | None = None
 ) -> tuple[Trajectory, ...]:
-    """The trajectories of an episode, in the order of their first calls.
+    """Return the trajectories of an episode, in the order of their first calls.
 
     Args:
         calls: in the order in which they ended, each with at least one sampled token.
@@ -88,7 +88,7 @@ class _OpenEnds:
         self._chains[_prefix_marks(chain[-1].end_ids)[-1]].append(chain)
 
     def take_before(self, prompt_ids: Ids) -> list[RecordedCall] | None:
-        """The longest that a prompt begins with; the earliest of several that are alike."""
+        """Return the longest that a prompt begins with; the earliest of several that are alike."""
         marks = _prefix_marks(prompt_ids)
         for length in range(len(prompt_ids), 0, -1):
             waiting = self._chains.get(marks[length], [])
@@ -125,7 +125,7 @@ def _trajectory(chain: Sequence[RecordedCall], decode: Callable[[Ids], str], ref
 
 
 def _replies(chain: Sequence[RecordedCall], decode: Callable[[Ids], str]) -> Iterator[Reply]:
-    """What was read between two calls."""
+    """Yield what was read between two calls."""
     for before, after in pairwise(chain):
         ids = after.prompt_ids[len(before.end_ids) :]
         yield Reply(ids=ids, text=decode(ids))

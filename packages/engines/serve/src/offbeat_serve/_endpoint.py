@@ -430,7 +430,7 @@ class Endpoint:
 
 
 async def _next(news: "asyncio.Queue[Any]", timeout_s: float) -> list[Any]:
-    """The tokens that have come, once there is one, the sampling has ended, or it takes too long."""
+    """Return the tokens that have come, once there is one, the sampling has ended, or it takes too long."""
     found: list[Any] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):

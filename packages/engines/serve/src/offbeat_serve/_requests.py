@@ -191,7 +191,7 @@ class ChatMessage(_Request, kw_only=True):
 
     @property
     def was_sampled(self) -> bool:
-        """Whether it brings the tokens that the model sampled."""
+        """Return whether it brings the tokens that the model sampled."""
         return self.role == "assistant" and self.token_ids is not None
 
 
@@ -366,7 +366,7 @@ def _decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 
 def _with_integers(value: Any) -> Any:
-    """The same with 1.0 as 1: in JSON, and to JSON Schema, they are one number, and to msgspec they are not."""
+    """Return the same with 1.0 as 1: in JSON, and to JSON Schema, they are one number, and to msgspec they are not."""
     match value:
         case float() if value.is_integer():
             return int(value)
@@ -378,7 +378,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def _refusal(error: msgspec.ValidationError) -> RefusedError:
-    """What msgspec says, and which field it is about."""
+    """Return what msgspec says, and which field it is about."""
     found, unknown = _AT_FIELD.search(str(error)), _UNKNOWN_FIELD.search(str(error))
     param = ".".join(filter(None, (found and found[1], unknown and unknown[1])))
     field = re.split(r"[.\[]", param)[0]
@@ -405,7 +405,7 @@ def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, asked: 
 
 
 def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Ids:
-    """The conversation up to where the model speaks, [P] int32.
+    """Return the conversation up to where the model speaks, [P] int32.
 
     Messages are rendered by the chat template up to the first turn that brings its `token_ids`. From there on the
     prompt grows by tokens: those of the turn as they were sampled, then those of the messages that answer it. Control
@@ -447,7 +447,7 @@ def _turns(messages: Sequence[ChatMessage], start: int) -> list[tuple[Ids, list[
 
 
 def template_message(message: ChatMessage) -> Message:
-    """A message as chat templates know it: the content a text, arguments of calls as objects."""
+    """Return a message as chat templates know it: the content a text, arguments of calls as objects."""
     plain: dict[str, Any] = {"role": message.role, "content": message_text(message)}
     plain |= {name: value for name in _PASSED_ON if (value := getattr(message, name)) is not None}
     if message.tool_calls:

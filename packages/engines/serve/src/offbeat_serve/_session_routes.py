@@ -93,13 +93,13 @@ def _check_reward(key: str, session: Session, ending: SessionEnding) -> None:
 
 
 def session_of(request: Request) -> Session | None:
-    """The session that a request belongs to; None without one."""
+    """Return the session that a request belongs to; None without one."""
     found: Session | None = getattr(request.state, "session", None)
     return found
 
 
 def bearer(request: Request) -> str:
-    """The key or token of a request; empty without one."""
+    """Return the key or token of a request; empty without one."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 

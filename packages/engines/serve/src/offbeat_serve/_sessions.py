@@ -106,7 +106,7 @@ class Session:
             raise RefusedError(HTTPStatus.CONFLICT, "this session is over", code="session_over")
 
     def params(self, asked: SamplingRequest, max_tokens: int) -> SamplingParams:
-        """How a call is sampled."""
+        """Return how a call is sampled."""
         own = self.plan.params
         self._num_seeds += 1
         seed = hashlib.blake2b(f"{own.first_seed()}/{self._num_seeds}".encode(), digest_size=6).digest()
@@ -119,7 +119,7 @@ class Session:
         )
 
     def prompt(self, asked: ChatRequest) -> Ids:
-        """The conversation up to where the model speaks, [P] int32: see `chat_prompt`, with what was sampled here."""
+        """Return the conversation up to the model's turn, [P] int32: see `chat_prompt`, with what was sampled here."""
         messages = asked.messages
         last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
         if last >= 0 and not any(message.was_sampled for message in messages):
@@ -129,7 +129,10 @@ class Session:
         return chat_prompt(asked, self._tokenizer)
 
     def _go_on(self, spoken: _SampledTurn, asked: ChatRequest, last: int) -> Ids | None:
-        """The prompt that begins with a turn and all before it; None where the chat template would rewrite it."""
+        """Return the prompt that begins with a turn and all before it.
+
+        None where the chat template would rewrite it.
+        """
         replies = [template_message(message) for message in asked.messages[last + 1 :]]
         if not replies:
             return spoken.ids
@@ -189,7 +192,7 @@ class Session:
 
 
 def _marks(asked: ChatRequest, messages: Sequence[ChatMessage | AnsweredMessage]) -> Iterator[bytes]:
-    """What tells a conversation up to each of its messages from every other one.
+    """Yield what tells a conversation up to each of its messages from every other one.
 
     Agents trim what they send back, and name calls anew: neither makes another conversation.
     """
@@ -243,7 +246,7 @@ class Sessions:
         return session
 
     def find(self, token: str) -> Session | None:
-        """The session of a key, of either kind; None for a token of another kind.
+        """Return the session of a key, of either kind; None for a token of another kind.
 
         Raises:
             RefusedError: a key whose session is no longer there.
@@ -257,7 +260,7 @@ class Sessions:
         return session
 
     def next_offer(self) -> Session | None:
-        """A session for an agent that asks; the oldest that no other has got."""
+        """Return a session for an agent that asks; the oldest that no other has got."""
         while self._offered:
             _, session = self._offered.popitem(last=False)
             if not session.over.is_set():

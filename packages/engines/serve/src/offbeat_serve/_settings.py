@@ -182,7 +182,7 @@ def error_answer(refusal: RefusedError) -> ErrorAnswer:
 
 
 def refusal_of(error: Exception) -> RefusedError:
-    """The refusal that tells a client of an error. What nobody expected goes to the log, and not to the client."""
+    """Return the refusal that tells a client of an error. An unexpected one goes to the log, not to the client."""
     match error:
         case RefusedError():
             return error
@@ -209,7 +209,7 @@ MIN_TOKEN_CHARS: Final = 16
 
 
 def read_token(settings: ServeSettings) -> str:
-    """The token that every request must bring; empty where none is asked for."""
+    """Return the token that every request must bring; empty where none is asked for."""
     token = (
         _from_file(Path(settings.token_file).expanduser()) if settings.token_file else os.environ.get(TOKEN_VARIABLE)
     )

@@ -126,7 +126,7 @@ class AnswerStream:
         yield _DONE
 
     def _event(self, head: dict[str, Any], chunk: dict[str, Any]) -> bytes:
-        """One chunk; the ids of a prompt are in the first one alone."""
+        """Return one chunk; the ids of a prompt are in the first one alone."""
         owner = head if "prompt_token_ids" in head else chunk
         prompt_ids = owner.pop("prompt_token_ids", None)
         which = 0 if owner is head else chunk["index"]
@@ -140,12 +140,12 @@ class AnswerStream:
 
 
 def error_event(refusal: RefusedError) -> bytes:
-    """What ends a stream whose status was told before it failed."""
+    """Return what ends a stream whose status was told before it failed."""
     return _event(msgspec.to_builtins(error_answer(refusal)))
 
 
 def _parts(answer: ChatAnswer | CompletionAnswer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What every chunk has, and the choices."""
+    """Return what every chunk has, and the choices."""
     head: dict[str, Any] = msgspec.to_builtins(answer)
     choices: list[dict[str, Any]] = head.pop("choices")
     del head["usage"]
@@ -155,7 +155,7 @@ def _parts(answer: ChatAnswer | CompletionAnswer) -> tuple[dict[str, Any], list[
 
 
 def _said(message: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
-    """A message as a delta."""
+    """Return a message as a delta."""
     message.pop("token_ids", None)  # the choice has them
     for number, call in enumerate(message.get("tool_calls", ())):
         call["index"] = number

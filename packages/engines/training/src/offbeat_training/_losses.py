@@ -38,7 +38,7 @@ class LaidOut(Protocol):
 
     @property
     def sequence_N(self) -> npt.NDArray[np.int64]:  # noqa: N802
-        """Which of `members` each loss token belongs to."""
+        """Return which of `members` each loss token belongs to."""
         ...
 
 
@@ -66,7 +66,7 @@ class LossCalls:
         self.not_finite = False
 
     def of(self, batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor | None:
-        """The scalar to differentiate for one micro-batch; None where there is none."""
+        """Return the scalar to differentiate for one micro-batch; None where there is none."""
         if not batch.members or self.failure is not None:
             return None
         members = [self._sequences[member] for member in batch.members]
@@ -100,7 +100,7 @@ class LossCalls:
 
 
 def with_loss_tokens(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The sequences that train; the others take no part in an update.
+    """Return the sequences that train; the others take no part in an update.
 
     Raises:
         ShapeError: they have different extras.

@@ -38,7 +38,7 @@ class ClippedAdamW:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Learning rate of the next update."""
         return learning_rate_at(self.steps_taken, self.config)
 
     def grad_norm(self, names: Collection[str] | None = None) -> float:
@@ -76,7 +76,7 @@ class ClippedAdamW:
         return dict(self._adam.state[parameter]) if parameter is not None and parameter in self._adam.state else {}
 
     def moments(self) -> list[Tensor]:
-        """All moments there are."""
+        """Return all moments there are."""
         return [state[name] for state in self._adam.state.values() for name in MOMENTS]
 
     def load_state(self, states: Mapping[str, Mapping[str, Tensor]], steps_taken: int) -> None:

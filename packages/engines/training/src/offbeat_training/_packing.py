@@ -78,7 +78,7 @@ class MicroBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the segments."""
+        """Lengths of the segments."""
         return tuple(segment.length for segment in self.segments)
 
 
@@ -161,7 +161,7 @@ def find_families(
 
 
 def _look(image: Image, known: dict[int, bytes]) -> bytes:
-    """A digest of an image; samples of one prompt mostly hold the very same array, which is read once."""
+    """Return a digest of an image; samples of one prompt mostly hold the very same array, which is read once."""
     if id(image) not in known:
         known[id(image)] = hashlib.blake2b(f"{image.shape}".encode() + image.tobytes(), digest_size=16).digest()
     return known[id(image)]
@@ -301,7 +301,7 @@ def lay_out(
 
 
 def idle_micro_batch() -> MicroBatch:
-    """One token of one sequence: for a rank that has nothing to compute, but must meet the others in every layer."""
+    """Return one token of one sequence, for a rank with nothing to compute that must meet the others in every layer."""
     zero = np.zeros(1, np.int64)
     return MicroBatch(
         ids_T=zero,

@@ -82,7 +82,7 @@ class _SharesAnswers(Protocol):
 def answers_of_all(
     ranks: _SharesAnswers, sequences: Sequence[TrainSequence], shares: Sequence[Share], answers: Sequence[Floats]
 ) -> list[Floats]:
-    """What all ranks have found, by sequence; a call of all.
+    """Return what all ranks have found, by sequence; a call of all.
 
     Args:
         ranks: who computed it.

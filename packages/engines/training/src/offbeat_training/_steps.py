@@ -17,7 +17,7 @@ class Optimizer(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Learning rate of the next update."""
         ...
 
     def step(self, grad_norm: float) -> None:
@@ -101,7 +101,7 @@ class StepCounts:
 
     @property
     def leader(self) -> bool:
-        """Whether this rank is the one to report, send and write what only one should."""
+        """Return whether this rank is the one to report, send and write what only one should."""
         return self._ranks.leader
 
     @property

@@ -37,7 +37,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -47,7 +47,7 @@ def num_elements(box: Box) -> int:
 
 
 def overlap(one: Box, other: Box) -> Box:
-    """What two boxes of one tensor share; empty along some dimension when that is nothing."""
+    """Return what two boxes of one tensor share; empty along some dimension when that is nothing."""
     cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
     return tuple((start, max(start, stop)) for start, stop in cut)
 
@@ -74,11 +74,11 @@ class CutTensor:
 
     @property
     def num_elements(self) -> int:
-        """Of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     def box_at(self, *, tp: tuple[int, int], dp: tuple[int, int] = (0, 1)) -> Box:
-        """The part at one place of the mesh: cut over tp first, then the rows that are left over dp.
+        """Return the part at one place of the mesh: cut over tp first, then the rows that are left over dp.
 
         Args:
             tp: place along tp, and the size of the axis.
@@ -143,7 +143,7 @@ def plan_files(stem: str, units: Sequence[Sequence[TensorSpec]], num_ranks: int)
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """What a file says of a tensor before it comes."""
+    """Return what a file says of a tensor before it comes."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
@@ -247,11 +247,11 @@ class TensorFolder:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return set(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that lies in one piece."""
+        """Return the shape of a tensor that lies in one piece."""
         [(_, file, stored)] = self._parts[name]
         return tuple(self._files[file].get_slice(stored).get_shape())
 

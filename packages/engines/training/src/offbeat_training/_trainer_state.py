@@ -46,7 +46,7 @@ def random_state(device: Device) -> dict[str, Tensor]:
 
 
 def describe_part(step: float, box: Box) -> dict[str, Any]:
-    """What engine.json says of the moments of a parameter that lie in one file."""
+    """Return what engine.json says of the moments of a parameter that lie in one file."""
     return {"step": step, "box": box}
 
 

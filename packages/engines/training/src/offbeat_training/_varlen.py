@@ -32,7 +32,7 @@ class VarlenBounds:
 
 
 def fits_varlen(head_size: int, value_size: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes heads of this size in this format.
+    """Return whether the kernel takes heads of this size in this format.
 
     Source: torch 2.11 to 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd.
     """

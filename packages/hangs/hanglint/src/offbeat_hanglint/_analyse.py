@@ -54,7 +54,7 @@ def analyse(paths: Sequence[Path], settings: Settings) -> Analysis:
 
 
 def _once(found: list[Finding]) -> tuple[Finding, ...]:
-    """The surest finding of a rule on a line, ordered."""
+    """Return the surest finding of a rule on a line, ordered."""
     kept: dict[tuple[str, int, str], Finding] = {}
     for finding in sorted(found, key=lambda f: (f.path, f.line, f.rule, -ORDER.index(f.confidence), f.column)):
         kept.setdefault((finding.path, finding.line, finding.rule), finding)

@@ -31,7 +31,7 @@ def fingerprint(finding: Finding, source_line: str) -> str:
 
 
 def read_baseline(path: Path) -> Counter[str]:
-    """How often each fingerprint is known.
+    """Return how often each fingerprint is known.
 
     Raises:
         ConfigError: the file is not there, or is no baseline.

@@ -49,7 +49,7 @@ class FactCache:
         self.num_misses = 0
 
     def read(self, content: bytes, name: str) -> Any | None:
-        """What was kept for a file of this content and name; None when nothing was, or it is damaged."""
+        """Return what was kept for a file of this content and name; None when nothing was, or it is damaged."""
         found = self._load(self._entry(content, name)) if self._folder else None
         if found is None:
             self.num_misses += 1

@@ -162,7 +162,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """The settings file's, and what the command line says instead."""
+    """Return the settings file's, and what the command line says instead."""
     config = load_config(options.paths, options.config)
     config = config.with_options(
         confidence=options.confidence,

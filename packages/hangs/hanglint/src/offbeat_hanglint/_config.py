@@ -78,7 +78,7 @@ class Config:
         )
 
     def with_options(self, **options: Any) -> "Config":
-        """What the command line says instead; None leaves what there is."""
+        """Return what the command line says instead; None leaves what there is."""
         given = {name: value for name, value in options.items() if value is not None}
         config = replace(self, **given)
         check_rules("--select", config.select)
@@ -87,7 +87,7 @@ class Config:
 
 
 def load_config(paths: Sequence[Path], file: Path | None = None) -> Config:
-    """The settings for a run over these paths.
+    """Return the settings for a run over these paths.
 
     Args:
         paths: files and folders that are read; each must exist.
@@ -113,7 +113,7 @@ def load_config(paths: Sequence[Path], file: Path | None = None) -> Config:
 
 
 def _root_without_file(folder: Path) -> Path:
-    """The repository's folder; in none, the current one where that holds the paths, else theirs."""
+    """Return the repository's folder; in none, the current one where that holds the paths, else theirs."""
     for above in (folder, *folder.parents):
         if (above / ".git").exists():
             return above

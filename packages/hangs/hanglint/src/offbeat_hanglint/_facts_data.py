@@ -23,7 +23,7 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(kind: type[T], data: Any) -> T:
-    """The value of a type that `to_data` made this of.
+    """Return the value of a type that `to_data` made this of.
 
     Raises:
         TypeError, ValueError, AttributeError: it made it of no such value.

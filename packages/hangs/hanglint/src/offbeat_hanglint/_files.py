@@ -44,7 +44,7 @@ class SourceFile:
 
 
 def read_source(source: SourceFile) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
         OSError: it cannot be read, or has more than MAX_FILE_BYTES, whose syntax tree would not fit into memory.

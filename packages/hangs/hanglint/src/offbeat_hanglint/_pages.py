@@ -7,5 +7,5 @@ FOLDER: Final = Path(__file__).parent / "pages"
 
 
 def page(rule: str) -> str:
-    """The text of a rule's page, in Markdown."""
+    """Return the text of a rule's page, in Markdown."""
     return (FOLDER / f"{rule}.md").read_text(encoding="utf-8")

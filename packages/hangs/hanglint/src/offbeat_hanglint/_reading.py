@@ -95,7 +95,7 @@ def _num_bytes(files: Sequence[SourceFile]) -> int:
 
 
 def _version() -> str:
-    """Of the code that makes facts: its text."""
+    """Return the version of the code that makes facts: its text."""
     folder = Path(__file__).parent
     code = [Path(__file__), folder / "_facts_data.py", *sorted((folder / "_program").glob("*.py"))]
     return "".join(path.read_text(encoding="utf-8") for path in code)

@@ -59,7 +59,7 @@ class Report:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a finding is more than a note."""
+        """Return whether a finding is more than a note."""
         return any(each.level != "note" for each in self.said)
 
 
@@ -75,7 +75,7 @@ class SourceLines:
         self._read: dict[str, list[str]] = {}
 
     def line(self, path: str, number: int) -> str:
-        """One line, from 1, without its end; empty where there is none."""
+        """Return one line, from 1, without its end; empty where there is none."""
         if path not in self._read:
             self._read[path] = _lines(self._root / path)
         lines = self._read[path]
@@ -111,7 +111,7 @@ class FindingFilter:
 
     @cached_property
     def suppressions(self) -> list[Suppression]:
-        """Of every file."""
+        """Suppressions of every file."""
         return [each for source in self._files for each in read_suppressions(source.path, _content(source.file))]
 
     def fingerprint(self, finding: Finding) -> str:
@@ -126,12 +126,12 @@ class FindingFilter:
         return kept, len(suppressed), unused
 
     def surely(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Those of the confidence asked for or above, of rules that run."""
+        """Return those of the confidence asked for or above, of rules that run."""
         enough = CONFIDENCES[: CONFIDENCES.index(self._config.confidence) + 1]
         return [each for each in findings if each.confidence in enough and each.rule in self._config.rules]
 
     def report(self, analysis: Analysis) -> Report:
-        """What is said.
+        """Return what is said.
 
         Raises:
             ConfigError: the baseline cannot be read.
@@ -171,7 +171,7 @@ class FindingFilter:
 
 
 def _content(file: Path) -> bytes:
-    """The file's bytes, if it may hold suppressions."""
+    """Return the file's bytes, if it may hold suppressions."""
     try:
         content = file.read_bytes() if os.path.getsize(file) <= MAX_FILE_BYTES else b""
     except OSError:

@@ -62,7 +62,7 @@ def summarise(name: str, cache_folder: Path | None = None, num_jobs: int = 1) ->
 
 
 def _find(name: str) -> tuple[Path, Path]:
-    """A package's folder, and the folder that its modules' names begin in."""
+    """Return a package's folder, and the folder that its modules' names begin in."""
     given = Path(name)
     if given.is_dir():
         return given.absolute(), given.absolute().parent
@@ -98,7 +98,10 @@ def _is_certain(entry: Reached) -> bool:
 
 
 def _axes(function: FunctionFact, entry: Reached) -> tuple[Axes | None, int]:
-    """The axes of the group and the position of the argument that names it; None where nothing is known of it."""
+    """Return the axes of the group and the position of the argument that names it.
+
+    None where nothing is known of it.
+    """
     if isinstance(entry.axes, str):
         if entry.axes not in function.parameters or function.class_name:
             return None, -1

@@ -45,13 +45,13 @@ class Suppression:
     problem: str = ""
 
     def covers(self, finding: Finding) -> bool:
-        """Whether this finding is one that it is for."""
+        """Return whether this finding is one that it is for."""
         is_here = any(self.first <= line <= self.last for line in (finding.line, finding.end_line))
         return finding.path == self.path and finding.rule in self.rules and is_here
 
 
 def read_suppressions(path: str, content: bytes) -> list[Suppression]:
-    """The suppressions of a file; none of a file that is not Python, which has no findings either."""
+    """Return the suppressions of a file; none of a file that is not Python, which has no findings either."""
     if MARK not in content:
         return []
     try:
@@ -108,7 +108,7 @@ def _code_lines(tokens: Iterable[tokenize.TokenInfo]) -> list[int]:
 
 
 def unexplained(suppression: Suppression) -> Finding:
-    """The finding that a suppression without a reason, or of another form, is itself."""
+    """Return the finding that a suppression without a reason, or of another form, is itself."""
     return Finding(
         rule=UNEXPLAINED.id,
         confidence="high",

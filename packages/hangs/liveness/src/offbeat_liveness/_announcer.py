@@ -110,7 +110,7 @@ class Announcer:
         self._dumps.write_head(self._read_head())
 
     def _tell_others(self, message: Message, *, num_tries: int) -> None:
-        """Those that were too busy to hear that the run is ended are told again: they would stay behind."""
+        """Tell those again that were too busy to hear that the run is ended: they would stay behind."""
         for _ in range(num_tries):
             heard = ask_all(self._unheard, message, self._peers.secret, TELL_S)
             self._unheard = {key: each for key, each in self._unheard.items() if key not in heard}
@@ -305,12 +305,12 @@ class Termination:
             time.sleep(POLL_S)
 
     def _is_stuck(self) -> bool:
-        """Whether a thread has stood in a wait of torch's for a moment, so that this process will not get on."""
+        """Return whether a thread has stood in a wait of torch's for a moment, so that this process will not get on."""
         waits = self._read_head().waits
         return any(wait.age_s >= STUCK_S and wait.kind not in ("outside", "declared") for wait in waits)
 
     def _is_somebody_busy(self) -> bool:
-        """Whether a process may still finish something, or one that has failed is on its way out."""
+        """Return whether a process may still finish something, or one that has failed is on its way out."""
         if self._is_somebody_going():
             return True
         replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)

@@ -128,7 +128,7 @@ def remove(directory: Path, name: str) -> None:
 
 
 def shared_secret(directory: Path) -> str:
-    """A secret for the processes that can read the folder as this user: made by the first, read by the others."""
+    """Return a secret for the processes that can read the folder as this user. The first makes it."""
     path = directory / SECRET
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)

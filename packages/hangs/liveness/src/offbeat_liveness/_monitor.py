@@ -50,7 +50,7 @@ DUMPS_S: Final = 1.0  # for a folder that answers late, on the way out
 
 
 def is_elastic(environment: Mapping[str, str]) -> bool:
-    """Whether several agents of torchrun run this job: one of them that comes back restarts the ranks of the others.
+    """Return whether several agents of torchrun run this job: one that comes back restarts the others' ranks.
 
     A rank that ends by itself meanwhile would count as a failure, which may be one too many (max_restarts).
     """
@@ -58,7 +58,7 @@ def is_elastic(environment: Mapping[str, str]) -> bool:
 
 
 def must_end(verdict: Verdict, policy: Policy) -> bool:
-    """Whether a policy ends a process now: on a proof, and on a suspicion once its timeout is over."""
+    """Return whether a policy ends a process now: on a proof, and on a suspicion once its timeout is over."""
     if policy == "report" or not verdict.may_end:
         return False
     is_due = verdict.due_in_s is not None and verdict.due_in_s <= -LATE_S
@@ -118,11 +118,11 @@ class Monitor:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed.is_set()
 
     def head(self) -> ProcessSnapshot:
-        """What this process does now; one thread reads, and whoever asks meanwhile gets the same."""
+        """Return what this process does now; one thread reads, and whoever asks meanwhile gets the same."""
         asked_s = time.monotonic()
         with self._reading:
             if self._last_head is None or self._last_read_s < asked_s - FRESH_S:
@@ -280,7 +280,10 @@ class Monitor:
             self._is_hooked = True
 
     def _is_suspect(self, half_s: float) -> bool:
-        """Whether anything may have waited for half of the allowed time; cheap, and may err on the side of yes."""
+        """Return whether anything may have waited for half of the allowed time.
+
+        Cheap, and may err on the side of yes.
+        """
         now_s = time.monotonic()
         if any(now_s - entry.since_s >= half_s for entry in ledger.LEDGER.open_waits()):
             return True
@@ -345,7 +348,7 @@ class Monitor:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
     def _find(self) -> tuple[Verdict | None, WaitGraph]:
-        """A verdict on which several looks in a row agree; looks that never do make a suspicion.
+        """Return a verdict on which several looks in a row agree; looks that never do make a suspicion.
 
         Heads are read one by one, so a run that moves may look stuck. What a process and its descendants do is known
         from the second look on.
@@ -410,7 +413,7 @@ class Monitor:
         return {"ok": True, "world": self._peers.world}
 
     def _tell_head(self, *, in_brief: bool) -> dict[str, Any]:
-        """Whoever asks has found a stall, so it is written to disk as well."""
+        """Return whoever asks has found a stall, so it is written to disk as well."""
         head = self.head()
         self._dumps.write_head(head)
         return head_answer(

@@ -174,7 +174,7 @@ def _begin() -> None:
 
 
 def current_monitor() -> Monitor | None:
-    """The monitor of this process, None while nobody watches it."""
+    """Return the monitor of this process, None while nobody watches it."""
     return _MONITORS[-1] if _MONITORS and not _MONITORS[-1].is_closed else None
 
 

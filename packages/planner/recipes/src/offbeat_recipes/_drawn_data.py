@@ -102,7 +102,7 @@ def draw_ratings(path: Path, *, prompt_column: str, completion_column: str, labe
 
 
 def _draw_answers(draw: random.Random) -> tuple[str, str, str]:
-    """A sum, its answer, and a wrong one of the same length."""
+    """Return a sum, its answer, and a wrong one of the same length."""
     first, second = draw.randrange(10), draw.randrange(10, 90)
     right = first + second
     wrong = draw.choice([number for number in range(10, 99) if number != right])

@@ -27,7 +27,7 @@ _NO_TENSORS: Final = struct.pack("<Q", 2) + b"{}"
 
 
 def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) -> TrainLayout | None:
-    """How the ranks of a trainer would share the model; None where backend or model are not here to be asked.
+    """Return how the ranks of a trainer would share the model; None where backend or model are not here to be asked.
 
     Args:
         config: of the engine; its devices need not be here. Where data that are not here end the run, its `total_steps`

@@ -176,7 +176,7 @@ def plan_unseen(
     notices: Sequence[str] = (),
     facts: Mapping[str, Any],
 ) -> RunPlan:
-    """What can be known from here of a run in another place.
+    """Return what can be known from here of a run in another place.
 
     Args:
         placement: there.
@@ -217,11 +217,11 @@ class Planner(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def find_view(self, config: ConfigT, words: str) -> ClusterView:
-        """The nodes that words name, such as "4x8"."""
+        """Return the nodes that words name, such as "4x8"."""
 
     @abstractmethod
     def request_resources(self, config: ConfigT, view: ClusterView) -> ResourceRequest:
-        """What a run asks of a place."""
+        """Return what a run asks of a place."""
 
     def companions(self, config: ConfigT, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         """Settings that must change together with those that make a run fit."""

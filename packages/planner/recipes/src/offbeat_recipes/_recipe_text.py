@@ -14,7 +14,7 @@ _COMMENT_COLUMN: Final = 36
 
 
 def with_settings(config: ConfigT, settings: Mapping[str, Setting]) -> ConfigT:
-    """The configuration with settings changed.
+    """Return the configuration with settings changed.
 
     Args:
         config: a dataclass of sections.
@@ -60,7 +60,7 @@ def change_recipe(text: str, settings: Mapping[str, Setting], root_type: type) -
 
 
 def _holds(text: str, settings: Mapping[str, Setting], root_type: type) -> bool:
-    """Whether the text says these settings."""
+    """Return whether the text says these settings."""
     try:
         found: Any = parse_config(text, root_type)
     except ConfigError:

@@ -17,7 +17,7 @@ EngineT = TypeVar("EngineT", bound=TrainEngineSettings)
 
 
 def installed_backend(kind: str, name: str) -> str:
-    """The backend, or the embedded one where it, or the engine that it adapts, is not here.
+    """Return the backend, or the embedded one where it, or the engine that it adapts, is not here.
 
     Args:
         kind: as of `load_backend`.
@@ -44,7 +44,7 @@ def stand_ins(wanted: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def takes_images(engine: TrainEngineSettings, backend: str) -> bool:
-    """Whether a trainer can be rehearsed with images: the embedded one does not share a tower, others lack LoRA for it.
+    """Return whether a trainer can be rehearsed with images: the embedded one shares no tower, others lack LoRA for it.
 
     Args:
         engine: section of the recipe.
@@ -54,12 +54,12 @@ def takes_images(engine: TrainEngineSettings, backend: str) -> bool:
 
 
 def takes_experts(engine: TrainEngineSettings, backend: str) -> bool:
-    """Whether a trainer can be rehearsed with a mixture of experts; otherwise as `takes_images`."""
+    """Return whether a trainer can be rehearsed with a mixture of experts; otherwise as `takes_images`."""
     return backend != EMBEDDED or engine.options.get("tensor_parallel", 1) == 1
 
 
 def shrink_engine(engine: EngineT, *, wanted: str, taken: str, num_ranks: int, num_updates: int) -> EngineT:
-    """A trainer's section made small.
+    """Return a trainer's section made small.
 
     Args:
         engine: section with `backend`, `num_ranks` and `max_updates` beside the settings of any trainer.
@@ -85,7 +85,10 @@ def shrink_engine(engine: EngineT, *, wanted: str, taken: str, num_ranks: int, n
 
 
 def _shrink_axes(options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """The first axis along which ranks share the model keeps as many as there are; the others get what is left."""
+    """Return the first axis along which ranks share the model keeps as many as there are.
+
+    The others get what is left.
+    """
     shrunk, left = dict(options), num_ranks
     for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
         if axis in shrunk:

@@ -58,7 +58,7 @@ _DECODED: Final = ("qwen3", "qwen2", "llama", *SEEING)
 
 
 def tiny_family(model_path: str, *, has_experts: bool, can_see: bool) -> tuple[str, str]:
-    """The family of the model to make, and a notice where it is not the recipe's own.
+    """Return the family of the model to make, and a notice where it is not the recipe's own.
 
     Args:
         model_path: of the recipe; the folder need not be there.

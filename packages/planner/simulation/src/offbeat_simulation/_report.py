@@ -13,7 +13,7 @@ WORTH_SAYING = 0.05
 
 
 def advise(config: AsyncConfig, report: SimulationReport) -> list[str]:
-    """One line for each waste of at least 5 % of the trainer's or the engines' time, the greatest first.
+    """Return one line for each waste of at least 5 % of the trainer's or the engines' time, the greatest first.
 
     Args:
         config: the settings simulated.
@@ -74,7 +74,7 @@ BAR_WIDTH: Final = 30
 def simulation_text(
     model: ScenarioModel, runs: Sequence[tuple[AsyncConfig, SimulationReport]], colocated: SimulationReport
 ) -> str:
-    """The table of all rows, then where the time of the last row goes, and what would change it."""
+    """Return the table of all rows, then where the time of the last row goes, and what would change it."""
     config, report = runs[-1]
     rows = [_row(each, came, colocated) for each, came in runs]
     lines = [
@@ -93,7 +93,7 @@ def simulation_text(
 
 
 def describe_model(model: ScenarioModel) -> str:
-    """One line on the machines and the batch."""
+    """Return one line on the machines and the batch."""
     machines, config = model.scenario.machines, model.scenario.async_
     num_engines = machines.rollout // machines.per_engine
     return (
@@ -104,7 +104,7 @@ def describe_model(model: ScenarioModel) -> str:
 
 
 def proposal_text(model: ScenarioModel, proposal: Proposal) -> str:
-    """The present settings and those found; and what to change, as keys."""
+    """Return the present settings and those found; and what to change, as keys."""
     present = proposal.present
     rows = [
         _proposed_row("now", present, present),
@@ -264,7 +264,7 @@ def chart_page(
 
 
 def _figure(rows: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()) -> str:
-    """A row of bars for each name, one bar after the other; and a note behind it."""
+    """Return a row of bars for each name, one bar after the other; and a note behind it."""
     drawn = []
     for row, (name, shares) in enumerate(rows.items()):
         drawn.append(_text(LEFT - 8, row, name, ' text-anchor="end"'))

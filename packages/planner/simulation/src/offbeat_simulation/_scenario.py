@@ -189,7 +189,7 @@ def read_scenario(path: Path | None, overrides: Sequence[tuple[str, str]] = (), 
 
 
 def _read(where: str, kind: type, table: Any, problems: list[str]) -> Any:
-    """The section or row; None, and one problem more, where it cannot be."""
+    """Return the section or row; None, and one problem more, where it cannot be."""
     if not isinstance(table, dict):
         problems.append(f"{where}: a table is required, got {table!r}")
         return None
@@ -201,7 +201,7 @@ def _read(where: str, kind: type, table: Any, problems: list[str]) -> Any:
 
 
 def _settings_of(recipe: Path) -> dict[str, dict[str, Any]]:
-    """What a recipe of grpo-async-app says of the same things, as sections of a scenario."""
+    """Return what a recipe of grpo-async-app says of the same things, as sections of a scenario."""
     said = {name: table for name, table in read_tables(recipe).items() if isinstance(table, dict)}
     settings = {"async": said.get("async", {})}
     for theirs, their_key, section, key, factor in _IN_RECIPES:

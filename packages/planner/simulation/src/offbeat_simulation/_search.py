@@ -95,7 +95,7 @@ class _Search:
         return self.tried[key]
 
     def fastest(self, num: int, *, distinct_splits: bool = False) -> list[Candidate]:
-        """The candidates that train the most groups per second; of each split only the fastest, if asked for."""
+        """Return the candidates that train the most groups per second; of each split only the fastest, if asked for."""
         chosen: list[Candidate] = []
         for each in sorted(self.tried.values(), key=lambda tried: -tried.report.groups_per_s):
             if not distinct_splits or each.machines not in [other.machines for other in chosen]:

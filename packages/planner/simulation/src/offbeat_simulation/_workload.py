@@ -38,7 +38,7 @@ class Lengths:
             )
 
     def draw(self, random_numbers: random.Random) -> int:
-        """One length in tokens, at least 1."""
+        """Return one length in tokens, at least 1."""
         if self.measured:
             length = random_numbers.choice(self.measured)
         else:
@@ -204,7 +204,7 @@ def _read_lines(file: Path, text: str) -> tuple[int, ...]:
 
 
 def _length(value: Any) -> int:
-    """The number, or the first of the keys that an object has.
+    """Return the number, or the first of the keys that an object has.
 
     Raises:
         KeyError, ValueError: there is none.

@@ -37,7 +37,10 @@ class LagBound:
         self._may_drop = config.on_exceed == "drop"
 
     def has_room(self, num_outstanding: int, engine_version: int, next_version: int) -> bool:
-        """Whether one more group may start; where groups are dropped, it must only not be too old from the start."""
+        """Return whether one more group may start.
+
+        Where groups are dropped, it must only not be too old from the start.
+        """
         if self._max_lag is None:
             return True
         room = room_for_new_groups(
@@ -50,7 +53,10 @@ class LagBound:
         return room > 0
 
     def can_be_kept(self, oldest_versions: Iterable[int], next_version: int) -> bool:
-        """Whether groups with these oldest tokens can all be trained in time; where groups are dropped, always."""
+        """Return whether groups with these oldest tokens can all be trained in time.
+
+        Where groups are dropped, always.
+        """
         if self._max_lag is None or self._may_drop:
             return True
         return can_train_in_time(
@@ -73,7 +79,7 @@ class LagBound:
 def can_train_in_time(
     oldest_versions: Iterable[int], *, next_version: int, groups_per_update: int, max_version_lag: int
 ) -> bool:
-    """Whether updates next_version, next_version + 1, … of R groups each can train all groups before they are too old.
+    """Return whether updates next_version, next_version + 1, … of R groups each train all groups in time.
 
     Args:
         oldest_versions: version of each outstanding group's oldest token, in any order.
@@ -101,11 +107,11 @@ def fit_in_time(
 def room_for_new_groups(
     num_outstanding: int, *, engine_version: int, next_version: int, groups_per_update: int, max_version_lag: int
 ) -> int:
-    """How many groups can start under engine_version such that `can_train_in_time` stays true; at least 0."""
+    """Return how many groups can start under engine_version such that `can_train_in_time` stays true; at least 0."""
     updates_left = engine_version + max_version_lag - next_version + 1
     return max(0, groups_per_update * updates_left - num_outstanding)
 
 
 def is_too_old(oldest_version: int, *, next_version: int, max_version_lag: int) -> bool:
-    """Whether the next update would train the group above `max_version_lag`."""
+    """Return whether the next update would train the group above `max_version_lag`."""
     return next_version - oldest_version > max_version_lag

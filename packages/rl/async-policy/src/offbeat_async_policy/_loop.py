@@ -58,7 +58,7 @@ class LoopBackend(Protocol):
         ...
 
     def wants_checkpoint(self, version: int) -> bool:
-        """Whether to call `checkpoint` now that the trainer holds `version`; asked once after each update."""
+        """Return whether to call `checkpoint` now that the trainer holds `version`; asked once after each update."""
         ...
 
     def wants_end(self) -> str:
@@ -118,11 +118,11 @@ class Activity:
             self._running[kind] -= 1
 
     def is_doing(self, *kinds: str) -> bool:
-        """Whether work of one of these kinds runs now."""
+        """Return whether work of one of these kinds runs now."""
         return any(self._running[kind] for kind in kinds)
 
     def summary(self) -> "LoopSummary":
-        """Where the time went since this was made."""
+        """Return where the time went since this was made."""
         self._count()
         return LoopSummary(
             elapsed_s=self._counted_to - self._started_at,
@@ -434,4 +434,4 @@ class _Loop:
 
 
 def _nothing(_: object) -> None:
-    """What the end of this work means to the policy."""
+    """Do nothing: the end of this work means nothing to the policy."""

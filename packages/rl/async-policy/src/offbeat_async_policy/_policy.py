@@ -75,7 +75,7 @@ class AsyncPolicy:
     # ── what to start now ─────────────────────────────────────────────────────────────────────────────────────────
 
     def actions(self) -> list[Action]:
-        """What to start now. Each action is handed out once; it counts as started from here on."""
+        """Return what to start now. Each action is handed out once; it counts as started from here on."""
         if self._is_over:
             return []
         started = [*self._start_sync(), *self._start_update(), *self._drop_too_old(), *self._start_groups()]
@@ -108,7 +108,7 @@ class AsyncPolicy:
         return tuple(chosen) if self._others_can_wait(chosen) else ()
 
     def _others_can_wait(self, chosen: list[int]) -> bool:
-        """Whether, after an update on the chosen groups, all others can still be trained within max_version_lag."""
+        """Return whether, after an update on the chosen, all other groups can be trained within max_version_lag."""
         rest = {**self._in_flight, **self._finished}
         for group in chosen:
             del rest[group]
@@ -146,7 +146,7 @@ class AsyncPolicy:
         return submits
 
     def _closed_because(self) -> str:
-        """The first rule that forbids to start one more group now, in words; empty when none does."""
+        """Return the first rule that forbids to start one more group now, in words; empty when none does."""
         if self._syncing or self._sync_is_due:
             return f"paused for sync {self.version}"
         if self._data_has_ended:
@@ -302,7 +302,7 @@ class AsyncPolicy:
         )
 
     def describe_wait(self, where: Callable[[int], str] | None = None) -> str:
-        """Who waits for whom, in one line.
+        """Return who waits for whom, in one line.
 
         Args:
             where: names the engine that holds a group in flight, such as "rollout-0".

@@ -113,7 +113,7 @@ class SequenceBuilder:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What was read of all rows that is probably not meant."""
+        """Return what was read of all rows that is probably not meant."""
         found = []
         if len(self.forms) > 1:
             forms = ", ".join(f"{number} by column {name}" for name, number in self.forms.items())
@@ -240,7 +240,7 @@ class SequenceBuilder:
 
 
 def _question(config: ConversationConfig, row: Row) -> Any:
-    """What the assistant was asked: all of a row that it did not write, so that another answer is no other question."""
+    """Return what the assistant was asked: all of a row but its answer, so that another answer is no other question."""
     if not has_column(row, config.messages_column):
         is_exchange = has_column(row, config.completion_column)
         asked = as_question(find_column(row, config.prompt_column if is_exchange else config.text_column))
@@ -253,7 +253,7 @@ def _question(config: ConversationConfig, row: Row) -> Any:
 
 
 def fit_sequence(sequence: TrainSequence, limit: int, cuts: bool) -> TrainSequence | None:
-    """The sequence within the limit; None when it is left out, or when the cut leaves nothing to learn."""
+    """Return the sequence within the limit; None when it is left out, or when the cut leaves nothing to learn."""
     if len(sequence.ids) > limit:
         if not cuts or sequence.images:
             return None
@@ -303,7 +303,7 @@ def mark_assistant_turns(
 
 
 def _marked_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
-    """The conversation, with the spans of the last of its messages alone, as `{% generation %}` blocks mark them.
+    """Return the conversation, with the spans of its last message alone, as `{% generation %}` blocks mark them.
 
     What the generation prompt has written before the turn is left out of them, and what comes after its end token.
     """
@@ -325,7 +325,7 @@ def _marked_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
 
 
 def _find_turn(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> RenderedChat:
-    """The conversation, whose one span is what the last of its messages adds to the opening before it."""
+    """Return the conversation, whose one span is what the last of its messages adds to the opening before it."""
     template, before = tokenizer.require_template(), messages[:-1]
     if before:
         opening = template.render(before, add_generation_prompt=True, options=options).text

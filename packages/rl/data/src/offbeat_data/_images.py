@@ -138,7 +138,7 @@ class Picture:
         return np.array(upright, dtype=np.uint8)
 
     def preview(self) -> str:
-        """A small copy for people, at most 256 pixels wide and high, as a `data:` address that a page can hold.
+        """Return a small copy for people, at most 256 pixels wide and high, as a `data:` address that a page can hold.
 
         Raises:
             DataError, BackendError: as `pixels`.
@@ -156,7 +156,7 @@ class Picture:
 
 
 def read_picture(value: Any, folder: Path, rules: ImageRules, max_pixels: int) -> Picture:
-    """What a row gives for an image.
+    """Return what a row gives for an image.
 
     Args:
         value: bytes of an image file; its path; or, as datasets stores images, {bytes, path} with one of them null.
@@ -187,7 +187,7 @@ def read_picture(value: Any, folder: Path, rules: ImageRules, max_pixels: int) -
 
 
 def picture_key(value: Any) -> Any:
-    """What tells an image from another, as JSON data: a digest of its bytes, or its path."""
+    """Return what tells an image from another, as JSON data: a digest of its bytes, or its path."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     return hashlib.blake2b(value, digest_size=16).hexdigest() if isinstance(value, bytes) else value
@@ -219,7 +219,7 @@ def _pillow() -> Any:
 
 
 def _open(data: bytes) -> Any:
-    """The header of an image file; its pixels are decoded later."""
+    """Return the header of an image file; its pixels are decoded later."""
     pillow = _pillow()
     try:
         return pillow.open(io.BytesIO(data), formats=_FORMATS)
@@ -236,7 +236,7 @@ def _broken(data: bytes, error: Exception) -> DataError:
 
 
 def _turns_by_quarter(image: Any) -> bool:
-    """Whether the camera was held upright: width and height are the other way round.
+    """Return whether the camera was held upright: width and height are the other way round.
 
     Source: EXIF 2.3, tag 0x0112. It may stand behind the pixels of a PNG, which is why Pillow decodes those for it.
     """
@@ -271,7 +271,7 @@ MARK: Final = "<image>"
 
 
 def with_images(question: Any, row: Row) -> Any:
-    """What a row asks: its text, and which images go with it. One text may be asked of many."""
+    """Return what a row asks: its text, and which images go with it. One text may be asked of many."""
     values = _values(row)
     return [question, [picture_key(value) for value in values]] if values and question is not None else question
 
@@ -290,7 +290,7 @@ class RowImages:
     def read(
         self, row: Row, messages: list[dict[str, Any]], source: str
     ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-        """The images of a row, and its messages with the marks in texts as parts of their own.
+        """Return the images of a row, and its messages with the marks in texts as parts of their own.
 
         So chat templates of vision-language models take them. Texts without any mark have all images before the first
         words of the user. A row without a column of images is left as it is, whatever it says.
@@ -333,7 +333,7 @@ class RowImages:
         return RenderedChat(text="".join([pieces[0], *written]), spans=spans)
 
     def seen_by(self, chat: RenderedChat, pictures: Sequence[Picture]) -> Sequence[Picture]:
-        """The images of the turns that a rendered part of a conversation holds."""
+        """Return the images of the turns that a rendered part of a conversation holds."""
         return pictures[: chat.text.count(self._placeholder)] if pictures else pictures
 
     def check(self, ids: Ids, pictures: Sequence[Picture]) -> None:
@@ -348,7 +348,7 @@ class RowImages:
             )
 
     def read_part(self, part: Mapping[str, Any]) -> Picture:
-        """The image that an environment has answered with.
+        """Return the image that an environment has answered with.
 
         Raises:
             DataError: it cannot be read, or the model takes none.
@@ -378,7 +378,7 @@ _ADDRESS: Final = re.compile(r"data:image/[\w.+-]+;base64,(.*)", re.DOTALL)
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image, as OpenAI's chat messages have it."""
+    """Return whether a part of a message's content is an image, as OpenAI's chat messages have it."""
     return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
@@ -388,7 +388,7 @@ def image_part(kind: str, data: str) -> dict[str, Any]:
 
 
 def read_image_part(part: Mapping[str, Any], rules: ImageRules, max_pixels: int) -> Picture:
-    """The image in such a part.
+    """Return the image in such a part.
 
     Raises:
         DataError: it is not in the part itself but elsewhere, or no image.
@@ -432,7 +432,7 @@ def _is_place(part: Mapping[str, Any]) -> bool:
 
 
 def _values(row: Row) -> list[Any]:
-    """What a row gives for its images: a list, or one alone."""
+    """Return what a row gives for its images: a list, or one alone."""
     value = row.get(IMAGES)
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
@@ -444,7 +444,7 @@ def _list(content: Any) -> list[dict[str, Any]]:
 
 
 def _parts(content: Any) -> Any:
-    """A text with marks as parts; everything else as it is."""
+    """Return a text with marks as parts; everything else as it is."""
     if not isinstance(content, str) or MARK not in content:
         return content
     parts: list[dict[str, Any]] = []

@@ -50,7 +50,7 @@ class MixtureOrder:
         self._sources = self._positions = np.empty(0, np.int64)  # of the first draws, [G]: counted once
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """The source of draw `number` >= 0, and how many draws before it were that source's."""
+        """Return the source of draw `number` >= 0, and how many draws before it were that source's."""
         if number < 0:
             raise IndexError(f"draws count from 0: got {number}")
         if number >= len(self._sources):
@@ -96,7 +96,7 @@ class CurriculumConfig:
 
     @property
     def is_set(self) -> bool:
-        """Whether there are success rates at which a prompt is drawn less often."""
+        """Return whether there are success rates at which a prompt is drawn less often."""
         return self.low > 0 or self.high < 1
 
 
@@ -128,7 +128,7 @@ class SuccessRates:
         self._rates[item] = share if math.isnan(before) else newest * share + (1 - newest) * before
 
     def choose(self, item: int, number: int) -> int:
-        """The item to draw where the order of the source is at `item`: that one, or another if it weighs less than 1.
+        """Return the item to draw where the source's order is at `item`: that one, or another if it weighs below 1.
 
         It stays with the probability of its weight; else one of all is drawn by their weights. When every item is as
         often the order's, the chance of each is its weight over the sum of all weights. And each item that weighs 1 is
@@ -161,7 +161,7 @@ class SuccessRates:
         return int(np.count_nonzero(self._rates > self._config.high))
 
     def state(self) -> list[list[Any]]:
-        """What is known, as [item, rate] pairs for JSON."""
+        """Return what is known, as [item, rate] pairs for JSON."""
         return [[int(item), float(self._rates[item])] for item in np.flatnonzero(~np.isnan(self._rates))]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:

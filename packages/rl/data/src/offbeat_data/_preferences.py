@@ -203,7 +203,7 @@ def _read_rating(builder: SequenceBuilder, row: Row, source: str) -> _Answers:
 
 
 def _is_whole(answer: Any) -> bool:
-    """Whether it is a conversation from its beginning, and not what an assistant says next."""
+    """Return whether it is a conversation from its beginning, and not what an assistant says next."""
     first = answer[0] if isinstance(answer, list) and answer else None
     return isinstance(first, dict) and first.get("role") != "assistant"
 
@@ -211,7 +211,7 @@ def _is_whole(answer: Any) -> bool:
 def _split_conversations(
     chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """What two conversations have in common, at their beginning, and what is left of each."""
+    """Return what two conversations have in common, at their beginning, and what is left of each."""
     pairs = zip(chosen, rejected, strict=False)
     num_same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if num_same == len(chosen) == len(rejected):  # equal answers are counted by who asked
@@ -236,7 +236,7 @@ def _only(sequences: Iterator[TrainSequence]) -> TrainSequence:
 
 
 def _question(config: ConversationConfig, row: Row) -> Any:
-    """The prompt of a row; of two conversations all that the assistant did not say."""
+    """Return the prompt of a row; of two conversations all that the assistant did not say."""
     if has_column(row, config.prompt_column):
         return with_images(find_column(row, config.prompt_column), row)
     messages = find_column(row, config.chosen_column)
@@ -270,5 +270,5 @@ def _with_mismatched(read: Sequence[_Answers], limit: int, source: str) -> Itera
 
 
 def _look(image: Image) -> bytes:
-    """A digest of an image: two of one size take the same placeholder tokens."""
+    """Return a digest of an image: two of one size take the same placeholder tokens."""
     return hashlib.blake2b(f"{image.shape}".encode() + image.tobytes(), digest_size=16).digest()

@@ -55,7 +55,7 @@ class Prompt:
 
     @property
     def question(self) -> str | list[dict[str, Any]]:
-        """What is asked, as the data has it: a text, or chat messages. `text` where the row does not say."""
+        """Return what is asked, as the data has it: a text, or chat messages. `text` where the row does not say."""
         asked = find_column(self.fields, self.column)
         return asked if isinstance(asked, str | list) else self.text
 
@@ -199,7 +199,7 @@ class _PromptBuilder:
         return tuple(kept), counts
 
     def _prompts(self, index: int, row: Row, made: _Rendered, ids: Ids) -> list[Prompt]:
-        """The prompt of a row; none where it is too long."""
+        """Return the prompt of a row; none where it is too long."""
         if not len(ids):
             raise DataError("the prompt is empty; fill it in or drop the row")
         self._images.check(ids, made.pictures)
@@ -257,7 +257,7 @@ class _PromptBuilder:
         return _Rendered(text, encoded, is_templated=True, pictures=pictures, escaped=escaped)
 
     def _encode(self, rendered: list[_Rendered]) -> list[Ids]:
-        """A chat template writes bos itself; a plain text gets what the tokenizer puts before a text."""
+        """Return a chat template writes bos itself; a plain text gets what the tokenizer puts before a text."""
         templated = [made.encoded for made in rendered if made.is_templated]
         plain = [made.encoded for made in rendered if not made.is_templated]
         ids = iter(self.tokenizer.encode(templated, add_special_tokens=False))
@@ -272,7 +272,10 @@ class _PromptBuilder:
 
 
 def uses_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Whether plain texts go through the chat template; refuses settings that would have no effect without one."""
+    """Return whether plain texts go through the chat template.
+
+    Refuses settings that would have no effect without one.
+    """
     if config.chat_template == "on":
         tokenizer.require_template()
     uses = config.chat_template == "on" or (config.chat_template == "auto" and tokenizer.chat_template is not None)

@@ -96,7 +96,7 @@ def _read_folder(folder: Path, split: str, limit: int) -> list[Row]:
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """The files named after the split; all of them where no names tell them apart."""
+    """Return the files named after the split; all of them where no names tell them apart."""
     if named := [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]:
         return named
     splits = sorted({(found[1] or found[2]) if (found := _SPLIT.match(path.name)) else "" for path in files})
@@ -214,19 +214,19 @@ _LABELS: Final = ("role", "name", "content")
 
 
 def has_column(row: Row, column: str) -> bool:
-    """Whether a row has a column, or a part of one, of that name; it may be null."""
+    """Return whether a row has a column, or a part of one, of that name; it may be null."""
     return _locate(row, column) is not None
 
 
 def find_column(row: Row, column: str) -> Any:
-    """The value of a column or of a part of one; None when there is none, or a number that is none."""
+    """Return the value of a column or of a part of one; None when there is none, or a number that is none."""
     found = _locate(row, column)
     value = found and found[0][found[1]]
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def without_column(row: Row, column: str) -> Row:
-    """A row without one column, or without a part of one, such as "reward_model.ground_truth"."""
+    """Return a row without one column, or without a part of one, such as "reward_model.ground_truth"."""
     if column in row:
         return {name: value for name, value in row.items() if name != column}
     outer, _, inner = column.partition(".")
@@ -265,7 +265,7 @@ def require_column(row: Row, column: str, setting: str, *, needs: str = "") -> A
 
 
 def _locate(row: Row, column: str) -> tuple[Row, str] | None:
-    """The object that holds it, and its key there."""
+    """Return the object that holds it, and its key there."""
     if column in row:
         return row, column
     outer, _, inner = column.partition(".")
@@ -282,7 +282,7 @@ def _names(row: Row) -> Iterator[str]:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is; any other value as JSON, so that 18 is "18" and [1, 2] is "[1, 2]"."""
+    """Return a text as it is; any other value as JSON, so that 18 is "18" and [1, 2] is "[1, 2]"."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -412,7 +412,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """What `pack` was given."""
+    """Return what `pack` was given."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if isinstance(value, dict):

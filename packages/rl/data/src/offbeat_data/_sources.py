@@ -132,7 +132,7 @@ class EpochOrder:
         self.num_items, self.seed, self.shuffle = num_items, seed, shuffle
 
     def __call__(self, position: int) -> tuple[int, int]:
-        """The epoch and the item at `position` >= 0."""
+        """Return the epoch and the item at `position` >= 0."""
         if position < 0:
             raise IndexError(f"positions count from 0: got {position}")
         epoch, place = divmod(position, self.num_items)

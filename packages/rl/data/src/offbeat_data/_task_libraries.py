@@ -34,7 +34,10 @@ def draw_entries(task: str, *, num_items: int, seed: int, options: Mapping[str, 
 
 
 def score_entry(answer: str, fields: Mapping[str, Any]) -> float | None:
-    """The task's own score, in [0, 1], of an answer to the entry in a prompt's fields; None when it cannot read it."""
+    """Return the task's own score, in [0, 1], of an answer to the entry in a prompt's fields.
+
+    None when it cannot read it.
+    """
     kept = fields.get(REASONING_GYM)
     if kept is None:
         raise DataError("the reward reasoning_gym judges its own tasks: set data.path to reasoning-gym:TASK")
@@ -48,7 +51,7 @@ def score_entry(answer: str, fields: Mapping[str, Any]) -> float | None:
 
 
 def import_reasoning_gym() -> tuple[Any, Mapping[str, Any]]:
-    """The package, which takes seconds to import, and its tasks by name."""
+    """Return the package, which takes seconds to import, and its tasks by name."""
     try:
         with warnings.catch_warnings():  # a dependency of it has `is "text"` in its code
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -77,7 +80,7 @@ VERIFIERS: Final = "verifiers"
 
 
 def without_judgement(row: Row) -> Row:
-    """A row without what these libraries judge by, which holds the answer; other rows as they are."""
+    """Return a row without what these libraries judge by, which holds the answer; other rows as they are."""
     if REASONING_GYM not in row and VERIFIERS not in row:
         return row
     return {name: value for name, value in row.items() if name not in (REASONING_GYM, VERIFIERS, "answer")}
@@ -99,13 +102,13 @@ def draw_rows(name: str, *, split: str, options: Mapping[str, Any]) -> list[dict
 
 
 def _tool_schema(tool: Any) -> dict[str, Any]:
-    """A tool as chat templates expect it."""
+    """Return a tool as chat templates expect it."""
     described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": described}
 
 
 def import_verifiers() -> Any:
-    """The package, which takes seconds to import."""
+    """Return the package, which takes seconds to import."""
     line = 'pip install "verifiers>=0.3,<0.3.2"'
     try:
         with _own_signals():
@@ -122,7 +125,7 @@ def import_verifiers() -> Any:
 
 @lru_cache(maxsize=8)
 def load_environment(name: str, options_json: str) -> Any:
-    """An environment, once per process."""
+    """Return an environment, once per process."""
     verifiers = import_verifiers()
     try:
         with _own_signals():

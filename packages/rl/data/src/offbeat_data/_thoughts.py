@@ -56,7 +56,7 @@ def check_thoughts(opening: str, added: str, message: Message, number: int) -> N
 
 
 def _find_tags(opening: str) -> tuple[str, str] | None:
-    """The tag that ends a generation prompt, with the white space after it, and the one that closes it."""
+    """Return the tag that ends a generation prompt, with the white space after it, and the one that closes it."""
     found = _OPENS.search(opening)
     return (found.group(), f"{found[1]}/{found[2]}{found[3]}") if found else None
 

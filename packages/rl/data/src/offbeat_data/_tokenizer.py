@@ -96,7 +96,7 @@ class Tokenizer:
         return self.eos_id if self.eos_id in self.end_ids else min(self.end_ids, default=self.eos_id)
 
     def first_difference(self, other: "Tokenizer") -> str:
-        """A text that the two know under different ids, in words; "" where every id means the same to both."""
+        """Return a text that the two know under different ids, in words; "" where every id means the same to both."""
         own, theirs = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
         for text in sorted(own.keys() | theirs.keys(), key=lambda text: own.get(text, -1)):
             if own.get(text) != theirs.get(text):
@@ -105,7 +105,7 @@ class Tokenizer:
         return ""
 
     def token_text(self, token_id: int) -> str | None:
-        """The text of one token, such as "<|image_pad|>"; None when there is no such token."""
+        """Return the text of one token, such as "<|image_pad|>"; None when there is no such token."""
         text: str | None = self._backend.id_to_token(token_id)
         return text
 
@@ -153,7 +153,7 @@ class Tokenizer:
         return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens))
 
     def require_template(self) -> ChatTemplate:
-        """The chat template.
+        """Return the chat template.
 
         Raises:
             ModelError: the folder has none.
@@ -290,7 +290,7 @@ def _convert(folder: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
 
 
 def _read_chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str]:
-    """The default template and its file: one of its own, or tokenizer_config.json (a text, or several by name)."""
+    """Return the default template and its file: its own, or tokenizer_config.json (a text, or several by name)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return _read_text(path), path.name
@@ -307,7 +307,7 @@ def _read_chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | N
 
 
 def _default_template(entries: list[Any]) -> Any:
-    """The template named default; None without one, and the entries themselves when they are of another form."""
+    """Return the template named default; None without one, and the entries themselves when they are of another form."""
     try:
         return {entry["name"]: entry["template"] for entry in entries}.get("default")
     except (KeyError, TypeError):
@@ -315,7 +315,7 @@ def _default_template(entries: list[Any]) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a model folder; empty where there is none."""
+    """Return a JSON file of a model folder; empty where there is none."""
     return read_model_json(path) if path.is_file() else {}
 
 
@@ -327,6 +327,6 @@ def _read_text(path: Path) -> str:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as its text, or as an object that holds it."""
+    """Return the text of a special token, which is written as it is or as an object that holds it."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None

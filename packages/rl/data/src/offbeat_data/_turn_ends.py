@@ -77,7 +77,7 @@ def encode_turns(tokenizer: Tokenizer, chat: RenderedChat, num_turns: int, *, ad
 def _up_to_the_end(
     tokens: npt.NDArray[np.intp], is_space_T: npt.NDArray[np.bool_], is_end_T: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.intp]:
-    """The tokens of a span without white space after an end token, with which some templates close a turn."""
+    """Return the tokens of a span without white space after an end token, with which some templates close a turn."""
     words = tokens[~is_space_T[tokens]]
     return tokens[tokens <= words[-1]] if len(words) and is_end_T[words[-1]] else tokens
 

@@ -58,7 +58,7 @@ def find_markers(template: ChatTemplate, added: Iterable[str]) -> frozenset[str]
 
 
 def _rendered(template: ChatTemplate, conversations: Iterable[Sequence[Message]], *, tools: bool) -> str:
-    """All texts of the conversations that the template takes."""
+    """Return all texts of the conversations that the template takes."""
     texts = []
     options: dict[str, Any] = {"tools": _TOOLS} if tools else {}
     for messages in conversations:

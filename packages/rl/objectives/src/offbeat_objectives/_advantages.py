@@ -40,7 +40,7 @@ def compute_advantages(
     in_loss_N: Tensor | None = None,
     group: "dist.ProcessGroup | None" = None,
 ) -> tuple[Tensor, Metrics]:
-    """The advantage of every token. `.split(lengths_S.tolist())` gives one array per sample.
+    """Return the advantage of every token. `.split(lengths_S.tolist())` gives one array per sample.
 
     Args:
         config: `advantage` and what belongs to it, and `kl_coefficient` where `kl_in` is "reward".
@@ -102,7 +102,7 @@ def compute_advantages(
 
 
 def find_advantage(config: AlgorithmConfig) -> AdvantageFunction:
-    """The function that `config.advantage` names, which must not be none."""
+    """Return the function that `config.advantage` names, which must not be none."""
     name = config.advantage
     return find_function("algorithm.advantage", name) if config.has_own_advantage else ADVANTAGE_FUNCTIONS[name]
 

@@ -188,17 +188,17 @@ class AlgorithmConfig:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether log-probabilities of a teacher are needed."""
+        """Return whether log-probabilities of a teacher are needed."""
         return self.distillation_coefficient > 0
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic's values of the tokens are needed."""
+        """Return whether a critic's values of the tokens are needed."""
         return self.advantage == "gae"
 
     @property
     def needs_reward(self) -> bool:
-        """Whether anything is learned from rewards."""
+        """Return whether anything is learned from rewards."""
         return self.advantage != "none"
 
     @property
@@ -208,11 +208,11 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities of the reference policy are needed."""
+        """Return whether log-probabilities of the reference policy are needed."""
         return self.kl_coefficient > 0
 
     def needs_train_logprobs(self, *, single_step: bool = False) -> bool:
-        """Whether the trainer must recompute log-probabilities before an update (extra `old_logprobs`).
+        """Return whether the trainer must recompute log-probabilities before an update (extra `old_logprobs`).
 
         Args:
             single_step: an update is one optimizer step. The old policy is then the one in training, and the ratio is
@@ -240,26 +240,26 @@ class AlgorithmConfig:
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the engine must let the entropy carry gradient."""
+        """Return whether the engine must let the entropy carry gradient."""
         return self.entropy_coefficient > 0
 
     @property
     def needs_greedy_reward(self) -> bool:
-        """Whether each prompt needs the reward of one greedy completion."""
+        """Return whether each prompt needs the reward of one greedy completion."""
         return self.advantage == "remax"
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the policy objective is a function that the user wrote."""
+        """Return whether the policy objective is a function that the user wrote."""
         return ":" in self.loss
 
     @property
     def has_own_advantage(self) -> bool:
-        """Whether advantages come from a function that the user wrote."""
+        """Return whether advantages come from a function that the user wrote."""
         return ":" in self.advantage
 
     def read_options(self, kind: type[OptionsT]) -> OptionsT:
-        """The options of one loss or advantage: those given that it has, and defaults."""
+        """Return the options of one loss or advantage: those given that it has, and defaults."""
         known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
         return kind(**{name: value for name, value in self.options.items() if name in known})
 

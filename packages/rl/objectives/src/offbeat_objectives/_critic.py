@@ -31,7 +31,7 @@ def compute_returns(
     bootstrap_N: Tensor | None = None,
     trajectory_N: Tensor | None = None,
 ) -> Tensor:
-    """What a critic's value of every token should become: its advantage under `lam`, and the value itself.
+    """Return what a critic's value of every token should become: its advantage under `lam`, and the value itself.
 
     Args:
         config: `gamma`, and `kl_coefficient` where `kl_in` is "reward".
@@ -77,7 +77,7 @@ class ValueLoss:
     clip: float | None = None
 
     def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
-        """One micro-batch's share of the update's loss.
+        """Return one micro-batch's share of the update's loss.
 
         Returns:
             A scalar, and metrics `critic/loss` (the shares add up), `critic/value`, `critic/return` and

@@ -328,7 +328,7 @@ def _standardised(samples: RewardedSamples, values_S: Tensor) -> Tensor:
 
 
 def _members(samples: RewardedSamples) -> list[Tensor]:
-    """The samples of each prompt."""
+    """Return the samples of each prompt."""
     sizes = torch.bincount(samples.prompts_S, minlength=samples.num_prompts)
     return list(torch.split(samples.prompts_S.argsort(stable=True), sizes.tolist()))
 
@@ -351,7 +351,7 @@ def _sum_over(total: Tensor, ranks: "dist.ProcessGroup | None") -> Tensor:
 
 
 def required(tensor: Tensor | None, chosen: str, name: str) -> Tensor:
-    """An input that the chosen advantage, or the place of the KL penalty, needs."""
+    """Return an input that the chosen advantage, or the place of the KL penalty, needs."""
     if tensor is None:
         raise ConfigError(f"compute_advantages needs {name} for {chosen}: got None")
     return tensor

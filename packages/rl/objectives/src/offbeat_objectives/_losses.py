@@ -91,7 +91,7 @@ class PolicyLoss:
         return self.config.read_options(LossOptions).off_policy_mask
 
     def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
-        """One micro-batch's share of the update's loss.
+        """Return one micro-batch's share of the update's loss.
 
         Returns:
             A scalar that carries gradient (0, with gradients of 0, when every token is rejected or there is none), and
@@ -199,12 +199,12 @@ class PolicyLoss:
 
 
 def find_objective(config: AlgorithmConfig) -> Objective:
-    """The function that `config.loss` names."""
+    """Return the function that `config.loss` names."""
     return find_function("algorithm.loss", config.loss) if config.has_own_loss else OBJECTIVES[config.loss]
 
 
 def build_loss(config: AlgorithmConfig, *, single_step: bool = False) -> PolicyLoss:
-    """The `LossFunction` of a configuration that `check_algorithm` has passed.
+    """Return the `LossFunction` of a configuration that `check_algorithm` has passed.
 
     Args:
         config: what to compute.

@@ -121,7 +121,7 @@ def aggregate(
     total_sequences: int,
     fixed_length: int | None = None,
 ) -> Tensor:
-    """One micro-batch's share of the update's loss; the shares of all micro-batches and ranks add up to it.
+    """Return one micro-batch's share of the update's loss; the shares of all micro-batches and ranks add up to it.
 
     token_mean: Σ over all tokens / total_tokens (DAPO, 2503.14476, section 3.3).
     sequence_mean: mean over sequences of the mean over their tokens (GRPO, 2402.03300, equation 3).

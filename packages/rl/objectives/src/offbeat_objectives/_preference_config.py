@@ -62,17 +62,17 @@ class PreferenceConfig:
 
     @property
     def rows(self) -> RowKind:
-        """What a row of the data has to be."""
+        """Return what a row of the data has to be."""
         return "conversations" if self.loss == "sft" else "ratings" if self.loss == "kto" else "pairs"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the log-probabilities of the policy before training."""
+        """Return whether the loss compares with the log-probabilities of the policy before training."""
         return self.loss in NEED_REFERENCE
 
     @property
     def learns_prompts(self) -> bool:
-        """Whether the tokens of prompts enter the loss too, those of the chosen rows."""
+        """Return whether the tokens of prompts enter the loss too, those of the chosen rows."""
         return self.loss == "orpo" and (self.likelihood or "whole") == "whole"
 
     @property

@@ -157,7 +157,7 @@ class PreferenceLoss:
         )
 
     def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
-        """One micro-batch's share of the update's loss.
+        """Return one micro-batch's share of the update's loss.
 
         Returns:
             A scalar that carries gradient, and the metrics `loss/…`, `rewards/…` and `logps/…` (not of a reward model).

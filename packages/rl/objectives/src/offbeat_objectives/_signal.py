@@ -87,7 +87,7 @@ def _differ(values: Sequence[float]) -> bool:
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:
-    """The soft overlong punishment of one completion, to be added to its reward.
+    """Return the soft overlong punishment of one completion, to be added to its reward.
 
     0 up to max_tokens - buffer_tokens, then falling evenly to -factor at max_tokens, and -factor beyond.
 

@@ -51,7 +51,7 @@ class PolicyTokens:
         return segment_mean(values_N, self.sequence_N, self.num_sequences, self.keep_N)[self.sequence_N]
 
     def mean(self, values_N: Tensor) -> Tensor:
-        """A scalar: the mean over all kept tokens; 0 where there is none."""
+        """Return a scalar: the mean over all kept tokens; 0 where there is none."""
         return (values_N * self.keep_N).sum() / self.keep_N.sum().clamp(min=1)
 
 
@@ -131,7 +131,7 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
 
 
 def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
-    """A · (Π c)^(1/T), c being min(r, exp(high)) where A > 0 and max(r, exp(-low)) where A < 0.
+    """Return a · (Π c)^(1/T), c being min(r, exp(high)) where A > 0 and max(r, exp(-low)) where A < 0.
 
     Source: GMPO, 2507.20673, section 3 (clipping per token, in log space; default exp(±0.4)).
     """
@@ -176,7 +176,7 @@ def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
 
 
 def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
-    """The ratio r times A, less kl_weight |log r| at the `cov_share` of tokens of largest covariance, at least one.
+    """Return r · A, less kl_weight |log r| at the `cov_share` of tokens of largest covariance, at least one.
 
     The covariance and the share are those of one micro-batch, as in the implementations.
 
@@ -204,7 +204,7 @@ def _covariance(tokens: PolicyTokens) -> Tensor:
 
 
 def gpg(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
-    """A log π_θ: the policy gradient itself, without ratio and clip. The old policy is only measured against.
+    """Return a log π_θ: the policy gradient itself, without ratio and clip. The old policy is only measured against.
 
     Source: GPG, 2504.02546.
     """
@@ -253,7 +253,7 @@ def _within_region(tokens: PolicyTokens, config: AlgorithmConfig, divergence_N: 
 
 
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_range: tuple[float, float]) -> Surrogate:
-    """The pessimistic clip of PPO, on whatever ratio."""
+    """Return the pessimistic clip of PPO, on whatever ratio."""
     low, high = clip_range
     bounded_N = ratio_N.clamp(1 - low, 1 + high)
     return Surrogate(

@@ -72,7 +72,7 @@ class _Trial:
             raise self.fail("runs", f"{case}: {found}", "mend the function") from error
 
     def check_result(self, result: Any, kind: type, num_tokens: int) -> None:
-        """Of the right class, its tensors in the right shape and finite."""
+        """Check a result: of the right class, its tensors in the right shape and finite."""
         if not isinstance(result, kind):
             raise self.fail("returns", f"a {type(result).__name__}", f"return a {kind.__name__} of offbeat_objectives")
         named = {each.name: getattr(result, each.name) for each in fields(result)}  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def _random_tokens(lengths: tuple[int, ...] = LENGTHS) -> PolicyTokens:
 
 
 def _with_other_rejected(tokens: PolicyTokens) -> PolicyTokens:
-    """The same, but for the values of rejected tokens."""
+    """Return the same, but for the values of rejected tokens."""
     is_kept_N = tokens.keep_N > 0
     return replace(
         tokens,

@@ -61,7 +61,7 @@ class RoleProcess(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it runs, for error texts: "" for this machine, else such as " on 10.0.0.7"."""
+        """Return where it runs, for error texts: "" for this machine, else such as " on 10.0.0.7"."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class RoleProcess(Protocol):
         ...
 
     async def state(self) -> str:
-        """What it is doing, in words for an error text; "" when nothing is odd about it."""
+        """Return what it is doing, in words for an error text; "" when nothing is odd about it."""
         ...
 
 
@@ -140,7 +140,7 @@ class ActorHandle:
 
     @property
     def log(self) -> str:
-        """Where its output goes, in words."""
+        """Return where its output goes, in words."""
         return str(self._spec.log_path) if self._spec.log_path else "its output"
 
     @overload

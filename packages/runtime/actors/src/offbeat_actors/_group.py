@@ -71,7 +71,10 @@ async def call_all(
 
 
 def _is_late(role: ActorHandle, method: str, call: "asyncio.Future[Any]") -> bool:
-    """Whether the role itself did not answer; an answer may be a DeadlineError too, of a wait inside the role."""
+    """Return whether the role itself did not answer.
+
+    An answer may be a DeadlineError too, of a wait inside the role.
+    """
     if not call.done():
         return True
     error = None if call.cancelled() else call.exception()
@@ -153,7 +156,7 @@ class ActorGroup:
             await asyncio.sleep(_HEARD_EVERY_S)
 
     async def death(self, log_tail: str = "") -> PeerFailedError | None:
-        """The first death of one, when there was one: the others may see it before the driver does.
+        """Return the first death of one, when there was one: the others may see it before the driver does.
 
         Args:
             log_tail: what is known of its last words.

@@ -53,7 +53,7 @@ class Launcher(ABC):
     @classmethod
     @abstractmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:
-        """The machines that roles can be started on, and what is free there now.
+        """Return the machines that roles can be started on, and what is free there now.
 
         Raises:
             ConfigError: no cluster answers at `address`.
@@ -114,7 +114,7 @@ class Launcher(ABC):
         return sorted(waits, key=lambda wait: -wait.lasted_s)
 
     def places(self) -> list[RolePlace]:
-        """Where each role is that has been placed or started, and the state of its process, by name."""
+        """Return where each role is that has been placed or started, and the state of its process, by name."""
         placed, places = self._role_places(), []
         for role in sorted({*placed, *self._actors}):
             place = placed.get(role) or RolePlace(role=role, node=self._home_name)
@@ -133,7 +133,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _role_places(self) -> dict[RoleName, RolePlace]:
-        """The places that a plan has given to roles."""
+        """Return the places that a plan has given to roles."""
 
     @property
     @abstractmethod
@@ -238,7 +238,7 @@ def drop_settings(env: Mapping[str, str], dropped: Mapping[str, Sequence[str]]) 
 
 
 def write_start(spec: RoleSpec) -> Bytes:
-    """The first frame: what to import and how to construct it.
+    """Return the first frame: what to import and how to construct it.
 
     Raises:
         TypeError: an argument is neither plain data, nor a dataclass, nor an array.

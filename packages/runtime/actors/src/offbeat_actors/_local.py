@@ -92,7 +92,7 @@ class LocalProcess:
         return f"its process {self.pid} has not ended {_KILL_S:g} s after SIGKILL: {doing}"
 
     async def _end_group(self) -> None:
-        """What it has started must not outlive it."""
+        """End what a process has started: it must not outlive it."""
         if self._reaper is not None:
             self.send_signal(signal.SIGKILL)
             await self._reaper.close()
@@ -108,7 +108,7 @@ class LocalProcess:
             self._killed.set()
 
     async def state(self) -> str:
-        """What it is doing, when that is odd."""
+        """Return what it is doing, when that is odd."""
         return describe_process(self.pid)
 
 
@@ -139,7 +139,7 @@ class LocalLauncher(Launcher):
 
     @classmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:
-        """The machine that it runs on, alone. Its accelerators are the device seam's to count."""
+        """Return the machine that it runs on, alone. Its accelerators are the device seam's to count."""
         return [local_node()]
 
     async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:

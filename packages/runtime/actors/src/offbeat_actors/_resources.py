@@ -26,7 +26,7 @@ def find_view(
     *,
     widths: Mapping[str, int] = {},
 ) -> ClusterView:
-    """The nodes to plan for.
+    """Return the nodes to plan for.
 
     Args:
         cluster: section of the configuration.
@@ -65,7 +65,7 @@ def check_kinds(devices: Devices) -> None:
 def cluster_request(
     cluster: ClusterConfig, view: ClusterView, devices: Devices, groups: Iterable[RankGroup]
 ) -> ResourceRequest:
-    """What a run asks for: its groups, on the part of the cluster that the configuration names.
+    """Return what a run asks for: its groups, on the part of the cluster that the configuration names.
 
     Args:
         cluster: section of the configuration.
@@ -88,7 +88,7 @@ def cluster_request(
 
 
 def _allocation(cluster: ClusterConfig, view: ClusterView, devices: Devices) -> Allocation | None:
-    """The part of the cluster that the configuration asks for; None: all of it."""
+    """Return the part of the cluster that the configuration asks for; None: all of it."""
     if not cluster.num_nodes and not cluster.accelerators_per_node:
         return None
     if not (cluster.num_nodes and cluster.accelerators_per_node):
@@ -125,7 +125,7 @@ def _with_own_devices(node: Node, devices: Devices, widths: Mapping[str, int]) -
 
 
 def _accelerators(wanted: set[str]) -> dict[str, int]:
-    """How many there are of each kind wanted. A kind that cannot be hidden from a process is there for all of them."""
+    """Return how many there are of each kind wanted. All are counted of a kind that cannot be hidden."""
     here = available_devices()  # imports torch: only where accelerators may be wanted
     if "auto" in wanted:
         wanted = {*wanted, next(iter(here))}

@@ -37,7 +37,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> DeviceMemory:
-        """What torch's allocator holds for tensors; other users of the GPU are not counted."""
+        """Return what torch's allocator holds for tensors; other users of the GPU are not counted."""
         return DeviceMemory(
             allocated_bytes=torch.cuda.memory_allocated(self.torch_device),
             peak_bytes=torch.cuda.max_memory_allocated(self.torch_device),

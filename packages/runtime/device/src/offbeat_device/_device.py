@@ -135,7 +135,7 @@ class Device(Protocol):
 
     @classmethod
     def count(cls) -> int:
-        """How many of this kind are here: 0 means not available. Never raises."""
+        """Return how many of this kind are here: 0 means not available. Never raises."""
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
@@ -157,7 +157,7 @@ class Device(Protocol):
         """
 
     def work_graphs(self) -> WorkGraphs | None:
-        """A place for recorded work; None on a platform that cannot record any."""
+        """Return a place for recorded work; None on a platform that cannot record any."""
 
     def rng_state(self) -> torch.Tensor:
         """State of its default random generator: [n] uint8 on the CPU."""
@@ -166,7 +166,7 @@ class Device(Protocol):
         """Set what `rng_state` gave."""
 
     def profiler(self) -> Profiler:
-        """A new profiler of this device and, where the platform can, of all threads of this process."""
+        """Return a new profiler of this device and, where the platform can, of all threads of this process."""
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Put the platform's own kernels in place of layers of a transformers model; what was replaced."""
@@ -215,7 +215,7 @@ def open_device(name: str = "auto", own: Device | None = None) -> Device:
 
 
 def rank_device(name: str, rank: int, num_ranks: int, *, setting: str = "device") -> str:
-    """The device of one of several ranks on this machine: accelerators are given out one by one, the CPU is shared.
+    """Return the device of one of several ranks on this machine: each its own accelerator, or the CPU for all.
 
     Args:
         name: what all ranks were given, as for `open_device`.
@@ -244,7 +244,7 @@ def rank_device(name: str, rank: int, num_ranks: int, *, setting: str = "device"
 
 
 def profile_threads(*activities: torch.profiler.ProfilerActivity) -> torch.profiler.profile:
-    """A profiler, not started.
+    """Return a profiler, not started.
 
     Source: torch 2.13.0, torch/_C/_profiler.pyi, `_ExperimentalConfig`, `profile_all_threads`.
     """

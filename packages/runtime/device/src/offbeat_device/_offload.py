@@ -42,7 +42,7 @@ class MemoryOffloader:
 
     @classmethod
     def tags_of(cls, level: int) -> tuple[str, ...]:
-        """What a level of `SleepingTrainEngine.sleep` puts away.
+        """Return what a level of `SleepingTrainEngine.sleep` puts away.
 
         Raises:
             ConfigError: there is no such level.
@@ -171,7 +171,7 @@ class _Offloaded:
 
 
 def _distinct(storages: Iterable[UntypedStorage]) -> list[UntypedStorage]:
-    """Those that hold something, each once."""
+    """Return those that hold something, each once."""
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
@@ -187,7 +187,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def _emptiable_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The storages of tensors; those that cannot be emptied are changed for some that can."""
+    """Return the storages of tensors; those that cannot be emptied are changed for some that can."""
     held = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
     moved: dict[int, UntypedStorage] = {}
     for tensor in held:
@@ -209,7 +209,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _chunks(storage: UntypedStorage) -> Iterable[memoryview]:
-    """A storage in pieces. Not by `Tensor.numpy`: a storage that it has shown can be emptied no more."""
+    """Return a storage in pieces. Not by `Tensor.numpy`: a storage that it has shown can be emptied no more."""
     whole = memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     return (whole[start : start + _CHUNK_BYTES] for start in range(0, len(whole), _CHUNK_BYTES))
 

@@ -28,11 +28,11 @@ class TraceFiles:
         self.left_out = ""
 
     def wants(self, step: int) -> bool:
-        """Whether this step is to be traced."""
+        """Return whether this step is to be traced."""
         return self._plan.first <= step < self._plan.last and not self.left_out
 
     def unfinished(self, step: int) -> Path:
-        """Where to write the trace of a step before it is kept; its folder is there."""
+        """Return where to write the trace of a step before it is kept; its folder is there."""
         self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder / f"{self._plan.role}-{step}.json.partial"
 

@@ -187,7 +187,7 @@ class Calls:
         return timedelta(seconds=self._deadline_s + LATER_S)
 
     def _late(self, peer: int | None) -> OffbeatError:
-        """The deadline has passed: say who did not come."""
+        """Return the error for a deadline that has passed, with the ranks that did not come."""
         waiting = f"{self._call} over {self.text}" if peer is None else f"{self._call} in {self.text}"
         members = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
         standings = self.client.ask(self.key, members) if self.client is not None else {}
@@ -208,7 +208,7 @@ class Calls:
         return f"{self.label(rank)} ({'in' if standing.inside else 'last seen in'} {standing.call})"
 
     def _broken(self, error: RuntimeError) -> OffbeatError:
-        """The operation failed under us: a record says who is to blame."""
+        """Return the operation failed under us: a record says who is to blame."""
         self._heard.wait(RECORD_S)
         record = self._failure or self._gone
         return self._error(record) if record else PeerFailedError(f"a member of {self.text}", one_line(error))
@@ -284,7 +284,7 @@ POLL_S: Final = (0.002, 0.1)
 def make_process_group(
     world: World, name: str, ranks: Sequence[int], axes: Sequence[str], deadline_s: float, *, backend: str = ""
 ) -> dist.ProcessGroup:
-    """A new process group of `ranks`; all of them call this with the same name, and nobody else needs to.
+    """Return a new process group of `ranks`; all of them call this with the same name, and nobody else needs to.
 
     Args:
         world: joined.
@@ -383,7 +383,7 @@ def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int],
 def open_calls(
     process_group: dist.ProcessGroup | None, world: World | None, membership: Membership, deadline_s: float
 ) -> tuple[Calls, dist.ProcessGroup | None]:
-    """The bookkeeping of a group, and the process group its plain data goes over.
+    """Return the bookkeeping of a group, and the process group its plain data goes over.
 
     That is the group's own where it serves the CPU; for one that only serves a device its members make a second one.
     """
@@ -398,7 +398,7 @@ def open_calls(
 
 
 def _serves_data(group: dist.ProcessGroup) -> bool:
-    """Whether a process group also moves plain data, which lies on the CPU."""
+    """Return whether a process group also moves plain data, which lies on the CPU."""
     return any(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 
@@ -410,7 +410,7 @@ def name_for_liveness(group: dist.ProcessGroup, axes: Sequence[str]) -> None:
 
 
 def group_name(layout: Layout, mesh_number: int, axes: Sequence[str], ranks: Sequence[int], channel: str) -> str:
-    """A name that all members derive alike and that no other group has."""
+    """Return a name that all members derive alike and that no other group has."""
     shape = ",".join(f"{axis}{layout.axes[axis]}" for axis in layout.axes if layout.axes[axis] > 1)
     suffix = f"#{channel}" if channel else ""
     return f"offbeat/mesh{mesh_number}({shape})/{'×'.join(axes) or 'self'}@{ranks[0]}{suffix}"

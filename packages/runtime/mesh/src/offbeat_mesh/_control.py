@@ -77,7 +77,7 @@ class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, group: str = "", peer: str = "") -> "Record":
-        """The record of an error; of a peer's failure it keeps who failed first and why."""
+        """Return the record of an error; of a peer's failure it keeps who failed first and why."""
         if isinstance(error, DeadlineError):
             said = {"peer": error.on, "reason": error.advice, "waiting": error.waiting}
             return cls(kind="deadline", rank=rank, group=group, deadline_s=error.deadline_s, **said)
@@ -86,7 +86,7 @@ class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
         return cls(kind="failed", rank=rank, group=group, peer=peer, reason=one_line(error))
 
     def error(self, name: str) -> OffbeatError:
-        """What the other members raise; `name` is what they call the rank."""
+        """Return what the other members raise; `name` is what they call the rank."""
         if self.kind == "deadline":
             return DeadlineError(self.waiting, self.peer, self.deadline_s, self.reason)
         return PeerFailedError(self.peer or name, self.reason or ENDS[self.kind])
@@ -130,7 +130,7 @@ DECODER: Final = msgspec.msgpack.Decoder(ControlMessage)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's type and the first line of its text, cut and in characters that can travel (file names may not)."""
+    """Return an error's type and first line, cut, in characters that can travel (file names may not)."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return line[:MAX_LINE_CHARS].encode(errors="backslashreplace").decode()
@@ -399,7 +399,7 @@ class ControlClient:
         self._send(record)
 
     def ask(self, group: str, members: Sequence[int]) -> dict[int, CallPosition]:
-        """Where the members of a group stand; who does not answer within a second is not in the result."""
+        """Return where the members of a group stand; who does not answer within a second is not in the result."""
         with self._changed:
             self._asked += 1
             number = self._asked

@@ -44,7 +44,7 @@ def to_flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_movable(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes where the backend does not know the dtype."""
+    """Return the same memory, as bytes where the backend does not know the dtype."""
     return flat if flat.dtype in NATIVE_DTYPES else flat.view(torch.uint8)
 
 
@@ -62,7 +62,7 @@ def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
 
 
 def gather_options(timeout: timedelta) -> AllgatherOptions:
-    """The one operation of torch whose short form takes no timeout."""
+    """Return the one operation of torch whose short form takes no timeout."""
     options = AllgatherOptions()
     options.timeout = timeout
     return options
@@ -146,7 +146,7 @@ class Group(DataGroup):
         deadline_s: float | None = None,
         check: bool = False,
     ) -> "Group":
-        """A group over a process group that somebody else has made; all its members call this.
+        """Return a group over a process group that somebody else has made; all its members call this.
 
         Args:
             process_group: of torch; it stays theirs.
@@ -221,7 +221,7 @@ class Group(DataGroup):
     def reduce(
         self, tensor: torch.Tensor, destination: int = 0, op: ReduceOp = "sum", *, deadline_s: float | None = None
     ) -> torch.Tensor | None:
-        """The reduction over all members on the destination, None on the others; `tensor` is left as it is."""
+        """Return the reduction over all members on the destination, None on the others; `tensor` is left as it is."""
         with self._calls.call("reduce", deadline_s):
             self._check_member("destination", destination)
             check_reduction(tensor, op, self._calls.text)
@@ -345,7 +345,7 @@ class Group(DataGroup):
             self._exchange.agree(f"{call} of {describe(tensor)}", root)
 
     def _rows_to_scatter(self, rows: torch.Tensor | None, output: torch.Tensor) -> list[torch.Tensor]:
-        """The source's rows, flat."""
+        """Return the source's rows, flat."""
         what = f"scatter over {self._calls.text}"
         if rows is None:
             raise ShapeError(f"{what} needs rows on the source: got none")

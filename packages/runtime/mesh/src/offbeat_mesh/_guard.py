@@ -55,7 +55,7 @@ class Guard:
         self._text = ", ".join(f"{axis}={_text(places[axis])}" for axis in self.axes)
 
     def passes(self, rank: int) -> bool:
-        """Whether a global rank passes."""
+        """Return whether a global rank passes."""
         place = self.layout.coordinates(rank)
         return all(place[axis] in passing for axis, passing in self._passing.items())
 
@@ -177,7 +177,7 @@ def _name(func: Any) -> str:
 
 
 def _process_group(value: Any) -> dist.ProcessGroup:
-    """The group behind an operator's argument: a boxed object, or its name."""
+    """Return the group behind an operator's argument: a boxed object, or its name."""
     if isinstance(value, str):
         return _resolve_process_group(GroupName(value))
     group: dist.ProcessGroup = value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)

@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Return how many ranks."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
@@ -86,7 +86,7 @@ class Layout:
         return dict(_all_coordinates(self)[self._checked(rank)])
 
     def rank_of(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
-        """The rank at a place of the grid.
+        """Return the rank at a place of the grid.
 
         Raises:
             ConfigError: a place outside an axis.
@@ -112,7 +112,7 @@ class Layout:
         return groups[self._checked(rank)]
 
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
-        """All groups along `axes`, by their first rank."""
+        """Return all groups along `axes`, by their first rank."""
         return sorted(set(_all_groups(self, self.ordered(axes))))
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class Layout:
         return tuple(axis for axis in AXES if axis in given)
 
     def label(self, rank: int) -> str:
-        """A rank for people: "rank 3 (dp 1, tp 0)", with the grid's axes that are in use."""
+        """Return a rank for people: "rank 3 (dp 1, tp 0)", with the grid's axes that are in use."""
         place = self.coordinates(rank)
         used = [f"{axis} {place[axis]}" for axis in AXES if getattr(self, axis) > 1 and axis not in EXPERT_AXES]
         return f"rank {rank} ({', '.join(used)})" if used else f"rank {rank}"
@@ -149,12 +149,12 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 
 
 def describe_group(axes: Sequence[str], ranks: Sequence[int], channel: str = "") -> str:
-    """A group for people: "dp×cp of ranks 0, 1, 2, 3"."""
+    """Return a group for people: "dp×cp of ranks 0, 1, 2, 3"."""
     return f"{'×'.join(axes) or 'self'} of {name_ranks(ranks)}" + (f", channel {channel}" if channel else "")
 
 
 def _strides(layout: Layout) -> dict[str, int]:
-    """How far apart in rank number two neighbours along each axis of the grid are."""
+    """Return how far apart in rank number two neighbours along each axis of the grid are."""
     sizes = [getattr(layout, axis) for axis in layout.order]
     return {axis: prod(sizes[:i]) for i, axis in enumerate(layout.order)}
 

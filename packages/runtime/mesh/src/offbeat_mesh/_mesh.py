@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many processes."""
+        """Return how many processes."""
         return self.layout.size
 
     @property
@@ -92,7 +92,7 @@ class Mesh:
         return self.layout.coordinates(self.rank)
 
     def where(self, **places: Place) -> Guard:
-        """Who passes: `where(pp="last", cp=0)`. A bool, and a guard over collectives: see `Guard`.
+        """Return who passes: `where(pp="last", cp=0)`. A bool, and a guard over collectives: see `Guard`.
 
         Args:
             places: for an axis an index, several, "first" or "last".
@@ -103,7 +103,7 @@ class Mesh:
         return Guard(self.layout, self.rank, places)
 
     def group(self, *axes: str, channel: str = "") -> Group:
-        """The group of this process along `axes`; no axis at all gives the group of itself alone.
+        """Return the group of this process along `axes`; no axis at all gives the group of itself alone.
 
         The first time it is a call of the group: all members ask for it, in the same order relative to their other
         groups; after that it is looked up.
@@ -122,7 +122,7 @@ class Mesh:
         return self._groups[key]
 
     def group_except(self, *axes: str, channel: str = "") -> Group:
-        """The group along all axes of the grid but `axes`: `group_except("dp")` is one replica."""
+        """Return the group along all axes of the grid but `axes`: `group_except("dp")` is one replica."""
         self.layout.ordered(axes)
         return self.group(*(axis for axis in GRID_AXES if axis not in axes), channel=channel)
 
@@ -166,7 +166,7 @@ class Mesh:
         deadline_s: float | None = None,
         check: bool | None = None,
     ) -> Self:
-        """A mesh over the groups of a torch DeviceMesh that covers the world; all processes make it.
+        """Return a mesh over the groups of a torch DeviceMesh that covers the world; all processes make it.
 
         Args:
             device_mesh: with named dims.
@@ -182,7 +182,7 @@ class Mesh:
 
     @classmethod
     def from_megatron(cls, parallel_state: Any, *, deadline_s: float | None = None, check: bool | None = None) -> Self:
-        """A mesh over Megatron's groups; all processes make it, after `initialize_model_parallel`.
+        """Return a mesh over Megatron's groups; all processes make it, after `initialize_model_parallel`.
 
         Args:
             parallel_state: the module `megatron.core.parallel_state`, or what answers like it.
@@ -212,7 +212,7 @@ class Mesh:
 
 
 def _opened(device: str | Device | None, world: World | None) -> Device:
-    """The device of a mesh: as asked, else the world's, else the first kind that is here."""
+    """Return the device of a mesh: as asked, else the world's, else the first kind that is here."""
     if device is None:
         return world.device if world else open_device()
     return open_device(device) if isinstance(device, str) else device
@@ -289,7 +289,7 @@ def read_parallel_state(parallel_state: Any) -> tuple[Layout, Groups]:
 
 
 def _megatron_groups(parallel_state: Any) -> Groups:
-    """The groups that this version of Megatron has and has made."""
+    """Return the groups that this version of Megatron has and has made."""
     groups: Groups = {}
     for axes, getter, options in MEGATRON_GROUPS:
         if not hasattr(parallel_state, getter):

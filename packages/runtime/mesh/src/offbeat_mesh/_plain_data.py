@@ -35,7 +35,10 @@ ARRAY_DTYPE: Final = re.compile(r"[<>|=][biufcSU]\d+")
 
 
 def encode(value: Plain, *, what: str = "the value") -> bytes:
-    """A tuple arrives as a list, a numpy number as a Python one; a GroupError says what in the value cannot travel."""
+    """Return a tuple arrives as a list, a numpy number as a Python one.
+
+    A GroupError says what in the value cannot travel.
+    """
     try:
         _check(value, what)
         return msgspec.msgpack.encode(value, enc_hook=_encode_numpy)
@@ -47,7 +50,7 @@ def encode(value: Plain, *, what: str = "the value") -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Plain:
-    """What `encode` was given."""
+    """Return what `encode` was given."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_decode_extension)
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError) as error:
@@ -198,7 +201,7 @@ class Exchange:
             self._send(to_tensor(payload), destination)
 
     def recv(self, source: int) -> bytes:
-        """The payload that one member sends."""
+        """Return the payload that one member sends."""
         header = Header.unpacked(self._recv(HEADER_BYTES, source))
         return header.inline if header.inline is not None else to_bytes(self._recv(header.num_bytes, source))
 
@@ -268,16 +271,16 @@ class DataGroup:
 
     @property
     def size(self) -> int:
-        """How many members."""
+        """Return how many members."""
         return self._exchange.size
 
     @property
     def rank(self) -> int:
-        """Which of them this process is: group-relative, never global."""
+        """Return which of them this process is: group-relative, never global."""
         return self._exchange.rank
 
     def broadcast_data(self, value: Plain = None, source: int = 0, *, deadline_s: float | None = None) -> Plain:
-        """The source's value, on all members; the others' are not looked at."""
+        """Return the source's value, on all members; the others' are not looked at."""
         with self._calls.call("broadcast_data", deadline_s):
             self._check_member("source", source)
             payload = encode(value, what="the value to broadcast") if self.rank == source else b""
@@ -301,7 +304,7 @@ class DataGroup:
     def scatter_data(
         self, values: Sequence[Plain] | None = None, source: int = 0, *, deadline_s: float | None = None
     ) -> Plain:
-        """The source's value for this member, of one for each by group rank; the others' are not looked at."""
+        """Return the source's value for this member, of one for each by group rank; the others' are not looked at."""
         with self._calls.call("scatter_data", deadline_s):
             self._check_member("source", source)
             payloads = self._encode_each(values) if self.rank == source else []
@@ -317,7 +320,7 @@ class DataGroup:
             self._exchange.send("send_data", encode(value, what="the value to send"), destination)
 
     def recv_data(self, source: int, *, deadline_s: float | None = None) -> Plain:
-        """The value that one member (group-relative) sends with `send_data`."""
+        """Return the value that one member (group-relative) sends with `send_data`."""
         with self._calls.call("recv_data", deadline_s, collective=False):
             self._check_member("source", source, other=True)
             return decode(self._exchange.recv(source))

@@ -54,7 +54,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def innermost(store: Store) -> Store:
-    """The store that keeps what others put names before."""
+    """Return the store that keeps what others put names before."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -68,7 +68,7 @@ def tell_host(store: Store, key: str, rank: int) -> None:
 
 
 def find_host(store: Store, key: str, rank: int, size: int) -> str:
-    """The address of this host that the other ranks reach; all of them have told theirs.
+    """Return the address of this host that the other ranks reach; all of them have told theirs.
 
     It is the one that leads to the store. The store's own host may take its name for loopback (Debian writes
     "127.0.1.1 name" into /etc/hosts), so there it is the one that leads to a rank of another host. Loopback where all
@@ -86,7 +86,7 @@ def find_host(store: Store, key: str, rank: int, size: int) -> str:
 
 
 def _source_of(host: str, port: int) -> str:
-    """The address of this host from which it goes there."""
+    """Return the address of this host from which it goes there."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -148,7 +148,7 @@ class World:
         self.client = ControlClient(self.rank, (server_host, int(server_port)), token, self.deadline_s)
 
     def count_mesh(self) -> int:
-        """A number for a new mesh: all processes make their meshes in one order, so it is the same on all."""
+        """Return a number for a new mesh: all processes make their meshes in one order, so it is the same on all."""
         return next(self._meshes)
 
     def __enter__(self) -> Self:
@@ -218,7 +218,7 @@ class World:
 
 
 def current_world() -> World | None:
-    """The world this process has joined and not left."""
+    """Return the world this process has joined and not left."""
     return _joined[-1] if _joined else None
 
 
@@ -310,7 +310,7 @@ def _enter(store: Store, rank: int, size: int, device: Device, deadline_s: float
 
 
 def _count_join(store: Store) -> int:
-    """How often this process has joined over the store before; ranks do so equally often."""
+    """Return how often this process has joined over the store before; ranks do so equally often."""
     inner = innermost(store)
     place = f"{inner.host}:{inner.port}" if isinstance(inner, TCPStore) else str(getattr(inner, "path", ""))
     _joins[place] += 1
@@ -318,7 +318,7 @@ def _count_join(store: Store) -> int:
 
 
 def _own(store: Store) -> Store:
-    """The same store on a connection of its own: a wait on it leaves the other one free."""
+    """Return the same store on a connection of its own: a wait on it leaves the other one free."""
     own: Store = store.clone()  # type: ignore[attr-defined]  # of torch, untyped
     return own
 
@@ -331,7 +331,7 @@ def backends(device: Device) -> str:
 
 
 def _with_local_index(device: str) -> str:
-    """A kind alone takes the index that torchrun gives this process on its host."""
+    """Return the device of this process: a kind alone takes the index that torchrun gives it on its host."""
     kind = next(iter(available_devices()), device) if device == "auto" else device
     local_rank = os.environ.get("LOCAL_RANK", "")
     several = available_devices().get(kind, 0) > 1

@@ -140,7 +140,7 @@ def _shared_devices(plan: Plan, groups: Sequence[RankGroup]) -> Iterator[str]:
 
 
 def _may_share(by_role: dict[str, RankGroup], one: str, other: str) -> bool:
-    """Whether two roles are linked by `shares_devices_with`, in any number of steps."""
+    """Return whether two roles are linked by `shares_devices_with`, in any number of steps."""
     if one == other:
         return False
     reached, grew = {one}, True

@@ -111,7 +111,7 @@ class TrainMemory:
         return shape.num_layers * ends * self.lora_rank
 
     def _activations(self, shape: ModelShape) -> float:
-        """What the forward pass keeps for the backward pass."""
+        """Return what the forward pass keeps for the backward pass."""
         block = block_activations(shape) / self.tensor_parallel
         num_blocks = shape.num_layers / self.pipeline_parallel
         # A pipeline's first rank holds as many micro-batches as there are stages.
@@ -224,7 +224,7 @@ def train_memory(
     on_cpu: bool,
     keeps_reference: bool = False,
 ) -> TrainMemory:
-    """How a trainer keeps a model.
+    """Return how a trainer keeps a model.
 
     Args:
         engine: its settings.
@@ -254,7 +254,7 @@ def train_memory(
 
 
 def train_advice(engine: TrainEngineSettings, estimate: MemoryEstimate) -> str:
-    """What to change where a rank of a trainer holds too much: what most of it is made of."""
+    """Return what to change where a rank of a trainer holds too much: what most of it is made of."""
     states = sum(estimate.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference"))
     if states > estimate.num_bytes - states:
         return "more engine.num_ranks" + ("" if engine.lora_rank else ", or adapters alone (engine.lora_rank)")

@@ -222,7 +222,7 @@ def _biased(num_in: int, num_out: int) -> int:
 
 
 def _patches(vision: Mapping[str, Any], width: int) -> int:
-    """The convolution over patches, without its bias."""
+    """Return the convolution over patches, without its bias."""
     patch = vision.get("patch_size", 14) ** 2 * vision.get("temporal_patch_size", 2)
     return int(vision.get("in_channels", vision.get("in_chans", 3)) * patch * width)
 

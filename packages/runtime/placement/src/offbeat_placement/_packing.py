@@ -106,7 +106,10 @@ class NodeCapacity:
         return max(0, math.floor((amount - used) / needs[index] + _SLACK))
 
     def patterns(self, room: Room, limit: int) -> tuple[Counts, ...] | None:
-        """All patterns of a room, the ones with most of the first types first; None when there are over `limit`."""
+        """Return all patterns of a room, the ones with most of the first types first.
+
+        None when there are over `limit`.
+        """
         found: list[Counts] = []
         counts = [0] * len(self.types)
 
@@ -129,7 +132,7 @@ class NodeCapacity:
         return own.kind is None and not own.num_cpus and not own.memory_bytes
 
     def clip(self, room: Room) -> Room:
-        """The same room as far as patterns go: CPUs and memory beyond what devices could ever need are infinite.
+        """Return the same room as far as patterns go: CPUs and memory beyond what devices could ever need are infinite.
 
         So nodes that differ by a few bytes of free memory are alike.
         """
@@ -144,7 +147,7 @@ class NodeCapacity:
 
 
 def _largest(found: list[Counts]) -> tuple[Counts, ...]:
-    """Those to which no other adds anything; they come in falling order, so only an earlier one can."""
+    """Return those to which no other adds anything; they come in falling order, so only an earlier one can."""
     kept: list[Counts] = []
     for counts in found:
         if not any(all(mine >= its for mine, its in zip(other, counts, strict=True)) for other in kept):
@@ -249,7 +252,7 @@ def _simple_weights(types: Sequence[UnitType]) -> list[Counts]:
 
 
 def cannot_hold(classes: Sequence[NodeClass], wanted: Counts, weights: Counts) -> bool:
-    """Whether the weights prove that the nodes cannot hold what is wanted.
+    """Return whether the weights prove that the nodes cannot hold what is wanted.
 
     No node holds more worth than the best of its patterns.
     """
@@ -286,7 +289,7 @@ class _Search:
         self._bounds = [(each, self._most_worth(each)) for each in weights]
 
     def run(self, wanted: Counts) -> bool:
-        """Whether a packing was found: `amounts` nodes of each column."""
+        """Return whether a packing was found: `amounts` nodes of each column."""
         return self._place(0, 0, wanted)
 
     def _most_worth(self, weights: Counts) -> list[tuple[int, int]]:

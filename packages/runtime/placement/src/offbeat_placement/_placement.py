@@ -65,7 +65,7 @@ class Placement:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What a launcher reserves."""
+        """Return what a launcher reserves."""
         return plan_blocks(self.plan, self.groups)
 
     def only(self, *roles: str) -> "Placement":

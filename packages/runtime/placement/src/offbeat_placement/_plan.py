@@ -80,7 +80,7 @@ class Plan:
         return tuple(dict.fromkeys(rank.role for rank in self.ranks))
 
     def as_data(self) -> dict[str, Any]:
-        """The plan as JSON can hold it."""
+        """Return the plan as JSON can hold it."""
         return {"ranks": [asdict(rank) for rank in self.ranks], "drivers": [asdict(driver) for driver in self.drivers]}
 
 
@@ -116,7 +116,7 @@ class Block:
 
 
 def plan_blocks(plan: Plan, groups: Sequence[RankGroup]) -> tuple[Block, ...]:
-    """The blocks of a plan, in the order of groups, then of rank.
+    """Return the blocks of a plan, in the order of groups, then of rank.
 
     A replica is one block, or one on each of its nodes; the ranks of a mesh are one block a node; groups that share
     devices share blocks.
@@ -163,7 +163,7 @@ def _pieces(plan: Plan, by_role: Mapping[str, RankGroup]) -> Iterator[list[Place
 
 
 def _keys(rank: PlacedRank, group: RankGroup) -> list[object]:
-    """What a rank has in common with those it must be reserved with."""
+    """Return what a rank has in common with those it must be reserved with."""
     if group.process_per_replica:
         company: object = rank.replica
     else:  # a mesh on devices is one piece a node; on CPUs each stage is one
@@ -238,7 +238,7 @@ class _NodePicture:
 
 
 def _letters(groups: Sequence[RankGroup]) -> dict[str, str]:
-    """The shortest beginning of each role that no other role has."""
+    """Return the shortest beginning of each role that no other role has."""
     letters: dict[str, str] = {}
     for group in groups:
         others = [other.role.upper() for other in groups if other.role != group.role]

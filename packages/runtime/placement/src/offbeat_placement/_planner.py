@@ -47,7 +47,7 @@ def find_plan(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Outcome:
 
 
 def fits(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> bool:
-    """Whether there is a plan, without making it."""
+    """Return whether there is a plan, without making it."""
     return _pack(sort_nodes(nodes), groups).counts is not None
 
 
@@ -235,13 +235,13 @@ class _NodeResources(NamedTuple):
     """Accelerators of other kinds: kind, free, in all."""
 
     def is_at_least(self, other: "_NodeResources") -> bool:
-        """Whether everything that fits beside the other fits here; false where only trying tells."""
+        """Return whether everything that fits beside the other fits here; false where only trying tells."""
         enough = self.num_cpus >= other.num_cpus and self.memory_bytes >= other.memory_bytes
         return enough and self.others == other.others
 
 
 def allocate(nodes: Sequence[Node], allocation: Allocation, groups: Sequence[RankGroup]) -> Part | None:
-    """The part of the cluster that an allocation names, cut down to what was asked for.
+    """Return the part of the cluster that an allocation names, cut down to what was asked for.
 
     These are its first nodes with room, unless the groups fit on others only.
 

@@ -112,7 +112,7 @@ def grid_nodes(num_nodes: int, accelerators_per_node: int, kind: str = ACCELERAT
 
 
 def local_node() -> Node:
-    """The machine we are on: the CPUs this process may use, and main memory. Accelerators are the device seam's."""
+    """Return this machine: the CPUs this process may use, and main memory. Accelerators are the device seam's."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Node(
         name=socket.gethostname() or "localhost",
@@ -325,7 +325,7 @@ class RankGroup:
         return text
 
     def key(self, name: str) -> str:
-        """The setting behind a field, or role and field where none is given."""
+        """Return the setting behind a field, or role and field where none is given."""
         return self.keys.get(name, f"{self.role}.{name}")
 
 
@@ -351,7 +351,7 @@ class Allocation:
                 raise ConfigError(f"{self.key(name)} must be at least 1: got {getattr(self, name)}")
 
     def key(self, name: str) -> str:
-        """The setting behind a field."""
+        """Return the setting behind a field."""
         return self.keys.get(name, name)
 
 

@@ -89,7 +89,7 @@ def suggest_changes(
 
 
 def _that_can_be_set(suggestions: Iterable[Suggestion], groups: Sequence[RankGroup]) -> list[Suggestion]:
-    """Those whose fields all have settings behind them, for groups that say which do."""
+    """Return those whose fields all have settings behind them, for groups that say which do."""
     keys = {group.role: group.keys for group in groups if group.keys}
     return [
         each for each in suggestions if all(change.field in keys.get(change.role, [change.field]) for change in each)
@@ -97,7 +97,7 @@ def _that_can_be_set(suggestions: Iterable[Suggestion], groups: Sequence[RankGro
 
 
 def apply_changes(groups: Sequence[RankGroup], changes: Suggestion) -> list[RankGroup]:
-    """The groups with changes made; those of the cluster are left out."""
+    """Return the groups with changes made; those of the cluster are left out."""
     changed = []
     for group in groups:
         for change in changes:
@@ -160,7 +160,7 @@ def _narrower(group: RankGroup, keeps: Keeps) -> Iterator[Suggestion]:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits; 0 if none does. What fits with more fits with less."""
+    """Return the largest number from 1 to `most` that fits; 0 if none does. What fits with more fits with less."""
     low, high = 0, max(0, most)
     while low < high:
         middle = (low + high + 1) // 2
@@ -248,7 +248,7 @@ def _reshape(allocation: Allocation, shape: Allocation) -> Suggestion:
 
 
 def allocation_error(nodes: Sequence[Node], groups: Sequence[RankGroup], allocation: Allocation) -> PlacementError:
-    """The cluster has no such part.
+    """Return the error for a part that the cluster does not have.
 
     Args:
         nodes: in order.
@@ -267,7 +267,7 @@ def allocation_error(nodes: Sequence[Node], groups: Sequence[RankGroup], allocat
 
 
 def _reshape_text(changes: Suggestion, nodes: Sequence[Node], allocation: Allocation) -> str:
-    """The shape that fits, and how to ask for it."""
+    """Return the shape that fits, and how to ask for it."""
     shape = {change.field: change.after for change in changes if not change.role}
     num_nodes = shape.get("num_nodes", allocation.num_nodes)
     per_node = shape.get("accelerators_per_node", allocation.accelerators_per_node)
@@ -287,7 +287,7 @@ def _allocation_line(node: Node, kind: str, per_node: int) -> str:
 
 
 def misfit_error(nodes: Sequence[Node], groups: Sequence[RankGroup], *, proven: bool) -> PlacementError:
-    """The groups do not fit on the nodes.
+    """Return the error for groups that do not fit on the nodes.
 
     Args:
         nodes: in order.
@@ -313,7 +313,7 @@ def _wanted_text(groups: Sequence[RankGroup]) -> str:
 
 
 def _totals_text(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> str:
-    """Where sums alone say that it cannot be, or that sums are not the matter."""
+    """Return where sums alone say that it cannot be, or that sums are not the matter."""
     texts, short = [], _short_of(nodes, groups)
     for kind in kinds_of(groups):
         own = [group for group in groups if group.accelerator == kind]

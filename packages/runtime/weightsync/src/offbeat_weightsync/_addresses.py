@@ -165,14 +165,17 @@ def connect(address: str | Path, deadline: Deadline) -> Connection:
 
 
 def greet(connection: Connection) -> bytes:
-    """The sender's part of the handshake, first half: its nonce, sent; WeightSyncError if the other side is gone."""
+    """Return the sender's part of the handshake, first half: its nonce, sent.
+
+    WeightSyncError if the other side is gone.
+    """
     ours = secrets.token_bytes(_NONCE_BYTES)
     connection.send_plain(memoryview(ours))
     return ours
 
 
 def admit(connection: Connection, ours: bytes, answer: bytes, address: TcpAddress) -> bool:
-    """The second half: whether the other side knows the token, by its answer of `ANSWER_BYTES`."""
+    """Return the second half: whether the other side knows the token, by its answer of `ANSWER_BYTES`."""
     token, theirs, mac = address.token.encode(), answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(mac, _mac(token, b"receiver", ours, theirs)):
         return False
@@ -181,7 +184,7 @@ def admit(connection: Connection, ours: bytes, answer: bytes, address: TcpAddres
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user. True where the system cannot say."""
+    """Return whether the process at the other end runs as this user. True where the system cannot say."""
     if sys.platform != "linux":
         return True  # there the socket is a file in a folder that only its owner may enter
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))

@@ -105,11 +105,11 @@ class WeightCopy:
         self.digest = ""  # of what it holds; empty while that may be anything
 
     def can_change(self, plan: BucketPlan) -> bool:
-        """Whether changes to what is held may travel, rather than all of it."""
+        """Return whether changes to what is held may travel, rather than all of it."""
         return bool(self.digest) and self._plan == plan and self._num_changes < self._max_changes
 
     def begin(self, plan: BucketPlan, *, changes: bool) -> None:
-        """What is held is about to become another version."""
+        """Note that what is held is about to become another version."""
         self.digest = ""
         self._num_changes = self._num_changes + 1 if changes else 0
         if self._plan != plan:
@@ -123,7 +123,7 @@ class WeightCopy:
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in the dtype and shape that are planned for it: the copy's own memory."""
+        """Return a tensor in the dtype and shape that are planned for it: the copy's own memory."""
         spec = self._specs[name]
         return self._held[name].view(torch_dtype(spec.dtype)).view(spec.shape)
 
@@ -154,7 +154,7 @@ def runs_of(bucket: Bucket) -> Iterator[Piece]:
 
 
 def coded_buckets(plan: BucketPlan, source: PlannedTensors, copy: WeightCopy) -> Iterator[list[CodedRun]]:
-    """What has changed, bucket by bucket; the copy follows."""
+    """Yield what has changed, bucket by bucket; the copy follows."""
     for bucket in plan.buckets:
         coded = []
         for run, data in source.runs(bucket):

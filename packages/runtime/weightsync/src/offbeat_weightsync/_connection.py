@@ -205,7 +205,7 @@ class Deadline:
             raise WeightSyncError(f"{self.waiting} was withdrawn while it waited for {on}")
 
     def missed(self, on: str) -> DeadlineError:
-        """The error to raise when it has passed while waiting for `on`."""
+        """Return the error to raise when it has passed while waiting for `on`."""
         return DeadlineError(self.waiting, on, self.seconds, "is it stuck, or is the deadline too short?")
 
 

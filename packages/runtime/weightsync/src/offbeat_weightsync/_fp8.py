@@ -54,19 +54,22 @@ def requantize_blocks(weight_OI: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantize_blocks(quantized_OI: Tensor, scales: Tensor) -> Tensor:
-    """What `quantize_blocks` stands for: [O, I] float32."""
+    """Return what `quantize_blocks` stands for: [O, I] float32."""
     return quantized_OI.float() * _spread(scales, quantized_OI)
 
 
 def is_fp8_weight(spec: TensorSpec) -> bool:
-    """Whether a tensor is quantised by default: matrices of at least a block within the layers; no table, no head."""
+    """Return whether a tensor is quantised by default: matrices of at least a block within the layers.
+
+    No table, no head.
+    """
     tables = ("embed_tokens.weight", "pos_embed.weight", "lm_head.weight")
     fits = len(spec.shape) == 2 and min(spec.shape) >= BLOCK and spec.name.endswith(".weight")
     return fits and not spec.name.endswith(tables)
 
 
 def fp8_specs(specs: Iterable[TensorSpec], select: Callable[[TensorSpec], bool] = is_fp8_weight) -> list[TensorSpec]:
-    """The specs of what `quantize_tensors` yields: after each quantised weight comes its scale."""
+    """Return the specs of what `quantize_tensors` yields: after each quantised weight comes its scale."""
     return [each for spec in specs for each in ([spec] if not select(spec) else _fp8_pair(spec))]
 
 

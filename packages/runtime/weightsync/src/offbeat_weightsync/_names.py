@@ -65,7 +65,7 @@ class TensorSlice(NamedTuple):
     num_rows: int = 0
 
     def within(self, tensor: Tensor) -> Tensor:
-        """The elements, as a view of the engine's tensor, in the order of the trainer's."""
+        """Return the elements, as a view of the engine's tensor, in the order of the trainer's."""
         if not self.view:
             return tensor
         return tensor.view(self.view)[self.expert, :, self.first_row : self.first_row + self.num_rows]
@@ -132,7 +132,7 @@ class NameMap:
         return cls(specs, tuple(engine_specs.values()), slices)
 
     def target(self, engine: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-        """What to give to `stream.load`: trainer's name -> view of the engine's memory.
+        """Return what to give to `stream.load`: trainer's name -> view of the engine's memory.
 
         Args:
             engine: engine's name -> its tensor, contiguous.
@@ -140,13 +140,13 @@ class NameMap:
         return lambda name: self.slices[name].within(engine(self.slices[name].name))
 
     def read(self, engine: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-        """What to give to `stream.prove`: trainer's name -> what the engine holds, in the trainer's shape."""
+        """Return what to give to `stream.prove`: trainer's name -> what the engine holds, in the trainer's shape."""
         shapes = {spec.name: spec.shape for spec in self.specs}
         target = self.target(engine)
         return lambda name: target(name).reshape(shapes[name])
 
     def fuse(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """The engine's tensors, made of the trainer's.
+        """Return the engine's tensors, made of the trainer's.
 
         Raises:
             WeightSyncError: tied tensors differ.
@@ -237,7 +237,7 @@ Source: https://github.com/huggingface/peft, peft/tuners/lora/layer.py; W + (alp
 
 
 def select_adapter(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The adapter's tensors among the trainer's, in order: what to plan and send.
+    """Return the adapter's tensors among the trainer's, in order: what to plan and send.
 
     Raises:
         WeightSyncError: there is none, or one lacks its partner or does not fit it.

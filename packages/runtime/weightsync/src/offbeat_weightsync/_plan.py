@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
     def cut(self, run_bytes: int) -> "Iterator[Piece]":
-        """The same bytes in runs of at most so many."""
+        """Return the same bytes in runs of at most so many."""
         for start in range(0, self.num_bytes, run_bytes):
             length = min(run_bytes, self.num_bytes - start)
             yield Piece(self.tensor, self.tensor_offset + start, self.bucket_offset + start, length)
@@ -125,7 +125,7 @@ def _lay_out(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ..
 
 @lru_cache(maxsize=4)
 def agreed_plan(specs: tuple[TensorSpec, ...], bucket_bytes: int, digest: str, sender: str) -> BucketPlan:
-    """The plan of what a sender announces; the same comes with version after version."""
+    """Return the plan of what a sender announces; the same comes with version after version."""
     plan = BucketPlan.build(specs, bucket_bytes)
     if plan.digest != digest:
         raise WeightSyncError(f"the plans differ: {digest} at {sender}, {plan.digest} here; same version?")

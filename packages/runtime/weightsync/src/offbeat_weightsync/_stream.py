@@ -55,7 +55,7 @@ class ArrivingStream(ABC):
 
     @abstractmethod
     def _end(self) -> WeightProof:
-        """What was sent, once all is loaded."""
+        """Return what was sent, once all is loaded."""
 
     @abstractmethod
     def _tell(self, proof: WeightProof) -> None:

@@ -57,7 +57,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def tensor_bytes(tensor: Tensor) -> Bytes:
-    """The elements as [bytes] uint8, row-major: a view where the tensor is contiguous and in host memory."""
+    """Return the elements as [bytes] uint8, row-major: a view where the tensor is contiguous and in host memory."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if not (plain.is_cpu and plain.is_contiguous()):
         plain = plain.cpu().contiguous()
@@ -115,7 +115,7 @@ class PlannedTensors:
         self._checksums.append(hasher.hexdigest())
 
     def finish(self) -> tuple[str, ...]:
-        """The checksum of each bucket; WeightSyncError if there are more tensors than planned."""
+        """Return the checksum of each bucket; WeightSyncError if there are more tensors than planned."""
         self._flat = self._bytes = None
         for name, _ in self._tensors:
             raise WeightSyncError(f"{name}: {_describe_surplus(name, self._specs)}")
@@ -169,7 +169,7 @@ class TargetTensor:
         self.bytes = tensor_bytes(tensor) if self.is_contiguous and tensor.is_cpu else None
 
     def room(self, run: Piece) -> Bytes | None:
-        """Where a run belongs, if that is host memory."""
+        """Return where a run belongs, if that is host memory."""
         return None if self.bytes is None else self.bytes[run.tensor_offset : run.tensor_offset + run.num_bytes]
 
     def write(self, run: Piece, part: Tensor) -> None:
@@ -278,7 +278,7 @@ def tensor_checksums(
 
 
 def planned_checksums(plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The same of the trainer's tensors, as they would travel."""
+    """Return the same of the trainer's tensors, as they would travel."""
     specs = {spec.name: spec for spec in plan.specs}
     checksums = {}
     for name, tensor in tensors:
@@ -292,7 +292,7 @@ def planned_checksums(plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def plan_changes(plan: BucketPlan, ours: Mapping[str, str], theirs: Iterable[Mapping[str, str] | None]) -> BucketPlan:
-    """The plan of the tensors that at least one receiver does not hold as we do; all for one that does not say.
+    """Return the plan of the tensors that at least one receiver does not hold as we do; all for one that does not say.
 
     Never an empty plan: if nothing differs it holds the smallest tensor, for a version comes with a proof.
     """

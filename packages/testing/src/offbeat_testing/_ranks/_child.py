@@ -69,7 +69,7 @@ class RankPipes:
     parent: int
 
     def file(self, what: str) -> Path:
-        """Where this rank writes `what`."""
+        """Return where this rank writes `what`."""
         return self.folder / f"rank-{self.rank}.{what}"
 
 
@@ -175,7 +175,7 @@ class Rank:
         )
 
     def _arguments(self) -> dict[str, Any]:
-        """The fixtures' values, with those of this rank where they differ between ranks."""
+        """Return the fixtures' values, with those of this rank where they differ between ranks."""
         rank, size = self._pipes.rank, self._request.size
         own = {"rank": lambda: rank, "ranks": lambda: Ranks(rank=rank, size=size), "mesh": self._mesh}
         wanted = self._item._fixtureinfo.argnames
@@ -216,7 +216,7 @@ class Rank:
 
 
 def _utf8(text: str) -> str:
-    """The text in characters that can travel: names of files may have others."""
+    """Return the text in characters that can travel: names of files may have others."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -238,7 +238,7 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def _stacks() -> str:
-    """The stack of each thread but this one, innermost frame last, without what is below the test's body."""
+    """Return the stack of each thread but this one, innermost frame last, without what is below the test's body."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
     for ident, frame in current_frames().items():

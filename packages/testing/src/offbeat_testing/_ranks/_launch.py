@@ -71,7 +71,7 @@ class RankEnd:
         return self.report.state if self.report else self.state
 
     def output(self, what: str) -> str:
-        """What the rank wrote to `stdout`, `stderr` or `stacks`."""
+        """Return what the rank wrote to `stdout`, `stderr` or `stacks`."""
         path = self.folder / f"rank-{self.rank}.{what}"
         return path.read_text(errors="replace") if path.is_file() else ""
 
@@ -143,7 +143,7 @@ def _end_text(end: RankEnd) -> str:
 
 
 def _failed_otherwise(end: RankEnd) -> bool:
-    """Whether a rank failed in a way that neither the test expects nor a peer's end explains."""
+    """Return whether a rank failed in a way that neither the test expects nor a peer's end explains."""
     if not end.has_failed or (end.report and end.report.outcome == "expected"):
         return False
     return not _lost_a_peer(_end_text(end))
@@ -154,7 +154,7 @@ def _lost_a_peer(text: str) -> bool:
 
 
 def _later_text(end: RankEnd) -> str:
-    """One line where a peer's end explains it, else the whole of it."""
+    """Return one line where a peer's end explains it, else the whole of it."""
     text = _end_text(end)
     if not _lost_a_peer(text):
         return f"after that, rank {end.rank} failed\n{text}"
@@ -280,7 +280,7 @@ class RankProcesses:
             self._ask_where_they_are()
 
     def _wait_in_vain(self, now_s: float) -> bool:
-        """Whether a rank is in a collective with one that has come to the end: no deadline is needed to know."""
+        """Return whether a rank is in a collective with one that has come to the end: no deadline is needed to know."""
         if now_s < self._next_look_s or not any(end.report for end in self.ends):
             return False
         states = {end.rank: end.last_state for end in self.ends if end.last_state}
@@ -315,7 +315,7 @@ class RankProcesses:
                 end.status = os.waitstatus_to_exitcode(reaped[1])
 
     def _ask_for_a_verdict(self) -> None:
-        """Of one rank after the other, until one answers: its monitor asks all others."""
+        """Ask one rank after the other, until one answers: its monitor asks all others."""
         for end in self.ends:
             until_s = time.monotonic() + VERDICT_S
             self._order(JUDGE, only=end)
@@ -328,7 +328,7 @@ class RankProcesses:
                 return
 
     def _ask_where_they_are(self) -> None:
-        """Of every rank still there: its collectives and stacks; from one that does not answer, its bare stacks."""
+        """Ask every rank still there for its collectives and stacks; take the bare stacks of one that is silent."""
         self._order(EXPLAIN)
         until_s = time.monotonic() + EXPLAIN_S
         asked = [end for end in self.ends if end.is_there and end.report is None]

@@ -89,7 +89,7 @@ def _call_text(call: Collective) -> str:
 
 
 def first_difference(states: Mapping[int, RankState]) -> Difference | None:
-    """The earliest difference between the members of a group, or None."""
+    """Return the earliest difference between the members of a group, or None."""
     states = {rank: state for rank, state in states.items() if state.collectives is not None}
     groups = sorted({collective.group for state in states.values() for collective in state.collectives or ()})
     found = (_difference_of(group, states) for group in groups)
@@ -141,7 +141,7 @@ def _signature(call: Collective | None) -> tuple[str, ...]:
 
 
 def recorded_collectives(since_ns: int = 0, *, patience_s: float = PATIENCE_S) -> list[Collective] | None:
-    """The collectives of this process since `time.time_ns` gave this, as far back as torch's flight recorder reaches.
+    """Return the collectives of this process since a `time.time_ns`, as far back as torch's flight recorder goes.
 
     A fork has its parent's older ones too, whose groups may have had the same names. None when there was no moment in
     which no thread makes or uses a group: torch lets nobody read while another thread writes.

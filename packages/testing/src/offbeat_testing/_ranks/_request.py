@@ -30,7 +30,7 @@ class RanksRequest:
 
 
 def read_request(item: pytest.Item) -> RanksRequest | None:
-    """What the marks of a test ask for, or None where it has none of ours."""
+    """Return what the marks of a test ask for, or None where it has none of ours."""
     axes = _axes(item)
     mark = _closest(item, "mesh") if axes is not None else _closest(item, "ranks")
     if mark is None and axes is None:
@@ -80,7 +80,7 @@ def _axes(item: pytest.Item) -> dict[str, int] | None:
 
 
 def _closest(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """The mark nearest to the test: one of its parameter set comes before one of its function."""
+    """Return the mark nearest to the test: one of its parameter set comes before one of its function."""
     callspec = getattr(item, "callspec", None)
     for mark in getattr(callspec, "marks", ()):
         if mark.name == name:

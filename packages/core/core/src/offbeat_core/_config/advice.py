@@ -45,7 +45,7 @@ def _truth(value: Any) -> str:
 
 
 def _number(value: Any, *, is_whole: bool, setting: Setting) -> str:
-    """The number that is meant, where it is one that the setting takes."""
+    """Return the number that is meant, where it is one that the setting takes."""
     meant = value if isinstance(value, float) else _meant_number(value, setting) if isinstance(value, str) else None
     if meant is None or abs(meant) > _LARGEST_WRITTEN or (is_whole and not float(meant).is_integer()):
         return ""

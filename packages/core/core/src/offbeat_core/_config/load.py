@@ -122,7 +122,7 @@ def _key_lines(text: str) -> dict[tuple[str, ...], int]:
 
 
 def _only_path(parsed: Any) -> tuple[str, ...]:
-    """The path of a header, `[a.b]` or `[[a.b]]`, parsed by itself."""
+    """Return the path of a header, `[a.b]` or `[[a.b]]`, parsed by itself."""
     path: tuple[str, ...] = ()
     while parsed:
         table = parsed[0] if isinstance(parsed, list) else parsed
@@ -157,7 +157,7 @@ def _relative_paths(tables: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], s
 
 
 def _relative_path(key: str, value: str) -> str:
-    """The path that a value is; empty where it is none, or not relative."""
+    """Return the path that a value is; empty where it is none, or not relative."""
     path, found, _ = value.partition(".py:")
     is_path = bool(found) or value.endswith(".py") or key == "path" or key.endswith("_path")
     return path + ".py" * bool(found) if is_path and not value.startswith(("/", "~", "$")) else ""

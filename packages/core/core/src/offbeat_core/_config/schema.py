@@ -38,7 +38,7 @@ class Key:
 
     @property
     def required(self) -> str:
-        """What a value must be, in words: type, bounds, unit."""
+        """Return what a value must be, in words: type, bounds, unit."""
         required = type_words(self.annotation)
         bounds = bound_words(self.setting)
         unit = f", in {self.setting.unit}" if self.setting.unit else ""
@@ -104,13 +104,16 @@ def keys_of(cls: Any, base: Any = None) -> dict[str, Key]:
 
 
 def named_class(annotation: Any) -> Any:
-    """The section class D of a setting `dict[str, D]`, a table of tables by names of the user's; None for others."""
+    """Return the section class D of a setting `dict[str, D]`, a table of tables by names of the user's.
+
+    None for others.
+    """
     args = get_args(annotation) if get_origin(annotation) is dict else ()
     return args[1] if args and is_dataclass(args[1]) else None
 
 
 def nested_class(annotation: Any) -> Any:
-    """The section class D of a setting `D` or `D | None` within another; None for others."""
+    """Return the section class D of a setting `D` or `D | None` within another; None for others."""
     return next((arm for arm in union_arms(annotation) if is_dataclass(arm)), None)
 
 
@@ -129,7 +132,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def union_arms(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of `A | B`, or the annotation alone."""
+    """Return the alternatives of `A | B`, or the annotation alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

@@ -26,7 +26,7 @@ Report = Callable[[Path, str, bool], None]
 
 
 def build_named(key: Key, tables: Any, report: Report) -> dict[str, Any]:
-    """The instances of a setting `dict[str, D]`; what is wrong goes to `report`.
+    """Return the instances of a setting `dict[str, D]`; what is wrong goes to `report`.
 
     Args:
         key: the setting.
@@ -46,7 +46,7 @@ def build_named(key: Key, tables: Any, report: Report) -> dict[str, Any]:
 
 
 def _build(cls: Any, table: Any, path: Path, report: Report) -> Any:
-    """An instance of a section class; None where something is wrong with it, which is reported."""
+    """Return an instance of a section class; None where something is wrong with it, which is reported."""
     if not isinstance(table, Mapping):
         report(path, f"must be a table, [...{'.'.join(path)}], got a single value", isinstance(table, OverrideText))
         return None
@@ -91,7 +91,7 @@ def _value(key: Key, value: Any, path: Path, complain: Report) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """A table whose entries come from overrides, such as options, without the marks of where they came from."""
+    """Return a table whose entries come from overrides, such as options, without the marks of where they came from."""
     if isinstance(value, Mapping):
         return {name: _read(item) for name, item in value.items()}
     return parse_scalar(value.text) if isinstance(value, OverrideText) else value

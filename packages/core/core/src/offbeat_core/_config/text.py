@@ -43,7 +43,7 @@ def dump_config(config: Any) -> str:
 
 
 def _table_blocks(path: tuple[str, ...], doc: str, held: Any) -> list[str]:
-    """The table of a section, and after it those within it."""
+    """Return the table of a section, and after it those within it."""
     lines = [*_comment(doc), f"[{'.'.join(map(toml_key, path))}]"]
     inner: list[str] = []
     for key in keys_of(type(held)).values():
@@ -127,7 +127,10 @@ def explain(root_type: type, key: str) -> str:
 
 
 def _explain_within(path: str, keys: Mapping[str, Key], rest: list[str]) -> str:
-    """A key of the tables under names of the user's, such as eval.sets.aime.temperature; empty where there is none."""
+    """Return a key of the tables under names of the user's, such as eval.sets.aime.temperature.
+
+    Empty where there is none.
+    """
     key = keys.get(rest[0])
     if key is None or len(rest) == 1:
         return _explain_key(path, key) if key else ""
@@ -175,7 +178,7 @@ def _explain_key(section: str, key: Key) -> str:
 
 
 def _example_words(path: str, key: Key) -> str:
-    """An override to copy; of tables, one for their first key."""
+    """Return an override to copy; of tables, one for their first key."""
     if inner := named_class(key.annotation) or nested_class(key.annotation):
         first = next(iter(keys_of(inner).values()))
         return _example_words(f"{path}{'.NAME' * bool(named_class(key.annotation))}.{first.name}", first)
@@ -187,7 +190,7 @@ def _default_text(key: Key) -> str:
 
 
 def _example(key: Key) -> str:
-    """A value to copy: the default, or the first choice, or one that suits the type."""
+    """Return a value to copy: the default, or the first choice, or one that suits the type."""
     if key.default not in (MISSING, None, "", (), [], {}):
         return _shell_word(toml_value(key.default))
     if key.setting.choices:

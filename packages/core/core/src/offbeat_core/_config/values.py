@@ -68,7 +68,7 @@ def _variable(name: str, default: str | None, *, at_start: bool) -> str:
 
 
 def escape_text(text: str) -> str:
-    """The inverse of `expand_text`: a text that expands to `text`."""
+    """Return the inverse of `expand_text`: a text that expands to `text`."""
     return re.sub(r"\A(?=\$*~(?:/|\Z))|(?=\$+\{)(?<!\$)", "$", text)
 
 
@@ -84,7 +84,10 @@ def expand(value: Any) -> Any:
 
 
 def escape(value: Any) -> Any:
-    """The inverse of `expand`; what a secret variable of the environment holds becomes a reference to it again."""
+    """Return the inverse of `expand`.
+
+    What a secret variable of the environment holds becomes a reference to it again.
+    """
     if isinstance(value, str | Path):
         text, marks = mark_secrets(str(value))
         text = escape_text(text)
@@ -120,7 +123,7 @@ def convert(value: Any, annotation: Any) -> Any:
 
 
 def _items(value: Any, annotation: Any) -> Iterable[tuple[Any, Any]]:
-    """The parts of a list or a table, each with what it must be."""
+    """Return the parts of a list or a table, each with what it must be."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is dict and isinstance(value, dict):
         return [(item, args[1]) for item in value.values()]

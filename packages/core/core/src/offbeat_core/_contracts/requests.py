@@ -86,7 +86,7 @@ class SamplingParams:
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens are left out."""
+        """Return whether some tokens are left out."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def first_seed(self) -> int:

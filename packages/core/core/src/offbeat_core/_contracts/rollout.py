@@ -62,7 +62,7 @@ WAKE_TAGS: Final = ("weights", "kv_cache")
 
 
 def wake_tags(tags: tuple[str, ...]) -> set[str]:
-    """What `RolloutEngine.wake` is to take again.
+    """Return what `RolloutEngine.wake` is to take again.
 
     Raises:
         ConfigError: a tag that there is not.
@@ -89,7 +89,7 @@ class RolloutEngine(Protocol):
 
     @property
     def capabilities(self) -> RolloutCapabilities:
-        """What it can do. The rest of the contract holds within this: what is beyond it is a ConfigError."""
+        """Return what it can do. The rest of the contract holds within this: what is beyond it is a ConfigError."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return `request.num_samples` completions, in order.

@@ -207,7 +207,7 @@ class TrainLayout:
 
     @property
     def num_ranks(self) -> int:
-        """How many train together."""
+        """Return how many train together."""
         return self.dp * self.cp * self.tp * self.pp
 
     def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
@@ -283,7 +283,7 @@ class TrainEngineSettings:
 
     @property
     def lora_scale(self) -> float:
-        """What the product of an adapter's matrices is multiplied with: alpha / rank. There must be adapters."""
+        """Return what the product of an adapter's matrices is multiplied with: alpha / rank. There must be adapters."""
         return (self.lora_alpha or 2.0 * self.lora_rank) / self.lora_rank
 
 
@@ -364,7 +364,7 @@ def check_token_ids(sequences: Sequence[TrainSequence], vocabulary: int) -> None
 
 
 def loss_extras(sequences: Sequence[TrainSequence]) -> dict[str, Floats]:
-    """The extras of a micro-batch's sequences at their loss tokens, each [N] float32, by name in order."""
+    """Return the extras of a micro-batch's sequences at their loss tokens, each [N] float32, by name in order."""
     return {
         name: np.concatenate([each.extras[name][each.loss_mask] for each in sequences]).astype(np.float32)
         for name in sorted(sequences[0].extras)
@@ -396,7 +396,7 @@ def call_loss(loss: LossFunction, tokens: LossTokens[TensorT]) -> tuple[TensorT,
 
 
 def count_micro_batch(sequences: Sequence[TrainSequence], num_computed: int, loss: float) -> Metrics:
-    """What an engine reports of a micro-batch beside the metrics of the loss function.
+    """Return what an engine reports of a micro-batch beside the metrics of the loss function.
 
     Args:
         sequences: of the micro-batch.

@@ -170,7 +170,7 @@ class Trajectory:
 
     @classmethod
     def of(cls, completion: Completion) -> "Trajectory":
-        """The trajectory that is one completion."""
+        """Return the trajectory that is one completion."""
         return cls(turns=(completion,), ended="done" if completion.stop_reason in ("eos", "stop") else "cut_off")
 
     @property
@@ -190,12 +190,15 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[VersionSegment, ...]:
-        """Which policy version sampled which run of the N sampled tokens; every turn begins a segment of its own."""
+        """Return which policy version sampled which run of the N sampled tokens.
+
+        Every turn begins a segment of its own.
+        """
         return tuple(segment for turn in self.turns for segment in turn.segments)
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """What it was shown after the prompt, in the order of their placeholders."""
+        """Return what it was shown after the prompt, in the order of their placeholders."""
         return tuple(image for reply in self.replies for image in reply.images)
 
     @property
@@ -210,7 +213,7 @@ class Trajectory:
 
     @property
     def num_versions(self) -> int:
-        """How many policy versions sampled it."""
+        """Return how many policy versions sampled it."""
         return len({segment.version for segment in self.segments})
 
     @property
@@ -225,7 +228,7 @@ class Trajectory:
         return texts[0] + "".join(reply.text + text for reply, text in zip(self.replies, texts[1:], strict=True))
 
     def to_sequence(self, prompt_ids: Ids, images: tuple[Image, ...] = ()) -> TrainSequence:
-        """The prompt and this trajectory, with the loss on what was sampled.
+        """Return the prompt and this trajectory, with the loss on what was sampled.
 
         Args:
             prompt_ids: [P] int32, of the group; a prompt of its own goes before.

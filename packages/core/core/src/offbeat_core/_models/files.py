@@ -55,7 +55,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def find_tensors(folder: Path, held: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Which file to read each tensor from: the one that the index names, where there is one.
+    """Return which file to read each tensor from: the one that the index names, where there is one.
 
     Args:
         folder: of the files; like transformers, this asks no index beside model.safetensors.
@@ -121,7 +121,7 @@ def _refuse_pointer(path: Path, begin: bytes) -> None:
 
 
 def list_model_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index, which nobody asks beside model.safetensors.
+    """Return the files that hold the weights: those of the index, which nobody asks beside model.safetensors.
 
     Raises:
         ModelError: one is missing.
@@ -218,7 +218,7 @@ class TensorSpec:
 
 
 def tensor_file_header(specs: Iterable[TensorSpec]) -> bytes:
-    """The start of a safetensors file, up to the first tensor's bytes: a multiple of 64 long.
+    """Return the start of a safetensors file, up to the first tensor's bytes: a multiple of 64 long.
 
     Args:
         specs: of the tensors, in the order of their bytes.
@@ -235,7 +235,7 @@ def tensor_file_header(specs: Iterable[TensorSpec]) -> bytes:
 
 
 def tensor_file_index(files: Mapping[str, Iterable[TensorSpec]]) -> str:
-    """What transformers reads to find the tensors of a model in several files, JSON.
+    """Return what transformers reads to find the tensors of a model in several files, JSON.
 
     Args:
         files: for the name of each its tensors.

@@ -106,7 +106,7 @@ def _row(name: str, series: Mapping[str, Points], step: int) -> str:
 
 
 def _at(points: Points, step: int) -> float:
-    """The value at a step, or the last one before it."""
+    """Return the value at a step, or the last one before it."""
     return next((value for at, value in reversed(points) if at <= step), points[0][1])
 
 
@@ -124,7 +124,7 @@ def _data(config: Mapping[str, Any]) -> str:
 
 
 def _source(data: Mapping[str, Any]) -> str:
-    """A generator such as arithmetic:2 as it is, a file or a folder by its name."""
+    """Return a generator such as arithmetic:2 as it is, a file or a folder by its name."""
     name = source_name(str(data.get("path") or ""))
     return f"`{_plain(name)}`" + (f", split {_plain(str(data['split']))}" if data.get("split") else "")
 

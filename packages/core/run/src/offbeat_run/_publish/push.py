@@ -116,7 +116,7 @@ def push(run: RunFolder, words: CommandWords, application: str) -> None:
 
 
 def _fill(folder: Path, run: RunFolder, checkpoint: Checkpoint, application: str) -> None:
-    """What others need of a checkpoint: weights, configuration, tokenizer, adapter, card."""
+    """Copy what others need of a checkpoint: weights, configuration, tokenizer, adapter, card."""
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file() and path.suffix in _SUFFIXES and path.name not in _OURS:
             shutil.copyfile(path, folder / path.name)

@@ -9,12 +9,15 @@ if TYPE_CHECKING:
 
 
 def asset(name: str) -> str:
-    """The text of a file."""
+    """Return the text of a file."""
     return files("offbeat_run").joinpath("_report", name).read_text(encoding="utf-8")
 
 
 def page_template(name: str) -> "Template":
-    """A page; everything that is put into it is escaped. The test `drawable` tells an image's address from others."""
+    """Return a page.
+
+    Everything that is put into it is escaped. The test `drawable` tells an image's address from others.
+    """
     from jinja2 import Environment, PackageLoader  # imported late: training needs none
 
     environment = Environment(loader=PackageLoader("offbeat_run", "_report"), autoescape=True, trim_blocks=True)

@@ -27,12 +27,12 @@ class ItemPair:
 
     @property
     def change(self) -> float:
-        """Of the share of samples that are right."""
+        """Change of the share of samples that are right."""
         return self.after.share_right - self.before.share_right
 
     @property
     def kind(self) -> str:
-        """What has become of it, for the page."""
+        """Return what has become of it, for the page."""
         return "gained" if self.change > 0 else "lost" if self.change < 0 else "same"
 
     def texts(self) -> list[tuple[str, str]]:
@@ -56,12 +56,12 @@ class SetPair:
 
     @property
     def shown(self) -> list[ItemPair]:
-        """What a page has room for."""
+        """Return what a page has room for."""
         return self.pairs[:_SHOWN]
 
     @property
     def difference(self) -> Estimate:
-        """Of the shares that are right, item by item, so that items that are hard for both widen no interval."""
+        """Return the difference of the right shares, item by item: items hard for both widen no interval."""
         return Estimate.of([pair.change for pair in self.pairs])
 
     def describe(self) -> str:

@@ -29,7 +29,7 @@ class ItemTable:
 
 
 def item_tables(run: RunFolder, damaged: list[str]) -> list[ItemTable]:
-    """One table for each set that was validated twice or more, of a few validations where there are many.
+    """Return one table for each set that was validated twice or more, of a few validations where there are many.
 
     Args:
         run: open for reading.

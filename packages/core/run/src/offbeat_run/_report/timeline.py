@@ -137,7 +137,7 @@ def _slots(bars: Bars) -> dict[str, int]:
 
 
 def _kind(name: str) -> str:
-    """The name without its number: "version 12" and "version 13" are one kind of span, in one colour."""
+    """Return the name without its number: "version 12" and "version 13" are one kind of span, in one colour."""
     return re.sub(r"[\s#_-]*\d+\s*$", "", name) or name
 
 

@@ -69,7 +69,7 @@ class EvalFolder:
             json.dump({"about": self._about, "marks": {**marks, **self._marks}}, file, indent=1)
 
     def answered(self, name: str) -> dict[int, ItemAnswers]:
-        """What is there already, by item."""
+        """Return what is there already, by item."""
         return {each.item: each for each in read_answers(answers_path(self.path, name))}
 
     def write(self, name: str, item: ItemAnswers) -> None:
@@ -91,7 +91,7 @@ class EvalFolder:
 
 
 def read_eval_note(path: Path) -> dict[str, Any]:
-    """What an evaluation's folder says of itself.
+    """Return what an evaluation's folder says of itself.
 
     Raises:
         RunFolderError: it is no folder of an evaluation.

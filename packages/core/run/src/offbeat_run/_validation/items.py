@@ -56,7 +56,7 @@ class ItemAnswers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share_right(self) -> float:
-        """Of the samples, at least one."""
+        """Share of the samples that are right; there is at least one."""
         return sum(sample.right for sample in self.samples) / len(self.samples)
 
 
@@ -97,7 +97,7 @@ class AnswersLog:
 
 
 def answers_path(folder: Path, name: str) -> Path:
-    """The file of one set."""
+    """Return the file of one set."""
     return folder / f"{name}.jsonl"
 
 
@@ -136,13 +136,13 @@ class ItemHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flips(self) -> int:
-        """How often it went from mostly right to mostly wrong or back."""
+        """Return how often it went from mostly right to mostly wrong or back."""
         rightly = [share >= 0.5 for _, share in sorted(self.shares.items())]
         return sum(before != after for before, after in pairwise(rightly))
 
     @property
     def change(self) -> float:
-        """Of the share, from the first to the last validation."""
+        """Change of the share, from the first to the last validation."""
         steps = sorted(self.shares)
         return self.shares[steps[-1]] - self.shares[steps[0]]
 

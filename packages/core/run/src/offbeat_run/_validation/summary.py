@@ -155,7 +155,7 @@ _HEAD = (
 
 
 def table_rows(summaries: Sequence[SetSummary]) -> list[tuple[str, ...]]:
-    """A head and rows for people: one for each estimate; what belongs to the set stands in its first row."""
+    """Return a head and rows for people: one for each estimate; what belongs to the set stands in its first row."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for summary in summaries:
         versions = ", ".join(map(str, summary.versions)) or "-"
@@ -170,7 +170,7 @@ def table_rows(summaries: Sequence[SetSummary]) -> list[tuple[str, ...]]:
 
 
 def table_text(summaries: Sequence[SetSummary]) -> str:
-    """The table in columns of plain text."""
+    """Return the table in columns of plain text."""
     rows = table_rows(summaries)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join(
@@ -179,13 +179,13 @@ def table_text(summaries: Sequence[SetSummary]) -> str:
 
 
 def table_markdown(summaries: Sequence[SetSummary]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     head, *rows = table_rows(summaries)
     lines = [head, ("---",) * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def table_json(summaries: Sequence[SetSummary], **about: Any) -> str:
-    """The table as JSON, with whatever else is worth saying about it."""
+    """Return the table as JSON, with whatever else is worth saying about it."""
     interval = f"{CONFIDENCE:.0%}, percentile bootstrap over items"
     return json.dumps({**about, "interval": interval, "sets": [asdict(each) for each in summaries]}, indent=1) + "\n"

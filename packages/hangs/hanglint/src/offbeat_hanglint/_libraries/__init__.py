@@ -62,7 +62,7 @@ class Libraries:
 
 @cache
 def libraries(summaries: tuple[Path, ...] = ()) -> Libraries:
-    """The tables, read once.
+    """Return the tables, read once.
 
     Args:
         summaries: more of them, in the form of ours.

@@ -13,7 +13,7 @@ _COMMANDS: Final = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def as_github(report: Report) -> str:
-    """A line for each finding, and one that counts."""
+    """Return a line for each finding, and one that counts."""
     return "".join([*(f"{_annotation(said)}\n" for said in report.said), f"{summary(report)}\n"])
 
 
@@ -34,10 +34,10 @@ def _annotation(said: Said) -> str:
 
 
 def _data(text: str) -> str:
-    """A message: no line may end in it, and a percent sign begins an escape."""
+    """Return a message: no line may end in it, and a percent sign begins an escape."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    """A value among several: nor may it hold what ends one."""
+    """Return a value among several: nor may it hold what ends one."""
     return _data(text).replace(":", "%3A").replace(",", "%2C")

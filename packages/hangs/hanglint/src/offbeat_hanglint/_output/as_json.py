@@ -10,7 +10,7 @@ VERSION: Final = 1
 
 
 def as_json(report: Report) -> str:
-    """One object; paths are relative to `root`, lines and columns count from 1."""
+    """Return one object; paths are relative to `root`, lines and columns count from 1."""
     data = {
         "version": VERSION,
         "root": str(report.root),
@@ -31,7 +31,7 @@ def as_json(report: Report) -> str:
 
 
 def finding_data(said: Said) -> Mapping[str, Any]:
-    """One finding as plain data."""
+    """Return one finding as plain data."""
     finding = said.finding
     return {
         "rule": finding.rule,

@@ -22,7 +22,7 @@ _PRECISION: Final = {"high": "high", "medium": "medium", "low": "low"}
 
 
 def as_sarif(report: Report, config: Config) -> str:
-    """One run. The guard-to-collective path of a finding is its code flow."""
+    """Return one run. The guard-to-collective path of a finding is its code flow."""
     run = {
         "tool": {
             "driver": {
@@ -40,7 +40,7 @@ def as_sarif(report: Report, config: Config) -> str:
 
 
 def own_version() -> str:
-    """The version that is installed; 0.0.0 when it runs from its source."""
+    """Return the version that is installed; 0.0.0 when it runs from its source."""
     try:
         return version("offbeat-hanglint")
     except PackageNotFoundError:
@@ -87,7 +87,7 @@ def _result(said: Said) -> Mapping[str, Any]:
 
 
 def _location(path: str, region: Mapping[str, int], *, message: str = "", function: str = "") -> Mapping[str, Any]:
-    """A place. An absolute path, of a file outside the root, has no base."""
+    """Return a place. An absolute path, of a file outside the root, has no base."""
     uri = quote(path.encode("utf-8", "surrogateescape"))
     artifact = {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": ROOT}
     location: dict[str, Any] = {"physicalLocation": {"artifactLocation": artifact, "region": dict(region)}}

@@ -20,14 +20,14 @@ _NAMES: Final = {rule.id: rule.name for rule in EVERY_RULE}
 
 
 def as_text(report: Report, *, is_coloured: bool = False) -> str:
-    """The whole report; its last line counts."""
+    """Return the whole report; its last line counts."""
     lines = SourceLines(report.root)
     blocks = ["\n".join(_finding(each, report.root, lines, is_coloured)) + "\n\n" for each in report.said]
     return "".join([*blocks, f"{summary(report)}\n"])
 
 
 def summary(report: Report) -> str:
-    """One line: how many findings there are, in what, and what is not said."""
+    """Return one line: how many findings there are, in what, and what is not said."""
     read = (
         f"{report.num_files:,} file{'s' * (report.num_files != 1)}, {report.num_lines:,} lines, {report.seconds:.1f} s"
     )
@@ -104,7 +104,7 @@ def _excerpt(finding: Finding, lines: SourceLines, dim: Style, mark: Style) -> I
 
 
 def _shown(root: Path, path: str) -> str:
-    """How to open it from the current folder."""
+    """Return how to open it from the current folder."""
     whole = os.path.join(root, path)
     relative = os.path.relpath(whole)
     return whole if relative.startswith(os.pardir) else relative

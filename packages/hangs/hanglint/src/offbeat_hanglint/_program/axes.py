@@ -130,7 +130,7 @@ _RANK_VARIABLES: Final = re.compile(
 
 @lru_cache(maxsize=100_000)
 def words(name: str) -> tuple[str, ...]:
-    """The words of an identifier, in lower case: `getDataParallelRank` and `get_data_parallel_rank` have the same."""
+    """Return the words of an identifier, in lower case, for `getDataParallelRank` as for `get_data_parallel_rank`."""
     return tuple(word.lower() for word in _WORD.findall(name))
 
 
@@ -244,7 +244,7 @@ def group_axes(text: str) -> Axes:
 
 
 def meet(guard: Set[str], spanned: Set[str]) -> bool:
-    """Whether members of one group over the axes `spanned` can differ in a condition on the axes `guard`.
+    """Return whether members of one group over the axes `spanned` can differ in a condition on the axes `guard`.
 
     Expert parallelism divides the ranks of data, context and tensor parallelism anew, so it meets them all.
     """

@@ -170,13 +170,13 @@ _FILL_WORDS: Final = frozenset(
 
 
 def is_data_name(name: str) -> bool:
-    """Whether a variable of this name holds a rank's own data."""
+    """Return whether a variable of this name holds a rank's own data."""
     parts = set(words(name))
     return bool(parts & _DATA_WORDS) and not parts & _CONFIG_WORDS
 
 
 def is_filled_name(name: str) -> bool:
-    """Whether a container of this name is filled by each rank as it goes."""
+    """Return whether a container of this name is filled by each rank as it goes."""
     parts = set(words(name))
     return bool(parts & _FILL_WORDS) and not parts & (_CONFIG_WORDS - {"size"})
 
@@ -340,5 +340,5 @@ def _chosen_group(name: str, last: str, arguments: str) -> str:
 
 
 def only_axes(depends: Depends) -> Axes:
-    """The axes among the tags."""
+    """Return the axes among the tags."""
     return frozenset(tag for tag in depends if tag not in LOCAL)

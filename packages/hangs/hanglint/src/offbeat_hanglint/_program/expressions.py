@@ -50,7 +50,7 @@ _FIELDS: Final = _Fields()
 
 
 def parts(node: ast.AST) -> list[ast.AST]:
-    """The expressions directly within an expression or a statement, without a statement's blocks."""
+    """Return the expressions directly within an expression or a statement, without a statement's blocks."""
     found: list[ast.AST] = []
     for name in _FIELDS[node.__class__]:
         value = getattr(node, name, None)
@@ -75,7 +75,7 @@ def comparisons_in(node: ast.AST) -> list[ast.Compare]:
 
 
 def asks_whether_known(node: ast.Compare) -> bool:
-    """Whether a comparison asks only if there is a value: `rank >= 0`, `rank != -1`, `rank is None`.
+    """Return whether a comparison asks only if there is a value: `rank >= 0`, `rank != -1`, `rank is None`.
 
     Ranks of a distributed run all have one, so it says the same on each of them.
     """
@@ -206,7 +206,7 @@ _RUNS_ARGUMENT: Final = {
 
 
 def passed_call(node: ast.Call) -> ast.Call | None:
-    """The call that `asyncio.to_thread(function, *arguments)` and its like make, as if it were written directly."""
+    """Return the call that `asyncio.to_thread(function, *arguments)` and its like make, as if written directly."""
     name = (
         node.func.attr
         if isinstance(node.func, ast.Attribute)
@@ -246,7 +246,7 @@ _PASSES_ON: Final = frozenset(
 
 
 def is_passing_on(node: ast.Call) -> bool:
-    """Whether what a call returns tells its arguments: `int(os.environ["RANK"])` does, a sampler does not."""
+    """Return whether what a call returns tells its arguments: `int(os.environ["RANK"])` does, a sampler does not."""
     name = (
         node.func.attr
         if isinstance(node.func, ast.Attribute)
@@ -282,7 +282,7 @@ def unpacked(targets: list[ast.expr], value: ast.expr) -> Iterator[tuple[ast.exp
 
 
 def entered_calls(node: ast.stmt) -> list[ast.Call]:
-    """The calls of `__enter__` and `__exit__` that a `with` statement makes on what it constructs."""
+    """Return the calls of `__enter__` and `__exit__` that a `with` statement makes on what it constructs."""
     found: list[ast.Call] = []
     for item in node.items if isinstance(node, ast.With | ast.AsyncWith) else ():
         if isinstance(item.context_expr, ast.Call):
@@ -303,7 +303,7 @@ def call_atom(node: ast.Call) -> str:
 
 
 def terminates(body: list[ast.stmt]) -> ast.stmt | None:
-    """The statement that leaves the block at its end: return, raise, continue or break; else nothing."""
+    """Return the statement that leaves the block at its end: return, raise, continue or break; else nothing."""
     if not body:
         return None
     last = body[-1]

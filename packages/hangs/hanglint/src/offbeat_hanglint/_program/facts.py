@@ -130,7 +130,7 @@ def module_name(path: str) -> str:
 
 
 def extract(path: str, tree: ast.Module, num_lines: int) -> FileFact:
-    """The facts of a parsed file. Recursion is bounded by the parser's own limit on nesting of statements."""
+    """Return the facts of a parsed file. Recursion is bounded by the parser's own limit on nesting of statements."""
     fact = FileFact(path, module_name(path), num_lines, {}, [], {}, {})
     reader = _Reader(fact)
     module = FunctionFact("<module>", "<module>", "", 1, num_lines, (), frozenset(), -1, False, ())
@@ -230,7 +230,7 @@ class _Reader:
         return Gate(parameter, tuple(dict.fromkeys(known))[:MAX_KNOWN])
 
     def gate_of(self, test: ast.expr, owner: int) -> str:
-        """The parameter that must be true for a condition to hold, if it still has the caller's value."""
+        """Return the parameter that must be true for a condition to hold, if it still has the caller's value."""
         if isinstance(test, ast.Name):
             is_given = test.id in self.fact.functions[owner].parameters and test.id not in self.locals
             return test.id if is_given else ""
@@ -411,7 +411,7 @@ def returns_at_once(call: ast.Call) -> bool:
 
 
 def is_group_rank(node: ast.expr) -> bool:
-    """Whether an expression gives the caller's rank within a group: `dist.get_rank(group)`, `self.dp_rank`."""
+    """Return whether an expression gives the caller's rank within a group: `dist.get_rank(group)`, `self.dp_rank`."""
     name = dotted(node).removesuffix("()").rsplit(".", 1)[-1]
     named = set(words(name))
     if "rank" not in named or named & {"size", "ranks", "lora", "global"}:
@@ -438,7 +438,7 @@ def groups_of(call: ast.Call) -> tuple[tuple[int | str, str], ...]:
 
 
 def is_group_word(keyword: str) -> bool:
-    """Whether an argument of this name is a group or a mesh."""
+    """Return whether an argument of this name is a group or a mesh."""
     return any(word in keyword for word in ("group", "mesh", "comm", "pg"))
 
 

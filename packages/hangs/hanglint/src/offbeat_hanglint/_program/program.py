@@ -173,13 +173,13 @@ class Program:
     # Names
 
     def full_name(self, file: FileFact, text: str) -> str:
-        """A dotted text with its first part replaced by what it was imported as."""
+        """Return a dotted text with its first part replaced by what it was imported as."""
         head, dot, rest = text.partition(".")
         known = file.imports.get(head)
         return f"{known}{dot}{rest}" if known else text
 
     def find_module(self, name: str, near: FileFact) -> int | None:
-        """The file of a module's dotted name; of several the one that shares most folders with `near`."""
+        """Return the file of a module's dotted name; of several the one that shares most folders with `near`."""
         found = self._modules.get(name)
         if not found:
             return None
@@ -206,7 +206,7 @@ class Program:
         return None
 
     def find_class(self, file_number: int, name: str) -> tuple[int, ClassFact] | None:
-        """A class by the name it has in a file, own or imported."""
+        """Return a class by the name it has in a file, own or imported."""
         file = self.files[file_number]
         if name in file.classes:
             return file_number, file.classes[name]
@@ -218,7 +218,7 @@ class Program:
     # Methods
 
     def find_method(self, file_number: int, class_name: str, method: str, depth: int = 0) -> tuple[Target, ...]:
-        """What `self.method` may mean in a class: its own or a base's; else those of classes below it."""
+        """Return what `self.method` may mean in a class: its own or a base's; else those of classes below it."""
         key = (file_number, class_name, method)
         if key not in self._methods_of:
             self._methods_of[key] = ()
@@ -249,7 +249,7 @@ class Program:
         return own
 
     def attribute_class(self, file_number: int, class_name: str, attribute: str) -> tuple[int, str] | None:
-        """The class that `self.attribute` was made by."""
+        """Return the class that `self.attribute` was made by."""
         for number, class_ in self.lineage(file_number, class_name):
             made_by = class_.types.get(attribute)
             if made_by:
@@ -258,7 +258,7 @@ class Program:
         return None
 
     def lineage(self, file_number: int, class_name: str) -> list[tuple[int, ClassFact]]:
-        """A class and its bases within the tree, nearest first."""
+        """Return a class and its bases within the tree, nearest first."""
         found: list[tuple[int, ClassFact]] = []
         waiting = [(file_number, class_name)]
         while waiting and len(found) < 10:
@@ -341,7 +341,7 @@ class Program:
         return tuple(Target(f, False) for f in found) if 0 < len(found) <= MAX_SAME_NAME else ()
 
     def operation(self, caller: int, callee: str) -> Operation | None:
-        """The collective of a library that a call is, if any."""
+        """Return the collective of a library that a call is, if any."""
         tables = self.libraries
         file = self.files[self.file_of[caller]]
         last = callee.rsplit(".", 1)[-1]

@@ -112,7 +112,7 @@ class Reach:
         return changed
 
     def at_call(self, caller: int, call: CallFact, function: int, entry: Reached, is_sure: bool) -> Reached | None:
-        """What one entry of a callee means at a call of it; nothing where the call does not open its gate."""
+        """Return what one entry of a callee means at a call of it; nothing where the call does not open its gate."""
         if entry.depth >= MAX_DEPTH:
             return None
         callee = self.program.functions[function]
@@ -134,12 +134,12 @@ class Reach:
         return Reached(entry.kind, axes, entry.is_explicit, sure, call.line, function, entry.depth + 1, gate, known)
 
     def _passed_gate(self, caller: int, call: CallFact, parameters: tuple[str, ...], gate: str) -> str:
-        """The caller's own parameter that is given for the gate of what it calls, "" if none is."""
+        """Return the caller's own parameter that is given for the gate of what it calls, "" if none is."""
         text = _argument(call, parameters, gate) if gate else None
         return text if text is not None and text in self.program.functions[caller].falsy else ""
 
     def functions_below(self, entry: Reached) -> list[int]:
-        """The functions from the one that is called to the one that holds the collective."""
+        """Return the functions from the one that is called to the one that holds the collective."""
         if entry.through < 0:
             return []
         below = [e for e in self.of[entry.through].values() if e.kind == entry.kind]
@@ -167,7 +167,7 @@ class Reach:
 
 
 def is_module_call(callee: str, calls: frozenset[str], methods: frozenset[str]) -> bool:
-    """Whether a call looks like the forward pass of a module: `self.actor_module(...)`, `model.generate(...)`."""
+    """Return whether a call looks like a module's forward pass: `self.actor_module(...)`, `model.generate(...)`."""
     if "unwrap" in callee or callee.endswith("()"):
         return False
     parts = callee.split(".")

@@ -122,7 +122,7 @@ class Values:
                 self.agreed.add(name)
 
     def agrees(self, value: ast.expr) -> bool:
-        """Whether a value is the result of a collective."""
+        """Return whether a value is the result of a collective."""
         while isinstance(value, ast.Await | ast.Subscript | ast.Attribute):
             value = value.value
         if isinstance(value, ast.Call):
@@ -244,7 +244,7 @@ class Values:
         return found
 
     def _is_tensor_test(self, node: ast.Call, name: str) -> bool:
-        """Whether a call asks something of a tensor that no collective made the same everywhere: `finished.all()`."""
+        """Return whether a call asks something of a tensor that no collective made equal on all: `finished.all()`."""
         if not isinstance(node.func, ast.Attribute) or name.split(".")[0] in ("np", "numpy", "math", "args", "config"):
             return False
         return not self._reads_agreed(node)
@@ -268,7 +268,7 @@ class Values:
 
 
 def conditions(guard: Guard | None) -> Depends:
-    """What decides whether an assignment happens: a value set on one rank only differs between ranks."""
+    """Return what decides whether an assignment happens: a value set on one rank only differs between ranks."""
     found: Depends = {}
     for around in guard.chain() if guard else ():
         if around.kind in ("if", "else") and not around.is_membership:
@@ -279,6 +279,6 @@ def conditions(guard: Guard | None) -> Depends:
 
 
 def _may_be_missing(text: str) -> bool:
-    """Whether a batch may lack what this name holds: images, gradients."""
+    """Return whether a batch may lack what this name holds: images, gradients."""
     named = set(words(text.rsplit(".", 1)[-1]))
     return bool(named & _MODAL) or "grad" in named or ".get()" in text

@@ -65,12 +65,12 @@ class Event:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the call is the collective itself."""
+        """Return whether the call is the collective itself."""
         return self.reached[0].through < 0
 
     @property
     def explicit(self) -> tuple[Reached, ...]:
-        """What it reaches apart from what wrappers do inside."""
+        """Return what it reaches apart from what wrappers do inside."""
         return tuple(r for r in self.reached if r.is_explicit)
 
     def kinds(self) -> set[str]:
@@ -78,7 +78,7 @@ class Event:
         return {simple_kind(r.kind) for r in self.reached}
 
     def guards(self) -> Iterator[Guard]:
-        """What is around it, innermost first."""
+        """Yield what is around it, innermost first."""
         if self.guard is not None:
             yield from self.guard.chain()
 
@@ -119,7 +119,7 @@ class FunctionView:
     iterables: dict[ast.AST, Depends] = field(default_factory=dict)
 
     def value_of(self, name: str, before: ast.AST) -> ast.expr | None:
-        """What a variable was last assigned above a place; of what is assigned later only, the first."""
+        """Return what a variable was last assigned above a place; of what is assigned later only, the first."""
         line = getattr(before, "lineno", 0)
         values = self.assigned.get(name, ())
         return next(
@@ -128,7 +128,7 @@ class FunctionView:
         )
 
     def other_half_calls(self, kind: str) -> bool:
-        """Whether this is one half of a context manager, and the other half reaches the same collective.
+        """Return whether this is one half of a context manager, and the other half reaches the same collective.
 
         Ranks that do not come to it on the way in then do on the way out, as a rule.
         """
@@ -173,7 +173,7 @@ class FunctionView:
 
 
 def normal_test(guard: Guard) -> tuple[str, bool]:
-    """A condition without its negations, and whether the guard is its true side."""
+    """Return a condition without its negations, and whether the guard is its true side."""
     test = getattr(guard.node, "test", None)
     side = guard.kind == "if"
     if test is None:
@@ -200,7 +200,7 @@ def simple_kind(kind: str) -> str:
 
 
 def is_membership(test: ast.expr) -> bool:
-    """Whether a condition asks if the rank is among given ones: then exactly the members of a group pass."""
+    """Return whether a condition asks if the rank is among given ones: then exactly the members of a group pass."""
     if isinstance(test, ast.UnaryOp):
         return is_membership(test.operand)
     if isinstance(test, ast.BoolOp):

@@ -105,7 +105,7 @@ def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.
 
 
 def _is_telling(function: FunctionFact, placing: frozenset[str]) -> bool:
-    """Whether a function waits, computes a source, sends, hands functions on or asks for resources, by its names."""
+    """Return whether a function, by its names, waits, sends, computes a source, hands on or takes resources."""
     if ("src" in function.name and "rank" in function.name) or "send" in function.name:
         return True
     for call in function.calls:

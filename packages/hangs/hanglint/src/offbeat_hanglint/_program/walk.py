@@ -28,7 +28,7 @@ class Walker:
         """Facts established by exits above: `not args.pipe` after `if args.pipe: return`."""
 
     def walk(self) -> FunctionView:
-        """The view, filled."""
+        """Return the view, filled."""
         guard: Guard | None = None
         for decorator in self.view.fact.decorators:
             axes = decorator_axes(decorator)
@@ -242,14 +242,17 @@ class Walker:
         return parameters[1:] if parameters[:1] in (("self",), ("cls",)) else parameters
 
     def _is_iteration(self, node: ast.Call, callee: str) -> bool:
-        """Whether a call starts the iteration of a DataLoader, which may broadcast a shared seed."""
+        """Return whether a call starts the iteration of a DataLoader, which may broadcast a shared seed."""
         if callee == "super().__iter__":
             class_ = self.view.file.classes.get(self.view.fact.class_name)
             return class_ is not None and any("DataLoader" in base for base in class_.bases)
         return callee == "iter" and bool(node.args) and "loader" in dotted(node.args[0]).lower()
 
     def reached_by(self, fact: CallFact, targets: tuple[Target, ...]) -> tuple[Reached, ...]:
-        """What a call of these functions reaches, most certain first; groups that callers choose are resolved."""
+        """Return what a call of these functions reaches, most certain first.
+
+        Groups that callers choose are resolved.
+        """
         view = self.view
         found: dict[tuple[str, Axes], Reached] = {}
         for target in targets:
@@ -278,7 +281,7 @@ def _ranks_given(node: ast.Call, parameters: tuple[str, ...]) -> ast.expr | None
 
 
 def _gathers_state(guard: Guard | None) -> bool:
-    """Whether a state dict is taken where FSDP gathers it from all ranks."""
+    """Return whether a state dict is taken where FSDP gathers it from all ranks."""
     return any(
         isinstance(item.context_expr, ast.Call) and dotted(item.context_expr.func).endswith("state_dict_type")
         for around in (guard.chain() if guard else ())
@@ -288,7 +291,7 @@ def _gathers_state(guard: Guard | None) -> bool:
 
 
 def is_forward(callee: str, view: FunctionView) -> bool:
-    """Whether a call looks like the forward pass of a module."""
+    """Return whether a call looks like the forward pass of a module."""
     tables = view.program.libraries
     return not view.program.targets(view.index, callee) and is_module_call(
         callee, tables.implicit_calls, tables.implicit_methods

@@ -93,7 +93,7 @@ def _has_found_nothing(guard: Guard, depends: Depends) -> bool:
 
 
 def _is_later(event: Event, guard: Guard) -> bool:
-    """Whether ranks that do not raise come to the event: it is not on another side of the same condition."""
+    """Return whether ranks that do not raise come to the event: it is not on another side of the same condition."""
     sides = {(id(g.node), g.kind) for g in guard.chain() if g.kind in ("if", "else")}
     opposite = {(node, "else" if kind == "if" else "if") for node, kind in sides}
     own = {(id(g.node), g.kind) for g in event.guards()}

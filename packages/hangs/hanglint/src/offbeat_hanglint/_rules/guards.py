@@ -88,7 +88,7 @@ def _decides(guard: Guard) -> bool:
 
 
 def _judge(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
-    """What a condition does to a call: nothing where the axes do not meet or the other side calls the same."""
+    """Return what a condition does to a call: nothing where the axes do not meet or the other side calls the same."""
     axes = only_axes(guard.depends)
     hit = next((r for r in event.explicit if _apart(r, guard)), None)
     if hit is None:

@@ -165,7 +165,7 @@ def _uneven(view: FunctionView, event: Event, guard: Guard, container: ast.expr)
 
 
 def _is_distributed(view: FunctionView) -> bool:
-    """Whether a file has to do with distributed training, as far as its imports tell."""
+    """Return whether a file has to do with distributed training, as far as its imports tell."""
     words_of = ("distributed", "fsdp", "accelerate", "deepspeed", "parallel", "dist_utils")
     return any(word in name.lower() for name in view.file.imports.values() for word in words_of)
 
@@ -183,7 +183,7 @@ def _uneven_finding(view: FunctionView, event: Event, guard: Guard, confidence: 
 
 
 def _unordered(view: FunctionView, container: ast.expr, depth: int = 0) -> str:
-    """What makes the order of a container differ between ranks, "" if nothing does."""
+    """Return what makes the order of a container differ between ranks, "" if nothing does."""
     if depth > 3:
         return ""
     if isinstance(container, ast.Set | ast.SetComp):
@@ -238,7 +238,7 @@ def _unordered_finding(view: FunctionView, event: Event, guard: Guard, unordered
 
 
 def _locally_filled(view: FunctionView, container: ast.expr, depth: int = 0) -> str:
-    """The container that each rank fills by itself, "" if it is none."""
+    """Return the container that each rank fills by itself, "" if it is none."""
     if depth > 3:
         return ""
     text = dotted(container)

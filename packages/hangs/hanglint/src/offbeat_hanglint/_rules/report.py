@@ -22,7 +22,7 @@ def finding(
     advice: str,
     steps: tuple[Step, ...] = (),
 ) -> Finding:
-    """A finding at a place in a function. In tests, where asymmetry is often meant, at most medium."""
+    """Return a finding at a place in a function. In tests, where asymmetry is often meant, at most medium."""
     line = getattr(node, "lineno", view.fact.line)
     if confidence == "high" and is_test(view.file.path):
         confidence = "medium"
@@ -34,7 +34,7 @@ def finding(
 
 
 def is_test(path: str) -> bool:
-    """Whether a file belongs to tests or benchmarks."""
+    """Return whether a file belongs to tests or benchmarks."""
     parts = path.lower().split("/")
     return any(
         p in ("tests", "test", "testing", "benchmarks", "unit_tests", "functional_tests") for p in parts[:-1]
@@ -51,13 +51,13 @@ def axes_text(axes: Axes | str) -> str:
 
 
 def why(depends: Depends) -> str:
-    """The names that a condition depends on, shortest first."""
+    """Return the names that a condition depends on, shortest first."""
     names = sorted(set(depends.values()), key=lambda name: (len(name), name))
     return ", ".join(f"`{name}`" if " " not in name else name for name in names[:3])
 
 
 def tags_text(depends: Depends) -> str:
-    """What a condition depends on, in words."""
+    """Return what a condition depends on, in words."""
     words = {
         "world": "the rank",
         "node": "the rank within the node",

@@ -207,7 +207,7 @@ def _is_signal_call(callee: str) -> bool:
 
 
 def _hands_on(view: FunctionView, callee: str, node: ast.Call) -> bool:
-    """Whether a function of the program hands what it is given to a thread or a pool."""
+    """Return whether a function of the program hands what it is given to a thread or a pool."""
     if not node.args or not any(isinstance(a, ast.Name | ast.Attribute) for a in node.args[:2]):
         return False
     return any(
@@ -265,7 +265,7 @@ def _is_handler(view: FunctionView) -> bool:
 
 
 def control_message(view: FunctionView, event: Event) -> bool:
-    """Whether a handler's class sends a message to part of the ranks only."""
+    """Return whether a handler's class sends a message to part of the ranks only."""
     class_ = view.file.classes.get(view.fact.class_name)
     is_server = class_ is not None and any(base.rsplit(".", 1)[-1] in _HANDLER_BASES for base in class_.bases)
     axes = event.reached[0].axes

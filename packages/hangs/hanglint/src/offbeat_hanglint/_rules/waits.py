@@ -176,7 +176,7 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
 
 
 def _never_blocks(node: ast.Call, socket: str, guard: Guard | None) -> bool:
-    """Whether a socket is read only if something is there: told not to block, or after `socket.poll(...)` said so."""
+    """Return whether a socket is read only when it has data: told not to block, or after `socket.poll(...)`."""
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     if any(flag in ast.unparse(argument) for argument in given for flag in ("DONTWAIT", "NOBLOCK")):
         return True
@@ -186,7 +186,7 @@ def _never_blocks(node: ast.Call, socket: str, guard: Guard | None) -> bool:
 
 
 def _socket_confidence(view: FunctionView, socket: str, parts: set[str], guard: Guard | None) -> Confidence:
-    """A server may wait for its next request as long as it takes; who waits for an answer may not.
+    """Return whether a wait is a server's, for its next request: one for an answer needs a deadline.
 
     Whoever has made the socket may have given it a timeout, if it was not this function or its class.
     """
@@ -247,7 +247,7 @@ def _blocking_in_async(view: FunctionView) -> Iterator[Finding]:
 
 
 def _blocking_target(view: FunctionView, callee: str) -> str:
-    """A plain function of the program that a call means and that waits in ray.get itself, "" if it is none."""
+    """Return a plain function of the program that a call means and that waits in ray.get itself, "" if it is none."""
     for target in view.program.targets(view.index, callee):
         function = view.program.functions[target.function]
         file = view.program.files[view.program.file_of[target.function]]
@@ -329,7 +329,7 @@ def _polling(view: FunctionView) -> Iterator[Finding]:
 
 
 def _flag_never_set(view: FunctionView, loop: ast.While) -> str:
-    """An attribute that the loop tests and that the program assigns nowhere outside of constructors."""
+    """Return an attribute that the loop tests and that the program assigns nowhere outside of constructors."""
     tests = [loop.test, *(n.test for n in ast.walk(loop) if isinstance(n, ast.If))]
     for test in tests:
         for node in ast.walk(test):

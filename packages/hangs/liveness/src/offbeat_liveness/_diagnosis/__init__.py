@@ -10,7 +10,7 @@ __all__ = ["Ending", "find_verdict", "how_it_ended", "is_over"]
 
 
 def find_verdict(graph: WaitGraph) -> Verdict | None:
-    """The one verdict that explains the longest stall; None while no wait has lasted too long."""
+    """Return the one verdict that explains the longest stall; None while no wait has lasted too long."""
     if not graph.stalled:
         return find_standstill(graph)
     edges = graph.reach(head.name for head, _ in graph.stalled)

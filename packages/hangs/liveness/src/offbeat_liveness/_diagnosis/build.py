@@ -87,7 +87,7 @@ def companions(graph: WaitGraph, edge: Edge) -> set[str]:
 
 
 def same_wait(graph: WaitGraph, one: Edge, other: Edge) -> bool:
-    """Whether two processes stand in one call of one group: several worlds may have groups of one name."""
+    """Return whether two processes stand in one call of one group: several worlds may have groups of one name."""
     if not same_call(one.wait, other.wait):
         return False
     if one.group is None or other.group is None:
@@ -174,7 +174,7 @@ def why_in_flight(head: ProcessSnapshot) -> str:
 
 
 def _in_flight(head: ProcessSnapshot, thread: str) -> str:
-    """The exception after which a thread cleans up: it explains the wait, and is printed only after it."""
+    """Return the exception after which a thread cleans up: it explains the wait, and is printed only after it."""
     text = next((each.in_flight for each in head.threads if each.name == thread), "")
     return f", after {text}" if text else ""
 
@@ -199,7 +199,7 @@ def _last_entered(head: ProcessSnapshot) -> str:
 
 
 def call_text(wait: Wait, group: GroupSnapshot | None) -> str:
-    """A wait in words."""
+    """Return a wait in words."""
     if wait.outside is not None:
         return f"a wait for {wait.outside.text}"
     if wait.kind == "rendezvous" and wait.on:
@@ -262,7 +262,7 @@ def store_wait_of(head: ProcessSnapshot) -> Wait | None:
 
 
 def outside_of(head: ProcessSnapshot) -> OutsideWait | None:
-    """What the worker of a process waits for outside torch, else its main thread."""
+    """Return what the worker of a process waits for outside torch, else its main thread."""
     waits = (each.outside for each in head.waits if each.outside is not None)
     return next(waits, None) or next((each.outside for each in leading(head.threads) if each.outside is not None), None)
 
@@ -311,7 +311,7 @@ def notes_of(graph: WaitGraph) -> tuple[str, ...]:
 
 
 def fate_text(gone: Sequence[AbsentProcess]) -> str:
-    """What has become of some processes that share a fate; one alone with its exception."""
+    """Return what has become of some processes that share a fate; one alone with its exception."""
     if len(gone) == 1 and gone[0].fate == "raised":
         return f"{gone[0].name} raised {gone[0].text}"
     return are([each.name for each in gone], FATES[gone[0].fate])
@@ -398,7 +398,7 @@ def build_verdict(
 def _due(
     graph: WaitGraph, kind: VerdictKind, edges: Sequence[Edge], edge: Edge, missing: Sequence[str]
 ) -> tuple[float | None, str]:
-    """Of a circle the first timeout in it; of another wait its own, or later where the missing one has declared so."""
+    """Return when a wait is due: a cycle's by its first timeout, another by its own, or later where declared."""
     if kind in ("different-order", "wait-cycle"):
         known = [found for each in edges if (found := due(each.wait, each.group))[0] is not None]
         return min(known, default=due(edge.wait, edge.group), key=lambda found: found[0] or 0.0)

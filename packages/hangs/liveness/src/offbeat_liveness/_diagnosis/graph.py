@@ -108,7 +108,7 @@ class Edge:
 
     @property
     def is_binding(self) -> bool:
-        """Whether the waiter cannot go on without the target: it has no deadline of its own that is left to expire.
+        """Return whether the waiter cannot go on without the target: no deadline of its own is left to expire.
 
         The timeouts of torch's groups do not count: a program that meets one has failed.
         """
@@ -177,7 +177,7 @@ class WaitGraph:
 
     @cached_property
     def outside_edges(self) -> list[Edge]:
-        """What processes wait for outside torch.distributed, where the other side is watched too."""
+        """Return what processes wait for outside torch.distributed, where the other side is watched too."""
         least_s = SETTLED * self.stall_after_s
         return [
             Edge(waiter=head.name, target=name, wait=wait, reason="outside")
@@ -221,7 +221,7 @@ class WaitGraph:
         return found
 
     def awaited(self, edge: Edge) -> list[str]:
-        """All processes that the wait of an edge needs; the graph itself holds at most MAX_TARGETS."""
+        """Return all processes that the wait of an edge needs; the graph itself holds at most MAX_TARGETS."""
         head = self.by_name[edge.waiter]
         if edge.wait.kind == "collective" and edge.group is not None:
             mine = edge.group.at(edge.wait.seq)
@@ -230,11 +230,11 @@ class WaitGraph:
         return [each.target for each in self.edges_from(edge.waiter) if each.wait == edge.wait]
 
     def needed_by(self, head: ProcessSnapshot) -> set[str]:
-        """All that a process waits for, however short a time, without a deadline of its own."""
+        """Return all that a process waits for, however short a time, without a deadline of its own."""
         return {edge.target for wait in head.waits for edge in self._edges_of(head, wait) if edge.is_binding}
 
     def _is_held_up(self, head: ProcessSnapshot, wait: Wait) -> bool:
-        """Whether a thread stands in a wait, rather than going on beside an operation that it has posted.
+        """Return whether a thread stands in a wait, rather than going on beside an operation that it has posted.
 
         A process that computes beside an operation of gloo is not in it; a host that waits for a device may use a whole
         core.
@@ -349,7 +349,7 @@ class WaitGraph:
         return self._members(head.world, group.ranks)
 
     def _actor(self, name: str, group: GroupSnapshot | None) -> str:
-        """The thread by which a process takes part in a group, "" where that is not known."""
+        """Return the thread by which a process takes part in a group, "" where that is not known."""
         theirs = self.by_name[name].group(group.key) if group and name in self.by_name else None
         return theirs.worker if theirs else ""
 
@@ -417,7 +417,7 @@ def unanswered_s(head: ProcessSnapshot, wait: Wait) -> float:
 
 
 def _has_left_world(other: ProcessSnapshot, head: ProcessSnapshot) -> bool:
-    """Whether a process has destroyed the group of all ranks of another's world.
+    """Return whether a process has destroyed the group of all ranks of another's world.
 
     A side group of all ranks is not the world: whoever has left that has no group any more.
     """
@@ -427,7 +427,7 @@ def _has_left_world(other: ProcessSnapshot, head: ProcessSnapshot) -> bool:
 
 
 def _has_made(other: ProcessSnapshot, head: ProcessSnapshot, ranks: Iterable[int]) -> bool:
-    """Whether a process has a group of some ranks already, which another of its world is still about to make.
+    """Return whether a process has a group of some ranks already, which another of its world is still about to make.
 
     Torch lets each of them go as soon as it is ready itself.
     """
@@ -437,7 +437,7 @@ def _has_made(other: ProcessSnapshot, head: ProcessSnapshot, ranks: Iterable[int
 
 
 def _full_name(each: ProcessSnapshot | AbsentProcess, places: set[tuple[str, int | None]]) -> str:
-    """A name, with what tells those apart who share it."""
+    """Return a name, with what tells those apart who share it."""
     ranks, worlds = {rank for _, rank in places}, {world for world, _ in places}
     parts = [f"rank {each.rank}"] if len(ranks) > 1 else []
     parts += [f"world {each.world or 'none'}"] if len(worlds) > 1 else []

@@ -41,7 +41,7 @@ def difference(mine: Collective, theirs: Collective) -> Literal["other-op", "oth
 
 
 def _differ(op: str, mine: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Whether a backend cannot bring two lists of tensors together; a copy needs as many bytes, nothing more."""
+    """Return whether a backend cannot bring two lists of tensors together; a copy needs as many bytes, nothing more."""
     amounts, others = _amounts(mine), _amounts(theirs)
     are_of_one_type = [kind for kind, _ in amounts] == [kind for kind, _ in others]
     if are_of_one_type or op not in COPIES:

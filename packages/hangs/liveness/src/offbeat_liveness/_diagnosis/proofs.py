@@ -59,7 +59,7 @@ TORCH_ERRORS: Final = ("RuntimeError:", "torch.distributed.")
 
 
 def find_cycle(edges: Sequence[Edge], *, of_threads: bool = False) -> list[Edge]:
-    """A cycle among some edges, [] if there is none: the shortest of those that pass one found first.
+    """Return a cycle among some edges, [] if there is none: the shortest of those that pass one found first.
 
     `of_threads` follows an edge only to the thread that has to act, where that is known: two threads of one process may
     each wait for something that the other side's other thread will do.
@@ -70,7 +70,7 @@ def find_cycle(edges: Sequence[Edge], *, of_threads: bool = False) -> list[Edge]
 
 
 def _steps(edges: Sequence[Edge], *, of_threads: bool) -> Steps:
-    """Where each process, or thread, that waits leads to among those that wait."""
+    """Return where each process, or thread, that waits leads to among those that wait."""
     threads: dict[str, set[str]] = {}
     for edge in edges:
         threads.setdefault(edge.waiter, set()).add(edge.wait.thread if of_threads else "")
@@ -124,7 +124,7 @@ def _way_back(start: Node, steps: Steps) -> list[Edge]:
 
 
 def find_failure(graph: WaitGraph) -> Verdict | None:
-    """Who failed first, when a process fails and others depend on it: no wait need have lasted long.
+    """Return who failed first, when a process fails and others depend on it: no wait need have lasted long.
 
     Ranks of one torch world depend on each other; other processes on whom they wait for.
 
@@ -200,7 +200,7 @@ def _is_hurt(head: ProcessSnapshot) -> bool:
 
 
 def _concerns(graph: WaitGraph, gone: AbsentProcess, head: ProcessSnapshot) -> bool:
-    """Whether the end of one process is a matter for another: it waits for it, or has failed for a lost peer."""
+    """Return whether the end of one process is a matter for another: it waits for it, or has failed for a lost peer."""
     is_cut_off = gone.world == head.world != "" and is_secondary(head.error)
     return is_cut_off or gone.name in graph.needed_by(head)
 
@@ -213,21 +213,21 @@ def _newest_call(
 
 
 def is_secondary(error: str) -> bool:
-    """Whether an exception only says that a peer or a connection went away."""
+    """Return whether an exception only says that a peer or a connection went away."""
     if OWN_SIGN in error:
         return True
     return error.startswith(TORCH_ERRORS) and any(sign in error for sign in SIGNS_OF_A_LOST_PEER)
 
 
 def first_fate(gone: Sequence[AbsentProcess]) -> list[AbsentProcess]:
-    """Those whose fate explains the others, the earliest first."""
+    """Return those whose fate explains the others, the earliest first."""
     first = min(_fate_order(each) for each in gone)
     same = [each for each in gone if _fate_order(each) == first]
     return sorted(same, key=lambda each: each.head.time_s if each.head else 0.0)
 
 
 def _fate_order(absent: AbsentProcess) -> int:
-    """An exception that only says that a peer went away explains least."""
+    """Return an exception that only says that a peer went away explains least."""
     secondary = absent.fate == "raised" and is_secondary(absent.text)
     return len(FATE_ORDER) if secondary else FATE_ORDER.index(absent.fate)
 
@@ -320,13 +320,13 @@ def _cycle(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 
 
 def _is_held(graph: WaitGraph, edge: Edge, following: Edge) -> bool:
-    """Whether nobody but the thread that stands in the next wait of the cycle could do what an edge waits for."""
+    """Return whether only the thread in the next wait of the cycle could do what an edge waits for."""
     head = graph.by_name[edge.target]
     return edge.actor == following.wait.thread or not head.free_threads
 
 
 def cycle_verdict(graph: WaitGraph, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:
-    """What a cycle of waits is called, and who is in it; told from its lowest member on."""
+    """Return what a cycle of waits is called, and who is in it; told from its lowest member on."""
     start = min(range(len(cycle)), key=lambda place: name_order(cycle[place].waiter))
     cycle = [*cycle[start:], *cycle[:start]]
     kinds, calls = {edge.wait.kind for edge in cycle}, {edge.wait.what for edge in cycle}

@@ -42,7 +42,7 @@ def find_blocked_loop(graph: WaitGraph) -> Verdict | None:
 
 
 def find_suspicion(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """What a stall may be, where nothing is proved; whoever has only posted an operation may be about to act."""
+    """Return what a stall may be, where nothing is proved; whoever has only posted an operation may be about to act."""
     edges = [edge for edge in edges if not edge.wait.is_posted] or edges
     found = _absence(graph, edges) or _cycle(graph, edges)
     if found is not None:
@@ -104,7 +104,7 @@ def _idle_end(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) -> 
 
 
 def _own_call(graph: WaitGraph, names: Sequence[str]) -> str:
-    """The call of torch in which the first of those that have not come stands, as the rest of a sentence."""
+    """Return the call of torch in which the first of those that have not come stands, as the rest of a sentence."""
     head = graph.by_name[names[0]]
     wait = next((each for each in head.waits if each.kind != "outside" and not each.is_posted), None)
     if wait is None:
@@ -147,13 +147,13 @@ def _no_end(graph: WaitGraph) -> Verdict | None:
 
 
 def _is_in_it_too(graph: WaitGraph, edge: Edge) -> bool:
-    """Whether somebody of whom the recorder tells nothing stands in the same call, as its stack says."""
+    """Return whether somebody of whom the recorder tells nothing stands in the same call, as its stack says."""
     head = graph.by_name.get(edge.target)
     return edge.reason == "unknown" and head is not None and any(same_call(each, edge.wait) for each in head.waits)
 
 
 def _nobodys_turn(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
-    """A wait that does not name who has to act: whoever moves may be about to."""
+    """Return a wait that does not name who has to act: whoever moves may be about to."""
     wait = edge.wait
     what = wait.on or "a producer it does not name"
     if wait.kind == "store":
@@ -172,7 +172,7 @@ def _nobodys_turn(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdic
 
 
 def _unending(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
-    """A call of torch that everybody who is known is in, and that the last to come has been in for long as well."""
+    """Return a call of torch that every known process is in, the last of them for long as well."""
     fellows = [other for other in graph.heads if other.world == head.world or (edge.group and edge.group.is_foreign)]
     ages_s = [wait.age_s for other in fellows for wait in other.waits if same_call(wait, edge.wait)]
     if min(ages_s) < graph.stall_after_s:

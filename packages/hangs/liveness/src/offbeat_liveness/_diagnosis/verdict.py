@@ -124,12 +124,12 @@ class Verdict:
 
     @property
     def topic(self) -> tuple[Any, ...]:
-        """What a pause that comes again and again has in common: not the number of the call, nor who is late."""
+        """Return what a pause that comes again and again has in common: not the number of the call, nor who is late."""
         return self.group, self.members, self.op
 
     @property
     def is_proof(self) -> bool:
-        """Whether waiting longer cannot help."""
+        """Return whether waiting longer cannot help."""
         return self.certainty == "proof"
 
     @property
@@ -185,7 +185,7 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 
 def _regular_start(ranks: list[int]) -> list[int]:
-    """The first ranks that follow each other by one step: three by 1, four by more, else the first alone."""
+    """Return the first ranks that follow each other by one step: three by 1, four by more, else the first alone."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     length = 1
     while length < len(ranks) and ranks[length] - ranks[length - 1] == step:
@@ -194,7 +194,7 @@ def _regular_start(ranks: list[int]) -> list[int]:
 
 
 def name_of_group(name: str, axes: Sequence[str]) -> str:
-    """A group for people: its axes if known, else torch's name."""
+    """Return a group for people: its axes if known, else torch's name."""
     if axes:
         return f"the {'×'.join(axes)} group"
     return "the default group" if name == "0" else f"group {name!r}"
@@ -256,6 +256,6 @@ def _party_lines(parties: Sequence[Party]) -> list[str]:
 
 
 def _telling_sites(stack: tuple[CallSite, ...]) -> list[CallSite]:
-    """The innermost line, and the two innermost lines of the user's own files."""
+    """Return the innermost line, and the two innermost lines of the user's own files."""
     own = [each for each in stack if is_own(each.file)][:3]
     return own if not stack or stack[0] in own else [stack[0], *own[:2]]

@@ -31,7 +31,7 @@ class Invitation:
 
 
 def read_invitation(environment: Mapping[str, str] = os.environ) -> Invitation | None:
-    """The invitation that this process was started with, None without a place or without a secret."""
+    """Return the invitation that this process was started with, None without a place or without a secret."""
     host, _, port = environment.get(MEETING, "").rpartition(":")
     secret = environment.get(SECRET, "")
     return Invitation(host, int(port), secret) if host and port.isdecimal() and secret else None
@@ -83,7 +83,7 @@ class AddressBook:
         return self.joined.name if self.joined else self._promised
 
     def is_own_world(self, world: str) -> bool:
-        """Whether a process that names its world so is of this one; it may not know the newest name yet."""
+        """Return whether a process that names its world so is of this one; it may not know the newest name yet."""
         own = self.joined.names if self.joined else frozenset()
         return world in own | {self._promised} - {""}
 
@@ -101,7 +101,7 @@ class AddressBook:
         return self._book.get((HOST, os.getpid()))
 
     def own_name(self) -> str:
-        """What verdicts call this process."""
+        """Return what verdicts call this process."""
         me = self.me()
         return me.name if me else self._name or f"pid {os.getpid()}"
 
@@ -120,7 +120,7 @@ class AddressBook:
         return dataclasses.replace(address, world=self.world) if self.is_own_world(address.world) else address
 
     def running(self) -> dict[Key, Address]:
-        """Those of the others that may answer: not the ones of this machine that are seen to be stopped or gone."""
+        """Return the other processes that may answer, without those of this machine that are stopped or gone."""
         here = ("runs", "unknown")
         return {
             key: each
@@ -142,7 +142,7 @@ class AddressBook:
         self._listeners.append(Listener(host, lambda: self.secret, self._answer))
 
     def describe(self, listener: Listener) -> Address:
-        """The address of this process at one of its listeners."""
+        """Return the address of this process at one of its listeners."""
         name = self._name or (f"rank {self.rank}" if self.rank is not None else f"pid {os.getpid()}")
         return Address(
             host=listener.host,
@@ -163,7 +163,7 @@ class AddressBook:
         return mine
 
     def introduce(self) -> dict[str, Any]:
-        """What to put into a message so that the receiver knows its sender."""
+        """Return what to put into a message so that the receiver knows its sender."""
         me = self.me()
         return {"address": asdict(me)} if me else {}
 

@@ -66,7 +66,7 @@ class Keys:
         return self.get_all({0: key}).get(0, "")
 
     def get_all(self, keys: Mapping[int, str]) -> dict[int, str]:
-        """Those that are there; in two requests if all are."""
+        """Return those that are there; in two requests if all are."""
         full = {name: f"{self._prefix}/{key}" for name, key in keys.items()}
         if not self.store.check(list(full.values())):
             full = {name: key for name, key in full.items() if self.store.check([key])}
@@ -104,12 +104,12 @@ class Launcher:
 
 
 def is_wrapped_rank() -> bool:
-    """Whether the wrapper runs this process as a rank; its children inherit the variables and do not count."""
+    """Return whether the wrapper runs this process as a rank; its children inherit the variables and do not count."""
     return os.environ.get(WORKER) == str(os.getpid()) and os.environ.get("RANK", "").isdecimal()
 
 
 def promised_world() -> tuple[str, int, int] | None:
-    """Of a rank that the wrapper runs: the world that its environment promises, as a text, its rank and the size."""
+    """Return, for a rank that the wrapper runs, the world that its environment promises, its rank and the size."""
     variables = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     rank, size = _whole(None, "RANK"), _whole(None, "WORLD_SIZE")
     if not is_wrapped_rank() or rank is None or size is None or not variables[2]:
@@ -118,7 +118,7 @@ def promised_world() -> tuple[str, int, int] | None:
 
 
 def early_world() -> tuple[Any, int, int] | None:
-    """The store, rank and size of a world that the main thread is still trying to enter; None if there is none.
+    """Return the store, rank and size of a world that the main thread is still trying to enter; None if there is none.
 
     Taken from the arguments of init_process_group on its stack, or from the environment as torchrun sets it: a worker
     that the wrapper runs is known even before it makes that call. The store has the prefix that torch will give it.
@@ -168,7 +168,7 @@ def _check_somebody_is_at(host: str, port: int) -> None:
 
 
 def host_of(store: Any) -> str:
-    """The host that the ranks of the world go to, "" where torchrun says that they are all on one."""
+    """Return the host that the ranks of the world go to, "" where torchrun says that they are all on one."""
     size, local = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     return "" if size and size == local else os.environ.get("MASTER_ADDR", "") or str(getattr(store, "host", ""))
 
@@ -233,12 +233,12 @@ class World:
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether a rank, or the token of rank 0, is still to come."""
+        """Return whether a rank, or the token of rank 0, is still to come."""
         return bool(self.missing) or (self.is_formed and not self._is_confirmed)
 
     @property
     def is_in_haste(self) -> bool:
-        """Whether it is worth looking more often than once a tick."""
+        """Return whether it is worth looking more often than once a tick."""
         return self.is_unsettled and self._pause_s < LAST_PAUSE_S / 4
 
     @property

@@ -64,12 +64,12 @@ class StoreMeeting:
         self._formed_s = -math.inf
 
     def is_joined(self) -> bool:
-        """Whether this process has written itself down in the world of its default group."""
+        """Return whether this process has written itself down in the world of its default group."""
         group = process_groups.default_group()
         return group is not None and group is self._joined_group()
 
     def needs_to_join(self) -> bool:
-        """Whether there is a group to join, or it is time to look for somebody who is missing."""
+        """Return whether there is a group to join, or it is time to look for somebody who is missing."""
         group = process_groups.default_group()
         if group is not None and group is not self._joined_group():
             return True
@@ -81,11 +81,11 @@ class StoreMeeting:
         return is_outside and flight_recorder.is_loaded()
 
     def may_enter_early(self, *, waits_long: bool) -> bool:
-        """Whether to look for the store of a world that the main thread is still trying to enter."""
+        """Return whether to look for the store of a world that the main thread is still trying to enter."""
         return time.monotonic() >= self._not_before_s and (waits_long or is_wrapped_rank())
 
     def may_read_again(self) -> bool:
-        """Whether addresses that were read long ago may be read again."""
+        """Return whether addresses that were read long ago may be read again."""
         return self._book.joined is not None and time.monotonic() >= self._read_again_s
 
     def join(self, *, waits_long: bool) -> None:
@@ -131,7 +131,7 @@ class StoreMeeting:
         self.problem = ""
 
     def _forget_ranks(self) -> None:
-        """Those of an earlier world; whoever is of this one as well is found again."""
+        """Forget the ranks of an earlier world; one that is in this one as well is found again."""
         for key, each in self._book.known().items():
             if each.rank is not None:
                 self._book.drop(key)
@@ -158,7 +158,7 @@ class StoreMeeting:
         self._greet_first(world)
 
     def _take_in(self, world: World, found: Sequence[Address]) -> None:
-        """What was in the store, if it is of this world: those that may be of an earlier one are asked."""
+        """Take in what was in the store, if it is of this world: those that may be of an earlier one are asked."""
         unsure = {number: each for number, each in enumerate(found) if not world.is_of_now(each)}
         there = ask_all(unsure, {"ask": "ping"}, self._book.secret, HELLO_S)
         for number, each in enumerate(found):
@@ -168,7 +168,7 @@ class StoreMeeting:
                 world.missing.discard(each.rank or 0)
 
     def _forget_rank(self, newer: Address) -> None:
-        """Whoever had the same rank in this world before is replaced."""
+        """Forget who had the same rank in this world before."""
         for key, each in self._book.known().items():
             is_same = each.rank == newer.rank and self._book.is_own_world(each.world)
             if is_same and key != (newer.machine, newer.pid):
@@ -205,7 +205,7 @@ class StoreMeeting:
             world.doubt()
 
     def is_meeting(self, patience_s: float) -> bool:
-        """Whether the world has formed so lately that an address that is missing says nothing yet."""
+        """Return whether the world has formed so lately that an address that is missing says nothing yet."""
         group = process_groups.default_group()
         if group is not None and group is not self._formed_group():
             self._formed_group, self._formed_s = weakref.ref(group), time.monotonic()
@@ -272,7 +272,7 @@ class InvitationMeeting:
         self._host_answers = True
 
     def needs_to_meet(self, *, waits_long: bool) -> bool:
-        """Whether the process that invited this one is to be told something, or asked for somebody."""
+        """Return whether the process that invited this one is to be told something, or asked for somebody."""
         if self._book.invitation is None or time.monotonic() < self._again_s:
             return False
         return waits_long or self._told is None or self._told != self._book.me()
@@ -294,7 +294,7 @@ class InvitationMeeting:
             self.meet()
 
     def invite(self, host: str) -> Invitation:
-        """Where a process that is started from here meets the others; who was invited passes its invitation on.
+        """Return where a process that is started from here meets the others; who was invited passes its invitation on.
 
         Raises:
             OSError: this process cannot listen at `host`.
@@ -349,7 +349,7 @@ class Peers(AddressBook):
         return self._by_folder.problem if self._by_folder is not None else ""
 
     def needs_to_join(self, *, waits_long: bool) -> bool:
-        """Whether `keep_joined` has something to do: a world to enter, somebody to find, or a reason to look again."""
+        """Return whether `keep_joined` has work: a world to enter, a process to find, or a reason to look again."""
         is_new = self._by_folder is not None and self.me() is None
         if self._by_store.needs_to_join() or is_new or self._by_invitation.needs_to_meet(waits_long=waits_long):
             return True
@@ -358,7 +358,7 @@ class Peers(AddressBook):
         return waits_long and (self._by_store.may_read_again() or self._by_folder is not None)
 
     def is_settled(self) -> bool:
-        """Whether looks at the usual pace do: nothing is to be done at once."""
+        """Return whether looks at the usual pace do: nothing is to be done at once."""
         if self.joined is not None and self.joined.is_in_haste:
             return False
         if self._by_folder is not None and self.me() is None:

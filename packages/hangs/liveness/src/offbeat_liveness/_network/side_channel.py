@@ -65,7 +65,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message in a body; RefusedError if there is none."""
+    """Return the message in a body; RefusedError if there is none."""
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -76,12 +76,12 @@ def decode(body: bytes) -> Message:
 
 
 def hello() -> bytes:
-    """The server's first bytes, the nonce at their end."""
+    """Return the server's first bytes, the nonce at their end."""
     return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
 def read_hello(data: bytes) -> bytes:
-    """The nonce of the server; RefusedError if something else listens there."""
+    """Return the nonce of the server; RefusedError if something else listens there."""
     if len(data) != HELLO_BYTES or not data.startswith(MAGIC):
         raise RefusedError("no monitor of this version listens there")
     return data[len(MAGIC) :]
@@ -119,7 +119,7 @@ def seal_answer(body: bytes, nonces: bytes, secret: str) -> bytes:
 
 
 def check_body(body: bytes, digest: bytes) -> bytes:
-    """The body itself; RefusedError if it is not the one that its header announced."""
+    """Return the body itself; RefusedError if it is not the one that its header announced."""
     if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
         raise RefusedError("the body is not the one that was announced")
     return body
@@ -174,12 +174,12 @@ class Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host get there."""
+    """Return whether only processes of this host get there."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def address_toward(*hosts: str) -> str:
-    """The address by which this host reaches the first that is another one; loopback if none is."""
+    """Return the address by which this host reaches the first that is another one; loopback if none is."""
     for host in hosts:
         if host and not is_loopback(host):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -268,7 +268,7 @@ class Listener:
         return UNPROVEN_S if len(self._strangers) < MAX_UNPROVEN else CROWDED_S
 
     def _take_in_if(self, has_room: bool) -> None:
-        """Where there is no room, new connections wait in the kernel."""
+        """Accept new connections if there is room; else they wait in the kernel."""
         if has_room and not self._takes_in:
             self._selector.register(self._socket, selectors.EVENT_READ)
         elif self._takes_in and not has_room:
@@ -384,12 +384,12 @@ def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> by
 
 
 def ask(door: Endpoint, message: Message, secret: str, timeout_s: float) -> Message | None:
-    """One question, one answer; None if none comes in time."""
+    """Return one question, one answer; None if none comes in time."""
     return ask_all({0: door}, message, secret, timeout_s).get(0)
 
 
 def ask_all(doors: Mapping[Any, Endpoint], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
-    """One question to many at once.
+    """Return one question to many at once.
 
     Returns:
         Replies by the keys of `doors`; without those who refused, failed, were late, or are not of this run.

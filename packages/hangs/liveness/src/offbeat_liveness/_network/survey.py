@@ -78,7 +78,7 @@ def _summarize_group(group: GroupSnapshot) -> GroupSnapshot:
 
 
 def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
-    """A summary as it is sent: defaults left out, ranks of a group as a range where they are one."""
+    """Return a summary as it is sent: defaults left out, ranks of a group as a range where they are one."""
     data = _without_defaults(summarize(head))
     for group in data.get("groups", ()):
         ranks = group.get("ranks", ())
@@ -89,7 +89,7 @@ def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
 
 
 def read_summary(data: Mapping[str, Any]) -> tuple[ProcessSnapshot, list[tuple[str, int]]]:
-    """A summary from its data; and the processes whose end that one was told, by host and pid."""
+    """Return a summary from its data; and the processes whose end that one was told, by host and pid."""
     groups = [{**each, "ranks": _ranks(each.get("ranks", ()))} for each in data.get("groups", ())]
     left = [(str(host), int(pid)) for host, pid in data.get("left_keys", ())]
     return from_data(ProcessSnapshot, {**data, "groups": groups}), left
@@ -135,12 +135,12 @@ def _ranks(said: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _range(start: int, step: int, num: int) -> tuple[int, ...]:
-    """One tuple for all heads that have that group."""
+    """Return one tuple for all heads that have that group."""
     return tuple(range(start, start + step * min(num, 1 << 20), step))
 
 
 def _without_defaults(value: Any) -> dict[str, Any]:
-    """A dataclass as dicts, without fields that hold their defaults."""
+    """Return a dataclass as dicts, without fields that hold their defaults."""
     return {
         each.name: _plain(found)
         for each in dataclasses.fields(value)
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 def states_of_pids(pids: Mapping[str, int]) -> dict[str, Any]:
-    """What this machine tells of processes of its own: births by pid in, states and usage out, as JSON has them."""
+    """Return this machine's account of processes of its own: births by pid in, states and usage out, as in JSON."""
     states = {pid: pid_state(int(pid), born) for pid, born in pids.items()}
     usage = {pid: asdict(tree_usage(int(pid))) for pid, state in states.items() if state == "runs"}
     return {"states": states, "usage": usage}
@@ -207,7 +207,7 @@ class SilenceHistory:
         return fate not in PATIENT_FATES or self._by_key.get(key, Silence()).num_looks >= PATIENT_LOOKS
 
     def stand_in(self, address: Address, still_s: float, *, is_leaving: bool = False) -> ProcessSnapshot:
-        """A snapshot for a process that cannot speak for itself: it counts as slow, not as dead.
+        """Return a snapshot for a process that cannot speak for itself: it counts as slow, not as dead.
 
         `still_s` is how long others have waited for it at most; `is_leaving` whether it listens no more, as a process
         on its way out, whose monitor has ended.
@@ -245,7 +245,7 @@ class Survey:
         *,
         stall_after_s: float,
     ) -> WaitGraph:
-        """The graph of the whole run, in about 1.7 s, and 2 ms more for each process.
+        """Return the graph of the whole run, in about 1.7 s, and 2 ms more for each process.
 
         Args:
             own: snapshot of this process.
@@ -360,7 +360,7 @@ class Survey:
         }
 
     def _as_last_heard(self, key: Key) -> ProcessSnapshot | None:
-        """A process that waited when it was last heard still does, as far as is known."""
+        """Return a process that waited when it was last heard still does, as far as is known."""
         head = self._said.get(key)
         if head is None or all(wait.kind == "outside" for wait in head.waits):
             return None
@@ -422,7 +422,7 @@ def _absent(
 
 
 def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
-    """Of a process that does not speak for itself."""
+    """Make the snapshot of a process that does not speak for itself."""
     head = ProcessSnapshot(
         key=f"{address.machine}:{address.pid}", name=address.name, rank=address.rank, world=address.world
     )

@@ -170,7 +170,7 @@ def _is_console(caller: FrameType | None) -> bool:
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The exception behind a launcher's sys.exit(1); None behind sys.exit(0)."""
+    """Return the exception behind a launcher's sys.exit(1); None behind sys.exit(0)."""
     if not isinstance(error, SystemExit):
         return error
     if error.code in (None, 0):
@@ -204,7 +204,7 @@ class ThreadErrors:
 
 
 def exception_in_flight(ident: int) -> str:
-    """The exception that a thread handles, or cleans up after, and where it was raised; "" if there is none."""
+    """Return the exception that a thread handles, or cleans up after, and where it was raised; "" if there is none."""
     error = current_exceptions().get(ident)
     error = error[1] if isinstance(error, tuple) else error  # Python 3.11 gives what exc_info does
     if not isinstance(error, BaseException):
@@ -253,7 +253,7 @@ def plain_name(text: str) -> str:
 
 
 def read_crash(directory: Path | None, machine: str, pid: int) -> tuple[str, tuple[CallSite, ...]]:
-    """What a dead process left: the reason, and its stack, innermost first; empty if nothing."""
+    """Return what a dead process left: the reason, and its stack, innermost first; empty if nothing."""
     if directory is None:
         return "", ()
     try:

@@ -111,12 +111,12 @@ def _begins_anew(last: RawEntry, entry: RawEntry) -> bool:
 
 
 def parse_entries(entries: Iterable[RawEntry]) -> list[Collective]:
-    """The collectives among the entries of one group or of several, oldest first; a coalesced region is one."""
+    """Return the collectives among the entries of one group or of several, oldest first; a coalesced region is one."""
     return [_parse_region(region) for region in _regions(entries) if not _is_transfer(region)]
 
 
 def parse_transfers(entries: Iterable[RawEntry], members: Sequence[int] = ()) -> list[Collective]:
-    """The point-to-point operations among the entries of one group, oldest first.
+    """Return the point-to-point operations among the entries of one group, oldest first.
 
     Without `members`, global ranks in group order, peers are numbers within the group.
     """
@@ -163,7 +163,7 @@ def _closes(entry: RawEntry) -> bool:
 
 
 def _may_be_coalesced(entry: RawEntry) -> bool:
-    """Whether a device's backend has told nothing of an entry yet."""
+    """Return whether a device's backend has told nothing of an entry yet."""
     return backend_of(entry) != "gloo" and entry["state"] == "scheduled" and not entry["retired"]
 
 
@@ -194,7 +194,7 @@ def _parse_region(region: Region) -> Collective:
 
 
 def _state_of(region: Region) -> RawEntry:
-    """The entry that knows the state of a region.
+    """Return the entry that knows the state of a region.
 
     A region that nothing closes was captured into a CUDA graph, or is still open: nothing of it was launched, so
     nothing of it is pending.
@@ -242,7 +242,7 @@ def _tensors(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> list[str]
 
 
 def is_loaded() -> bool:
-    """Whether this process has torch.distributed, and all of torch; nothing here imports it."""
+    """Return whether this process has torch.distributed, and all of torch; nothing here imports it."""
     needed = ("torch", "torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
     return all(_is_whole(sys.modules.get(name)) for name in needed)
 
@@ -252,7 +252,7 @@ def _is_whole(module: types.ModuleType | None) -> bool:
 
 
 def status_text() -> str:
-    """A text that changes whenever a collective is issued or ends, a line a recorder: about 20 µs, no entries read."""
+    """Return a text that changes whenever a collective is issued or ends, a line a recorder: in about 20 µs."""
     return "\n".join(_status(recorder) for recorder in RECORDERS if _dump(recorder, "_trace_json"))
 
 
@@ -262,13 +262,16 @@ def _status(recorder: str) -> str:
 
 
 def has_pending(status: str) -> bool:
-    """Whether a status text shows a group with an operation that was issued and is not over; may err towards yes."""
+    """Return whether a status text shows a group with an operation that was issued and is not over.
+
+    May err towards yes.
+    """
     lines = enumerate(status.splitlines())
     return any(_line_has_pending(json.loads(line), is_nccl=number > 0) for number, line in lines)
 
 
 def _line_has_pending(recorder: dict[str, dict[str, dict[str, str]]], *, is_nccl: bool) -> bool:
-    """Of one recorder: nccl numbers its collectives and its p2p apart, and shows the number of whichever was last."""
+    """Look at one recorder: nccl numbers its collectives and its p2p apart, and shows the number of the last."""
     pairs = [
         (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
         for each in recorder.get("pg_status", {}).values()
@@ -277,7 +280,7 @@ def _line_has_pending(recorder: dict[str, dict[str, dict[str, str]]], *, is_nccl
 
 
 def read_entries(*, call_sites: bool = False) -> list[RawEntry]:
-    """What the recorders hold, oldest first, point-to-point included; about 20 ms when one is full.
+    """Return what the recorders hold, oldest first, point-to-point included; about 20 ms when one is full.
 
     Where nccl's does not answer, its entries are left out and `NCCL.asked_at_s` says since when.
     """
@@ -310,7 +313,7 @@ def is_off() -> bool:
 
 
 def holds_all(entries: Sequence[RawEntry]) -> bool:
-    """Whether the recorder has forgotten nothing yet: a group without entries then has had no collective."""
+    """Return whether the recorder has forgotten nothing yet: a group without entries then has had no collective."""
     firsts: dict[bool, int] = {}  # nccl's recorder counts by itself
     for entry in entries:
         firsts.setdefault(backend_of(entry) == "nccl", int(entry["record_id"]))
@@ -341,7 +344,7 @@ def _keep_inductor_out() -> None:
 
 
 def _is_symboliser() -> bool:
-    """Whether `torch.__getattr__` is called out of a dump: of this module's, or in a C++ thread of torch's server."""
+    """Return whether `torch.__getattr__` is called by a dump: of this module's, or in a C++ thread of torch."""
     caller = sys._getframe(1).f_back
     return caller is None or caller.f_code is _call.__code__
 
@@ -368,7 +371,7 @@ class StillRecorder:
         self.moved_s = time.monotonic()
 
     def status_text(self, frames: Mapping[int, FrameType] | None = None) -> str | None:
-        """The status of all groups, "" without torch.distributed; None while they move.
+        """Return the status of all groups, "" without torch.distributed; None while they move.
 
         Args:
             frames: of all threads, where the caller has them.
@@ -378,7 +381,7 @@ class StillRecorder:
         return status_text() if self._is_still(frames) else None
 
     def entries(self) -> list[RawEntry] | None:
-        """What the recorder holds, with call sites; None if this process did not stand still for a moment."""
+        """Return what the recorder holds, with call sites; None if this process did not stand still for a moment."""
         give_up_s = time.monotonic() + self._patience_s
         while not self._is_still():
             if time.monotonic() >= give_up_s:
@@ -387,7 +390,7 @@ class StillRecorder:
         return read_entries(call_sites=True)
 
     def _is_still(self, frames: Mapping[int, FrameType] | None = None) -> bool:
-        """Whether nobody makes a group, and none has counted, for a moment; about 1 µs for each group."""
+        """Return whether nobody makes a group, and none has counted, for a moment; about 1 µs for each group."""
         graph, now_s = _group_activity(frames), time.monotonic()
         if graph != self._seen:
             self.moved_s = now_s  # first: another thread may compare at any moment
@@ -397,7 +400,7 @@ class StillRecorder:
 
 
 def settled_s() -> float:
-    """How long nobody is to have counted before a recorder of this torch may be read."""
+    """Return how long nobody is to have counted before a recorder of this torch may be read."""
     version = str(getattr(sys.modules.get("torch"), "__version__", "")).split(".")[:2]
     return CONTENDED_S if version in (["2", "11"], ["2", "12"]) else SETTLED_S
 
@@ -418,7 +421,7 @@ def _is_making(frame: FrameType | None) -> bool:
 
 
 def _count(group: Any) -> int:
-    """Of all backends of a group; those that do not count stay at 0."""
+    """Return the sum over all backends of a group; those that do not count stay at 0."""
     count = 0
     for device in group._device_types:
         try:

@@ -220,7 +220,10 @@ def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def timeout_of_wait(frame: FrameType | None) -> Any:
-    """What the program has given to the `Work.wait` in which a thread stands; None where it stands in no such call."""
+    """Return what the program has given to the `Work.wait` in which a thread stands.
+
+    None where it stands in no such call.
+    """
     is_wait = frame is not None and frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wait"
     return frame.f_locals.get("timeout") if is_wait and frame is not None else None
 
@@ -235,7 +238,7 @@ def _entering(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _connecting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A new store waits for its host, or as the host for its guests."""
+    """Note that a new store waits for its host, or as the host for its guests."""
 
     def connect(store: Any, *args: Any, **named: Any) -> None:
         values = {**dict(zip(("host_name", "port", "world_size", "is_master", "timeout"), args, strict=False)), **named}
@@ -253,5 +256,5 @@ def _keys(args: tuple[Any, ...]) -> str:
 
 
 def _as_text(key: Any) -> str:
-    """A key, which torch takes as str or bytes; "" for anything else, such as a set of keys."""
+    """Return a key, which torch takes as str or bytes; "" for anything else, such as a set of keys."""
     return key.decode(errors="replace") if isinstance(key, bytes) else key if isinstance(key, str) else ""

@@ -63,7 +63,7 @@ class NcclRecorder:
         self.asked_at_s: float | None = None
 
     def entries(self, status: str, dump: Callable[[], bytes], *, with_frames: bool) -> list[RawEntry] | None:
-        """What nccl's recorder holds, oldest first; None while it does not answer.
+        """Return what nccl's recorder holds, oldest first; None while it does not answer.
 
         While `status` stays the same, entries do; `dump` asks the recorder directly, for a torch without a server.
         """
@@ -80,7 +80,7 @@ class NcclRecorder:
             return self._entries
 
     def _ask_directly(self, dump: Callable[[], bytes]) -> bytes:
-        """Of a torch whose recorder has no server (other makers' builds): this may stand still with the GIL."""
+        """Ask a torch whose recorder has no server (other makers' builds): this may block with the GIL held."""
         self.asked_at_s = time.monotonic()
         answer = dump()
         self.asked_at_s = None

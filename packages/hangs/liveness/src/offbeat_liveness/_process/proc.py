@@ -82,7 +82,7 @@ def thread_cpu_s(pid: int, thread: int) -> float:
 
 
 def is_at_work(pid: int, thread: int) -> bool:
-    """Whether a thread is on a core or ready for one (R), or in the kernel for a disk or a network file system (D).
+    """Return whether a thread runs or is ready to (R), or waits in the kernel for a disk or network file system (D).
 
     Its CPU alone does not tell: the kernel counts the time on a run queue when it ends, and on a crowded machine that
     takes seconds (measured: nothing for 1.8 s, then all of it). No where the platform is silent.
@@ -114,7 +114,7 @@ def exit_code(pid: int) -> int | None:
 
 
 def _stat_fields(task: str) -> list[bytes]:
-    """Of a process or thread, from the state on; the name before it may hold anything."""
+    """Return the fields of a process or thread, from the state on; the name before it may hold anything."""
     return _read_bytes(f"/proc/{task}/stat").rpartition(b")")[2].split()
 
 
@@ -126,7 +126,7 @@ def _stat_or_nothing(task: str) -> list[bytes]:
 
 
 def _ask_kernel(pid: int) -> PidState:
-    """Where there is no /proc: whether a signal could be sent."""
+    """Return where there is no /proc: whether a signal could be sent."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -159,7 +159,7 @@ def tcp_sockets() -> Iterator[TcpSocket]:
 
 
 def listening_ports() -> tuple[int, ...]:
-    """Those of this process in order, so that whoever waits for an answer from one is led here.
+    """Return those of this process in order, so that whoever waits for an answer from one is led here.
 
     None where the platform does not tell.
     """
@@ -220,7 +220,7 @@ class UsageRates:
 
 
 def tree_usage(pid: int) -> TreeUsage:
-    """What a process of this machine and its descendants have used until now.
+    """Return what a process of this machine and its descendants have used until now.
 
     Source: proc(5): /proc/pid/stat fields 14 to 17 (own and waited-for children's ticks), /proc/pid/io (wchar,
     read_bytes), /proc/pid/task/tid/children.
@@ -252,7 +252,10 @@ def tree_usage(pid: int) -> TreeUsage:
 
 
 def rates(before: TreeUsage, after: TreeUsage) -> UsageRates:
-    """What was done between two looks; a descendant that ended unwaited for takes its share with it, never below 0."""
+    """Return what was done between two looks.
+
+    A descendant that ended unwaited for takes its share with it, never below 0.
+    """
     passed_s = max(after.time_s - before.time_s, 1e-6)
     return UsageRates(
         cores=max(0.0, after.cpu_s - before.cpu_s) / passed_s,
@@ -316,7 +319,7 @@ def _thread_ticks(pid: int, thread: int) -> int:
 
 
 def _is_at_work(pid: int, state: bytes, threads: list[int], own: Collection[int]) -> bool:
-    """Whether any thread is; those of the watch are at work only because they look."""
+    """Return whether any thread is; those of the watch are at work only because they look."""
     if len(threads) == 1:
         return state in AT_WORK and threads[0] not in own
     return any(

@@ -91,7 +91,9 @@ def name_group(group: Any, axes: Sequence[str]) -> None:
 
 
 def recent_collectives() -> list[Collective]:
-    """The collectives this process has entered, oldest first; empty without torch.distributed or with the recorder off.
+    """Return the collectives this process has entered, oldest first.
+
+    Empty without torch.distributed or with the recorder off.
 
     Torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
 
@@ -152,7 +154,7 @@ def group_members(group: Any) -> tuple[int, ...]:
 
 
 def group_snapshots(entries: Sequence[RawEntry] | None) -> tuple[GroupSnapshot, ...]:
-    """How far this process has come in each of its groups.
+    """Return how far this process has come in each of its groups.
 
     Without entries, while the recorder cannot be read, there are only the groups' own counters.
     """
@@ -174,7 +176,7 @@ def group_snapshots(entries: Sequence[RawEntry] | None) -> tuple[GroupSnapshot, 
 
 
 def _group_snapshot(group: Any, name: str, backend: Any, entries: Sequence[RawEntry], knows_all: bool) -> GroupSnapshot:
-    """One group, or the part of it that one of its backends does, which counts by itself."""
+    """Return one group, or the part of it that one of its backends does, which counts by itself."""
     backend_name = _backend_name(backend)
     is_silent = backend_name == "nccl" and NCCL.asked_at_s is not None
     members = group_members(group)
@@ -220,14 +222,14 @@ def timeout_of(backend: Any) -> float | None:
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """A timedelta or a number of seconds; None for none, which torch also writes as 0 or less."""
+    """Return a timedelta or a number of seconds; None for none, which torch also writes as 0 or less."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     return float(seconds) if is_number and seconds > 0 else None
 
 
 def store_place(store: Any) -> str:
-    """Where the store beneath all prefixes is: "host:port", or a path; "" for one of this process alone."""
+    """Return where the store beneath all prefixes is: "host:port", or a path; "" for one of this process alone."""
     lowest = bottom(store)
     if hasattr(lowest, "port") and hasattr(lowest, "host"):
         return f"{lowest.host}:{lowest.port}"
@@ -251,7 +253,7 @@ def _place(group: Any) -> str:
 
 
 def _is_foreign(group: Any, ranks: Mapping[int, int]) -> bool:
-    """Whether the numbers of a group's members are not ranks of this process's world.
+    """Return whether the numbers of a group's members are not ranks of this process's world.
 
     Frameworks join a trainer and its engines by a group over a store of its own, and write down its members as
     {0: 0, 1: 1, ...}, whatever world each of them comes from.
@@ -272,7 +274,7 @@ def _is_foreign(group: Any, ranks: Mapping[int, int]) -> bool:
 
 
 def _backends(group: Any) -> dict[str, Any]:
-    """The backends of a group by name; one may serve several devices."""
+    """Return the backends of a group by name; one may serve several devices."""
     found: dict[str, Any] = {}
     for device in group._device_types:
         try:
@@ -292,7 +294,7 @@ def _backend_name(backend: Any) -> str:
 
 
 def _worth_telling(collectives: Sequence[Collective]) -> list[Collective]:
-    """The newest, and whatever is not over, however old."""
+    """Return the newest, and whatever is not over, however old."""
     cut = max(0, len(collectives) - RECENT)
     pending = [each for each in collectives[:cut] if not each.done]
     return pending[:RECENT] + list(collectives[cut:])
@@ -307,7 +309,7 @@ def _described_axes(group: Any) -> tuple[str, ...]:
 
 
 def _sequence_number(backend: Any) -> int:
-    """A backend's own counter; gloo's counts p2p as well."""
+    """Return a backend's own counter; gloo's counts p2p as well."""
     try:
         return int(backend._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):  # a backend that does not count, or has not begun
@@ -425,7 +427,7 @@ def torch_call(frame: FrameType | None) -> TorchCall | None:
 
 
 def _defined_in(frame: FrameType) -> str:
-    """The file, of those in `CALLS`, that has the function of a frame among its calls; "" for none."""
+    """Return the file, of those in `CALLS`, that has the function of a frame among its calls; "" for none."""
     code = frame.f_code
     return next(
         (file for file, names in CALLS.items() if code.co_name in names and code.co_filename.endswith(file)), ""
@@ -454,7 +456,7 @@ def _call_of(found: list[tuple[str, FrameType]]) -> TorchCall:
 
 
 def _place_in(named: Mapping[str, Any]) -> str:
-    """Where the others are met, as the local names of a frame have it."""
+    """Return where the others are met, as the local names of a frame have it."""
     host = named.get("hostname") or named.get("master_addr")
     port = named.get("port") or named.get("master_port")
     if host and port:
@@ -463,7 +465,7 @@ def _place_in(named: Mapping[str, Any]) -> str:
 
 
 def _global_rank(named: Mapping[str, Any], group: Any) -> int | None:
-    """Of the other side, where the call counts it within its group."""
+    """Return the global rank of the other side, where the call counts it within its group."""
     members = group_members(default_group() if group is None else group)
     places = (named.get(name) for name in ("group_src", "group_dst"))
     return next((members[place] for place in places if isinstance(place, int) and place < len(members)), None)

@@ -104,7 +104,10 @@ class ProgressTracker:
         return min(time.monotonic() - self._callback_since_s, self.thread_still_s(main_thread_ident()))
 
     def _has_advanced(self, frames: dict[int, FrameType]) -> bool:
-        """Whether collectives were issued or have ended; the first status after a movement is no news of its own."""
+        """Return whether collectives were issued or have ended.
+
+        The first status after a movement is no news of its own.
+        """
         text = self.recorder.status_text(frames)
         ended = bool(text) and self.status not in ("", text)
         advanced = ended or self.recorder.moved_s > self.status_since_s
@@ -129,7 +132,7 @@ class ProgressTracker:
         return bool(self.status) and flight_recorder.has_pending(self.status)
 
     def has_thread_in_torch(self, still_s: float) -> bool:
-        """Whether any thread has stood for as long in a call of torch.distributed."""
+        """Return whether any thread has stood for as long in a call of torch.distributed."""
         now_s = time.monotonic()
         standing = [ident for ident, each in self._threads.items() if now_s - each.since_s >= still_s]
         if not standing:
@@ -167,7 +170,9 @@ class ProgressTracker:
         return max(self._thread_busy(ident) for ident in self._sampled)
 
     def tree_busy(self) -> float:
-        """How many cores the process and its descendants have used since the last call but one; 1 if they moved data.
+        """Return how many cores the process and its descendants have used since the last call but one.
+
+        1 if they moved data.
 
         A process that stands may have a pool, a compiler or a download at work.
         """

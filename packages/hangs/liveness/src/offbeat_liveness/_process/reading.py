@@ -40,7 +40,7 @@ ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 def read_snapshot(
     progress: ProgressTracker, *, name: str, world: str, rank: int | None, world_size: int, stall_after_s: float
 ) -> ProcessSnapshot:
-    """What this process does now.
+    """Return what this process does now.
 
     `world`, `rank` and `world_size` are of the default group, or as the environment promises. An operation that has
     been pending for twice `stall_after_s` counts, whatever its thread does.
@@ -99,14 +99,14 @@ class _Threads:
         return ident in self._frames
 
     def frame(self, ident: int) -> FrameType | None:
-        """Of a thread; of the main thread if it has no Python frame (autograd's, for one)."""
+        """Return the frame of a thread, or of the main thread if it has no Python frame (autograd's, for one)."""
         return self._frames.get(ident) or self._frames.get(main_thread_ident())
 
     def name(self, ident: int) -> str:
         return self._names.get(ident, "MainThread")
 
     def still_s(self, ident: int, since_s: float) -> float:
-        """How long an operation that began `since_s` seconds ago has held up its thread, or the main thread."""
+        """Return how long an operation that began `since_s` seconds ago has held up its thread, or the main thread."""
         watched_s = time.monotonic() - self.progress.watched_since_s
         if min(since_s, watched_s) >= 2 * self._stall_after_s:
             return min(since_s, watched_s)
@@ -141,7 +141,7 @@ class _Threads:
         )
 
     def _joins(self, ident: int, waiting: set[str]) -> bool:
-        """Whether a thread joins another that waits itself."""
+        """Return whether a thread joins another that waits itself."""
         outside = self._outside(ident) if waiting else None
         return outside is not None and outside.kind == "thread" and not outside.timeout_s and outside.on in waiting
 
@@ -150,13 +150,13 @@ class _Threads:
         return self.calls.get(ident) is None and self._outside(ident) is None
 
     def _outside(self, ident: int) -> OutsideWait | None:
-        """What a thread waits for that stands in no call of torch.distributed."""
+        """Return what a thread waits for that stands in no call of torch.distributed."""
         if self.calls.get(ident) is not None:
             return None
         return outside_wait(self._frames.get(ident), self._native_ids.get(ident))
 
     def is_elsewhere(self, ident: int, backend: str) -> bool:
-        """Whether a thread that has posted an operation stands in something else: it may never wait for it.
+        """Return whether a thread that has posted an operation stands in something else: it may never wait for it.
 
         Where that is a device's, nothing tells a thread that waits for the device from one that computes.
         """
@@ -166,14 +166,14 @@ class _Threads:
         return not self.polls(ident) and (backend.startswith("gloo") or self._outside_of(ident) is not None)
 
     def polls(self, ident: int) -> bool:
-        """Whether a thread sleeps for moments, as one that asks again and again whether an operation is over."""
+        """Return whether a thread sleeps for moments, as one that asks again and again whether an operation is over."""
         outside = self._outside_of(ident)
         if outside is None or outside.kind != "sleep":
             return False
         return outside.timeout_s is not None and outside.timeout_s <= POLL_S
 
     def _outside_of(self, ident: int) -> OutsideWait | None:
-        """Of a thread; of the main thread if it has no Python frame."""
+        """Return what a thread waits for; the main thread if it has no Python frame."""
         return self._outside(ident if ident in self._frames else main_thread_ident())
 
     def _locked(self) -> list[int]:
@@ -248,7 +248,7 @@ def _recorded_wait(group: GroupSnapshot, entry: Collective, threads: _Threads) -
 
 
 def _root(call: TorchCall | None, group: GroupSnapshot, entry: Collective) -> int | None:
-    """Of the call that a thread stands in, if that is the one: it may be a later one beside one that goes on."""
+    """Return the root of the call that a thread is in, if that is the one: it may be a later one beside it."""
     if call is None or entry.op not in ROOTED or entry.op not in call.function:
         return None
     is_last = entry.seq == max(each.seq for each in group.recent if each.thread == entry.thread)
@@ -295,7 +295,7 @@ def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator
 
 
 def _given_timeout_s(call: TorchCall) -> float | None:
-    """The timeout of one call. In torch 2.11 to 2.13 only the first rank minds that of a `monitored_barrier`."""
+    """Return the timeout of one call. In torch 2.11 to 2.13 only the first rank minds that of a `monitored_barrier`."""
     group = process_groups.default_group() if call.group is None else call.group
     if call.function == "monitored_barrier" and group is not None and group.rank() != 0:
         return None
@@ -316,7 +316,7 @@ def _rendezvous(call: TorchCall, entry: Entry | None) -> dict[str, Any]:
 
 
 def _in_short(ranks: Sequence[int]) -> str:
-    """The same text for the same ranks, on whatever rank: "0-3" where they follow each other."""
+    """Return the same text for the same ranks, on whatever rank: "0-3" where they follow each other."""
     ordered = sorted(set(ranks))
     if len(ordered) > 1 and ordered[-1] - ordered[0] == len(ordered) - 1:
         return f"{ordered[0]}-{ordered[-1]}"
@@ -328,14 +328,14 @@ def _store_rendezvous(call: TorchCall) -> dict[str, Any]:
 
 
 def _remote_call(call: TorchCall) -> dict[str, Any]:
-    """Of torch.distributed.rpc, whose workers are not ranks of a group."""
+    """Return the call of torch.distributed.rpc, whose workers are not ranks of a group."""
     if call.function == "rpc_sync":
         return {"kind": "declared", "what": f"rpc_sync to {call.arguments.get('to')}"}
     return {"kind": "rendezvous", "what": f"rpc.{call.function.lstrip('_')}"}
 
 
 def _stateless(call: TorchCall) -> dict[str, Any]:
-    """Of vLLM's StatelessProcessGroup, which torch has no table of; its members count by themselves."""
+    """Return the wait of vLLM's StatelessProcessGroup, which torch has no table of; its members count by themselves."""
     group, other = call.arguments.get("self"), call.peer
     place = f"rank {getattr(group, 'rank', '?')} of {getattr(group, 'world_size', '?')}"
     text = f"StatelessProcessGroup.{call.function} as {place}" + (f" with {other}" if other is not None else "")
@@ -352,7 +352,7 @@ OTHER_CALLS: Final = {
 
 
 def _ledger_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
-    """What was written down: declared waits, store waits, new stores, and handles of p2p that a thread waits for."""
+    """Yield what was written down: declared waits, store waits, new stores, and the p2p handles of a wait."""
     for entry in LEDGER.open_waits():
         call = threads.calls.get(entry.thread)
         covered = call is not None and (entry.kind != "p2p" or call.function not in process_groups.POINT_TO_POINT)
@@ -377,7 +377,7 @@ def _ledger_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterato
 
 
 def _timeout_s(entry: Entry, head: GroupSnapshot | None) -> float | None:
-    """What torch gives an open wait: as the call says, else as its group or its store does."""
+    """Return what torch gives an open wait: as the call says, else as its group or its store does."""
     if (given := seconds_of(entry.timeout)) is not None:
         return given * (NUM_TRIES if entry.kind == "rendezvous" else 1)
     return head.timeout_s if head else seconds_of(getattr(entry.source, "timeout", None))

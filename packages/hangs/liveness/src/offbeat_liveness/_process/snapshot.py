@@ -97,7 +97,10 @@ class GroupSnapshot:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | str]:
-        """What tells two groups of a world apart, on any rank; a group of another world by where its members meet."""
+        """Return what tells two groups of a world apart, on any rank.
+
+        A group of another world by where its members meet.
+        """
         return self.name, self.place if self.is_foreign else self.ranks
 
     def at(self, seq: int) -> Collective | None:
@@ -274,24 +277,24 @@ class ProcessSnapshot:
         return next((each for each in self.groups if each.key == key), None)
 
     def left_group(self, world: str, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:
-        """A group of a world as it was when this process destroyed it."""
+        """Return a group of a world as it was when this process destroyed it."""
         return next((each.group for each in self.left_groups if (each.world, each.group.key) == (world, key)), None)
 
 
 def to_data(value: Any) -> dict[str, Any]:
-    """A dataclass of this module as dicts, lists and scalars."""
+    """Return a dataclass of this module as dicts, lists and scalars."""
     return dataclasses.asdict(value)
 
 
 def from_data(kind: type[T], data: dict[str, Any]) -> T:
-    """A dataclass from its data; unknown keys are left out, so that versions may differ a little."""
+    """Return a dataclass from its data; unknown keys are left out, so that versions may differ a little."""
     readers = _readers(cast("Hashable", kind))
     return kind(**{name: readers[name](value) for name, value in data.items() if name in readers})
 
 
 @functools.cache
 def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
-    """How each field of a dataclass is read; found out once, since a leader reads thousands of heads."""
+    """Return how each field of a dataclass is read; found out once, since a leader reads thousands of heads."""
     hints = typing.get_type_hints(kind)
     return {each.name: _reader(hints[each.name]) for each in dataclasses.fields(kind)}
 

@@ -99,7 +99,7 @@ def python_threads() -> list[threading.Thread]:
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread but those of the watch, by thread ident.
+    """Return the innermost frame of each thread but those of the watch, by thread ident.
 
     A frame keeps what its function works on, a layer's weights for one, until nobody holds the frame. A thread of the
     watch that held its own would do so in a circle, with all the others, until the garbage collector comes.
@@ -112,7 +112,7 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def native_ids() -> dict[int, int]:
-    """The kernel's number of each of Python's threads, by ident.
+    """Return the kernel's number of each of Python's threads, by ident.
 
     The main thread's is the process's: after os.fork() Python goes on telling that of the parent (up to 3.12).
     """
@@ -121,7 +121,7 @@ def native_ids() -> dict[int, int]:
 
 
 def own_native_ids() -> frozenset[int]:
-    """The kernel's numbers of the watch's own threads, and of the one that asks."""
+    """Return the kernel's numbers of the watch's own threads, and of the one that asks."""
     own = {each.native_id or 0 for each in python_threads() if each.name.startswith(OWN_THREADS)}
     return frozenset(own | {threading.get_native_id()})
 
@@ -142,7 +142,7 @@ def _other_own_threads() -> list[threading.Thread]:
 
 
 def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:
-    """The frames that a reader can act on, innermost first: no torch, no standard library, nothing of our own.
+    """Return the frames that a reader can act on, innermost first: no torch, no standard library, nothing of our own.
 
     A thread that stands in nothing else (a torch thread) is told with all of its frames.
     """
@@ -156,7 +156,7 @@ def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:
 
 
 def stands_in_torch(frame: FrameType) -> bool:
-    """Whether a thread's innermost frame is torch's, or one of ours around a call of torch's."""
+    """Return whether a thread's innermost frame is torch's, or one of ours around a call of torch's."""
     torch = sys.modules.get("torch")
     folder = os.path.dirname(getattr(torch, "__file__", None) or "")
     return frame.f_code.co_filename.startswith((OWN_FOLDER, folder + os.sep) if folder else OWN_FOLDER)

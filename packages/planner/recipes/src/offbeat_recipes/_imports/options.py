@@ -82,7 +82,7 @@ def read_flags(words: Sequence[str]) -> Program:
 
 
 def _joined(values: list[str]) -> str:
-    """A name alone is a switch; one with an empty text after it is not set, as in `--use_wandb "$KEY"`."""
+    """Read an option. A name alone is a switch; with an empty text after it, it is not set: `--use_wandb "$KEY"`."""
     return f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true"
 
 
@@ -223,7 +223,10 @@ def _read_script(path: Path, text: str, given: Mapping[str, str] | None) -> Sour
 
 
 def _choose_program(reading: ShellReading) -> tuple[Program, list[Program]]:
-    """The first command of a script that trains by RL, or the first that has options; and the others that have some."""
+    """Return the first command of a script that trains by RL, or the first that has options.
+
+    And the others that have some.
+    """
     programs = [found for words in reading.commands if (found := read_program(words)).options]
     trains = [each for each in programs if any(name.startswith("actor_rollout_ref.") for name in each.options)]
     chosen = (trains or programs or [Program()])[0]
@@ -350,7 +353,7 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """A value as hydra reads it: numbers, true and false, null, lists in brackets, quotes taken off."""
+    """Return a value as hydra reads it: numbers, true and false, null, lists in brackets, quotes taken off."""
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -364,5 +367,5 @@ def read_value(text: str) -> Any:
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value still refers to something that is not known here."""
+    """Return whether a value still refers to something that is not known here."""
     return isinstance(value, str) and "$" in value

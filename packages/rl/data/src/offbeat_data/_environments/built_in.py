@@ -75,7 +75,7 @@ class EnvironmentConfig:
 
     @property
     def judges(self) -> bool:
-        """Whether it says itself what an episode was worth; one of the user's own may, too."""
+        """Return whether it says itself what an episode was worth; one of the user's own may, too."""
         return JUDGES.get(self.name) is True
 
     def check(self, *, has_reward: bool) -> None:
@@ -144,7 +144,7 @@ def environment_tools(config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 
 def _find_built_in(name: str) -> Callable[..., Any]:
-    """What makes it; the libraries of tasks, which take seconds to import, are imported here."""
+    """Return what makes it; the libraries of tasks, which take seconds to import, are imported here."""
     if name == "calculator":
         return calculator
     if name == "mcp":
@@ -241,7 +241,7 @@ class VerifiersEnvironment:
             await asyncio.wait({self._rollout})
 
     async def _next_question(self) -> list[dict[str, Any]] | None:
-        """The messages that the model is to go on from; None when the rollout has ended."""
+        """Return the messages that the model is to go on from; None when the rollout has ended."""
         assert self._rollout is not None
         question = asyncio.ensure_future(self._turns.questions.get())
         try:
@@ -318,6 +318,6 @@ class _ClientMethods:
 
 @lru_cache(maxsize=1)
 def _client_type() -> Any:
-    """The class of clients that stand for the model; made late, for its base is in verifiers."""
+    """Return the class of clients that stand for the model; made late, for its base is in verifiers."""
     import_verifiers()
     return type("TurnsClient", (_ClientMethods, import_module("verifiers.clients").Client), {})

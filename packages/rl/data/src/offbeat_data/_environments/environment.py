@@ -47,7 +47,7 @@ class Environment(Protocol):
         """
 
     async def reward(self) -> RewardScore | None:
-        """What the episode was worth; None leaves its last turn to the `reward` section."""
+        """Return what the episode was worth; None leaves its last turn to the `reward` section."""
 
     async def close(self) -> None:
         """Free what the episode holds."""
@@ -116,7 +116,7 @@ class EpisodeHost:
         return await self._call(episode, answer())
 
     async def reward(self, episode: int) -> RewardScore | None:
-        """What an episode was worth, as `Environment.reward`. Raises as `reset`."""
+        """Return what an episode was worth, as `Environment.reward`. Raises as `reset`."""
 
         async def judge() -> RewardScore | None:
             score = await self._find(episode).reward()

@@ -64,7 +64,7 @@ class TurnTemplate:
         return self._encode(said_ids, messages, self._pictures(messages))
 
     def reply(self, completion: Completion, messages: Sequence[Message]) -> Reply:
-        """What the model reads, and sees, after a turn of its own. Raises as `reply_ids`."""
+        """Return what the model reads, and sees, after a turn of its own. Raises as `reply_ids`."""
         words = "".join(f"\n[{message.get('role')}] {_words(message.get('content'))}\n" for message in messages)
         pictures = self._pictures(messages)
         ids = self._encode(completion.ids, messages, pictures)
@@ -92,7 +92,7 @@ class TurnTemplate:
         return ids[1:] if is_end else ids  # else it is the first of the environment's words
 
     def _separator(self, roles: Sequence[str]) -> str:
-        """The text that the template writes between a turn and the words of messages that follow it."""
+        """Return the text that the template writes between a turn and the words of messages that follow it."""
         if self._template is None:
             return ""
         if (key := tuple(roles)) not in self._separators:
@@ -101,12 +101,12 @@ class TurnTemplate:
         return self._separators[key]
 
     def _as_words(self, message: Message) -> Message:
-        """A message whose control tokens are words, those in its name and other keys too."""
+        """Return a message whose control tokens are words, those in its name and other keys too."""
         content = self._plain(message.get("content"))
         return {**escape_value(self._tokenizer, {**message, "content": None}), "content": content}
 
     def _plain(self, content: Any) -> Any:
-        """A content whose control tokens are words: a text, or with images the parts that chat templates know."""
+        """Return a content with control tokens as words: a text, or with images the parts that templates know."""
         parts = _parts(content)
         if not any(map(is_image, parts)):
             return self._tokenizer.escape("".join(map(_part_text, parts)))
@@ -116,7 +116,7 @@ class TurnTemplate:
         ]
 
     def _render(self, template: ChatTemplate, said: str, replies: Sequence[Message]) -> str:
-        """The text of a question, of what the model says to it, and of the replies, up to where it speaks again."""
+        """Return the text of a question, the model's words and the replies, up to where it speaks again."""
         conversation = [_QUESTION, {"role": "assistant", "content": said}, *replies]
         return template.render(conversation, add_generation_prompt=True, options=self._options).text
 
@@ -141,7 +141,7 @@ class TurnTemplate:
 
 
 def _probe(template: ChatTemplate, opening: str) -> str:
-    """What a model may say: plain words, with thoughts before them where the template knows of thoughts."""
+    """Return what a model may say: plain words, with thoughts before them where the template knows of thoughts."""
     if "</think>" not in template.source or opening.rstrip().endswith("</think>"):
         return STAND_IN
     begin = "" if opening.rstrip().endswith("<think>") else "<think>\n"
@@ -149,7 +149,7 @@ def _probe(template: ChatTemplate, opening: str) -> str:
 
 
 def _parts(content: Any) -> list[Any]:
-    """The parts of a message's content, which may be a text alone."""
+    """Return the parts of a message's content, which may be a text alone."""
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": "" if content is None else as_text(content)}]
@@ -162,7 +162,7 @@ def _part_text(part: Any) -> str:
 
 
 def _words(content: Any) -> str:
-    """A content for people."""
+    """Return a content for people."""
     return "".join("[image]" if is_image(part) else _part_text(part) for part in _parts(content))
 
 
@@ -199,7 +199,7 @@ class EpisodeLimits:
 
     @classmethod
     def of(cls, config: EnvironmentConfig, max_turn_tokens: int) -> "EpisodeLimits":
-        """The limits of a configuration."""
+        """Return the limits of a configuration."""
         return cls(max_turns=config.max_turns, max_tokens=config.max_tokens, max_turn_tokens=max_turn_tokens)
 
 

@@ -20,7 +20,7 @@ DESCRIBE_TIMEOUT_S: Final = 60.0
 
 
 def import_mcp() -> Any:
-    """The package.
+    """Return the package.
 
     Raises:
         BackendError: it is not installed.
@@ -135,7 +135,7 @@ class McpEnvironment(ToolEnvironment):
         return self._tell(await server.call(name, **arguments))
 
     def _find(self) -> McpServer:
-        """The server of all episodes with this command."""
+        """Return the server of all episodes with this command."""
         shared, key = _shared_servers(), (self._command, tuple(sorted(self._variables.items())))
         if key not in shared:
             shared[key] = McpServer(self._command, self._variables)
@@ -150,7 +150,7 @@ class McpEnvironment(ToolEnvironment):
 
 @lru_cache(maxsize=1)
 def _shared_servers() -> dict[Any, McpServer]:
-    """Of this process, by what they are; they end with it."""
+    """Return the servers of this process, by what they are; they end with it."""
     return {}
 
 
@@ -183,12 +183,12 @@ def _described(tool: Any) -> dict[str, Any]:
 
 
 def _text(blocks: Sequence[Any]) -> str:
-    """A result in words; what is no text is named."""
+    """Return a result in words; what is no text is named."""
     return "\n".join(str(block.text) if block.type == "text" else f"[{block.type}]" for block in blocks)
 
 
 def _parts(blocks: Sequence[Any]) -> str | list[dict[str, Any]]:
-    """A result with its images, as parts of a chat message; without any, in words."""
+    """Return a result with its images, as parts of a chat message; without any, in words."""
     if not any(block.type == "image" for block in blocks):
         return _text(blocks)
     return [

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def import_websockets() -> Any:
-    """The package.
+    """Return the package.
 
     Raises:
         BackendError: it is not installed.
@@ -88,7 +88,7 @@ class StepResult:
     done: bool
 
     def told(self, observation_field: str) -> str:
-        """The field of the observation that the model reads, or a part of one; the whole as JSON without a name.
+        """Return the field of the observation that the model reads, or a part of one; the whole as JSON without a name.
 
         Raises:
             DataError: there is no such field.
@@ -142,7 +142,7 @@ class OpenEnvServer:
         return schemas
 
     async def connect(self) -> Any:
-        """A WebSocket connection, which is a session of its own on the server. The caller has the deadline.
+        """Return a WebSocket connection, which is a session of its own on the server. The caller has the deadline.
 
         Raises:
             DataError: nobody answers.
@@ -173,7 +173,7 @@ class OpenEnvServer:
 
     @property
     def _is_local(self) -> bool:
-        """Whether it is on this machine, where no proxy is asked."""
+        """Return whether it is on this machine, where no proxy is asked."""
         host = urlsplit(self.url).hostname or ""
         with suppress(ValueError):
             return ipaddress.ip_address(host).is_loopback
@@ -260,7 +260,7 @@ def _read_answer(text: str | bytes) -> StepResult:
 
 
 def _complaint(data: Mapping[str, Any]) -> str:
-    """What an error says: its message, and of an action of another form which fields are wrong."""
+    """Return what an error says: its message, and of an action of another form which fields are wrong."""
     wrong = [
         f"{'.'.join(str(part) for part in error.get('loc', ()))}: {error.get('msg')}"
         for error in data.get("errors") or []

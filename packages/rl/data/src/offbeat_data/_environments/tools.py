@@ -40,12 +40,12 @@ class ToolCall:
 
 
 def read_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a turn, in order; none when the model calls no tool."""
+    """Return the calls in a turn, in order; none when the model calls no tool."""
     return [_read_call(found) for found, _, _ in between(text, *_MARKS)]
 
 
 def without_tool_calls(text: str) -> str:
-    """What a turn says beside its calls."""
+    """Return what a turn says beside its calls."""
     parts, last = [], 0
     for _, start, end in between(text, *_MARKS):
         parts.append(text[last:start])
@@ -130,7 +130,7 @@ _OPERATORS: Final[dict[type[ast.AST], Callable[..., Fraction]]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / // % ** and parentheses, exact where it has an end.
+    """Return the value of an arithmetic expression of numbers, + - * / // % ** and parentheses, exact where it can be.
 
     Raises:
         DataError: it is something else, divides by zero, or is too large; nothing else is ever evaluated.
@@ -176,7 +176,7 @@ def _as_decimal(value: Fraction) -> str:
 
 
 def calculator(pattern: str = "") -> ToolEnvironment:
-    """An environment with one tool, `calculator`, whose argument is `expression`.
+    """Return an environment with one tool, `calculator`, whose argument is `expression`.
 
     Args:
         pattern: regular expression that finds a call, its first group the expression, such as `\\[(.*?)\\]`; empty for

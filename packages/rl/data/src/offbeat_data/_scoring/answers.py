@@ -16,18 +16,18 @@ _ARITHMETIC: Final = Context(prec=60, traps=[])
 
 
 def plain_minus(text: str) -> str:
-    """The text with the minus sign of typeset mathematics (U+2212) as the one of the keyboard."""
+    """Return the text with the minus sign of typeset mathematics (U+2212) as the one of the keyboard."""
     return text.replace("\u2212", "-")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text: 12, -3.5, 1,234, 6e23, 3/4; None when there is none."""
+    """Return the last number in a text: 12, -3.5, 1,234, 6e23, 3/4; None when there is none."""
     found = _NUMBER.findall(plain_minus(text))
     return to_number(found[-1]) if found else None
 
 
 def to_number(text: str) -> Decimal | None:
-    """The number a text is; None when it is not one, or divides by zero."""
+    """Return the number that a text is; None when it is not one, or divides by zero."""
     top, _, bottom = text.replace(",", "").partition("/")
     try:
         number = _ARITHMETIC.divide(Decimal(top), Decimal(bottom)) if bottom else Decimal(top)
@@ -37,7 +37,7 @@ def to_number(text: str) -> Decimal | None:
 
 
 def numbers_match(number: Decimal, reference: Decimal, tolerance: float) -> bool:
-    """Whether two numbers are equal, or differ by at most `tolerance` times the larger."""
+    """Return whether two numbers are equal, or differ by at most `tolerance` times the larger."""
     if number == reference:
         return True
     first, second = float(number), float(reference)
@@ -45,7 +45,7 @@ def numbers_match(number: Decimal, reference: Decimal, tolerance: float) -> bool
 
 
 def last_in_tag(text: str, tag: str) -> str | None:
-    """What stands between the last <tag> and the </tag> after it."""
+    """Return what stands between the last <tag> and the </tag> after it."""
     texts = [found for found, _, _ in between(text, f"<{tag}>", f"</{tag}>")]
     return texts[-1].strip() if texts else None
 
@@ -63,7 +63,7 @@ def between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int, i
 
 
 def last_match(text: str, pattern: str) -> str | None:
-    """The first group of the last match of a regular expression, or the match itself when it has no group."""
+    """Return the first group of the last match of a regular expression, or the match itself when it has no group."""
     matches = list(re.finditer(pattern, text, re.DOTALL))
     if not matches:
         return None
@@ -72,7 +72,7 @@ def last_match(text: str, pattern: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...}, inner braces matched."""
+    """Return what stands in the last \\boxed{...}, inner braces matched."""
     start = text.rfind("\\boxed{")
     depth = 0
     for at in range(start + 6, len(text)) if start >= 0 else ():
@@ -118,5 +118,5 @@ def without_units(text: str) -> str:
 
 
 def has_variables(text: str) -> bool:
-    """Whether letters stand in it that are no commands of LaTeX: those of a unit may then be meant."""
+    """Return whether letters stand in it that are no commands of LaTeX: those of a unit may then be meant."""
     return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", as_latex(text))) is not None

@@ -69,7 +69,7 @@ class CodeScorer:
         self._has_told = False
 
     def score(self, prompt: Prompt, written: Sequence[CompletionText]) -> list[RewardValue]:
-        """The share of tests that pass, or whether all do.
+        """Return the share of tests that pass, or whether all do.
 
         Raises:
             DataError: the row has no tests, or some of no known form.
@@ -164,13 +164,16 @@ _FENCED: Final = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\n(.*?)(?:\n[ \
 
 
 def program_of(completion: str) -> str | None:
-    """The last fenced block of Python in a completion, all of it where no block is; None where there is nothing."""
+    """Return the last fenced block of Python in a completion, all of it where no block is.
+
+    None where there is nothing.
+    """
     blocks = _FENCED.findall(completion)
     source = str(blocks[-1] if blocks else completion)
     return source if source.strip() and "\0" not in source else None
 
 
 def prints_alike(printed: str, wanted: str) -> bool:
-    """Whether two outputs are the same, but for blanks at the ends of lines and empty lines at the end."""
+    """Return whether two outputs are the same, but for blanks at the ends of lines and empty lines at the end."""
     pairs = zip_longest(printed.rstrip().split("\n"), wanted.rstrip().split("\n"))
     return all(one is not None and other is not None and one.rstrip() == other.rstrip() for one, other in pairs)

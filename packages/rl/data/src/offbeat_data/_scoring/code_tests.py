@@ -189,5 +189,5 @@ def _call(name: Any, given: Any, wanted: Any) -> str:
 
 
 def _lines(value: Any) -> str:
-    """A text, also where a data set holds its lines as a list."""
+    """Return a text, also where a data set holds its lines as a list."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

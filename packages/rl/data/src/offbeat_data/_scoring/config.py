@@ -108,17 +108,17 @@ class RewardConfig:
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a model in a process of its own takes part."""
+        """Return whether a model in a process of its own takes part."""
         return self.is_set and "reward_model" in self.all_weights
 
     @property
     def is_set(self) -> bool:
-        """Whether any reward is named."""
+        """Return whether any reward is named."""
         return bool(self.name or self.weights)
 
     @property
     def needs_answer(self) -> bool:
-        """Whether prompts must have a reference answer."""
+        """Return whether prompts must have a reference answer."""
         return self.is_set and not NEEDS_ANSWER.isdisjoint(self.all_weights)
 
     def range_complaint(self, value: float, parts: Mapping[str, float]) -> str:

@@ -179,12 +179,12 @@ class RewardFunction:
         self._check_bound()
 
     def __call__(self, prompt: Prompt, written: Sequence[CompletionText]) -> Awaitable[Any] | Any:
-        """What the function returns, unread."""
+        """Return what the function returns, unread."""
         args, named = self.signature.arguments(prompt, written)
         return self._function(*args, **self._accepted(named), **self._options)
 
     def read(self, result: Any, prompt: Prompt, count: int) -> list[RewardValue]:
-        """What it has returned, one for each completion.
+        """Return what it has returned, one for each completion.
 
         Raises:
             RewardError: not as many as completions, or one that is no finite number.
@@ -201,7 +201,7 @@ class RewardFunction:
         return [self._worth(value, prompt) for value in values]
 
     def failed(self, error: Exception, prompt: Prompt) -> RewardError:
-        """The error that says that it raised."""
+        """Return the error that says that it raised."""
         text = f"the reward function {self._name} raised {type(error).__name__} on prompt {prompt.index}: {error}"
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         own = [frame for frame in frames if frame.filename == _file_of(self._function)]
@@ -235,7 +235,7 @@ class RewardFunction:
         return found[0] if found else "offbeat"
 
     def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what there is by name, what the function has a parameter for."""
+        """Return, of what there is by name, what the function has a parameter for."""
         if any(each.kind is each.VAR_KEYWORD for each in self._parameters.values()):
             return {name: value for name, value in named.items() if name not in self._options}
         return {name: value for name, value in named.items() if name in self._parameters and name not in self._options}
@@ -283,14 +283,14 @@ def _is_coroutine(function: Callable[..., Any]) -> bool:
 
 
 def _list_of(result: Any) -> list[Any] | None:
-    """A list, a tuple, or an array of numpy or torch, as a list."""
+    """Return a list, a tuple, or an array of numpy or torch, as a list."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     return list(result) if isinstance(result, list | tuple) else None
 
 
 def finite(name: str, value: Any, index: int) -> float:
-    """The number that a reward function has returned.
+    """Return the number that a reward function has returned.
 
     Raises:
         NotANumberError: it is none, or not finite.

@@ -112,7 +112,7 @@ class Judge:
         }
 
     def _worth(self, reply: JudgeReply, prompt: Prompt) -> RewardValue:
-        """A number is divided, and held between the bounds; a word has its worth as it is."""
+        """Return the score of a verdict: a number is divided and kept within the bounds, a word has its own."""
         found = list(self._pattern.finditer(reply.text))
         text = (found[-1].group(1) or "").strip() if found else ""
         value = self._value(text)
@@ -158,7 +158,7 @@ class Judge:
 
 
 def _as_text(question: str | list[dict[str, Any]]) -> str:
-    """What was asked, in words: of chat messages, those that the model was to answer."""
+    """Return what was asked, in words: of chat messages, those that the model was to answer."""
     if isinstance(question, str):
         return question
     said = [(str(each.get("role", "")), _content(each.get("content"))) for each in question]

@@ -96,7 +96,7 @@ class JudgeClient:
         self._under_way: dict[str, asyncio.Task[JudgeReply]] = {}
 
     async def ask(self, request: dict[str, Any]) -> JudgeReply:
-        """The reply to a request: kept from before, or that to the same one under way, or a new one.
+        """Return the reply to a request: kept from before, or that to the same one under way, or a new one.
 
         Raises:
             RewardError: refused, or no answer after all retries.
@@ -221,7 +221,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def checked_url(url: str) -> str:
-    """The address without a slash at its end.
+    """Return the address without a slash at its end.
 
     Raises:
         ConfigError: it is neither https nor on this machine, or holds a password.
@@ -283,13 +283,13 @@ def _read_reply(answer: _Answer, num_retries: int) -> JudgeReply:
 
 
 def _count(value: Any) -> float:
-    """The number of tokens that an endpoint tells; 0 for anything else, which is no reason to lose the reply."""
+    """Return the number of tokens that an endpoint tells; 0 for anything else, which is no reason to lose the reply."""
     is_count = isinstance(value, int | float) and 0 <= value < 1 << 53
     return float(value) if is_count else 0.0
 
 
 def _retry_after_s(told: str) -> float | None:
-    """What the header Retry-After asks for, in seconds; None where it gives no number."""
+    """Return what the header Retry-After asks for, in seconds; None where it gives no number."""
     try:
         seconds = float(told)
     except ValueError:

@@ -97,12 +97,12 @@ class Reward:
 
     @property
     def comparing(self) -> tuple[str, ...]:
-        """Of `grouping`, those that may not be asked for some of the completions alone."""
+        """Return, of `grouping`, those that may not be asked for some of the completions alone."""
         return tuple(name for name in self.grouping if not self._scorers[name].may_split)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How functions are called, in words."""
+        """Return how functions are called, in words."""
         return tuple(scorer.note for scorer in self._scorers.values() if scorer.note)
 
     def score(self, prompt: Prompt, completion: str, ids: Sequence[int] = ()) -> RewardScore:
@@ -129,7 +129,7 @@ class Reward:
     async def await_group(
         self, prompt: Prompt, written: Sequence[CompletionText], names: Sequence[str], timeout_s: float | None = None
     ) -> list[RewardScore]:
-        """The same by rewards of `waiting`, side by side, in the event loop of the caller.
+        """Return the same by rewards of `waiting`, side by side, in the event loop of the caller.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`, waits for a judge's rate limit not counted.
@@ -207,7 +207,7 @@ def _build_scorer(name: str, config: RewardConfig) -> Scorer:
 
 
 def _function_scorer(function: RewardFunction) -> Scorer:
-    """A user's function, which is given one completion or all of a prompt."""
+    """Return a user's function, which is given one completion or all of a prompt."""
     signature = function.signature
 
     async def wait(prompt: Prompt, written: Sequence[CompletionText], result: Awaitable[Any]) -> list[RewardValue]:

@@ -131,7 +131,7 @@ class BubblewrapSandbox:
 
     @cached_property
     def _has_root(self) -> bool:
-        """Whether this process may make namespaces without a user's: then programs get a user of their own inside.
+        """Return whether this process may make namespaces of its own; programs then get a user of their own inside.
 
         Limits on the number of processes do not hold for root, nor for a user that stands for it.
         """
@@ -210,7 +210,7 @@ def _limit_words(limits: ProgramLimits, uid: int, meter: int) -> list[str]:
 
 
 def _python() -> str:
-    """The interpreter that this one's environment was made from."""
+    """Return the interpreter that this one's environment was made from."""
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
@@ -229,13 +229,13 @@ def _system_view() -> list[str]:
 
 
 def _readable(folder: str) -> list[str]:
-    """A folder where it is, to be read by whatever user a program has: bubblewrap would lock the folders above it."""
+    """Return a folder as the program's user can read it: bubblewrap would lock the folders above it."""
     above = [str(each) for each in reversed(Path(folder).parents)][1:]
     return [*(word for each in above for word in ("--perms", "0755", "--dir", each)), "--ro-bind", folder, folder]
 
 
 def _has_rights() -> bool:
-    """Whether this process holds what root holds on a machine of its own (CAP_SYS_ADMIN, SETUID and SETGID)."""
+    """Return whether this process holds what root holds on a machine of its own (CAP_SYS_ADMIN, SETUID and SETGID)."""
     with open("/proc/self/status") as file:
         held = next((int(line.split()[1], 16) for line in file if line.startswith("CapEff:")), 0)
     return all(held >> number & 1 for number in (6, 7, 21))

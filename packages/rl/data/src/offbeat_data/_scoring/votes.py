@@ -6,7 +6,7 @@ from offbeat_data._scoring.rewards import answer_of
 
 
 def vote_of(completion: str, config: RewardConfig) -> str | None:
-    """What a completion votes for when the answers of several are counted.
+    """Return what a completion votes for when the answers of several are counted.
 
     Args:
         completion: what the model wrote; of an episode its last turn.

@@ -111,7 +111,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[S]) -> S:
-    """A message from its bytes.
+    """Return a message from its bytes.
 
     Raises:
         msgspec.ValidationError: it is of another type.
@@ -151,7 +151,7 @@ class LogMirror:
             os.unlink(path)  # it lives as long as somebody holds it open
 
     def news(self) -> bytes:
-        """What has been written since the last time."""
+        """Return what has been written since the last time."""
         return b"" if self.is_shared else os.read(self._reader, _REPORT_BYTES)
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class AgentProcess:
             await self._loop.sock_sendall(self._socket, data)
 
     async def report(self, patience_s: float) -> Report:
-        """What has come since the last report; waits for something to come, at most `patience_s`."""
+        """Return what has come since the last report; waits for something to come, at most `patience_s`."""
         self._heard_s = time.monotonic()
         if not self._held and self._code is None:
             with contextlib.suppress(TimeoutError):
@@ -259,7 +259,7 @@ class AgentProcess:
                 os.killpg(self.pid, number)
 
     def state(self) -> str:
-        """What it is doing, when that is odd."""
+        """Return what it is doing, when that is odd."""
         return describe_process(self.pid)
 
     @property
@@ -312,7 +312,7 @@ class NodeAgent:
         self._processes: dict[str, AgentProcess] = {}
 
     async def whereabouts(self) -> bytes:
-        """Where it is and what it holds."""
+        """Return where it is and what it holds."""
         return encode(_whereabouts(import_ray()))
 
     async def start(self, order: bytes) -> bytes:
@@ -345,13 +345,13 @@ class NodeAgent:
             process.send_signal(number)
 
     async def state(self, key: str) -> str:
-        """What a process is doing, when that is odd."""
+        """Return what a process is doing, when that is odd."""
         process = self._processes.get(key)
         return process.state() if process else ""
 
 
 def _own_environment() -> dict[str, str]:
-    """The variables of this worker, without what opens the cluster: roles run code that models have written."""
+    """Return the variables of this worker, without what opens the cluster: roles run code that models have written."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_TOKEN)}
 
 

@@ -72,7 +72,7 @@ class Connection:
         return str(self.ray.get_runtime_context().get_node_id())
 
     def nodes(self) -> dict[str, Node]:
-        """The living nodes by Ray's id. Ray knows how many devices are free, and which only once it gives them."""
+        """Return the living nodes by Ray's id. Ray knows how many devices are free, and which when it gives them."""
         alive = [node for node in self.ray.nodes() if node["Alive"]]
         kinds = self.ray.get_runtime_context().get_accelerator_ids().keys()
         free = self.ray._private.state.available_resources_per_node()
@@ -81,7 +81,9 @@ class Connection:
 
 
 def cluster_nodes(config: ClusterConfig) -> list[Node]:
-    """The machines of a Ray cluster, and what is free there now; this machine where the run starts its own cluster.
+    """Return the machines of a Ray cluster, and what is free there now.
+
+    This machine where the run starts its own cluster.
 
     Raises:
         BackendError: Ray is not installed.
@@ -342,7 +344,7 @@ def _not_installed() -> BackendError:
 
 
 def import_ray() -> Any:
-    """The module, with everything that this package uses of it.
+    """Return the module, with everything that this package uses of it.
 
     Raises:
         BackendError: it is not installed, with the install line, or too old.

@@ -99,7 +99,7 @@ class RayLauncher(Launcher):
 
     @classmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:
-        """The machines of the cluster, and what is free there now: see `cluster_nodes`."""
+        """Return the machines of the cluster, and what is free there now: see `cluster_nodes`."""
         return cluster_nodes(config)
 
     async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:
@@ -232,7 +232,7 @@ class RayLauncher(Launcher):
         return await asyncio.shield(self._home)
 
     async def _renew(self, role: RoleName) -> None:
-        """Where a role's node agent is gone: reserve its block anew, on its node or, if that is gone, on another."""
+        """Reserve the block of a role anew where its node agent is gone: on its node or, without that, on another."""
         async with self._renewing:  # roles of one block are often started at once
             link = self._placements[role].link
             if not link.lost:
@@ -296,7 +296,7 @@ class RayLauncher(Launcher):
 
 
 def _result(future: "asyncio.Future[T] | None") -> T | None:
-    """What a future has come to; None while it is open, or when it has failed."""
+    """Return what a future has come to; None while it is open, or when it has failed."""
     if future is None or not future.done() or future.cancelled() or future.exception() is not None:
         return None
     return future.result()

@@ -82,7 +82,7 @@ class AgentLink:
 
 
 def is_node_alive(ray: Any, node_id: str) -> bool:
-    """Whether a node lives and can be reached. Ray itself learns of a lost one by missed heartbeats, a minute later."""
+    """Return whether a node lives and can be reached. Ray learns of a lost one by heartbeats, a minute later."""
     found = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
     if found is None:
         return False
@@ -122,7 +122,7 @@ class RemoteProcess:
 
     @property
     def place(self) -> str:
-        """Where it runs, for error texts."""
+        """Return where it runs, for error texts."""
         return f" on {self.address}"
 
     @property
@@ -144,7 +144,7 @@ class RemoteProcess:
             self._loop.call_later(_KILL_S, self._give_up, lost)
 
     async def state(self) -> str:
-        """What it is doing, when that is odd."""
+        """Return what it is doing, when that is odd."""
         try:
             async with asyncio.timeout(1.0):
                 return str(await self._link.actor.state.remote(self._key))
@@ -193,7 +193,7 @@ class RemoteProcess:
             self._finish(await self._link.explain_loss(error))
 
     async def _next_report(self) -> Report | None:
-        """What the node agent has to tell; None: it was silent for too long, and this process was not suspended.
+        """Return what the node agent has to tell; None: it was silent for too long, and this process was not suspended.
 
         Of a process that goes on after SIGSTOP the timers are due before it has read what came meanwhile: it looks
         once more.

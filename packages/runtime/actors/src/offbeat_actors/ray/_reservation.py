@@ -140,7 +140,7 @@ def start_agent(ray: Any, name: str, strategy: Any, **resources: Any) -> Any:
 
 
 def needs_of(block: Block) -> dict[str, float]:
-    """What Ray reserves for a block."""
+    """Return what Ray reserves for a block."""
     wanted = {
         block.device_kind: float(block.num_devices),
         "CPU": float(block.num_cpus),
@@ -250,7 +250,7 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
 async def _explain_missed(
     connection: Connection, held: Sequence[Reservation], nodes: Mapping[str, str], deadline_s: float
 ) -> DeadlineError:
-    """What was waited for; Ray itself, if it does not tell."""
+    """Return what was waited for; Ray itself, if it does not tell."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_EXPLAIN_S):
             return await asyncio.to_thread(_describe_wait, connection, held, nodes, deadline_s)
@@ -258,7 +258,7 @@ async def _explain_missed(
 
 
 def unanswered(deadline_s: float) -> DeadlineError:
-    """The error to raise when Ray has not said in time what it has."""
+    """Return the error to raise when Ray has not said in time what it has."""
     advice = "does the head of its cluster live, and can it be reached?"
     return DeadlineError("placing what the plan asks for", "Ray's head to answer", deadline_s, advice)
 
@@ -285,7 +285,7 @@ def _explain_wait(block: Block, node: Node | None) -> str:
 
 
 def _shortfall(block: Block, node: Node) -> str:
-    """What a node is short of for a block; "" when it has room."""
+    """Return what a node is short of for a block; "" when it has room."""
     if block.num_devices > (num_free := node.num_free(block.device_kind)):
         return f"{block.num_devices} {block.device_kind} on {node.name}, which has {num_free} free"
     if block.num_cpus > node.num_cpus:

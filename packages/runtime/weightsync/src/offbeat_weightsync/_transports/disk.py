@@ -95,7 +95,7 @@ class DiskSender(TcpSender):
         peer.send(msgspec.structs.replace(offer, folder=str(self._root(offer.digest))))
 
     def _root(self, digest: str) -> Path:
-        """Where versions of a plan lie; those of a part of the tensors by themselves."""
+        """Return where versions of a plan lie; those of a part of the tensors by themselves."""
         return self._folder.path if digest == self.plan.digest else self._folder.path / f"plan-{digest}"
 
     def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors, version: int) -> None:

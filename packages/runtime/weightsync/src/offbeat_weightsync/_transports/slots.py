@@ -46,7 +46,10 @@ class SharedSlots:
         synchronize(self._slots[0])
 
     def device_handle(self) -> CudaHandle | None:
-        """How one receiver opens device memory (torch counts the users of each handle); None: it is the host's."""
+        """Return how one receiver opens device memory (torch counts the users of each handle).
+
+        None: it is the host's.
+        """
         if self._slots[0].is_cpu:
             return None
         storage: Any = self._slots[0].untyped_storage()

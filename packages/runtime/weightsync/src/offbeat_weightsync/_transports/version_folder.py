@@ -239,7 +239,7 @@ def await_path(path: Path, what: str, deadline: Deadline) -> None:
 
 
 def list_versions(root: str | Path) -> list[int]:
-    """The complete versions, oldest first."""
+    """Return the complete versions, oldest first."""
     folders = [path for path in Path(root).glob(f"{PREFIX}*") if (path / MANIFEST).is_file()]
     return sorted(int(path.name.removeprefix(PREFIX)) for path in folders)
 
@@ -419,12 +419,12 @@ def _version_folder(root: Path, version: int) -> Path:
 
 
 def _file_path(folder: Path, index: int, layout: Layout) -> Path:
-    """Of a file, as transformers names it."""
+    """Return the path of a file, as transformers names it."""
     return folder / f"model-{index + 1:05d}-of-{len(layout):05d}.safetensors"
 
 
 def _file_layout(plan: BucketPlan, file_bytes: int) -> Layout:
-    """Which tensors share a file, so that a file has about `file_bytes`."""
+    """Return which tensors share a file, so that a file has about `file_bytes`."""
     layout, first, used = [], 0, 0
     for index, spec in enumerate(plan.specs):
         if used and used + spec.num_bytes > file_bytes:

@@ -79,7 +79,7 @@ class WeightGroup:
 
     @property
     def member(self) -> GroupMember:
-        """What to tell the sender when joining."""
+        """Return what to tell the sender when joining."""
         where = self._device.torch_device
         device = "" if self._on_host else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
         if self._place is None:
@@ -152,7 +152,7 @@ class WeightGroup:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _broken(self, when: str, look_up: LookUp, error: RuntimeError) -> WeightSyncError:
-        """The error to raise when torch says that the group is broken, unless somebody says why."""
+        """Return the error to raise when torch says that the group is broken, unless somebody says why."""
         end = time.monotonic() + _REASON_S
         while time.monotonic() < end:
             look_up()
@@ -204,5 +204,5 @@ def _broadcast(group: Any, tensor: Tensor, timeout: timedelta) -> dist.Work:
 
 
 def place_of(place: GroupAddress, rank: int) -> GroupAddress:
-    """The same group, for another member."""
+    """Return the same group, for another member."""
     return msgspec.structs.replace(place, rank=rank)

@@ -57,7 +57,7 @@ REPORTERS: Final = (
 
 
 def outside_wait(frame: FrameType | None, native_id: int | None = None) -> OutsideWait | None:
-    """What a thread waits for; None where it computes, or where that cannot be told.
+    """Return what a thread waits for; None where it computes, or where that cannot be told.
 
     Nothing of the program is called, and nothing is asked that could stand still in its turn. The thread may run on
     meanwhile: what is told is what it stood in when the frame was taken.
@@ -129,7 +129,7 @@ def _wait_of_thread(ident: int, follows: int) -> OutsideWait | None:
 
 
 def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
-    """The first frame further out that is not the debugger's is the one that it has stopped."""
+    """Return the first frame further out that is not the debugger's is the one that it has stopped."""
     for each in look.frames[look.depth :]:
         file = each.f_code.co_filename
         if not any(part in file for part in DEBUGGERS):
@@ -139,7 +139,7 @@ def _debugger(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def import_wait(look: Look) -> OutsideWait | None:
-    """The innermost module that is being imported, and the thread that has begun it where that is another."""
+    """Return the innermost module that is being imported, and the thread that has begun it where that is another."""
     for frame in look.frames:
         if frame.f_code.co_name in IMPORTS and frame.f_code.co_filename.startswith(IMPORT_FILES):
             name = peek.text(peek.local(frame, "name"))
@@ -174,7 +174,7 @@ MAX_REACH: Final = max(rule.reach for rules in _BY_FUNCTION.values() for rule in
 
 
 def may_act(frame: FrameType | None) -> bool:
-    """Whether a thread, given its innermost frame, might still release what others of its process wait for.
+    """Return whether a thread, given its innermost frame, might still release what others of its process wait for.
 
     False for a thread that is idle by construction: a worker of a pool that waits for work, a feeder of a queue, a loop
     that flushes, an event loop without a task or a socket. True for all others, and where in doubt: a server's thread
@@ -216,7 +216,7 @@ def _loop_may_act(loop: object) -> bool:
 
 
 def _is_reporter(frame: FrameType) -> bool:
-    """Whether a thread was begun by such a package: its outermost frame that is not threading's."""
+    """Return whether a thread was begun by such a package: its outermost frame that is not threading's."""
     outermost = ""
     inner: FrameType | None = frame
     for _ in range(MAX_IDLE_FRAMES):

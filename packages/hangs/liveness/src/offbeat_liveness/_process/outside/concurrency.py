@@ -114,7 +114,7 @@ def _future(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def future_wait(future: object, look: Look, timeout: object, what: str) -> OutsideWait:
-    """A wait for one future: the thread that works on it, or the processes of its executor."""
+    """Return a wait for one future: the thread that works on it, or the processes of its executor."""
     manager = next((each for each in _managers() if _has_work(each, future)), None)
     if manager is not None:
         owners, rest = peek.members(peek.attribute(manager, "processes")), f", one of which is to give a {what}"
@@ -179,7 +179,7 @@ def _futures(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest: str = "") -> OutsideWait | None:
-    """A wait for several processes of multiprocessing, `what` in the plural: "DataLoader workers"."""
+    """Return a wait for several processes of multiprocessing, `what` in the plural: "DataLoader workers"."""
     pids = [pid for pid in map(pid_of, owners) if pid]
     if not pids:
         return None
@@ -223,7 +223,7 @@ def _data_loader(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
-    """A result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
+    """Return a result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
     owner, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
     held = peek.attribute(owner, "_pool")
     pool = owner if type(held) is list else held

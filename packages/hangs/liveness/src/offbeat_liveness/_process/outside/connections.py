@@ -27,7 +27,7 @@ CLIENT_DEPTH: Final = 24
 
 
 def http_answer(host: str, timeout: object, client: str, *, doing: str = "an HTTP answer from") -> OutsideWait:
-    """A wait of the HTTP library `client` for "host:port", with the timeout of the call in seconds."""
+    """Return a wait of the HTTP library `client` for "host:port", with the timeout of the call in seconds."""
     text = f"{doing} {host or 'an unknown host'} ({client}{seconds(timeout)})"
     return OutsideWait(kind="http", text=text, address=host, timeout_s=peek.number(timeout))
 
@@ -38,7 +38,7 @@ def host_and_port(host: object, port: object) -> str:
 
 
 def client_of(names: list[str]) -> str:
-    """The outermost HTTP library among the files of a stack, innermost first."""
+    """Return the outermost HTTP library among the files of a stack, innermost first."""
     found = "http"
     for name in names[:CLIENT_DEPTH]:
         found = next((client for part, client in CLIENTS.items() if part in name), found)
@@ -50,7 +50,7 @@ def peer_of(connection: object) -> str:
 
 
 def _name_of(connection: object, ask: Callable[[Any], Any]) -> str:
-    """Of one side of a socket, asked by C of its own class; "" where it has none."""
+    """Return the name of one side of a socket, asked by C of its own class; "" where it has none."""
     if not issubclass(type(connection), _socket.socket):
         return ""
     try:
@@ -169,7 +169,7 @@ def _listener(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _selector(frame: FrameType, look: Look) -> OutsideWait | None:
-    """The first of the descriptors that a selector watches, and how many there are."""
+    """Return the first of the descriptors that a selector watches, and how many there are."""
     registered = peek.attribute(peek.local(frame, "self"), "_fd_to_key")
     if type(registered) is not dict or not registered:
         return None

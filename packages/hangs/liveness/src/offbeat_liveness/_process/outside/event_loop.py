@@ -93,7 +93,7 @@ def _runner(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def tasks_wait(loop: object, main: object) -> OutsideWait | None:
-    """What the tasks of a loop wait for, first the one given to `run_until_complete` (`main`), if there is one."""
+    """Return what the tasks of a loop wait for, the one given to `run_until_complete` (`main`) first."""
     tasks = pending_tasks(loop)
     number = len(tasks)
     tasks = sorted(tasks[:MAX_TASKS], key=_name)
@@ -125,7 +125,7 @@ def _failures(loop: object) -> str:
 
 
 def task_wait(task: object, seen: set[int]) -> OutsideWait:
-    """What one task awaits; tasks that it awaits are followed. Adds the ids of all that are told to `seen`."""
+    """Return what one task awaits; tasks that it awaits are followed. Adds the ids of all that are told to `seen`."""
     seen.add(id(task))
     chain = _chain(peek.attribute(task, "_coro"))
     try:
@@ -150,7 +150,7 @@ def _wait(text: str, *, on: str = "", pid: int = 0, address: str = "", timeout: 
 
 
 def task_that_fills(future: object) -> Any:
-    """The task whose result goes to a future of another thread (`run_coroutine_threadsafe`), None if there is none.
+    """Return the task whose result goes to another thread's future (`run_coroutine_threadsafe`), None if there is none.
 
     asyncio keeps that future in what it calls when the task is done.
     """
@@ -205,7 +205,7 @@ def _chain(awaited: Any) -> Chain:
 
 
 def _wrapped(awaited: object) -> Any:
-    """What lies in an object of C that forwards: the steps of an async generator, `__await__` of a coroutine."""
+    """Return what lies in an object of C that forwards: the steps of an async generator, `__await__` of a coroutine."""
     if type(awaited).__module__ != "builtins" and peek.type_name(awaited) != "FutureIter":
         return None
     if peek.type_name(awaited) not in ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper",
@@ -238,7 +238,7 @@ def _is_pending_task(value: object) -> bool:
 
 
 def _library_wait(chain: Chain) -> OutsideWait | None:
-    """What a call of a library awaits: an HTTP client's is told by its outermost frame, all others by the innermost."""
+    """Return what a call of a library awaits, by its innermost frame; that of an HTTP client by its outermost."""
     names = [frame.f_code.co_filename for frame in chain.frames]
     for frame in reversed(chain.frames):
         if any(part in frame.f_code.co_filename for part in ("/httpx", "/httpcore", "/aiohttp/")):
@@ -276,7 +276,7 @@ def _http(frame: FrameType, chain: Chain, client: str) -> OutsideWait | None:
 
 
 def _part(where: Any, name: str) -> Any:
-    """Of httpx's parsed address, a named tuple, or of httpcore's, an object."""
+    """Return a part of httpx's parsed address, a named tuple, or of httpcore's, an object."""
     if issubclass(type(where), tuple):
         fields = ("scheme", "userinfo", "host", "port")
         return tuple.__getitem__(where, fields.index(name))

@@ -84,7 +84,7 @@ def held_by(pid: int) -> str:
 
 
 def file_lock_wait(path: str, kind: str, pid: int, timeout: object = None) -> OutsideWait:
-    """A wait for a lock of a file; `kind` says of what sort file system or library are."""
+    """Return a wait for a lock of a file; `kind` says of what sort file system or library are."""
     other = pid if pid != os.getpid() else 0
     text = f"a lock of {path}{f' ({kind})' if kind else ''}{held_by(pid)}"
     return timed_wait("lock", text, timeout, pid=other, on=path)

@@ -34,7 +34,7 @@ def lock_wait(frame: FrameType) -> OutsideWait | None:
 
 
 def _callee(code: CodeType, at: int) -> tuple[str, str]:
-    """Which name's method runs: ("self.lock", "acquire"); of a `with`, "__enter__"."""
+    """Return which name's method runs: ("self.lock", "acquire"); of a `with`, "__enter__"."""
     if len(code.co_code) > MAX_CODE_BYTES:
         return "", ""
     before = [each for each in dis.get_instructions(code) if each.offset <= at]

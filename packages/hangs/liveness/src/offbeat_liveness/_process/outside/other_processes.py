@@ -50,13 +50,13 @@ def told_process(pid: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, cut short and without secrets; "a process" where it is not told."""
+    """Return the command line of a process, cut short and without secrets; "a process" where it is not told."""
     words = read_proc(f"/proc/{pid}/cmdline")[: 4 * MAX_COMMAND].replace("\0", " ")
     return cut_short(without_secrets(words)) or "a process"
 
 
 def without_secrets(command: str) -> str:
-    """A command line with a mask in place of what looks like a key, since logs are read by many.
+    """Return a command line with a mask in place of what looks like a key, since logs are read by many.
 
     A word that names a secret is masked, and the word after it; of `--token` the word after it alone, of `TOKEN=abc`
     what follows the sign.

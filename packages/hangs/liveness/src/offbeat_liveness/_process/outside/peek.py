@@ -26,7 +26,7 @@ _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def attribute(owner: object, name: str) -> Any:
-    """What an object stores under a name: in its dict, in a slot, or in C; None where it stores nothing.
+    """Return what an object stores under a name: in its dict, in a slot, or in C; None where it stores nothing.
 
     Properties, `__getattr__` and `__getattribute__` of its class are not called.
     """
@@ -52,7 +52,7 @@ def path(owner: object, names: str) -> Any:
 
 
 def local(frame: FrameType, name: str) -> Any:
-    """A local of a library's frame; None where it has none.
+    """Return a local of a library's frame; None where it has none.
 
     Up to Python 3.12 a frame keeps the dict that is made for this until it ends, with all that was in it: in a frame of
     the user's that might be a batch which it wants to free. So ask library frames only; for others, `own_local`.
@@ -61,14 +61,14 @@ def local(frame: FrameType, name: str) -> Any:
 
 
 def own_local(frame: FrameType, name: str) -> Any:
-    """A name in a frame of the user's, read only where that keeps nothing alive (see `local`)."""
+    """Return a name in a frame of the user's, read only where that keeps nothing alive (see `local`)."""
     if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return frame.f_locals.get(name)
     return None
 
 
 def text(value: Any, max_chars: int = MAX_TEXT) -> str:
-    """A str or bytes as an exact str, cut short; "" for anything else."""
+    """Return a str or bytes as an exact str, cut short; "" for anything else."""
     if issubclass(type(value), str):
         cut = str.__getitem__(value, slice(0, max_chars))
         return cut + "…" if str.__len__(value) > max_chars else cut
@@ -89,7 +89,7 @@ def size(value: object) -> int | None:
 
 
 def members(value: object) -> list[Any]:
-    """The first members of one of Python's own containers, the values of a dict; copied in one step."""
+    """Return the first members of one of Python's own containers, the values of a dict; copied in one step."""
     if type(value) is dict:
         return list(value.values())[:MAX_MEMBERS]
     if type(value) in (list, tuple, set, frozenset, deque):
@@ -163,7 +163,7 @@ def seconds(timeout: object) -> str:
 def timed_wait(
     kind: OutsideKind, text: str, timeout: object = None, *, on: str = "", address: str = "", pid: int = 0
 ) -> OutsideWait:
-    """A wait whose text ends with the timeout of the call, where it has one."""
+    """Return a wait whose text ends with the timeout of the call, where it has one."""
     return OutsideWait(
         kind=kind, text=text + seconds(timeout), on=on, address=address, pid=pid, timeout_s=number(timeout)
     )

@@ -77,7 +77,7 @@ class Descriptor:
 
 
 def descriptor_of(number: int) -> Descriptor | None:
-    """What a descriptor of this process is; None where it is closed or the platform does not tell."""
+    """Return what a descriptor of this process is; None where it is closed or the platform does not tell."""
     name = link_of(f"/proc/self/fd/{number}")
     if name.startswith("socket:["):
         return _socket_descriptor(name)
@@ -91,7 +91,7 @@ def descriptor_of(number: int) -> Descriptor | None:
 
 
 def epoll_members(number: int) -> list[int]:
-    """The first descriptors that an epoll descriptor watches.
+    """Return the first descriptors that an epoll descriptor watches.
 
     Source: proc_pid_fdinfo(5): one line "tfd: 7 events: ..." for each.
     """
@@ -135,7 +135,7 @@ def _holder(name: str) -> int:
 
 
 def _children() -> list[int]:
-    """Those that the main thread has made; one file for each thread would be many."""
+    """Return those that the main thread has made; one file for each thread would be many."""
     return [int(each) for each in read_proc(f"/proc/self/task/{os.getpid()}/children").split()]
 
 
@@ -147,7 +147,7 @@ def _holds(pid: int, name: str) -> bool:
 
 
 def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
-    """What a thread waits for in the kernel; None where it runs, or where the platform does not tell.
+    """Return what a thread waits for in the kernel; None where it runs, or where the platform does not tell.
 
     Its innermost frame tells what a lock is called.
     """
@@ -205,7 +205,7 @@ def _on_path(pointer: int) -> OutsideWait | None:
 
 
 def _on_sockets(call: str, words: list[int]) -> OutsideWait | None:
-    """The first of the descriptors that a call waits for, if it says more than that it is one."""
+    """Return the first of the descriptors that a call waits for, if it says more than that it is one."""
     numbers = _waited(call, words)
     for number in numbers:
         found = descriptor_of(number)

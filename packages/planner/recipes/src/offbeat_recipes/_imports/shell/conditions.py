@@ -61,7 +61,7 @@ def decide(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
 
 
 def _outermost(words: Sequence[str], joints: tuple[str, str]) -> int:
-    """Where two conditions are joined, outside of parentheses; 0 where they are not."""
+    """Return where two conditions are joined, outside of parentheses; 0 where they are not."""
     depth = 0
     for position, word in enumerate(words[:-1]):
         depth += (word == "(") - (word == ")")

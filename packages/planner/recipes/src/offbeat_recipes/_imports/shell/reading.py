@@ -146,7 +146,7 @@ class _Reader:
             self.reading.not_understood.append(shown)
 
     def _run(self, lines: Commands) -> bool | None:
-        """The state of the last command: whether it succeeds, None where that is not known."""
+        """Return the state of the last command: whether it succeeds, None where that is not known."""
         state: bool | None = True
         for line in lines:
             state = self._follow(line.command, line.source)
@@ -179,7 +179,7 @@ class _Reader:
                 return self._subshell(body) if command.is_subshell else self._run(body)
 
     def _subshell(self, body: Commands) -> bool | None:
-        """What it sets is gone when it ends."""
+        """Return what it sets is gone when it ends."""
         outer, self.values = self.values, self.values.copy()
         try:
             return self._run(body)
@@ -241,7 +241,7 @@ class _Reader:
         return True
 
     def _assumed(self, command: Case, source: str) -> str:
-        """The first value that a variable is asked for: it stands for what follows, so that all branches agree."""
+        """Return the first value that a variable is asked for, which holds from then on, so that all branches agree."""
         name = next((part.name for part in command.word if isinstance(part, Parameter)), "")
         patterns = command.items[0][0] if command.items else ()
         value = _plain(patterns[0]) if patterns else ""
@@ -323,7 +323,7 @@ class _Reader:
         return False
 
     def _differences(self, others: list[Values]) -> list[str]:
-        """What would be another way after another branch, where the script makes use of it."""
+        """Return what would be another way after another branch, where the script makes use of it."""
         told = []
         for name, value in self.values.variables.items():
             different = dict.fromkeys(each.variables[name] for each in others if name in each.variables)
@@ -495,6 +495,6 @@ def _bare(text: str) -> str:
 
 
 def _shown(text: str, longest: int = 200) -> str:
-    """One line, not too long."""
+    """Return one line, not too long."""
     line = " ".join(text[: 4 * longest].split())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."

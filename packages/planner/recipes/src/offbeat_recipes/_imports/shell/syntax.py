@@ -60,7 +60,7 @@ class ShellParser:
     _here_documents: list[tuple[str, bool]] = field(default_factory=list)
 
     def script(self, tell: Callable[[str], None]) -> Commands:
-        """All commands; a line that cannot be read is told and left out."""
+        """Return all commands; a line that cannot be read is told and left out."""
         found: list[Line] = []
         while self._skip_to_command():
             start = self.at
@@ -410,7 +410,7 @@ class ShellParser:
         return Text("$", is_quoted)
 
     def _enclosed(self, begin: str, end: str) -> str:
-        """What stands between two brackets, which may hold others of their kind, and quotes."""
+        """Return what stands between two brackets, which may hold others of their kind, and quotes."""
         start, depth = self.at + 1, 0
         while self.at < len(self.text):
             character = self.text[self.at]
@@ -435,6 +435,6 @@ class ShellParser:
 
 
 def _literal(word: Word) -> str:
-    """A word without anything to put in; "" otherwise."""
+    """Return a word without anything to put in; "" otherwise."""
     texts = [part.text for part in word if isinstance(part, Text)]
     return "".join(texts) if len(texts) == len(word) else ""

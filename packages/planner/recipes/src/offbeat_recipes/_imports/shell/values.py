@@ -87,11 +87,11 @@ class Values:
         return Values(dict(self.variables), arrays, arguments, dict(self.defaults), self.script)
 
     def text(self, word: Word) -> str:
-        """The value of a word that is not split, such as one that is assigned."""
+        """Return the value of a word that is not split, such as one that is assigned."""
         return "".join(" ".join(self._values(part)) for part in word)
 
     def fields(self, word: Word) -> list[str]:
-        """The words that a word of a command becomes: what is not quoted is split at blanks."""
+        """Return the words that a word of a command becomes: what is not quoted is split at blanks."""
         found: list[str] = []
         held: str | None = None
         for part in word:
@@ -118,7 +118,7 @@ class Values:
         return found if held is None else [*found, held]
 
     def number(self, expression: str) -> int:
-        """The value of an arithmetic expression.
+        """Return the value of an arithmetic expression.
 
         Raises:
             OpenValueError: it depends on the machine, or is not understood.
@@ -132,7 +132,7 @@ class Values:
             raise OpenValueError(expression) from error
 
     def calculate(self, expression: str) -> int:
-        """The value of `(( … ))`, which may set a variable, as in `N++` or `N = 2 * M`.
+        """Return the value of `(( … ))`, which may set a variable, as in `N++` or `N = 2 * M`.
 
         Raises:
             OpenValueError: it depends on the machine, or is not understood; a variable that it sets is open then too.
@@ -174,7 +174,7 @@ class Values:
         return int(value)
 
     def _values(self, part: Part) -> list[str]:
-        """One value, or with `"${array[@]}"` any number."""
+        """Return one value, or with `"${array[@]}"` any number."""
         match part:
             case Text(text):
                 return [text]
@@ -245,7 +245,7 @@ class Values:
         return _open(source)
 
     def _folder(self, command: Command) -> str:
-        """The folder of `cd FOLDER && pwd`, or the file of `readlink -f FILE` and the like, without any "..".
+        """Return the folder of `cd FOLDER && pwd`, or the file of `readlink -f FILE` and the like, without any "..".
 
         "" where it is something else, or where only the machine knows.
         """
@@ -262,7 +262,7 @@ class Values:
         return posixpath.normpath(posixpath.join(posixpath.abspath(self.script), "..", places[0]))
 
     def _look_up(self, part: Parameter) -> str | None:
-        """The value of a variable, or None where it is not set."""
+        """Return the value of a variable, or None where it is not set."""
         if self.script and (part.name == "0" or (part.name == "BASH_SOURCE" and part.index in ("", "0"))):
             return posixpath.abspath(self.script)
         if part.name.isdigit() or part.name == "#":
@@ -370,7 +370,7 @@ def _fits(text: str, pattern: str) -> bool:
 
 
 def fits(text: str, word: Word, values: Values) -> bool:
-    """Whether a text fits a pattern of `case` or `[[ == ]]`; what is quoted stands for itself."""
+    """Return whether a text fits a pattern of `case` or `[[ == ]]`; what is quoted stands for itself."""
     pieces = [
         piece
         for part in word
@@ -395,7 +395,7 @@ def _is_one(piece: str, character: str) -> bool:
 
 
 def _pieces(text: str, *, is_quoted: bool) -> list[str]:
-    """The characters of a pattern, each as a regular expression; "*" is any number of them."""
+    """Return the characters of a pattern, each as a regular expression; "*" is any number of them."""
     if is_quoted:
         return [re.escape(character) for character in text]
     found = re.findall(r"\[[^\]]+\]|.", text, flags=re.DOTALL)
