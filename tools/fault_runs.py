@@ -45,7 +45,7 @@ PRELOADED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.paralle
 
 @dataclass(frozen=True, kw_only=True)
 class Act:
-    """What somebody outside does to a rank while it runs.
+    """Act from outside on a rank while it runs.
 
     Args:
         at_s: when, in seconds from the start of the run.
@@ -106,7 +106,7 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What became of a run.
+    """Outcome of a run.
 
     Args:
         exit_codes: of each rank; negative for a signal, None for a rank that was there until the limit.

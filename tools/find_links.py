@@ -1,4 +1,4 @@
-"""Where pip finds wheels beside its registry, such as a CPU build of torch. uv does not read pip's settings."""
+"""Places where pip finds wheels beside its registry, such as a CPU build of torch. uv does not read pip's settings."""
 
 import os
 import shutil

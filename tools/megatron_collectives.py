@@ -57,7 +57,7 @@ Message = tuple[int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank has issued in one phase, in its order.
+    """Collectives that one rank has issued in one phase, in its order.
 
     Args:
         calls: collectives.

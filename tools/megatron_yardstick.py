@@ -1,4 +1,4 @@
-"""What layouts of offbeat-engine-megatron are measured against: two steps by plain transformers, in one process.
+"""The yardstick for layouts of offbeat-engine-megatron: two steps by plain transformers, in one process.
 
 transformers' own model of the same folder, each sequence alone, torch's autograd and AdamW; with `lora` a low-rank
 update beside each linear layer, written out.
@@ -22,7 +22,7 @@ PADDING_ID: Final = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What two steps have left.
+    """Results of two steps.
 
     Args:
         losses: of each step.

@@ -1,4 +1,4 @@
-"""What an installer reads of a package, from pyproject.toml and from a wheel in one form, so that they can be compared.
+"""Metadata of a package for an installer, from pyproject.toml and from a wheel in one form, to be compared.
 
 Standard library only, as everything that nox and the contracts read before an installation.
 """
@@ -20,7 +20,7 @@ PLAIN_KEYS: Final = {"scripts": "console_scripts", "gui-scripts": "gui_scripts"}
 
 @dataclass(frozen=True)
 class Metadata:
-    """What an installer reads of one version of a package.
+    """Metadata of one version of a package for an installer.
 
     Args:
         requirements: in the form of `normal_requirement`, with the Python versions as one on "python".

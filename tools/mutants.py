@@ -78,7 +78,7 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the tests of one fault ended: "killed", "survived", or "broken" (they fail without it too, or do not run)."""
+    """Outcome of one fault: "killed", "survived", or "broken" (its tests fail without it too, or do not run)."""
 
     package: str
     file: str

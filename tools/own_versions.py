@@ -1,4 +1,4 @@
-"""Which versions of the workspace's packages an installer chooses, asked of uv without the rest of an environment.
+"""Versions of the workspace's packages that an installer chooses, asked of uv without the rest of an environment.
 
 Released versions come from releases/, the others from wheels of the working tree.
 """

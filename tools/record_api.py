@@ -25,7 +25,7 @@ HTTP_METHODS: Final = frozenset({"get", "post", "put", "delete", "patch"})
 
 
 class RecordingError(Exception):
-    """What was wanted is not in the source."""
+    """A wanted name is not in the source."""
 
 
 def record(wanted: Json, sources: Path) -> Json:

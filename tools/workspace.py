@@ -1,4 +1,4 @@
-"""What the workspace holds, read from its folders: every tool and every nox session finds packages here.
+"""Contents of the workspace, read from its folders: every tool and every nox session finds packages here.
 
 Standard library only, because nox and the lock read it before anything is installed.
 """

@@ -1,4 +1,4 @@
-"""What counts as found: a bug of a corpus against the findings of hanglint, and recall over many."""
+"""Score of hanglint: bugs of a corpus against its findings, and recall over many."""
 
 import hashlib
 import json

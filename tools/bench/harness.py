@@ -1,4 +1,4 @@
-"""What benchmarks share: a command line, environments of peers, sides that take turns, forked ranks, rows as JSON."""
+"""Code that benchmarks share: a command line, environments of peers, turns, forked ranks, rows as JSON."""
 
 import argparse
 import importlib.metadata

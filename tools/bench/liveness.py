@@ -1,4 +1,4 @@
-"""What the liveness monitor costs: all_reduce with and without it, alternating in one run, and a training step.
+"""Cost of the liveness monitor: all_reduce with and without it, alternating in one run, and a training step.
 
     python tools/bench/liveness.py [--ranks 2 4] [--rounds 30] [--step] [--json]
 

@@ -1,4 +1,4 @@
-"""What the leader's look costs in pure code, at real sizes: heads written and read as JSON, the graph, the verdict.
+"""Cost of the leader's look in pure code, at real sizes: snapshots written and read as JSON, the graph, the verdict.
 
     python tools/bench/liveness_scale.py [--ranks 1024] [--groups 8 30] [--json]
 

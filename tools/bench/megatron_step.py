@@ -44,7 +44,7 @@ SIZES: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is measured.
+    """Measured row.
 
     Args:
         who: "engine-megatron" or "engine-torch".

@@ -1,4 +1,4 @@
-"""What `grpo-async-app quickstart` does on this machine, and whether it keeps its promises.
+"""The run of `grpo-async-app quickstart` on this machine, and whether it keeps its promises.
 
     python tools/bench/quickstart.py [--seeds 0 1 2] [--json]
 

@@ -47,7 +47,7 @@ OURS, WITHOUT = "rollout_torch", "without top_p"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is generated in one turn: `num_samples` of `num_new` tokens for each of `prompts`, [P, T] int32."""
+    """Work of one turn: `num_samples` of `num_new` tokens for each of `prompts`, [P, T] int32."""
 
     prompts: np.ndarray[Any, np.dtype[np.int32]]
     num_samples: int = 1
@@ -58,7 +58,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine is made for."""
+    """Purpose of an engine."""
 
     folder: Path
     dtype: str

@@ -1,4 +1,4 @@
-"""What share of weights rounded to bfloat16 an optimizer step changes, and in how many bytes that is told.
+"""Share of weights rounded to bfloat16 that an optimizer step changes, and in how many bytes that is told.
 
     python tools/bench/weight_changes.py FOLDER [--learning-rate 1e-6 1e-5] [--steps 4] [--json]
 

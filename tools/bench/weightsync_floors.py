@@ -1,4 +1,4 @@
-"""What no weight sync can undercut: plain copies, hashes, sockets and files of as many bytes, in the same memory."""
+"""Floors of every weight sync: plain copies, hashes, sockets and files of as many bytes, in the same memory."""
 
 import os
 import socket

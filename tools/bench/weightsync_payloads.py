@@ -1,4 +1,4 @@
-"""What a sync may bring instead of all weights: a LoRA adapter, or the elements that have changed."""
+"""Payloads of a sync in place of all weights: a LoRA adapter, or the elements that have changed."""
 
 from collections.abc import Callable, Mapping
 from typing import Final

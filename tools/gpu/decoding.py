@@ -1,4 +1,4 @@
-"""What the embedded engine samples, beside transformers: log-probabilities, seeds, groups, cut distributions.
+"""Samples of the embedded engine beside transformers: log-probabilities, seeds, groups, cut distributions.
 
 In float32 with products in full float32, and in bfloat16, the format that a GPU is used with; in static rows, with
 recorded steps (CUDA graphs) and without, and in growing rows.

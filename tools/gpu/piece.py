@@ -1,4 +1,4 @@
-"""What the pieces share: where they run, how long something takes there, and the JSON that they leave.
+"""Code that the pieces share: where they run, how long something takes there, and the JSON that they leave.
 
 A piece is a script of this folder with a function `run`, which takes a `Place`, raises where something is wrong, and
 returns figures. What it gives to `Place.note` on the way is in its JSON however it ends, and so is checked after it was
@@ -40,12 +40,12 @@ FOR_COMPARISON: Final = "_by_transformers"
 
 
 class CheckError(Exception):
-    """What a piece found was not what it should be."""
+    """A piece found something wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a piece runs.
+    """Machine and device of a piece.
 
     Args:
         device: opened.
@@ -90,7 +90,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What an accelerator can do at most, by its maker.
+    """Peak performance of an accelerator, by its maker.
 
     Args:
         bfloat16_tflops: dense products, 10^12 operations a second.

@@ -1,4 +1,4 @@
-"""What a run learns from: examples, each of the sequences that one loss compares.
+"""Examples of a run, each of the sequences that one loss compares.
 
 A conversation is an example of one sequence; a pair one of two, chosen before rejected; a rated answer one of its own,
 beside the sequence that KTO's baseline is measured on.

@@ -1,4 +1,4 @@
-"""How a run learns from its examples: as they are, or by preference against the policy that it began with."""
+"""Learners: from examples as they are, or by preference against the policy that the run began with."""
 
 from collections.abc import Sequence
 from dataclasses import replace

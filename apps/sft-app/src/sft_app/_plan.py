@@ -1,4 +1,4 @@
-"""What `sft-app plan` shows, here, on another cluster, and of a rehearsal."""
+"""The plan of a run, here, on another cluster, and of a rehearsal."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -44,7 +44,7 @@ from sft_app._examples import Example, ExampleSet, load_examples
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run is: the last batch of a run that ended with its data may have been smaller than the others.
+    """Progress of a run: the last batch of a run that ended with its data may have been smaller than the others.
 
     Args:
         position: in the data, of the next sequence.
@@ -60,7 +60,7 @@ LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What a run will work with, checked.
+    """Checked settings and data of a run.
 
     Args:
         examples: what to learn from, and how many rows it is of.

@@ -1,4 +1,4 @@
-"""What the policy before training says of all examples: computed once, before the first update, and kept in the run.
+"""Log-probabilities of all examples under the policy before training: computed once, before the first update, and kept.
 
 So no second model is ever held in memory. A run that is resumed reads what was kept; where that is missing, or of
 other data, the engine is asked for its first policy, which is the base without adapters or a second copy of the model.

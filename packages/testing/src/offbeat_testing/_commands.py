@@ -20,7 +20,7 @@ import pytest
 
 @dataclass(frozen=True)
 class CommandEnded:
-    """How a command ended.
+    """End of a command.
 
     Args:
         code: exit code.

@@ -1,4 +1,4 @@
-"""What the rollout contract promises, as tests. Every engine, real or fake, runs the same ones."""
+"""The promises of the rollout contract, as tests. Every engine, real or fake, runs the same ones."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""What the training contract promises, as tests. Every training engine runs the same ones."""
+"""The promises of the training contract, as tests. Every training engine runs the same ones."""
 
 import dataclasses
 from collections.abc import Iterator

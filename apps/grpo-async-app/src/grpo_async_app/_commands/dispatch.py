@@ -1,4 +1,4 @@
-"""What each command does."""
+"""The commands."""
 
 from collections.abc import Callable
 from functools import partial

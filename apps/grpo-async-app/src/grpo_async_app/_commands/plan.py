@@ -1,4 +1,4 @@
-"""What `grpo-async-app plan` shows: a run here, on another cluster, and in rehearsal. Starts nothing."""
+"""The plan of a run: here, on another cluster, and in rehearsal. Starts nothing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""What a run is told, where it goes, what it needs, and what is wrong with it before it starts."""
+"""Settings of a run, its placement and needs, and what is wrong with it before it starts."""

@@ -32,7 +32,7 @@ from offbeat_recipes import RunMemory
 
 
 class BatchArithmetic:
-    """What one optimizer step, one update (R groups) and one sync (after K updates) are made of: of the configuration.
+    """Numbers of one optimizer step, one update (R groups) and one sync (after K updates), from the configuration.
 
     Args:
         config: of the run.

@@ -1,4 +1,4 @@
-"""What an evaluation works with: weights, sets and engines, checked without anything of training."""
+"""Inputs of an evaluation: weights, sets and engines, checked without anything of training."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What the machine decides where the configuration leaves it open: format and batch of the rollout engines."""
+"""Settings that the machine decides where the configuration does not: format and batch of rollout engines."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -76,7 +76,7 @@ LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What a run will work with, checked.
+    """Checked settings and data of a run.
 
     Args:
         config: with what was chosen for what was left open.

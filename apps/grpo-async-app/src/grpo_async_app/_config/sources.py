@@ -1,4 +1,4 @@
-"""Where training prompts come from, and what answers and judges what is said to them: section `data`, or its mix."""
+"""Sources of training prompts, and what answers and judges the model: section `data`, or its mix."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ Tools = Mapping[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """What a source says itself, and else what the sections say.
+    """Settings of a source: its own, and else those of the sections.
 
     Args:
         name: of its table in `data.mix`; empty: it is section `data`, and the only one.

@@ -1,4 +1,4 @@
-"""What travels from the trainer to the engines, and how, settled before anything starts."""
+"""The content of a sync, and its transport, settled before anything starts."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from offbeat_weightsync import Endpoint, Route, transport_class
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSync:
-    """What every sync brings.
+    """Content of every sync.
 
     Args:
         what: "merged" weights, or the "adapter" alone.

@@ -34,7 +34,7 @@ KV_CACHE: Final = "kv_cache"
 
 
 class ColocationSchedule:
-    """Who has the devices. The trainer has, until the first sync.
+    """Turns on the devices. The trainer has the first, until the first sync.
 
     Args:
         trainer: the one there is.

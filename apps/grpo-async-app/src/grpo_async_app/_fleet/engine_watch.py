@@ -1,4 +1,4 @@
-"""Which rollout engines are slow, and which decode in vain, from their answers."""
+"""Watch over rollout engines: which are slow, and which decode in vain, from their answers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What happens to the roles of a run, for whoever writes it down."""
+"""Events of the roles of a run, for whoever writes them down."""
 
 import logging
 from typing import Final, Protocol

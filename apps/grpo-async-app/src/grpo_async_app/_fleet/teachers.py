@@ -1,4 +1,4 @@
-"""What a teacher and a reward model are asked, each served by replicas."""
+"""Questions to a teacher and a reward model, each served by replicas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""What runs in the processes of a run: trainer and rollout. Started by the launcher, by name."""
+"""Roles in the processes of a run: trainer, rollout and others. Started by the launcher, by name."""

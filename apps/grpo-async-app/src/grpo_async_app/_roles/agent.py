@@ -59,7 +59,7 @@ _NUM_LOGGED: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class AgentExit:
-    """How a program has ended.
+    """End of a program.
 
     Args:
         how: `well`: with exit code 0.

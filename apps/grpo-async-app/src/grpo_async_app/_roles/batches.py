@@ -140,7 +140,7 @@ def after_a_step(batches: list[list[TrainSequence]]) -> list[list[TrainSequence]
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """How tokens, trajectories, samples and groups belong together.
+    """Layout of tokens, trajectories, samples and groups.
 
     Args:
         group_S: [S] int64, the group of each sample.

@@ -1,4 +1,4 @@
-"""How much main memory a role holds: its own process, and those that its engine has started."""
+"""Main memory that a role holds: its own process, and those that its engine has started."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -40,7 +40,7 @@ AT_A_TIME_S: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerTraits:
-    """How the rewards of a run may be asked, by their names.
+    """Ways in which the rewards of a run may be asked, by their names.
 
     Args:
         waiting: they hold no thread while they wait; many completions are under way at once.

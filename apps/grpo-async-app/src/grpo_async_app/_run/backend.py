@@ -1,4 +1,4 @@
-"""What the asynchronous loop asks for, done: groups sampled and scored, updates, syncs, checkpoints, validation."""
+"""The work of the asynchronous loop: groups sampled and scored, updates, syncs, checkpoints, validation."""
 
 import asyncio
 import json

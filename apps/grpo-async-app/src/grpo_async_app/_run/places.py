@@ -1,4 +1,4 @@
-"""Which node holds which role of a run: `places.json` in its folder, written by the driver, read by `where`.
+"""Nodes of the roles of a run: `places.json` in its folder, written by the driver, read by `where`.
 
 It is a file, so that it can be read while the cluster does not answer, and after the run.
 """

@@ -30,7 +30,7 @@ class PromptDraw:
 
 @dataclass(kw_only=True)
 class _Tally:
-    """Of one source since it was last written down."""
+    """Tally of one source since it was last written down."""
 
     num_groups: int = 0
     num_samples: int = 0

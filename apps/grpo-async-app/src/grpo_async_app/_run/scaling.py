@@ -1,4 +1,4 @@
-"""How many rollout engines a run that goes on is asked to have: a file in its folder, which its driver looks at.
+"""Scaling of the rollout engines of a running run: a file in its folder, which its driver looks at.
 
 A file needs no port, nobody who may not write to the folder can write it, and it works from every machine that sees the
 folder.

@@ -71,7 +71,7 @@ def _own_end(stop_reason: StopReason) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What one validation gave.
+    """Result of one validation.
 
     Args:
         version: policy version when it began.

@@ -1,4 +1,4 @@
-"""What scoring takes: how many wait, how busy the scorers are, how long a completion takes, what judges cost."""
+"""Measurements of scoring: how many wait, how busy the scorers are, how long a completion takes, what judges cost."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What all of offbeat agrees on: contracts, errors, the configuration machine, files, backends. No torch."""
+"""The agreements of all of offbeat: contracts, errors, the configuration machine, files, backends. No torch."""
 
 from offbeat_core._backends import (
     INSTALL_LINES,

@@ -154,7 +154,7 @@ def restore_module(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineNeeds:
-    """What an engine needs on one kind of device.
+    """Needs of an engine on one kind of device.
 
     Args:
         variables: of the environment that it must start with, whatever the user has set.

@@ -1,4 +1,4 @@
-"""What every offbeat application shares: configuration, run folder, metrics, timeline, report. No torch."""
+"""Code that every offbeat application shares: configuration, run folder, metrics, timeline, report. No torch."""
 
 from offbeat_run._checkpoints import Checkpoint, Checkpoints, check_model, reading
 from offbeat_run._command import (

@@ -1,4 +1,4 @@
-"""What is there before anything starts, found without torch: a model folder, versions, devices, backends."""
+"""Examination of this machine before anything starts, without torch: a model folder, versions, devices, backends."""
 
 import math
 import os

@@ -88,7 +88,7 @@ _MAX_TIME_S: Final = 2.0**36
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured at one step.
+    """Measurements of one step.
 
     Args:
         step: updates done.

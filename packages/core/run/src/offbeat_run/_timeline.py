@@ -1,4 +1,4 @@
-"""Who worked and who waited, in the Chrome trace format: opens in Perfetto and chrome://tracing.
+"""Timeline of work and waits, in the Chrome trace format: opens in Perfetto and chrome://tracing.
 
 Source: "Trace Event Format", Google, the JSON array form: an array whose closing bracket may be missing, so a run that
 was killed still has a timeline that loads.

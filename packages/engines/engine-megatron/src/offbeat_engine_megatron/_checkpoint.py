@@ -70,7 +70,7 @@ Stream = Iterator[tuple[str, Tensor]]
 
 
 class Checkpoints:
-    """What one engine saves and loads. All ranks call every method, in the same order with the same arguments."""
+    """Saves and loads for one engine. All ranks call every method, in the same order with the same arguments."""
 
     def __init__(
         self,

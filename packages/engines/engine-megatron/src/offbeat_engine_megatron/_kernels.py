@@ -1,4 +1,4 @@
-"""Which modules compute a model on a device: chosen by what is asked for, what is installed and what fits; and why.
+"""Modules that compute a model on a device: chosen by what is asked for, what is installed and what fits; and why.
 
 Layers are megatron-core's local ones, or those with TransformerEngine's linear layers and attention. Experts run one
 after the other; or in grouped products, of torch in local layers and of TransformerEngine in its own. megatron-core's
@@ -46,7 +46,7 @@ _IN_WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What computes.
+    """Choice of kernels.
 
     Args:
         layers: `LOCAL` or `TE`.

@@ -1,4 +1,4 @@
-"""What megatron-core's layers compute otherwise here: packed attention, experts, norms, the padding id, the vision
+"""Changes to megatron-core's layers: packed attention, experts, norms, the padding id, the vision
 tower, and the loss of multi-token prediction.
 
 Attention: every context parallel rank gathers keys and values, and attends with the queries it holds; the gradient of

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and how the ranks share a model: checked before anything starts.
+"""Settings of an engine, and how the ranks share a model: checked before anything starts.
 
 Needs neither megatron-core nor another rank.
 """
@@ -229,7 +229,7 @@ _FORMATS: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an engine was asked for, checked before anything starts."""
+    """Settings of an engine, checked before anything starts."""
 
     config: TrainEngineConfig
     options: MegatronEngineOptions

@@ -50,7 +50,7 @@ from offbeat_training import TensorFolder
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """How the head answers; with `sequence_parallel` each tp rank holds some of the hidden states."""
+    """Settings of the head; with `sequence_parallel` each tp rank holds some of the hidden states."""
 
     tp: Group
     cp: Group
@@ -316,7 +316,7 @@ def _layer(shape: ModelShape, kernels: Kernels, num_experts: int | None) -> Modu
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What an engine trains, on this rank.
+    """The model that an engine trains, on this rank.
 
     Args:
         config: megatron-core's.

@@ -26,7 +26,7 @@ from offbeat_training import ImageInputs, Indices, MicroBatch, Share, VarlenBoun
 
 @dataclass(frozen=True, kw_only=True)
 class MtpInputs:
-    """What one layer of multi-token prediction computes with, on this rank's device.
+    """Inputs of one layer of multi-token prediction, on this rank's device.
 
     The tokens k places on are laid out on the host, for all ranks alike: megatron-core's own roll exchanges them
     between context parallel ranks by sends in the order of sequences, twice a layer.
@@ -44,7 +44,7 @@ class MtpInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PassInputs:
-    """What one rank computes of a micro-batch, on its device.
+    """Inputs of one rank's pass over a micro-batch, on its device.
 
     Args:
         ids_1L: its tokens.
@@ -262,7 +262,7 @@ class _Gathered(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalRuns:
-    """Which keys the queries of one context parallel rank see: runs of queries, each aligned with the end of its keys.
+    """Keys that the queries of one context parallel rank see: runs of queries, each aligned with the end of its keys.
 
     Alone a rank has a run for each sequence; else two, for the two chunks that it holds of each: the keys of a chunk
     are those of the sequence up to the chunk's own end.

@@ -1,4 +1,4 @@
-"""What the engine is asked, divided over its ranks, and passes over packs through megatron-core's pipeline schedules.
+"""Passes over packs through megatron-core's pipeline schedules, with the work divided over the engine's ranks.
 
 Shapes: T tokens of a sequence, N loss tokens of a micro-batch.
 """

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its model: family, sizes, rotary angles, and which tensors its checkpoint holds.
+"""Shape of a model from its Hugging Face folder: family, sizes, rotary angles, and the tensors of its checkpoint.
 
 Source: transformers' configuration classes of Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen2.5-VL and Qwen3-VL.
 

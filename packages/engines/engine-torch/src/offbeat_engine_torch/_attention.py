@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Who attends to whom in one pack, in each form a kernel may want; made when first asked for."""
+    """Attention of one pack: who attends to whom, in each form a kernel may want; made when first asked for."""
 
     segments: tuple[Segment, ...]
     device: torch.device

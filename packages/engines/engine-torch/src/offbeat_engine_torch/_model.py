@@ -39,7 +39,7 @@ _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadQuery:
-    """Which loss tokens of a pack the vocabulary head is asked for, and how it computes them.
+    """Loss tokens of a pack that the vocabulary head is asked for, and how it computes them.
 
     Args:
         predictor_N: packed index of the token whose hidden state predicts each loss token.
@@ -58,7 +58,7 @@ class HeadQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePatches:
-    """What the vision tower is given of one micro-batch.
+    """Inputs of the vision tower for one micro-batch.
 
     Args:
         pixels_PC: of all images, as the model's image processor cuts them.

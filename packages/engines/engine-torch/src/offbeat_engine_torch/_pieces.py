@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds, as a box of indices in the whole tensor; of what is saved beside them
+"""Parts of each parameter that a rank holds, as boxes of indices in the whole tensor; of what is saved beside them
 (a router's correction bias, say), every rank holds the whole.
 
 A box is what sharded training, loading and resharding have in common: a rank reads its box out of a file, writes its

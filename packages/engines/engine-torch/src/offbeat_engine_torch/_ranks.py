@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do together: agree, exchange, add up. `SingleRank` is the trainer of one process.
+"""Joint steps of the ranks of a trainer: agree, exchange, add up. `SingleRank` is the trainer of one process.
 
 All ranks call the same methods with the same arguments in the same order; each method returns the same on all ranks.
 """

@@ -1,4 +1,4 @@
-"""What NPUs need of a machine and of vLLM, what of it is here, and what does not belong together.
+"""Needs of NPUs: of a machine and of vLLM, which of them are here, and which do not go together.
 
 Reads files and metadata only: it works where torch_npu does not import.
 

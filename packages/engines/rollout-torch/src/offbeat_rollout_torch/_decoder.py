@@ -350,7 +350,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class MatrixUpdate(Protocol):
-    """What is added to the products of a layer's matrices: a LoRA adapter, for some tokens of a pass."""
+    """Addition to the products of a layer's matrices: a LoRA adapter, for some tokens of a pass."""
 
     def add(self, layer: int, matrix: str, y: Tensor, x: Tensor) -> None:
         """Add to the output y [N, out] of a matrix what the input x [N, in] makes of it, in place."""

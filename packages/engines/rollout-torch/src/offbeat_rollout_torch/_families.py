@@ -1,4 +1,4 @@
-"""What a model folder says: an architecture, of a table of families and how they differ; tokenizer, end of sequence.
+"""Contents of a model folder: an architecture, by a table of families and how they differ; tokenizer, end of sequence.
 
 Source: the modelling files of Qwen3, Qwen2 and Llama in huggingface/transformers.
 """
@@ -17,7 +17,7 @@ from offbeat_core import ModelError, read_eos_ids, read_model_json
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family differs from the plain pre-norm decoder with grouped queries, rotary positions and SwiGLU.
+    """Differences of a family from the plain pre-norm decoder with grouped queries, rotary positions and SwiGLU.
 
     Args:
         qk_norm: queries and keys are normalised per head.

@@ -61,7 +61,7 @@ def build_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 class ImageProcessor:
-    """What a model's folder says of images. Holds no weights; may be used from several threads."""
+    """Image settings of a model's folder. Holds no weights; may be used from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self._backbone = _empty_model(folder, torch.float32).model
@@ -123,7 +123,7 @@ def _empty_model(folder: Path, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """What the vision tower made of the images in one pass.
+    """Features that the vision tower has made of the images in one pass.
 
     Args:
         placeholders_M: [M] int64, which tokens of the pass stand for images.

@@ -1,4 +1,4 @@
-"""What one pass through the model computes: a step of generation, or scores of given tokens.
+"""One pass through the model: a step of generation, or scores of given tokens.
 
 Shapes: N tokens of a pass.
 """

@@ -35,7 +35,7 @@ class StopStrings:
 
 @dataclass(frozen=True, kw_only=True)
 class StopCriteria:
-    """What ends a sample, beyond its own parameters."""
+    """Criteria that end a sample, beyond its own parameters."""
 
     eos_ids: frozenset[int]
     max_model_len: int

@@ -36,7 +36,7 @@ DOUBLE_UP_TO_ROWS: Final = 16
 
 
 class StepShape(NamedTuple):
-    """What recorded steps differ in.
+    """Shape by which recorded steps differ.
 
     Args:
         num_rows: computed, those of samples and some more.
@@ -65,7 +65,7 @@ class StepInFlight:
 
 
 class StepInputs(NamedTuple):
-    """What steps read besides the rows' columns.
+    """Inputs of steps beside the rows' columns.
 
     Args:
         weights: frozen.

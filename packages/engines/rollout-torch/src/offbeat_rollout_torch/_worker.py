@@ -1,4 +1,4 @@
-"""What runs in the thread that owns model, cache and samples; others ask it to run a function between two steps."""
+"""The thread that owns model, cache and samples; others ask it to run a function between two steps."""
 
 import time
 from collections.abc import Callable

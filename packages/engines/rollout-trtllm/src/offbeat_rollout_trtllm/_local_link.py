@@ -20,7 +20,7 @@ from offbeat_rollout_trtllm._versions import Release, find_release, import_engin
 
 
 class Delta(NamedTuple):
-    """What one sample has become since the last one.
+    """Addition to one sample since the last one.
 
     Args:
         ids: new tokens.

@@ -1,4 +1,4 @@
-"""What a user may set of this engine beyond the common settings, and the tokenizer of a model folder."""
+"""Settings of this engine beyond the common ones, and the tokenizer of a model folder."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -104,7 +104,7 @@ class HttpEngine:
 
 
 class ServerLink:
-    """What `LocalLink` is, over HTTP."""
+    """The same as `LocalLink`, over HTTP."""
 
     def __init__(self, address: str, *, deadline_s: float) -> None:
         self._engine = HttpEngine(address, deadline_s=deadline_s)

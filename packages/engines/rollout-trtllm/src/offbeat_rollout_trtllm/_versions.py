@@ -1,4 +1,4 @@
-"""Which releases of TensorRT-LLM this adapter was written against, and what it calls of them.
+"""Releases of TensorRT-LLM that this adapter was written against, and what it calls of them.
 
 What it calls is data: a contract test holds every entry to the recorded interface.
 """
@@ -14,7 +14,7 @@ from offbeat_core import BackendError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """What the adapter must know of one series of releases.
+    """Facts that the adapter needs about one series of releases.
 
     Args:
         series: major and minor version.

@@ -17,7 +17,7 @@ from offbeat_core import METADATA_KEY, ConfigError, RolloutEngineConfig, read_op
 
 @dataclass(frozen=True)
 class Renaming:
-    """What became of one old name.
+    """New name of an old option.
 
     Args:
         new: the new name; empty when the option is gone because there is nothing left to choose.
@@ -127,7 +127,7 @@ def _refuse_pipelines(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterLimits:
-    """How many adapters the engine holds, and of which rank.
+    """Bounds on the adapters that the engine holds: how many, and of which rank.
 
     Args:
         num_adapters: 0 where LoRA is not enabled.

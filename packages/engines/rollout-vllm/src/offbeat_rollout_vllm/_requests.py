@@ -356,7 +356,7 @@ MODEL = ""
 
 
 class ServedVersions:
-    """Which policy version a label of vLLM's stands for.
+    """Policy versions by the labels of vLLM's that stand for them.
 
     vLLM labels tokens with one number for the whole engine, and here the model and each adapter have versions of their
     own: so the label counts updates, and this remembers what was served after each; label 0 is the start.

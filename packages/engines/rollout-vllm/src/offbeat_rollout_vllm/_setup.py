@@ -1,4 +1,4 @@
-"""What a configuration asks for, checked against the model folder and the installed vLLM; nothing is started yet."""
+"""Settings of an engine, checked against the model folder and the installed vLLM; nothing is started yet."""
 
 import re
 from collections.abc import Mapping

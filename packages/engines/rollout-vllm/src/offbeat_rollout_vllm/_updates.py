@@ -66,7 +66,7 @@ def _names(name: str, expert: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """Where a rank's part lies within the whole tensor, (start, size) of each run along `dim`, and its dtype."""
+    """Place of a rank's part within the whole tensor, (start, size) of each run along `dim`, and its dtype."""
 
     shape: tuple[int, ...]
     dim: int

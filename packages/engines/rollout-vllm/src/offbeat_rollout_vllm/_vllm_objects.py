@@ -27,7 +27,7 @@ AdapterUse = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What one step added to a sample.
+    """Addition of one step to a sample.
 
     Args:
         ids: new tokens.

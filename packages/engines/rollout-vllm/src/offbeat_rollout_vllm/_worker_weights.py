@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLocation:
-    """Where this rank's part of one of the trainer's tensors lies.
+    """Place of this rank's part of one of the trainer's tensors.
 
     Args:
         module: of the engine.

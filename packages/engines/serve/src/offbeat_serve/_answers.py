@@ -1,4 +1,4 @@
-"""What clients are answered: OpenAI's objects, with token ids as vLLM has them and the policy versions besides.
+"""Answers to clients: OpenAI's objects, with token ids as vLLM has them and the policy versions besides.
 
 Source: https://platform.openai.com/docs/api-reference/completions/object and .../chat/object;
 vllm 0.32, vllm/entrypoints/openai/{completion,chat_completion}/protocol.py
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """What all choices hold.
+    """Fields of all choices.
 
     `ended_by` tells the end token (`eos`) from a stop text (`stop`); `aborted` is unfinished: go on with its tokens, or
     drop it, but do not take it for an answer.
@@ -46,7 +46,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Of the sampled tokens, nats; offsets are into the joined `tokens`."""
+    """Log-probabilities of the sampled tokens, nats; offsets are into the joined `tokens`."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -63,7 +63,7 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What all answers hold. `policy_version` is the one served now; the tokens' own are in `version_segments`."""
+    """Fields of all answers. `policy_version` is the one served now; the tokens' own are in `version_segments`."""
 
     id: str
     created: int
@@ -89,7 +89,7 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """Of the sampled tokens."""
+    """Log-probabilities of the sampled tokens."""
 
     content: list[TokenLogprob]
 

@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClientGoneError(OffbeatError):
-    """Whoever asked has left, so nobody hears the answer."""
+    """The client has left, so nobody reads the answer."""
 
 
 class Generation:

@@ -1,4 +1,4 @@
-"""What clients may ask: typed, so that what is not served is refused by name, and so that /openapi.json is true.
+"""Requests of clients: typed, so that what is not served is refused by name, and so that /openapi.json is true.
 
 The types are OpenAI's, with `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `add_special_tokens`,
 `chat_template_kwargs` and `return_token_ids` as vLLM has them. Fields of OpenAI's that no rollout engine could honour
@@ -62,13 +62,13 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(_Request, kw_only=True):
-    """What a stream holds besides."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class SamplingRequest(_Request, kw_only=True):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     model: Annotated[str, Meta(description="As /v1/models names it; may be left out.")] | None = None
     n: int | None = None

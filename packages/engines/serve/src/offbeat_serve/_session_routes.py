@@ -1,4 +1,4 @@
-"""What an agent may ask of sessions over HTTP: to be given one, and to end its own, with a reward or without."""
+"""Requests of agents about sessions over HTTP: to be given one, and to end its own, with a reward or without."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a user may set of the server, what it serves, whom it lets in, and how it refuses.
+"""Settings of the server: what it serves, who may ask, and how it refuses.
 
 Errors are as OpenAI words them: `{"error": {"message", "type", "param", "code"}}` and a status.
 Without a token only requests that name this machine are answered, because another site may have its own name lead here
@@ -35,7 +35,7 @@ from offbeat_http import is_loopback
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Where the endpoint listens, how much it takes on, and how long it waits.
+    """Address, bounds and deadlines of the endpoint.
 
     Raises:
         ConfigError: one request may ask for more samples than may be in flight.
@@ -152,7 +152,7 @@ class RefusedError(OffbeatError):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What is wrong."""
+    """Details of an error."""
 
     message: str
     type: str

@@ -28,7 +28,7 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 @dataclass
 class _Choice:
-    """What has come of one sample, and how much of it was told."""
+    """State of one sample, and how much of it was sent."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

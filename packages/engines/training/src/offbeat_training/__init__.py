@@ -1,4 +1,4 @@
-"""What the trainers of offbeat share: everything about an update that does not depend on how ranks share a model."""
+"""Code that the trainers share: everything about an update that does not depend on how ranks share a model."""
 
 from offbeat_training._images import ImageInputs, ImageProcessor, Indices, NoImages
 from offbeat_training._logprobs import VocabularyPart, logprobs_of_logits, token_logprobs

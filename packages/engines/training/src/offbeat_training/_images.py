@@ -21,7 +21,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class ImageInputs(Protocol):
-    """What packing needs to know of a model that may take images: `ImageProcessor` or `NoImages`."""
+    """Facts about images that packing needs of a model: `ImageProcessor` or `NoImages`."""
 
     def check(self, sequences: Sequence[TrainSequence]) -> None:
         """Raise DataError for images or placeholders that the model cannot take."""
@@ -37,7 +37,7 @@ class ImageInputs(Protocol):
 
 
 class NoImages:
-    """Of a model that takes no images."""
+    """Image inputs of a model that takes no images."""
 
     def check(self, sequences: Sequence[TrainSequence]) -> None:
         """Refuse images.
@@ -62,7 +62,7 @@ class NoImages:
 
 
 class ImageProcessor(ImagePlaces):
-    """Of a vision-language model of the Qwen-VL families.
+    """Image processor of a vision-language model of the Qwen-VL families.
 
     Source: transformers 5.19, models/qwen3_vl and models/qwen2_5_vl (get_rope_index, get_image_features).
 

@@ -110,7 +110,7 @@ def logprobs_of_logits(logits_NV: Tensor, target_N: Tensor, part: VocabularyPart
 
 @dataclass(frozen=True)
 class _Formats:
-    """Of the factors of the logits, rounded results included or (None) not; of the gradients' factors; of all else."""
+    """Formats of the logits' factors, rounded results included or (None) not; of the gradients'; of all else."""
 
     matmul: torch.dtype | None
     gradient: torch.dtype

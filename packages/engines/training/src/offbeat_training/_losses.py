@@ -24,7 +24,7 @@ from offbeat_core import (
 
 
 class LaidOut(Protocol):
-    """What a micro-batch says of its sequences."""
+    """Layout of a micro-batch's sequences."""
 
     @property
     def members(self) -> Sequence[int]:

@@ -108,7 +108,7 @@ def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """What goes into one micro-batch as a whole: a family, or all those of a group."""
+    """Sequences that go into one micro-batch as a whole: a family, or all those of a group."""
 
     families: tuple[Family, ...]
     num_tokens: int

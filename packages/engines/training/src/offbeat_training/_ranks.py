@@ -1,4 +1,4 @@
-"""What all ranks of a trainer do together: agree, exchange, merge.
+"""Joint steps of all ranks of a trainer: agree, exchange, merge.
 
 All ranks call the same methods with the same arguments in the same order; each method returns the same on all ranks.
 """

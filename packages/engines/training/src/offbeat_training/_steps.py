@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Optimizer(Protocol):
-    """What taking a step needs of an optimizer with a schedule and clipping."""
+    """Interface of an optimizer with a schedule and clipping, for taking a step."""
 
     steps_taken: int
 
@@ -88,7 +88,7 @@ class _Ranks(Protocol):
 
 
 class StepCounts:
-    """What a trainer tells of its ranks and its updates, from its `_ranks`, `_optimizer` and `_steps`."""
+    """Counts of a trainer's ranks and updates, from its `_ranks`, `_optimizer` and `_steps`."""
 
     _ranks: _Ranks
     _optimizer: Optimizer

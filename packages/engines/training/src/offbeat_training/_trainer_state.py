@@ -1,4 +1,4 @@
-"""How a checkpoint lies in its folder: a Hugging Face model, and beside it what training needs to go on.
+"""Layout of a checkpoint in its folder: a Hugging Face model, and beside it what training needs to go on.
 
 config.json, model*.safetensors, tokenizer   the weights, adapters merged; plain transformers loads the folder
 mtp*.safetensors                             layers of multi-token prediction, which transformers does not look at
@@ -86,7 +86,7 @@ def find_damage(folder: Path, rank: int, num_ranks: int) -> str:
 
 
 class TrainerState:
-    """What a checkpoint holds beside the weights. A context manager, in which the moments can be read.
+    """Contents of a checkpoint beside the weights. A context manager, in which the moments can be read.
 
     Args:
         folder: of the checkpoint.

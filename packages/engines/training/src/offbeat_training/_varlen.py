@@ -16,7 +16,7 @@ MAX_FLASH_HEAD_SIZE: Final = 256
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenBounds:
-    """Where sequences begin and end.
+    """Bounds of the sequences in a pack.
 
     Args:
         queries: [S + 1] int32, cumulative numbers of queries.

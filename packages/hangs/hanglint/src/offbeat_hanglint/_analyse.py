@@ -19,7 +19,7 @@ from offbeat_hanglint._settings import Settings
 
 @dataclass(frozen=True)
 class Analysis:
-    """What one run found. Findings are ordered by path, line and rule."""
+    """Results of one run. Findings are ordered by path, line and rule."""
 
     findings: tuple[Finding, ...]
     unreadable: tuple[Unreadable, ...]

@@ -1,4 +1,4 @@
-"""What was read off files before, kept in the user's cache directory: a second run reads only what changed.
+"""Results of reading files, kept in the user's cache directory: a second run reads only what changed.
 
 An entry is plain JSON under a name that is the hash of what it was made from: the file's bytes, its name in the program
 and the version of the code that reads it. Nothing needs to be renewed, then, and a damaged entry is as good as none.

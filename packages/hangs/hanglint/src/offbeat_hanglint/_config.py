@@ -1,4 +1,4 @@
-"""What a project chooses, in `[tool.hanglint]` of pyproject.toml or in hanglint.toml, which counts alone where it lies.
+"""Settings of a project, in `[tool.hanglint]` of pyproject.toml or in hanglint.toml, which counts alone where it is.
 
 [tool.hanglint]
 confidence = "medium"                  # the least that is said: high, medium, low
@@ -43,7 +43,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a run obeys.
+    """Settings of a run.
 
     Args:
         root: the project's folder; every path of a finding is relative to it.

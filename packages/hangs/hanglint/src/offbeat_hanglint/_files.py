@@ -1,4 +1,4 @@
-"""Which files are read: Python files under the paths given, each once, without following links to folders."""
+"""Files to read: Python files under the paths given, each once, without following links to folders."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What a run says: findings with their level and fingerprint, and what was left out and why."""
+"""Output of a run: findings with their level and fingerprint, and what was left out and why."""
 
 import os
 from collections.abc import Sequence

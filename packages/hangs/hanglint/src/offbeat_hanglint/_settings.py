@@ -1,4 +1,4 @@
-"""What a caller may choose."""
+"""Settings of a caller."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Settings:
-    """How an analysis is done.
+    """Settings of an analysis.
 
     Attributes:
         exclude: glob patterns of paths, relative to the root, that are not read.

@@ -1,4 +1,4 @@
-"""What an installed library does, computed from its sources: a file for `summaries`, in the form of `_libraries`.
+"""Summary of an installed library, computed from its sources: a file for `summaries`, in the form of `_libraries`.
 
 The library is found, never imported. Its functions that reach a collective for certain, not through names alone and not
 under a parameter's condition, are written down with the axes of their group, or where their caller gives it.

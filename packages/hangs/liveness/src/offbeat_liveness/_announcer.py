@@ -1,4 +1,4 @@
-"""What follows from a verdict: it is told here and to all others, written down, and may end the run.
+"""Consequences of a verdict: it is told here and to all others, written down, and may end the run.
 
 A process that is stuck in a wait cannot run anything any more, so it leaves with exit code 4. One that stands in no
 wait may be writing a checkpoint: it gets a SIGTERM if the program handles that, and in any case a time of grace. The

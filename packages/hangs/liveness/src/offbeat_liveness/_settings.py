@@ -22,7 +22,7 @@ class LivenessError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the monitor does, and when.
+    """Settings of the monitor.
 
     Args:
         stall_after_s: a wait this long is looked into, > 0.

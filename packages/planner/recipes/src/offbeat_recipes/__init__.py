@@ -1,4 +1,4 @@
-"""What a recipe goes through before it runs: planned on a cluster, made to fit it, rehearsed on a laptop."""
+"""The preparation of a recipe: planned on a cluster, made to fit it, rehearsed on a laptop."""
 
 from offbeat_recipes._drawn_data import (
     NUM_DRAWN,

@@ -1,4 +1,4 @@
-"""What can be asked here about a trainer that would run in another place."""
+"""Checks that can be made here for a trainer that would run in another place."""
 
 import shutil
 import struct

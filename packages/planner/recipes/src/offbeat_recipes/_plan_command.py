@@ -120,7 +120,7 @@ def _of_text(estimate: MemoryEstimate, placement: Placement, role: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What is known of a run before it starts, here or on another cluster.
+    """Facts about a run before it starts, here or on another cluster.
 
     Args:
         rows: of (what, how much), in the order to read them.
@@ -199,7 +199,7 @@ def plan_unseen(
 
 
 class Planner(ABC, Generic[ConfigT]):
-    """What an application knows about its own runs; `plan_command` does the rest."""
+    """An application's knowledge of its own runs; `plan_command` does the rest."""
 
     config_type: ClassVar[type]
 

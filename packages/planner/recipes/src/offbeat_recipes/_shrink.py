@@ -1,4 +1,4 @@
-"""What every rehearsal shrinks alike: the trainer. As many ranks as show what ranks do to each other, on a CPU."""
+"""The part of a rehearsal that is always shrunk alike: the trainer, to a few ranks on a CPU."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -60,7 +60,7 @@ class PartFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What the colocated rows say.
+    """Result of the calibration on the colocated rows.
 
     Args:
         generate, logprob, update: the parts of a step.

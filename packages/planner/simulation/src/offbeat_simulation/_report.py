@@ -1,4 +1,4 @@
-"""What a simulation says: where the time goes and what would change that, as tables for the terminal or as a chart."""
+"""Report of a simulation: where the time goes and what would change that, as tables for the terminal or as a chart."""
 
 import html
 from collections.abc import Mapping, Sequence

@@ -23,7 +23,7 @@ from offbeat_simulation._workload import Lengths, read_lengths
 
 @dataclass(frozen=True, kw_only=True)
 class RunMeasures:
-    """What a run folder says of its costs.
+    """Costs that a run folder has measured.
 
     Args:
         folder: of the run.

@@ -255,7 +255,7 @@ def _nearest(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioModel:
-    """What a scenario comes to.
+    """Cost model of a scenario.
 
     Args:
         scenario: as read.

@@ -35,7 +35,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What a search found.
+    """Result of a search.
 
     Args:
         present: the scenario as it is.

@@ -18,7 +18,7 @@ from offbeat_simulation._workload import Cluster, DecodeSpeed, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """What came of it.
+    """Result of a simulation.
 
     Args:
         mode: name of the asynchronous mode.

@@ -1,4 +1,4 @@
-"""What is simulated: completion lengths, drawn or measured, how fast an engine decodes, the work and the machines."""
+"""Workload of a simulation: completion lengths, drawn or measured, the speed of decoding, the work and the machines."""
 
 import json
 import math
@@ -47,7 +47,7 @@ class Lengths:
 
 
 class DecodeSpeed(Protocol):
-    """How fast one engine decodes."""
+    """Decoding speed of one engine."""
 
     def tokens_per_s(self, num_running: int) -> float:
         """Throughput of the engine with so many samples running, at least 1."""
@@ -120,7 +120,7 @@ class DecodeCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is generated and trained."""
+    """Work that is simulated: samples to generate and to train on."""
 
     num_groups: int = setting(REQUIRED, "Prompt groups of the run.", "groups", ge=1)
     group_size: int = setting(8, "Samples of one group.", "samples", ge=1)
@@ -134,7 +134,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What it runs on."""
+    """Machines that are simulated."""
 
     num_engines: int = setting(REQUIRED, "Rollout engines.", "engines", ge=1)
     max_running: int = setting(REQUIRED, "Samples one engine decodes at once.", "samples", ge=1)

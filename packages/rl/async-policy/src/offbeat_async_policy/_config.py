@@ -13,7 +13,7 @@ from offbeat_core import ConfigError, check_ranges, setting
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncConfig:
-    """How far generation may run ahead of training. Staleness 0 with one update between two syncs is synchronous.
+    """Bounds on how far generation may run ahead of training. Staleness 0 with one update between syncs is synchronous.
 
     Raises:
         ConfigError: a value is out of range, or a combination is impossible or without effect.

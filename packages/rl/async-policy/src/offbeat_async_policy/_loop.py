@@ -16,7 +16,7 @@ from offbeat_core import DeadlineError, PeerFailedError
 
 @dataclass(frozen=True, kw_only=True)
 class GroupResult:
-    """How one group came back. Its samples stay with the backend.
+    """Result of one group. Its samples stay with the backend.
 
     Args:
         oldest_version: policy version that sampled the oldest of its tokens.
@@ -152,7 +152,7 @@ Settle = Callable[[Any], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSummary:
-    """Where the time of a run went, in seconds.
+    """Times of a run, in seconds, by what they went to.
 
     Args:
         elapsed_s: from first action to Finish.

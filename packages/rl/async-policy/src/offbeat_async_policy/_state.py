@@ -1,4 +1,4 @@
-"""What the policy asks for, what it counts, where it stands, and what of it outlives the process, as plain data."""
+"""State of the policy, as plain data: its actions, its counts, and what of it outlives the process."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -114,7 +114,7 @@ class Statistics:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyStatus:
-    """Where the policy stands.
+    """Status of the policy.
 
     Args:
         version: updates done.

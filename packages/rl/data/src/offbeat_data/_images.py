@@ -29,7 +29,7 @@ _MAX_ASPECT: Final = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRules:
-    """Of a model of the Qwen-VL families.
+    """Image rules of a model of the Qwen-VL families.
 
     Args:
         token_id: of the placeholder, which stands once for each square of merged patches.

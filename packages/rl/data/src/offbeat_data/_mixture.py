@@ -101,7 +101,7 @@ class CurriculumConfig:
 
 
 class SuccessRates:
-    """How often the prompts of one source have succeeded lately, and which of them is drawn for that.
+    """Recent success of the prompts of one source, and which of them is drawn for that.
 
     A prompt's rate is an exponential mean over its groups: newest_weight x the share of successes in the newest one +
     (1 - newest_weight) x the rate before; the first group's share is the first rate. A prompt weighs outside_weight

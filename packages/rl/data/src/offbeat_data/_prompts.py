@@ -77,7 +77,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """What became of the rows of one set.
+    """Counts of the rows of one set, by what became of them.
 
     Args:
         read: rows read or drawn.

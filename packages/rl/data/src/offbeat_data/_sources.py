@@ -19,7 +19,7 @@ from offbeat_data._task_libraries import draw_entries, draw_rows
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """What prompts and conversations share: where rows come from, how they are rendered, and in which order served."""
+    """Settings that prompts and conversations share: where rows come from, their rendering and their order."""
 
     path: str = setting(
         REQUIRED,

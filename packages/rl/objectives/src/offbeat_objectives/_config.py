@@ -48,7 +48,7 @@ DPPO bound a divergence, as its authors train (verl, examples/dppo_trainer)."""
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """How rewards become a gradient: advantage, loss, Kullback-Leibler penalty and rollout correction."""
+    """Settings of the objective: advantage, loss, Kullback-Leibler penalty and rollout correction."""
 
     advantage: str = setting(
         "grpo",

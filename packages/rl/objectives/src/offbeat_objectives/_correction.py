@@ -31,7 +31,7 @@ from offbeat_objectives._surrogates import PolicyTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What to do with each token.
+    """Correction of each token.
 
     Args:
         weights_N: [N] float, at least 0, factor of the token's policy objective; 1 where there is no weight.

@@ -80,7 +80,7 @@ def weighted_kl(
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """What a teacher has to say to the samples of an update.
+    """Log-probabilities of a teacher for the samples of an update.
 
     Args:
         advantages_N: [N] float32, to be added to those of the rewards; the coefficient is in it.

@@ -23,7 +23,7 @@ EPSILON: Final = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class RewardedSamples:
-    """What an advantage reads: the S samples of G prompts, with N loss tokens. A sample may have none.
+    """Inputs of an advantage: the S samples of G prompts, with N loss tokens. A sample may have none.
 
     Args:
         rewards_S: [S] float64, finite: of each sample, shaping included, less the KL penalty of `kl_in = "reward"`.
@@ -75,7 +75,7 @@ class RewardedSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What an advantage function makes of samples.
+    """Result of an advantage function.
 
     Args:
         advantages_N: [N] float, finite: of each token, such as `samples.spread(values_S)`.

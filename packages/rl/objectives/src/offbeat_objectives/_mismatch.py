@@ -1,4 +1,4 @@
-"""How far the trainer's log-probabilities are from those that the rollout engine reported, whatever is corrected.
+"""Mismatch of the trainer's log-probabilities and those that the rollout engine reported, whatever is corrected.
 
 With r = π_train / π_rollout of each loss token, which the rollout policy sampled:
 

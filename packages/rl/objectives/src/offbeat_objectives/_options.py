@@ -8,7 +8,7 @@ from offbeat_core import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What every loss takes."""
+    """Options of every loss."""
 
     off_policy_mask: float | None = setting(
         None,
@@ -21,7 +21,7 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SapoOptions(LossOptions):
-    """Of `loss = "sapo"`."""
+    """Options of `loss = "sapo"`."""
 
     tau_positive: float = setting(1.0, "Steepness of the gate where the advantage is positive.", gt=0)
     tau_negative: float = setting(1.05, "Steepness of the gate elsewhere.", gt=0)
@@ -29,7 +29,7 @@ class SapoOptions(LossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovOptions(LossOptions):
-    """Of `loss = "clip_cov"`."""
+    """Options of `loss = "clip_cov"`."""
 
     cov_share: float = setting(2e-4, "Share of a micro-batch's tokens that lose their gradient.", gt=0, le=1)
     cov_low: float = setting(1.0, "Covariance above which a token may lose it.", "nats x advantage")
@@ -38,7 +38,7 @@ class ClipCovOptions(LossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCovOptions(LossOptions):
-    """Of `loss = "kl_cov"`."""
+    """Options of `loss = "kl_cov"`."""
 
     cov_share: float = setting(2e-4, "Share of a micro-batch's tokens that are held back.", gt=0, le=1)
     kl_weight: float = setting(1.0, "Weight of |log r| at those tokens.", "per nat", gt=0)
@@ -46,28 +46,28 @@ class KlCovOptions(LossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DppoOptions(LossOptions):
-    """Of `loss = "dppo_tv"` and `"dppo_kl"`."""
+    """Options of `loss = "dppo_tv"` and `"dppo_kl"`."""
 
     ratio_cap: float = setting(20.0, "Largest weight that the ratio gives a token.", "ratio", gt=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoPasskOptions:
-    """Of `advantage = "grpo_passk"`."""
+    """Options of `advantage = "grpo_passk"`."""
 
     divide_by_std: bool = setting(True, "Divide by the standard deviation of the group's rewards.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtKOptions:
-    """Of `advantage = "pass_at_k"`."""
+    """Options of `advantage = "pass_at_k"`."""
 
     k: int = setting(4, "Samples of which the best counts.", "samples", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaeOptions:
-    """Of `advantage = "gae"`."""
+    """Options of `advantage = "gae"`."""
 
     normalise: bool = setting(True, "Subtract the mean over the tokens of the update, and divide by their deviation.")
 

@@ -24,7 +24,7 @@ TINY_PROBABILITY: Final = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
-    """What an objective reads: the N loss tokens of S sequences, which are one micro-batch of one rank. N may be 0.
+    """Inputs of an objective: the N loss tokens of S sequences, which are one micro-batch of one rank. N may be 0.
 
     Args:
         logprobs_N: [N] float32, log π_θ, nats, carries gradient; 0 for rejected tokens.

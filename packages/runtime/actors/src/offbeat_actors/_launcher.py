@@ -1,4 +1,4 @@
-"""What every launcher does: start roles within a deadline, stop them all together, kill them."""
+"""The work of every launcher: start roles within a deadline, stop them all together, kill them."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""How many processes this machine has room for, known before any is started, and how they share its CPUs."""
+"""Room for processes on this machine, checked before any is started, and their shares of its CPUs."""
 
 import os
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ M = TypeVar("M", bound="Member")
 
 @dataclass(frozen=True, kw_only=True)
 class KeepAlive:
-    """How the roles of a pool are kept alive; one for all pools of a run.
+    """Settings by which the roles of a pool are kept alive; one for all pools of a run.
 
     Args:
         budget: of restarts.

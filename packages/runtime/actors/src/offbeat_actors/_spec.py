@@ -1,4 +1,4 @@
-"""What to start, and the section of a configuration that says where."""
+"""Specs of roles to start, and the section of a configuration that says where."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What keeping actors alive takes: the question whether one is, the end of a silent one, and a budget of restarts.
+"""Tools for keeping actors alive: a question whether one is, the end of a silent one, and a budget of restarts.
 
 A process that is stopped, or stuck where not even its event loop turns, is as good as dead; but nothing says so. So
 each actor is asked something it can answer at once whatever it computes. One that stays silent, answers with errors
@@ -71,7 +71,7 @@ async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
 
 
 class RestartBudget:
-    """How often an actor may be started again: enough for accidents, too seldom for a crash loop.
+    """Budget of restarts of an actor: enough for accidents, too few for a crash loop.
 
     Args:
         max_restarts: of one actor within the window.

@@ -1,4 +1,4 @@
-"""What the processes of a world tell each other beside their collectives: who failed, died or left, and who is where.
+"""Messages between the processes of a world beside their collectives: who failed, died or left, and who is where.
 
 The control server is a thread of rank 0; every rank, rank 0 too, holds one connection to it, its client. The kernel
 closes a dead process's connection, so a death is known within milliseconds and needs no heartbeat; a stopped process
@@ -100,7 +100,7 @@ ENDS: Final = {
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Where do the members of a group stand? Relayed to each of them."""
+    """Asks where the members of a group are. Relayed to each of them."""
 
     asker: int
     number: int

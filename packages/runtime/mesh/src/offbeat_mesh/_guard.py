@@ -26,7 +26,7 @@ NAMED_PLACES: Final = ("first", "last")
 
 
 class Guard:
-    """Who passes: the ranks at given places of given axes. `Mesh.where` makes it.
+    """Condition on ranks: those at given places of given axes pass. `Mesh.where` makes it.
 
     As a bool: does this rank pass? As a context manager: while it is open in a thread, every collective of that thread
     must be over members that all pass, else `GuardError` at once, on every rank that comes to the call. That holds for

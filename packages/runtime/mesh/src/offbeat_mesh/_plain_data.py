@@ -107,7 +107,7 @@ CALL_BYTES: Final = 200
 
 @dataclass(frozen=True)
 class Header:
-    """What a member says when it comes to a call: which, its count of the group's collectives, and its data if short.
+    """First message of a member at a call: which call, its count of the group's collectives, and its data if short.
 
     Args:
         call: in full where members must agree on more than the name.

@@ -1,4 +1,4 @@
-"""Where ranks meet that one process starts: it keeps the store, and tells each rank its number."""
+"""Rendezvous of ranks that one process starts: it keeps the store, and gives each rank its number."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +12,7 @@ from offbeat_mesh._world import join_world, open_store
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Which rank a process is, and where the ranks meet. Plain data: it travels to the process that it is for.
+    """Rank of a process, and where the ranks meet. Plain data: it travels to the process that it is for.
 
     Args:
         rank: in [0, size).

@@ -1,4 +1,4 @@
-"""Where every rank of a run goes, a pure function from nodes and groups to a plan; and what each holds in memory."""
+"""Placement of every rank of a run, a pure function from nodes and groups to a plan; and the memory that each needs."""
 
 from offbeat_placement._check import check_plan, verify_placed
 from offbeat_placement._memory import (

@@ -33,7 +33,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMemory:
-    """How a trainer keeps a model.
+    """Memory of a trainer's model, by how it is kept.
 
     Args:
         weight_bytes: of one weight.
@@ -142,7 +142,7 @@ def block_activations(shape: ModelShape) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """How an engine keeps a model.
+    """Memory of a rollout engine's model, by how it is kept.
 
     Args:
         weight_bytes: of one weight.
@@ -196,7 +196,7 @@ class RolloutMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierMemory:
-    """How a process keeps a model that only reads texts, and has a score in place of a row for each token.
+    """Memory of a model that only reads texts, with a score in place of a row of logits for each token.
 
     Args:
         weight_bytes: of one weight, and of one number in the activations.

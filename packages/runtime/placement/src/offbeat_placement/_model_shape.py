@@ -15,7 +15,7 @@ from offbeat_core import ModelError
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family does that its config.json does not say."""
+    """Facts of a family that its config.json does not give."""
 
     biased_qkv: bool = False
     norms_heads: bool = False

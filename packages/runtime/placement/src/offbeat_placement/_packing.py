@@ -56,7 +56,7 @@ class UnitType:
 
 
 class Room(NamedTuple):
-    """What is free on a node: accelerators by kind, of how many, CPUs and memory."""
+    """Free resources of a node: accelerators by kind and number, CPUs and memory."""
 
     free: tuple[int, ...]
     total: tuple[int, ...]

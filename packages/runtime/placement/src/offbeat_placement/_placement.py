@@ -93,7 +93,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRequest:
-    """What a run asks for.
+    """Resources that a run asks for.
 
     Args:
         groups: of ranks.

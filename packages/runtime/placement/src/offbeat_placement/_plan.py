@@ -39,7 +39,7 @@ class PlacedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedDriver:
-    """Where the process that drives a replica runs."""
+    """Place of the process that drives a replica."""
 
     role: str
     replica: int
@@ -48,7 +48,7 @@ class PlacedDriver:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where everything goes. Made by `plan_placement`; whoever places it asks `verify_placed` afterwards.
+    """Places of all ranks and drivers. Made by `plan_placement`; whoever places it asks `verify_placed` afterwards.
 
     Args:
         ranks: of all groups, in the order of groups, then of rank.

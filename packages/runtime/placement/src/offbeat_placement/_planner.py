@@ -20,7 +20,7 @@ MAX_CLASSES: Final = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the planner found.
+    """Result of the planner.
 
     Args:
         plan: None when there is none.

@@ -1,4 +1,4 @@
-"""What there is and what is wanted: nodes with what is free on them, and groups of ranks."""
+"""Resources and requests: nodes with what is free on them, and groups of ranks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What is said of a placement that does not fit: the shortfall of each node, and the smallest changes that fit.
+"""Messages about a placement that does not fit: the shortfall of each node, and the smallest changes that fit.
 
 Each change is tried with the planner before it is named.
 """

@@ -1,4 +1,4 @@
-"""Where a sender listens, and who may connect.
+"""Addresses of senders, and the handshake by which receivers are admitted.
 
 On one host it is a Unix socket, named without a file on Linux, and both must be processes of the same user. Over TCP it
 is host, port and a secret token, which itself never travels:
@@ -43,7 +43,7 @@ ANSWER_BYTES: Final = _NONCE_BYTES + 32
 
 
 class TcpAddress(NamedTuple):
-    """Where a sender listens for receivers of any host; port 0: any that is free.
+    """Address of a sender for receivers on any host; port 0: any that is free.
 
     Whoever knows the token may connect. As text it is without the token: that is for errors and logs.
     """

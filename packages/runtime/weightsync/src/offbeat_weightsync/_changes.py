@@ -28,7 +28,7 @@ _LONGEST_GAP: Final = 1 << 16
 
 
 class CodedRun(NamedTuple):
-    """What has changed in a run of bytes of one tensor."""
+    """The changes in a run of bytes of one tensor."""
 
     coding: Coding
     num_changed: int

@@ -1,4 +1,4 @@
-"""What sender and receivers of one sync say to each other, over a socket, until a deadline.
+"""Messages between the sender and the receivers of one sync, over a socket, until a deadline.
 
     receiver                         sender
     Join          ->
@@ -150,7 +150,7 @@ class FilesWritten(msgspec.Struct, tag="written", frozen=True):
 
 
 class Changes(msgspec.Struct, tag="changes", frozen=True):
-    """What has changed in a bucket: of each run how that is coded and how many elements it is; a frame follows."""
+    """The changes in a bucket: of each run how that is coded and how many elements it is; a frame follows."""
 
     runs: list[tuple[str, int]]
     num_bytes: int
@@ -171,7 +171,7 @@ class Accepted(msgspec.Struct, tag="accepted", frozen=True):
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True):
-    """Whoever says it gives up, for this reason."""
+    """Failure of the side that sends it, which gives up, and the reason."""
 
     text: str
 

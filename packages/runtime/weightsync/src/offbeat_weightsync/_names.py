@@ -1,4 +1,4 @@
-"""Where the trainer's tensors lie within the engine's: fused and interleaved matrices, expert stacks, tied tables; and
+"""Places of the trainer's tensors within the engine's: fused and interleaved matrices, expert stacks, tied tables; and
 which of them are a LoRA adapter's.
 
 Pure. The trainer knows a tensor by its Hugging Face name; an engine may hold several in one tensor of its own. The map
@@ -48,7 +48,7 @@ EXPERTS: Final = (
 
 
 class TensorSlice(NamedTuple):
-    """Where one of the trainer's tensors lies: rows of a view of the engine's tensor.
+    """Place of one of the trainer's tensors: rows of a view of the engine's tensor.
 
     Args:
         name: the engine's.

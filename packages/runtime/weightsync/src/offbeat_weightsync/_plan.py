@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What travels together. `num_bytes` counts the gaps between pieces too."""
+    """Tensors and parts of tensors that travel together. `num_bytes` counts the gaps between pieces too."""
 
     pieces: tuple[Piece, ...]
     num_bytes: int

@@ -1,4 +1,4 @@
-"""What a transport is: one way for weights from a trainer to rollout engines, chosen once by its name.
+"""The interface of a transport: one way for weights from a trainer to rollout engines, chosen once by its name.
 
 A transport is a class under the entry point `offbeat.transport`. Both sides make one of their own at their start; after
 that they push and pull by it, and nothing asks any more which one it is.
@@ -40,7 +40,7 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where weights go from and to, and what is asked of their transport.
+    """Route of weights, and what is asked of their transport.
 
     Args:
         sender: the trainer, rank 0.

@@ -40,7 +40,7 @@ PLACE: Final = re.compile(r"\S+:\d+: in ")
 
 @dataclass(kw_only=True)
 class RankEnd:
-    """What the test's process knows of one rank."""
+    """Knowledge of the test's process about one rank's end."""
 
     rank: int
     process: int

@@ -1,4 +1,4 @@
-"""What a rank tells the test's process, as lines of JSON: how it ended, where it stands; where two ranks part ways."""
+"""Reports of a rank to the test's process, as lines of JSON: how it ended, where it is; where two ranks part ways."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Outcome = Literal["passed", "failed", "expected", "skipped"]
 
 
 class RankState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Where a rank stands: its collectives, the members of its groups and the stacks of its threads.
+    """State of a rank: its collectives, the members of its groups and the stacks of its threads.
 
     `collectives` is None while a thread of the rank used its groups, so that they could not be read.
     """
@@ -24,7 +24,7 @@ class RankState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """How the body ended on one rank, when on the clock that all share, and where it stood.
+    """End of the body on one rank, when on the clock that all share, and the rank's state.
 
     `text` is the traceback or the reason of a skip; "expected" is a failure that the test's xfail mark allows.
     """
@@ -36,7 +36,7 @@ class RankReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class RankVerdict(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What the liveness monitor says of all ranks, asked on one of them; empty if it sees nothing stuck."""
+    """Verdict of the liveness monitor about all ranks, asked on one of them; empty if it sees nothing stuck."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""What a test asks for by its marks, and what stands in for the values that differ between its ranks."""
+"""Requests of a test by its marks, and stand-ins for the values that differ between its ranks."""
 
 from dataclasses import dataclass, field
 from math import prod
@@ -13,7 +13,7 @@ OPTIONS = ("deadline_s", "join", "compare", "liveness")
 
 @dataclass(frozen=True, kw_only=True)
 class RanksRequest:
-    """How to run one test body: on how many processes, on which mesh if any, and until when.
+    """Request for running one test body: on how many processes, on which mesh if any, and until when.
 
     Args:
         join: whether the processes join a torch.distributed world before the body.

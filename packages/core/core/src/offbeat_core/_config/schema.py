@@ -1,4 +1,4 @@
-"""What a root configuration class declares: its sections, their keys, and what each key takes."""
+"""Schema of a root configuration class: its sections, their keys, and the values of each key."""
 
 import types
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ REQUIRED: Final = MISSING
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of one setting beyond its name and type.
+    """Metadata of one setting beyond its name and type.
 
     Args:
         doc: one or two sentences for `--explain`.

@@ -1,4 +1,4 @@
-"""What an engine is asked: to complete a prompt, or to score tokens, and what it must declare that it can do.
+"""Requests to an engine: to complete a prompt, or to score tokens, and the capabilities that it must declare.
 
 Shapes: P prompt tokens; T tokens of a continuation; H, W height and width of an image in pixels.
 """
@@ -58,7 +58,7 @@ def check_images(images: Sequence[Image], whose: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens.
+    """Parameters for choosing tokens.
 
     The sampled distribution is softmax(logits / temperature), cut by top_k, then top_p, then min_p, and
     renormalised; log-probabilities reported are those of that distribution. Temperature 0 means greedy, and
@@ -164,7 +164,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCapabilities:
-    """What an engine can do, declared by it and never guessed from its name.
+    """Capabilities of an engine, declared by it and never guessed from its name.
 
     It may depend on the model, the device and the options, so an instance says it and not its class.
 

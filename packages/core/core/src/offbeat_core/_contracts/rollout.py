@@ -45,7 +45,7 @@ class EngineHealth:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightProof:
-    """What a receiver of weights holds, computed from the tensors it holds.
+    """Proof of the weights that a receiver holds, computed from its tensors.
 
     Args:
         version: policy version.
@@ -187,7 +187,7 @@ class StreamingEngine(RolloutEngine, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TracePlan:
-    """What one role traces of itself.
+    """Trace settings of one role.
 
     Args:
         role: such as "trainer-0".
@@ -223,7 +223,7 @@ class TracingEngine(RolloutEngine, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineSettings:
-    """What a user may set of any rollout backend."""
+    """Settings of any rollout backend that a user may choose."""
 
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting(
@@ -261,7 +261,7 @@ class HeldBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
-    """What a rollout backend is told of a model, and of a device, to say what its cache will take there.
+    """Facts about a model and a device from which a rollout backend says what its cache will take there.
 
     Args:
         device_bytes: memory of the device; 0 where nobody knows.
@@ -278,7 +278,7 @@ class CacheNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBudget:
-    """What an engine takes of one device: paged, so that samples for which there is no room wait.
+    """Memory that an engine takes of one device: paged, so that samples for which there is no room wait.
 
     A backend may have a static `cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget`, which
     a plan asks. Of a backend without it the plan says that all running samples may grow to their longest.
@@ -296,7 +296,7 @@ class CacheBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineConfig(RolloutEngineSettings):
-    """What every rollout backend needs to start."""
+    """Settings that every rollout backend needs to start."""
 
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")

@@ -1,4 +1,4 @@
-"""What an agent's session is opened with, and what came of it."""
+"""The opening of an agent's session, and its result."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +11,7 @@ SessionEnd = Literal["call", "reward", "deadline", "taken"]
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
-    """What a session is for.
+    """Purpose and bounds of a session.
 
     Args:
         params: how its tokens are sampled, whatever the agent asks for: a trainer scores at one temperature. The agent
@@ -34,7 +34,7 @@ class SessionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedSession:
-    """What came of a session.
+    """Result of a session.
 
     Args:
         trajectories: in the order of their first calls; each sampled token is in the loss of one of them.

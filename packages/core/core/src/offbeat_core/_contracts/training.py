@@ -176,7 +176,7 @@ class SleepingTrainEngine(TrainEngine, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLayout:
-    """How the ranks of a trainer share the model and its updates.
+    """Layout of a trainer's ranks: how they share the model and its updates.
 
     Args:
         dp, cp, tp, pp: data, context, tensor and pipeline parallel; their product is the number of ranks.
@@ -225,7 +225,7 @@ class TrainLayout:
 
 
 class TrainBackend(Protocol):
-    """What a package registers under the entry point `offbeat.engine`: the class of its engine.
+    """Class that a package registers under the entry point `offbeat.engine`.
 
     A class attribute `heads` names the values of `TrainEngineConfig.head` that it knows; without one it is "tokens".
     """
@@ -260,7 +260,7 @@ class TrainBackend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEngineSettings:
-    """What a user may set of any training backend."""
+    """Settings of any training backend that a user may choose."""
 
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting("float32", "Number format of the matrix products.", choices=("float32", "bfloat16"))
@@ -289,7 +289,7 @@ class TrainEngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEngineConfig(TrainEngineSettings):
-    """What every training backend needs to start."""
+    """Settings that every training backend needs to start."""
 
     model_path: str = setting(REQUIRED, "Hugging Face model folder: config.json, safetensors, tokenizer.")
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")

@@ -1,4 +1,4 @@
-"""What was sampled and read after a prompt, and the sequence to learn from that is made of it.
+"""Samples and what was read after a prompt, and the sequence to learn from that is made of it.
 
 Legend: P prompt tokens, T tokens of a completion or after the prompt, N of them sampled.
 """
@@ -26,7 +26,7 @@ class VersionSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What one sample became.
+    """Completion of one sample.
 
     Args:
         ids: [T] int32, the end-of-sequence or stop token included when one was sampled.
@@ -126,7 +126,7 @@ TrajectoryEnd = Literal["done", "cut_off", "max_turns", "max_tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the model was told between two of its turns: read by it, never learned.
+    """Reply to the model between two of its turns: read by it, never learned.
 
     Args:
         ids: [R] int32, the environment's words and what the chat template puts around them; an image stands in them as

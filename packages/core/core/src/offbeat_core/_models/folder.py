@@ -1,4 +1,4 @@
-"""What a Hugging Face model folder says of the weights that a rollout engine takes, and the check of what comes."""
+"""Weights of a Hugging Face model folder that a rollout engine takes, and the check of what comes."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a model of the Qwen-VL families cuts images into patches, and where they stand among the tokens of a sequence.
+"""Patches of images of the Qwen-VL families, and their places among the tokens of a sequence.
 
 Shapes: T tokens of a sequence.
 """
@@ -93,7 +93,7 @@ RopeIndex = Callable[[Indices, npt.NDArray[np.int32], list[Grid]], Indices]
 
 
 class ImagePlaces:
-    """Of the sequences that train one vision-language model of the Qwen-VL families.
+    """Places of images in the sequences that train one vision-language model of the Qwen-VL families.
 
     Args:
         config: transformers' configuration of the model.

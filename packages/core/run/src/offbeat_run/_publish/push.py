@@ -37,7 +37,7 @@ _LARGE_FILES: Final = "*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 
 class PushError(OffbeatError):
-    """What was trained could not be given away; it is still in the run folder."""
+    """A trained model could not be uploaded; it is still in the run folder."""
 
 
 def check_destination(words: CommandWords) -> None:

@@ -1,4 +1,4 @@
-"""What each item of a validation was answered: lines of JSON that survive a kill, and what changed between two."""
+"""Answers to each item of a validation: lines of JSON that survive a kill, and what changed between two."""
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What a validation gave: estimates with intervals, lengths, versions; as metrics, and as a table in three forms."""
+"""Results of a validation: estimates with intervals, lengths, versions; as metrics, and as a table in three forms."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What libraries do, as readable data, and its reader."""
+"""Summaries of libraries, as readable data, and their reader."""
 
 import tomllib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which axes a name speaks of: names of ranks, of predicates about ranks, and of groups.
+"""Axes that a name speaks of: names of ranks, of predicates about ranks, and of groups.
 
 An axis is "dp", "cp", "tp", "pp", "ep" or one of three general ones: "world" (a rank among all), "node" (a rank within
 its machine) and "rank" (a rank within a group that nothing tells more of).

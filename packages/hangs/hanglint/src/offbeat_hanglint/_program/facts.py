@@ -1,4 +1,4 @@
-"""What is kept of a file after it is read: functions, calls, classes, imports. Compact, without the syntax tree."""
+"""Facts kept of a file after it is read: functions, calls, classes, imports. Compact, without the syntax tree."""
 
 import ast
 import builtins

@@ -1,4 +1,4 @@
-"""Which functions reach a collective, over which axes, and through which calls."""
+"""Functions that reach a collective, over which axes, and through which calls."""
 
 from collections import deque
 from dataclasses import dataclass, replace

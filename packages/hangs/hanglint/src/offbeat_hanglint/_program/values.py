@@ -41,7 +41,7 @@ _MODAL: Final = frozenset(
 
 
 class Values:
-    """What is known of each variable at the statement that is read now.
+    """Knowledge of each variable at the statement that is read now.
 
     Attributes:
         environment: on what a variable depends; one without an entry was not assigned here.

@@ -1,4 +1,4 @@
-"""What a rule sees of one function: its collectives, the conditions and loops around each, and where it is left."""
+"""A rule's view of one function: its collectives, the conditions and loops around each, and where it is left."""
 
 import ast
 from collections.abc import Iterator
@@ -102,7 +102,7 @@ class Exit:
 
 @dataclass(eq=False)
 class FunctionView:
-    """What a rule sees of one function."""
+    """A rule's view of one function."""
 
     program: Program
     reach: Reach

@@ -1,4 +1,4 @@
-"""Which rules there are."""
+"""The list of rules."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

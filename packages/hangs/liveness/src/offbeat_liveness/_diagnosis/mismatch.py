@@ -1,4 +1,4 @@
-"""Whether two members have issued the same collective. Pure."""
+"""Comparison of two members' collectives: are they the same? Pure."""
 
 import math
 from collections.abc import Sequence

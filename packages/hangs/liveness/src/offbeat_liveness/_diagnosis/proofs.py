@@ -1,4 +1,4 @@
-"""What cannot clear by waiting, whatever anybody does; who failed first; cycles of the wait-for graph. Pure.
+"""Proofs: what cannot clear by waiting, whatever anybody does; who failed first; cycles of the wait-for graph. Pure.
 
 There are four kinds of proof, and only these end a run before the timeout of what is waited in:
 

@@ -1,4 +1,4 @@
-"""What may be a hang, and may be a healthy pause. Pure.
+"""Suspicions: what may be a hang, and may be a healthy pause. Pure.
 
 A suspicion is said once, with names and lines, and acted upon only at the timeout of what is waited in.
 """

@@ -68,7 +68,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is stuck, and why. `str(verdict)` is the text; `to_data()` follows `verdict.schema.json`.
+    """Verdict on what is stuck, and why. `str(verdict)` is the text; `to_data()` follows `verdict.schema.json`.
 
     Args:
         kind: missing-member (a member is in no call of the group), different-op (another operation at the same place

@@ -20,7 +20,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the monitor of the process that started this one listens, and what messages within the run must hold."""
+    """Address of the monitor of the process that started this one, and what messages within the run must hold."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Who else is in the run, and where their monitors listen: four ways in which the address book is filled.
+"""Other processes of the run, and their monitors' addresses: four ways in which the address book is filled.
 
 - `StoreMeeting`: the ranks of a world of torch, through a connection of our own to the job's store (`job_store`), so
   nothing that the main thread does with the store can hold this up.

@@ -57,7 +57,7 @@ PROBE_PORT: Final = 9
 
 
 class RefusedError(Exception):
-    """What came is not of this run, or not whole."""
+    """A message is not of this run, or not whole."""
 
 
 def encode(message: Message) -> bytes:
@@ -146,7 +146,7 @@ def _mac(label: bytes, nonces: bytes, said: bytes, secret: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where the monitor of one process listens, and whose it is.
+    """Address of the monitor of one process.
 
     `born` tells it from a later bearer of its pid, `job` from processes of another job; "" where that is not known.
     """
@@ -434,7 +434,7 @@ def _begin(selector: selectors.BaseSelector, key: Any, door: Endpoint, question:
 
 @dataclass
 class _Exchange:
-    """How far one exchange has come: a greeting, then all sent, then the answer's header, then its body."""
+    """State of one exchange: a greeting, then all sent, then the answer's header, then its body."""
 
     key: Any
     question: Question

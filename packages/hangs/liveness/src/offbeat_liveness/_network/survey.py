@@ -169,7 +169,7 @@ def read_usage(said: Mapping[str, Any]) -> dict[str, TreeUsage]:
 
 @dataclass(frozen=True)
 class Silence:
-    """Of one process: looks without an answer and without progress, and what it had used at the last."""
+    """Silence of one process: looks without an answer and without progress, and its usage at the last."""
 
     num_looks: int = 0
     usage: TreeUsage | None = None

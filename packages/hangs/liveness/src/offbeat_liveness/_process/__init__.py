@@ -1,1 +1,1 @@
-"""What this process does: its threads, waits, groups, and whether it moves."""
+"""Readings of this process: its threads, waits, groups, and whether it moves."""

@@ -1,4 +1,4 @@
-"""How a process ends and which exceptions explain that: of its main thread, of its other threads, of native code.
+"""Ends of a process, and exceptions that explain them: of its main thread, of its other threads, of native code.
 
 A process that is killed cannot say anything; that is how the others tell.
 """

@@ -1,4 +1,4 @@
-"""What the kernel (/proc) tells of this process and of others: states, CPU time, I/O, TCP sockets."""
+"""Readings of the kernel (/proc) about this process and others: states, CPU time, I/O, TCP sockets."""
 
 import contextlib
 import hashlib
@@ -181,7 +181,7 @@ def _own_sockets() -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeUsage:
-    """Of a process and its descendants, since each of them began; children that ended and were waited for count too.
+    """Usage of a process and its descendants, since each began; ended children that were waited for count too.
 
     Args:
         cpu_s: seconds on a core, without the watch's own threads.
@@ -201,7 +201,7 @@ class TreeUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageRates:
-    """What a process and its descendants did between two looks.
+    """Usage of a process and its descendants between two looks.
 
     Args:
         cores: processor seconds for each second.

@@ -1,4 +1,4 @@
-"""What torch.distributed of this process knows: its world, its groups, and the calls its threads stand in."""
+"""State of torch.distributed in this process: its world, its groups, and the calls its threads are in."""
 
 import functools
 import sys

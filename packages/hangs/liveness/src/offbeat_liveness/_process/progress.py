@@ -1,4 +1,4 @@
-"""Whether this process moves: new collectives, new lines of Python, or work on a CPU."""
+"""Progress of this process: new collectives, new lines of Python, or work on a CPU."""
 
 import os
 import time
@@ -24,7 +24,7 @@ Position = tuple[tuple[int, int], ...]
 
 @dataclass
 class ThreadProgress:
-    """Where one thread has been since the last collective was issued or ended.
+    """Lines that one thread has been at since the last collective was issued or ended.
 
     A loop that polls stands still: it shows no line that was not seen before.
     """

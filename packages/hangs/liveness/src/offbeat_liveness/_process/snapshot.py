@@ -64,7 +64,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSnapshot:
-    """How far this process has come in one group.
+    """Progress of this process in one group.
 
     Args:
         name: torch's name of the group.
@@ -163,7 +163,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideWait:
-    """What a thread waits for outside torch.distributed, read off its frames.
+    """Wait of a thread outside torch.distributed, read off its frames.
 
     Args:
         kind: what sort of call.
@@ -184,7 +184,7 @@ class OutsideWait:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadSnapshot:
-    """Where one thread stands.
+    """State of one thread.
 
     Args:
         name: of the thread.
@@ -211,7 +211,7 @@ def leading(threads: Sequence[ThreadSnapshot]) -> list[ThreadSnapshot]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSnapshot:
-    """What one process does now.
+    """State of one process now.
 
     Args:
         key: host and pid; unique in a run.

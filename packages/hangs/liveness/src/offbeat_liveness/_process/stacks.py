@@ -1,4 +1,4 @@
-"""Where the threads of this process stand, told in the user's frames."""
+"""Stacks of the threads of this process, in the user's frames."""
 
 import dis
 import gc

@@ -21,7 +21,7 @@ _CONFIG_NAMES: Final = ("--config-name", "-cn")
 
 @dataclass(frozen=True)
 class Program:
-    """What a command starts.
+    """Program that a command starts.
 
     Args:
         name: module or file, such as "verl.trainer.main_ppo"; "" where it is not known.
@@ -112,7 +112,7 @@ _PROBE: Final = "\1"
 
 @dataclass(frozen=True)
 class Source:
-    """What a file holds.
+    """Contents of a file.
 
     Args:
         options: by their full name, such as "data.max_prompt_length".

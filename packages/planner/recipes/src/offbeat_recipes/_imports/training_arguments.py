@@ -1,4 +1,4 @@
-"""What the trainers of a framework have in common in our words; above all transformers' TrainingArguments, for TRL's.
+"""Training arguments that frameworks share, in our words; above all transformers' TrainingArguments, for TRL's.
 
 Source: huggingface/trl f2cd5771 (2026-07-24), trl/trainer, with the TrainingArguments that its configurations extend.
 """

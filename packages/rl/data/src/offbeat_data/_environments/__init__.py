@@ -1,1 +1,1 @@
-"""What a model acts in: environments, the tools and servers behind them, and the episodes played with them."""
+"""Environments: what a model acts in, the tools and servers behind them, and the episodes played with them."""

@@ -257,7 +257,7 @@ class VerifiersEnvironment:
 
 
 class _Turns:
-    """What the loop of verifiers asks the model, and what `step` answers."""
+    """Questions of verifiers' loop to the model, and the answers of `step`."""
 
     def __init__(self) -> None:
         self.questions: asyncio.Queue[list[Any]] = asyncio.Queue()
@@ -272,7 +272,7 @@ def _plain_message(message: Any) -> dict[str, Any]:
 
 
 class _ClientMethods:
-    """What a client of verifiers has to do: each turn is asked and answered by the queues of an episode."""
+    """Methods of a client of verifiers: each turn is asked and answered by the queues of an episode."""
 
     def __init__(self, turns: _Turns) -> None:
         super().__init__(turns)  # type: ignore[call-arg]  # the base is added when verifiers is imported

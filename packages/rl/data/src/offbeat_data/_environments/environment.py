@@ -1,4 +1,4 @@
-"""What a model acts in: an environment answers its turns, and says in the end what they were worth.
+"""The interface of an environment: it answers the model's turns, and says in the end what they were worth.
 
 Environments are other people's work. A host lets none of them take the others, or the process, with it: a deadline
 holds for work that waits, and for work that never lets go of the thread. `asyncio.timeout` ends what waits. What blocks

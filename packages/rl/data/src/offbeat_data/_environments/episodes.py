@@ -185,7 +185,7 @@ Answer = Callable[[str], Awaitable[Sequence[Message] | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """How long an episode may be.
+    """Bounds of an episode.
 
     Args:
         max_turns: of the model.

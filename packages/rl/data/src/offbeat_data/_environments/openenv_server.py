@@ -75,7 +75,7 @@ class ServerRefusedError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a server answers to reset and to step.
+    """Answer of a server to reset and to step.
 
     Args:
         observation: its fields.
@@ -106,7 +106,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnvServer:
-    """Where a server is.
+    """Address of a server.
 
     Args:
         url: such as http://127.0.0.1:8000; https, ws and wss are known too.

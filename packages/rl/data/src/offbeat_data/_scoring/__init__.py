@@ -1,1 +1,1 @@
-"""What completions are worth: rewards by name, functions of a user, a judge, a sandbox for code."""
+"""Rewards of completions: by name, functions of a user, a judge, a sandbox for code."""

@@ -25,7 +25,7 @@ _READ_TO: Final = ("exited", "timed_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the assertions of a row have said.
+    """Outcome of the assertions of a row.
 
     Args:
         held: of each, whether it holds.

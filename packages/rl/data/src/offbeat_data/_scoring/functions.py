@@ -59,7 +59,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """How functions of one kind are called.
+    """Call signature of functions of one kind.
 
     Args:
         words: for people.

@@ -32,7 +32,7 @@ _UNPACKED: Final = ("gzip", "x-gzip", "deflate")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeReply:
-    """What a judge said, and what it cost: `judge/requests`, `judge/cached`, `judge/prompt_tokens` and so on."""
+    """Answer of a judge, and its cost: `judge/requests`, `judge/cached`, `judge/prompt_tokens` and so on."""
 
     text: str
     costs: Mapping[str, float] = field(default_factory=dict)

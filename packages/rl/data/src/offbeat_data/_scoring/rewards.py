@@ -35,7 +35,7 @@ Asked = list[RewardValue] | Awaitable[list[RewardValue]]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardScore:
-    """What a completion is worth, as plain data.
+    """Score of a completion, as plain data.
 
     Args:
         value: the weighted sum.

@@ -38,7 +38,7 @@ _X32_BIT: Final = 0x40000000
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a filter knows of a processor's kernel.
+    """Facts about a processor's kernel that a filter needs.
 
     Args:
         audit: its number in linux/audit.h.

@@ -31,7 +31,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramLimits:
-    """What one run of a program may use.
+    """Bounds of one run of a program.
 
     Args:
         timeout_s: wall clock, and CPU time of each process.
@@ -52,7 +52,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRun:
-    """How a run ended.
+    """End of a run.
 
     Args:
         ended: `exited`, `timed_out`, `printed_too_much`, or `used_too_much` (memory, or files).

@@ -130,7 +130,7 @@ def describe_log(path: Path) -> LogFile:
 
 
 class LogMirror:
-    """Where a role writes on its node, and what of that has not been told to the driver.
+    """Copies a role's log from its node to the driver, part by part.
 
     Where driver and node share the file, the role writes straight to it and there is nothing to tell. Otherwise it
     writes to a file of the node, which is read from here and is gone with the process.

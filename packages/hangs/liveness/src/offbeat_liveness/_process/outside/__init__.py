@@ -1,4 +1,4 @@
-"""What a thread waits for outside torch.distributed (`outside_wait`), and whether it may still act (`may_act`)."""
+"""Waits of a thread outside torch.distributed (`outside_wait`), and whether it may still act (`may_act`)."""
 
 import threading
 from collections import defaultdict

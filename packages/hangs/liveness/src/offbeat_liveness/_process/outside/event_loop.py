@@ -1,4 +1,4 @@
-"""What the tasks of an asyncio loop wait for, while the thread itself only stands in the loop."""
+"""Waits of the tasks of an asyncio loop, while the thread itself only waits in the loop."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""Which call of the kernel a thread stands in: the names of the calls that may wait, by their numbers.
+"""Call of the kernel that a thread is in: the names of the calls that may wait, by their numbers.
 
 Source: proc_pid_syscall(5): number of the call and its six arguments in hexadecimal, or "running".
 """

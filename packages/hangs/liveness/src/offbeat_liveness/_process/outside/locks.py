@@ -1,4 +1,4 @@
-"""Which lock a thread waits for, by the line that takes it, and which thread holds it."""
+"""Lock that a thread waits for, by the line that takes it, and the thread that holds it."""
 
 import dis
 import itertools

@@ -1,4 +1,4 @@
-"""Which type of file system a path lies on, by the names of the mounts: no file system is asked."""
+"""Type of the file system of a path, by the names of the mounts: no file system is asked."""
 
 import re
 

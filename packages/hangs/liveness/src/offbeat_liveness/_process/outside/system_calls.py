@@ -1,4 +1,4 @@
-"""What the kernel says that a thread waits in, for calls of C that have no frame of Python, and on which descriptor.
+"""Waits of a thread as the kernel sees them, for calls of C without a frame of Python, and on which descriptor.
 
 Nothing here touches a file system or a connection that may stand still: /proc is read, and a path on a disk of this
 machine is looked at.
@@ -44,7 +44,7 @@ LOCK_CALLS: Final = frozenset({6, 7, 14, 37, 38})
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """What one number of an open file stands for.
+    """The file or socket behind a number of an open file.
 
     Args:
         kind: of what.

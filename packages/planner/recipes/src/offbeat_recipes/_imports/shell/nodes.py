@@ -1,4 +1,4 @@
-"""What a shell script is made of: commands, their words, and the parts of a word."""
+"""Parts of a shell script: commands, their words, and the parts of a word."""
 
 from dataclasses import dataclass
 

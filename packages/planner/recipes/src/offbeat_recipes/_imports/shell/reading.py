@@ -77,7 +77,7 @@ class _BreakError(Exception):
 
 @dataclass
 class ShellReading:
-    """What a script would do.
+    """Result of reading a script: the commands that it would run.
 
     Args:
         commands: the words of each program with overrides such as `data.max_prompt_length=1024`, in their order.
