@@ -160,3 +160,24 @@ def _is_kind(value: ast.expr, kinds: tuple[str, ...]) -> bool:
     if isinstance(value, ast.JoinedStr) and value.values:
         value = value.values[0]
     return isinstance(value, ast.Constant) and str(value.value).partition(":")[0] in kinds
+
+
+def first_words(text: str) -> list[tuple[int, str]]:
+    """Return the first word of each docstring, with its line."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                found.append((node.body[0].lineno, docstring.split()[0].rstrip(",:;.")))
+    return found
+
+
+def parsed_errors(text: str) -> list[str]:
+    """Return comparisons of a text with that of an error, such as `"refused" in str(error)`."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
+        if re.fullmatch(r"str\((\w*error|exception|exc|failure)\)", ast.unparse(node.comparators[0]))
+    ]

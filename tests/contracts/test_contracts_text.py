@@ -54,7 +54,7 @@ DEVICES_ALLOWED: dict[str, str] = {
     "packages/engines/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
     "packages/engines/rollout-vllm/src/offbeat_rollout_vllm/_extension.py": "vLLM's build for CPUs cannot sleep",
     "packages/engines/training/src/offbeat_training/_logprobs.py": "products of a wider result are CUDA's alone",
-    "packages/runtime/weightsync/src/offbeat_weightsync/_shared_memory.py": HANDLES,
+    "packages/runtime/weightsync/src/offbeat_weightsync/_transports/slots.py": HANDLES,
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports import openrlhf, prime_rl, trl, verl
 from offbeat_core import ConfigError
-from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, Verdict, read_option_table
+from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, OptionVerdict, read_option_table
 
 LISTS = Path(__file__).parent / "import_options"
 TABLES = "grpo_async_app._imports"
@@ -144,7 +144,11 @@ def test_every_option_gets_a_verdict_whatever_its_value_is(name: str) -> None:
                 if draft is None:
                     continue
                 row = peer.table.row(called)
-                is_read = called not in draft.left and row is not None and row.verdict in (Verdict.OURS, Verdict.ALWAYS)
+                is_read = (
+                    called not in draft.left
+                    and row is not None
+                    and row.verdict in (OptionVerdict.OURS, OptionVerdict.ALWAYS)
+                )
                 has_verdict = told_of(draft, called) or told_of(draft, option) or is_read
                 assert has_verdict or value in (None, [], {}), f"{option} = {value}"
 
@@ -156,7 +160,7 @@ def test_an_option_whose_key_is_here_is_written_to_it(name: str) -> None:
     for option, default in options_of(name):
         called = today(peer, option)
         row = peer.table.row(called)
-        if row is None or row.verdict is not Verdict.OURS or isinstance(default, dict):
+        if row is None or row.verdict is not OptionVerdict.OURS or isinstance(default, dict):
             continue
         values = (default, *OF_TYPE[type(default)])
         if not any(is_read_with(peer, {**held, option: value}, called) for held in peer.settings for value in values):
@@ -170,7 +174,9 @@ QUIET = ("has no effect here", "always the case here", "not supported here, but 
 @pytest.mark.parametrize("name", PEERS)
 def test_an_option_of_which_only_quiet_things_are_said_changes_nothing(name: str) -> None:
     peer = PEERS[name]
-    listed = [(option, default) for option, default in options_of(name) if verdict_of(peer, option) is Verdict.OURS]
+    listed = [
+        (option, default) for option, default in options_of(name) if verdict_of(peer, option) is OptionVerdict.OURS
+    ]
     for held in peer.settings:
         for option, default in [*listed, *held.items()]:
             for value in (held[option],) if option in held else (default, *OF_TYPE[type(default)]):
@@ -182,7 +188,7 @@ def test_an_option_of_which_only_quiet_things_are_said_changes_nothing(name: str
                 assert not changed | without.entries.keys() - draft.entries.keys(), f"{option} = {value} beside {held}"
 
 
-def verdict_of(peer: Peer, option: str) -> Verdict | None:
+def verdict_of(peer: Peer, option: str) -> OptionVerdict | None:
     row = peer.table.row(today(peer, option))
     return row.verdict if row else None
 
@@ -223,7 +229,7 @@ def keys_of(config: Any, prefix: str = "") -> Iterator[str]:
 def test_keys_of_a_table_are_keys_of_ours(name: str) -> None:
     keys = {*keys_of(GrpoConfig)}
     for option, row in PEERS[name].table.rows.items():
-        if row.verdict is Verdict.OURS and not row.text.endswith((".*", "AdamW")):
+        if row.verdict is OptionVerdict.OURS and not row.text.endswith((".*", "AdamW")):
             known = [key for key in row.text.split(", ") if key in keys or key.startswith("reward.reward_model.")]
             assert row.text == ", ".join(known), option
 
@@ -252,7 +258,7 @@ def test_an_option_named_as_a_key_of_ours_is_not_told_as_lost(name: str) -> None
             if (
                 last in words
                 and not is_of_environment
-                and (row is None or row.verdict in (Verdict.CHANGES, Verdict.HARMLESS))
+                and (row is None or row.verdict in (OptionVerdict.CHANGES, OptionVerdict.HARMLESS))
             ):
                 lost.append(option)
     assert lost == []

@@ -15,7 +15,7 @@ from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import plan_threads, share_cpus
 from offbeat_core import ConfigError, PlacementError, load_config, parse_config
-from offbeat_placement import ClusterView, Setting, fit_settings, grid_nodes
+from offbeat_placement import ClusterView, SettingValue, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
 from offbeat_recipes._recipe_text import with_settings
 from offbeat_testing import CommandLine, large_model_configs, ray_nodes
@@ -377,7 +377,7 @@ def test_changes_reach_every_form_of_recipe() -> None:
         change_recipe(inline, {"cluster.colocate": True}, GrpoConfig)
 
 
-def fit(config: GrpoConfig, view: ClusterView) -> dict[str, Setting]:
+def fit(config: GrpoConfig, view: ClusterView) -> dict[str, SettingValue]:
     return fit_settings(
         view,
         lambda settings: request_resources(with_settings(config, settings), view),

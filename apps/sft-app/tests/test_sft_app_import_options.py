@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat_core import ConfigError
-from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, Source, Verdict, read_option_table
+from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, OptionVerdict, Source, read_option_table
 from sft_app._import import import_verl
 from sft_app._import_trl import import_preferences, import_supervised
 
@@ -85,7 +85,7 @@ def test_every_option_of_a_trainer_has_a_line_and_gets_a_verdict(name: str) -> N
                 continue
             told = any(option in found for found in draft.told().values())
             assert told or option not in draft.left, f"{option} = {value}"
-            assert told or row.verdict in (Verdict.OURS, Verdict.ALWAYS), f"{option} = {value}"
+            assert told or row.verdict in (OptionVerdict.OURS, OptionVerdict.ALWAYS), f"{option} = {value}"
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -93,7 +93,7 @@ def test_an_option_whose_key_is_here_is_read(name: str) -> None:
     trainer, unread = TRAINERS[name], []
     for option, default in options_of(name):
         row = trainer.table.row(option)
-        if row is None or row.verdict is not Verdict.OURS or isinstance(default, dict):
+        if row is None or row.verdict is not OptionVerdict.OURS or isinstance(default, dict):
             continue
         values = (default, *OF_TYPE[type(default)])
         drafts = [translated(trainer, {**held, option: value}) for held in trainer.settings for value in values]

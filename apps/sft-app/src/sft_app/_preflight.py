@@ -29,7 +29,7 @@ from offbeat_placement import (
 )
 from offbeat_recipes import RunMemory, sample_row
 from offbeat_run import (
-    ModelFolder,
+    ExaminedModel,
     Problems,
     check_model,
     count_text,
@@ -75,7 +75,7 @@ class Preflight:
     """
 
     config: SftConfig
-    model: ModelFolder
+    model: ExaminedModel
     examples: ExampleSet
     held_out: tuple[Example, ...]
     num_updates: int
@@ -329,7 +329,7 @@ def _check_head(config: SftConfig, backend: TrainBackend) -> None:
         )
 
 
-def _check_examples(model: ModelFolder, examples: tuple[Example, ...]) -> None:
+def _check_examples(model: ExaminedModel, examples: tuple[Example, ...]) -> None:
     sequences = [sequence for example in examples for sequence in example.all]
     longest = max(example.longest for example in examples)
     if model.max_positions and longest > model.max_positions:

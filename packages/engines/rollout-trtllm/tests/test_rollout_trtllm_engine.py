@@ -16,13 +16,14 @@ from offbeat_core import (
     DataError,
     DeadlineError,
     GenerateRequest,
+    ModelFolder,
     OffbeatError,
     PeerFailedError,
     RolloutEngineConfig,
     SamplingParams,
     WeightSyncError,
 )
-from offbeat_rollout_trtllm import ModelFolder, TrtllmRolloutEngine, find_release
+from offbeat_rollout_trtllm import TrtllmRolloutEngine, find_release
 from offbeat_rollout_trtllm._handles import tensors_checksum
 from offbeat_rollout_trtllm._requests import to_engine_params
 from offbeat_rollout_trtllm._server_link import HttpEngine, ServerLink

@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 from trtllm_peers import open_in
 
-from offbeat_core import BackendError, ConfigError, PeerFailedError, RolloutEngineConfig, RolloutEngineSettings
+from offbeat_core import (
+    BackendError,
+    ConfigError,
+    PeerFailedError,
+    RolloutEngineConfig,
+    RolloutEngineSettings,
+    TensorSpec,
+)
 from offbeat_rollout_trtllm import TrtllmRolloutEngine, find_release, is_fp8_weight
 from offbeat_rollout_trtllm._server_link import ServerLink
 from offbeat_testing import tiny_model
-from offbeat_weightsync import TensorSpec
 
 LOOK = """
 import sys

@@ -5,7 +5,7 @@ import pytest
 from offbeat_recipes import (
     Draft,
     OptionTable,
-    Verdict,
+    OptionVerdict,
     write_betas,
     write_processes,
     write_rhythm,
@@ -144,26 +144,26 @@ def test_trackers_that_are_there_come_along():
 
 def test_the_longest_pattern_decides_and_an_unknown_option_may_change_the_result() -> None:
     rows = {
-        "a.*": OptionRow(Verdict.HARMLESS, "of a"),
-        "a.b.*": OptionRow(Verdict.CHANGES, "of b", (False,)),
-        "a.c": OptionRow(Verdict.ALWAYS, "so", (True,)),
+        "a.*": OptionRow(OptionVerdict.HARMLESS, "of a"),
+        "a.b.*": OptionRow(OptionVerdict.CHANGES, "of b", (False,)),
+        "a.c": OptionRow(OptionVerdict.ALWAYS, "so", (True,)),
     }
     table = OptionTable(rows, {"old": "a.b"})
-    assert table.judge("a.x", 1) == (Verdict.HARMLESS, "of a")
-    assert table.judge("a.b.x", 1) == (Verdict.CHANGES, "of b")
-    assert table.judge("a.b.x", False)[0] is Verdict.ALWAYS
+    assert table.judge("a.x", 1) == (OptionVerdict.HARMLESS, "of a")
+    assert table.judge("a.b.x", 1) == (OptionVerdict.CHANGES, "of b")
+    assert table.judge("a.b.x", False)[0] is OptionVerdict.ALWAYS
     assert [table.judge("a.c", value)[0] for value in (True, False, 1)] == [
-        Verdict.ALWAYS,
-        Verdict.CHANGES,
-        Verdict.CHANGES,
+        OptionVerdict.ALWAYS,
+        OptionVerdict.CHANGES,
+        OptionVerdict.CHANGES,
     ]
-    assert table.judge("z", 1)[0] is Verdict.CHANGES
+    assert table.judge("z", 1)[0] is OptionVerdict.CHANGES
     assert table.renamed({"old.x": 5}) == ({"a.b.x": 5}, {"a.b.x": "old.x"})
 
 
 def test_an_option_that_was_read_and_changes_nothing_is_listed():
-    rows = {name: OptionRow(Verdict.OURS, "engine.seed") for name in ("a", "b")}
-    rows["c"] = OptionRow(Verdict.OURS, "engine.seed", unused="belongs to a")
+    rows = {name: OptionRow(OptionVerdict.OURS, "engine.seed") for name in ("a", "b")}
+    rows["c"] = OptionRow(OptionVerdict.OURS, "engine.seed", unused="belongs to a")
     draft = Draft({"a": 1, "b": 2, "c": 3, "d": None}, {"a": "the_old_a"})
     draft.copy("engine.seed", "a")
     for name in ("b", "c", "d"):
@@ -174,6 +174,6 @@ def test_an_option_that_was_read_and_changes_nothing_is_listed():
 
 
 def test_a_list_of_names_is_the_same_in_any_order():
-    table = OptionTable({"modules": OptionRow(Verdict.CHANGES, "all", same=[["q", "v"]])})
-    assert table.judge("modules", ["v", "q"])[0] is Verdict.ALWAYS
-    assert table.judge("modules", ["q"])[0] is Verdict.CHANGES
+    table = OptionTable({"modules": OptionRow(OptionVerdict.CHANGES, "all", same=[["q", "v"]])})
+    assert table.judge("modules", ["v", "q"])[0] is OptionVerdict.ALWAYS
+    assert table.judge("modules", ["q"])[0] is OptionVerdict.CHANGES

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_core import WeightSyncError
+from offbeat_core import TensorSpec, WeightSyncError
 from offbeat_weightsync import (
     BucketPlan,
     DequantizedStream,
     InProcessStream,
-    TensorSpec,
     dequantize_blocks,
     describe_tensors,
     fp8_specs,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat_core import TENSOR_DTYPES, WeightSyncError
-from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors
+from offbeat_core import TENSOR_DTYPES, TensorSpec, WeightSyncError
+from offbeat_weightsync import BucketPlan, describe_tensors
 from offbeat_weightsync._plan import ALIGNMENT, agreed_plan
 from offbeat_weightsync._tensors import RUN_BYTES, PlannedTensors
 
@@ -88,9 +88,8 @@ def test_equal_plans_and_only_they_have_equal_digests(specs: list[TensorSpec], b
 
 
 def test_the_digest_is_the_same_in_another_process() -> None:
-    code = (
-        "from offbeat_weightsync import *; print(BucketPlan.build([TensorSpec('ä', 'bfloat16', (3, 4))], 128).digest)"
-    )
+    imports = "from offbeat_core import TensorSpec; from offbeat_weightsync import *"
+    code = f"{imports}; print(BucketPlan.build([TensorSpec('ä', 'bfloat16', (3, 4))], 128).digest)"
     here = BucketPlan.build([TensorSpec("ä", "bfloat16", (3, 4))], 128).digest
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.strip()
     assert here == there

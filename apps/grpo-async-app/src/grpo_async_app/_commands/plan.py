@@ -14,11 +14,11 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.fleet import plan_threads
 from offbeat_core import BackendError
-from offbeat_placement import ClusterView, ResourceRequest, Setting, available_cpus
+from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
 from offbeat_run import count_text, size_text, tracker_notices
 
-_IN_TURNS: Final[Mapping[str, Setting]] = {
+_IN_TURNS: Final[Mapping[str, SettingValue]] = {
     "async.staleness_threshold": 0,
     "async.trigger_parameter_sync_step": 1,
     "async.partial_rollout": False,
@@ -68,7 +68,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
     def request_resources(self, config: GrpoConfig, view: ClusterView) -> ResourceRequest:
         return request_resources(config, view)
 
-    def companions(self, config: GrpoConfig, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
+    def companions(self, config: GrpoConfig, settings: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
         """Roles that take turns cannot lag."""
         return _IN_TURNS if "cluster.colocate" in settings and config.async_.mode != "on-policy pipeline" else {}
 

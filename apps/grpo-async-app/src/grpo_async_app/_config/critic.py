@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from offbeat_core import ConfigError, TrainBackend, load_backend, setting
 from offbeat_data import Tokenizer, load_tokenizer
-from offbeat_run import ModelFolder, check_model, inspect_model
+from offbeat_run import ExaminedModel, check_model, inspect_model
 
 CRITIC_FOLDER: Final = "critic"
 """Beside the policy in a checkpoint."""
@@ -57,7 +57,7 @@ def check_critic(critic: CriticConfig, *, is_asked: bool, masks_truncated: bool)
         raise ConfigError('the section critic has no effect without algorithm.advantage = "gae": leave it out')
 
 
-def check_bootstrap(critic: CriticConfig, policy: ModelFolder, max_model_len: int) -> None:
+def check_bootstrap(critic: CriticConfig, policy: ExaminedModel, max_model_len: int) -> None:
     """Refuse a value after the longest trajectory where the critic has no position for one token more."""
     if not critic.bootstrap_truncated:
         return

@@ -5,10 +5,10 @@ from pathlib import Path
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_core import ConfigError, load_backend
 from offbeat_data import Tokenizer, load_tokenizer
-from offbeat_run import ModelFolder, check_model, inspect_model
+from offbeat_run import ExaminedModel, check_model, inspect_model
 
 
-def check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> None:
+def check_positions(config: GrpoConfig, model: ExaminedModel, role: str = "") -> None:
     """Refuse prompts and completions that are longer than a model's positions."""
     if model.max_positions and config.rollout.max_model_len > model.max_positions:
         raise ConfigError(
@@ -17,7 +17,7 @@ def check_positions(config: GrpoConfig, model: ModelFolder, role: str = "") -> N
         )
 
 
-def check_engine_model(backend: str, model: ModelFolder) -> None:
+def check_engine_model(backend: str, model: ExaminedModel) -> None:
     """Refuse a model that engines of this backend would refuse once they are started."""
     if check := getattr(load_backend("offbeat.rollout", backend), "check_model", None):
         check(Path(model.path))

@@ -68,7 +68,7 @@ from offbeat_data import (
 from offbeat_objectives import check_algorithm, try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
-from offbeat_run import HELD_OUT, ModelFolder, Problems, check_model, doing, inspect_model
+from offbeat_run import HELD_OUT, ExaminedModel, Problems, check_model, doing, inspect_model
 
 LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
 """Settings that say how long a run is."""
@@ -99,7 +99,7 @@ class Preflight:
 
     config: GrpoConfig
     written: GrpoConfig
-    model: ModelFolder
+    model: ExaminedModel
     prompts: PromptSet
     sources: tuple[TrainingSource, ...]
     sets: tuple[ValidationSet, ...]
@@ -234,7 +234,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     )
 
 
-def _check_sections(config: GrpoConfig) -> tuple[tuple[str, ...], ModelFolder, tuple[str, ...]]:
+def _check_sections(config: GrpoConfig) -> tuple[tuple[str, ...], ExaminedModel, tuple[str, ...]]:
     """Check what sections say of themselves; their mistakes are reported together.
 
     Returns:

@@ -20,6 +20,7 @@ from offbeat_core import (
     Metrics,
     RoleName,
     SleepingTrainEngine,
+    TensorSpec,
     TracePlan,
     TrainEngine,
     TrainSequence,
@@ -35,7 +36,6 @@ from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
 from offbeat_run import check_shared, counted_loss, log_line, log_loaded, log_start, size_text
 from offbeat_weightsync import (
     BucketPlan,
-    TensorSpec,
     WeightCopy,
     WeightSender,
     describe_tensors,

@@ -15,7 +15,7 @@ from offbeat_run._command import (
     whole_number,
 )
 from offbeat_run._conclusion import print_conclusion
-from offbeat_run._examine import ModelFolder, examine, inspect_model
+from offbeat_run._examine import ExaminedModel, examine, inspect_model
 from offbeat_run._folder import RunFolder, check_shared
 from offbeat_run._lock import Writer, writer_of
 from offbeat_run._metric_names import METRIC_NAMES, MetricName, label_of
@@ -80,6 +80,7 @@ __all__ = [
     "CommandWords",
     "Estimate",
     "EvalFolder",
+    "ExaminedModel",
     "Generation",
     "GenerationKind",
     "GenerationsLog",
@@ -91,7 +92,6 @@ __all__ = [
     "MetricValue",
     "MetricsLine",
     "MetricsLog",
-    "ModelFolder",
     "Problems",
     "ProfileConfig",
     "Progress",

@@ -29,7 +29,7 @@ from offbeat_run._folder import CHECKPOINTS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFolder:
+class ExaminedModel:
     """A Hugging Face model folder that looks whole.
 
     Args:
@@ -47,7 +47,7 @@ class ModelFolder:
     max_positions: int
 
 
-def inspect_model(path: str, key: str = "model.path") -> ModelFolder:
+def inspect_model(path: str, key: str = "model.path") -> ExaminedModel:
     """Read config and safetensors headers of a model folder.
 
     Args:
@@ -83,7 +83,7 @@ def inspect_model(path: str, key: str = "model.path") -> ModelFolder:
                 f"{folder}: by its config.json its embedding has {vocabulary} rows (vocab_size), and {name} has "
                 f"{shape[0]}; take the config.json that belongs to the weights"
             )
-    return ModelFolder(
+    return ExaminedModel(
         path=folder,
         family=str(config.get("model_type", "unknown")),
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),

@@ -20,11 +20,11 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offbeat_core import ExpectedTensors, ModelError, list_model_files
+from offbeat_core import ExpectedTensors, ModelError, TensorSpec, list_model_files
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
-from offbeat_weightsync import TensorSpec, dequantize_blocks, is_fp8_weight, quantize_blocks
+from offbeat_weightsync import dequantize_blocks, is_fp8_weight, quantize_blocks
 
 PACK_FROM_ELEMENTS: Final = 1 << 15
 """Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""

@@ -16,7 +16,7 @@ from offbeat_core import ModelError, read_eos_ids, read_model_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class DecoderFamily:
     """Differences of a family from the plain pre-norm decoder with grouped queries, rotary positions and SwiGLU.
 
     Args:
@@ -34,11 +34,11 @@ class Family:
 
 
 FAMILIES: Final = {
-    "qwen3": Family(qk_norm=True),
-    "qwen2": Family(qkv_bias=True),
-    "llama": Family(),
-    "qwen3_vl": Family(qk_norm=True, sections=(24, 20, 20), interleaved=True),
-    "qwen2_5_vl": Family(qkv_bias=True, sections=(16, 24, 24)),
+    "qwen3": DecoderFamily(qk_norm=True),
+    "qwen2": DecoderFamily(qkv_bias=True),
+    "llama": DecoderFamily(),
+    "qwen3_vl": DecoderFamily(qk_norm=True, sections=(24, 20, 20), interleaved=True),
+    "qwen2_5_vl": DecoderFamily(qkv_bias=True, sections=(16, 24, 24)),
 }
 
 
@@ -117,7 +117,7 @@ def _architecture(name: str, config: dict[str, Any], vision: Path | None = None)
     )
 
 
-def _axes(family: Family, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:
+def _axes(family: DecoderFamily, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:
     """Return which axis turns each pair. Source: transformers, recomposition_frequencies of Qwen3-VL and Qwen2.5-VL."""
     sections = tuple(rope.get("mrope_section") or family.sections)
     if len(sections) != 3 or sum(sections) != num_pairs:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
-    from offbeat_core import ModelFolder
     from offbeat_rollout_trtllm._engine import TrtllmRolloutEngine
     from offbeat_rollout_trtllm._handles import CudaHandles, HandleFormat
     from offbeat_rollout_trtllm._local_link import LocalLink
@@ -25,7 +24,6 @@ __all__ = [
     "EngineControl",
     "HandleFormat",
     "LocalLink",
-    "ModelFolder",
     "Release",
     "ReplicaWeights",
     "RolloutApp",
@@ -40,7 +38,7 @@ __all__ = [
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
-        "_engine": "ModelFolder TrtllmRolloutEngine",
+        "_engine": "TrtllmRolloutEngine",
         "_handles": "CudaHandles HandleFormat",
         "_local_link": "LocalLink",
         "_options": "TrtllmOptions",

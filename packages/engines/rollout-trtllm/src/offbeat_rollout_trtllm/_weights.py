@@ -14,11 +14,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_core import ExpectedTensors, ModelFolder, OffbeatError, WeightProof, WeightStream, WeightSyncError
+from offbeat_core import (
+    ExpectedTensors,
+    ModelFolder,
+    OffbeatError,
+    TensorSpec,
+    WeightProof,
+    WeightStream,
+    WeightSyncError,
+)
 from offbeat_mesh import Mesh
 from offbeat_rollout_trtllm._handles import HandleFormat, Packed, tensors_checksum
 from offbeat_rollout_trtllm._server_link import EngineControl, EngineLink
-from offbeat_weightsync import BucketPlan, TensorSpec, describe_tensors, quantize_tensors
+from offbeat_weightsync import BucketPlan, describe_tensors, quantize_tensors
 from offbeat_weightsync import is_fp8_weight as is_fp8_matrix
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
-from offbeat_core import ConfigError, ModelError, ModelFolder, RolloutEngineConfig, list_model_files
+from offbeat_core import ConfigError, ModelError, ModelFolder, RolloutEngineConfig, TensorSpec, list_model_files
 from offbeat_rollout_vllm._updates import FolderStream
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _matrices(folder: ModelFolder) -> list[str]:
 
 
 def _is_fp8(folder: ModelFolder, name: str) -> bool:
-    from offbeat_weightsync import TensorSpec, is_fp8_weight
+    from offbeat_weightsync import is_fp8_weight
 
     return is_fp8_weight(TensorSpec(name, "float32", folder.shapes[name]))
 

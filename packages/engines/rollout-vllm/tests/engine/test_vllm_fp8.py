@@ -10,12 +10,11 @@ import torch
 from engine_checks import DEADLINE_S, config_of, request, started
 
 import offbeat_rollout_vllm._setup
-from offbeat_core import WeightSyncError
+from offbeat_core import TensorSpec, WeightSyncError
 from offbeat_testing import changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_weightsync import (
     DequantizedStream,
     InProcessStream,
-    TensorSpec,
     dequantize_blocks,
     is_fp8_weight,
     quantize_tensors,

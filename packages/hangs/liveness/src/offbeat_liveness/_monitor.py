@@ -490,7 +490,7 @@ class Monitor:
             self._look_at_failure()
 
     def _look_at_failure(self) -> None:
-        """Somebody failed: if others depend on it, say so now rather than after the stall that follows."""
+        """Say at once that a process has failed, if others depend on it: the stall that follows would be said later."""
         time.sleep(FELLOWS_S)
         with self._looking:
             is_explained = self.verdict is not None and self.verdict.is_proof

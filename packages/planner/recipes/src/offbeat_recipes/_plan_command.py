@@ -15,7 +15,7 @@ from offbeat_placement import (
     ModelShape,
     Placement,
     ResourceRequest,
-    Setting,
+    SettingValue,
     fit_settings,
 )
 from offbeat_recipes._elsewhere import NOT_LOOKED_AT
@@ -223,7 +223,7 @@ class Planner(ABC, Generic[ConfigT]):
     def request_resources(self, config: ConfigT, view: ClusterView) -> ResourceRequest:
         """Return what a run asks of a place."""
 
-    def companions(self, config: ConfigT, settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
+    def companions(self, config: ConfigT, settings: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
         """Settings that must change together with those that make a run fit."""
         return {}
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from offbeat_core import ConfigError, parse_config
-from offbeat_placement import Setting
+from offbeat_placement import SettingValue
 
 ConfigT = TypeVar("ConfigT")
 _COMMENT_COLUMN: Final = 36
 
 
-def with_settings(config: ConfigT, settings: Mapping[str, Setting]) -> ConfigT:
+def with_settings(config: ConfigT, settings: Mapping[str, SettingValue]) -> ConfigT:
     """Return the configuration with settings changed.
 
     Args:
@@ -21,7 +21,7 @@ def with_settings(config: ConfigT, settings: Mapping[str, Setting]) -> ConfigT:
         settings: by "section.key".
     """
     root: Any = config
-    by_section: dict[str, dict[str, Setting]] = {}  # together: one setting may be allowed with another only
+    by_section: dict[str, dict[str, SettingValue]] = {}  # together: one setting may be allowed with another only
     for path, value in settings.items():
         section, key = _field(path)
         kept = isinstance(getattr(getattr(root, section), key), bool)
@@ -37,7 +37,7 @@ def _field(path: str) -> tuple[str, str]:
     return section + "_" * keyword.iskeyword(section), key
 
 
-def change_recipe(text: str, settings: Mapping[str, Setting], root_type: type) -> str:
+def change_recipe(text: str, settings: Mapping[str, SettingValue], root_type: type) -> str:
     """Write settings into a recipe; the reason beside a setting that changes gives way to what it was.
 
     Args:
@@ -59,7 +59,7 @@ def change_recipe(text: str, settings: Mapping[str, Setting], root_type: type) -
     return changed
 
 
-def _holds(text: str, settings: Mapping[str, Setting], root_type: type) -> bool:
+def _holds(text: str, settings: Mapping[str, SettingValue], root_type: type) -> bool:
     """Return whether the text says these settings."""
     try:
         found: Any = parse_config(text, root_type)

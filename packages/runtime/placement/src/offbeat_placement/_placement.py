@@ -11,7 +11,7 @@ from offbeat_placement._planner import Part, allocate, find_plan
 from offbeat_placement._resources import Allocation, ClusterView, Node, RankGroup, sort_nodes
 from offbeat_placement._shortfall import Suggestion, allocation_error, misfit_error, suggest_changes
 
-Setting = bool | int
+SettingValue = bool | int
 _MAX_ROUNDS: Final = 4
 """The allocation may need a change, and then a group within it."""
 _BY_NUMBER: Final = "roles that name one device by its number, such as KIND:0, share it"
@@ -126,16 +126,16 @@ def _suggest_settings(wanted: ResourceRequest, view: ClusterView) -> list[Sugges
     return [changes for changes in found if all(change.field != "nodes" for change in changes)]
 
 
-def no_companions(_: Mapping[str, Setting]) -> Mapping[str, Setting]:
+def no_companions(_: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
     """No setting needs another."""
     return {}
 
 
 def fit_settings(
     view: ClusterView,
-    request: Callable[[Mapping[str, Setting]], ResourceRequest],
-    companions: Callable[[Mapping[str, Setting]], Mapping[str, Setting]] = no_companions,
-) -> dict[str, Setting]:
+    request: Callable[[Mapping[str, SettingValue]], ResourceRequest],
+    companions: Callable[[Mapping[str, SettingValue]], Mapping[str, SettingValue]] = no_companions,
+) -> dict[str, SettingValue]:
     """Settings that make a run fit, by "section.key"; empty when it fits as it is.
 
     Args:
@@ -146,7 +146,7 @@ def fit_settings(
     Raises:
         PlacementError: no change of settings makes it fit.
     """
-    settings: dict[str, Setting] = {}
+    settings: dict[str, SettingValue] = {}
     for _ in range(_MAX_ROUNDS):
         wanted = request(settings)
         try:

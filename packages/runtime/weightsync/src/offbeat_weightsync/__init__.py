@@ -1,6 +1,5 @@
 """Moves weights from a trainer to rollout engines, and proves that they arrived: bucket plan and transports."""
 
-from offbeat_core import TensorSpec
 from offbeat_weightsync._addresses import new_address, new_socket_path
 from offbeat_weightsync._changes import WeightCopy
 from offbeat_weightsync._fp8 import (
@@ -66,7 +65,6 @@ __all__ = [
     "TcpStream",
     "TcpTransport",
     "TensorSlice",
-    "TensorSpec",
     "Transport",
     "WeightCopy",
     "WeightGroup",

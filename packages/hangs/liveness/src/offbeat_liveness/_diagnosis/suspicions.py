@@ -236,7 +236,7 @@ def _lasts(outside: OutsideWait) -> bool:
 
 
 def find_standstill(graph: WaitGraph) -> Verdict | None:
-    """Nobody is in a call of torch, and every process stands: in queues, futures, locks, sockets."""
+    """Find a standstill: no process is in a call of torch, and each waits in a queue, future, lock or socket."""
     standing = [
         (head, wait)
         for head in graph.heads

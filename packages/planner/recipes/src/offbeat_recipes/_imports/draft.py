@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from offbeat_core import toml_value
-from offbeat_recipes._imports.option_table import NOT_KNOWN, NOTHING_FOLLOWS, OptionTable, Verdict
+from offbeat_recipes._imports.option_table import NOT_KNOWN, NOTHING_FOLLOWS, OptionTable, OptionVerdict
 from offbeat_recipes._imports.options import is_open
 
 _TEXTS: Final = (
@@ -212,10 +212,10 @@ class Draft:
                 row = table.row(name)
                 self.ignore(name, (row.unused if row else "") or NOTHING_FOLLOWS)
         sections = {
-            Verdict.CHANGES: self.lost,
-            Verdict.ALWAYS: self.always,
-            Verdict.NO_EFFECT: self.unused,
-            Verdict.HARMLESS: self.harmless,
+            OptionVerdict.CHANGES: self.lost,
+            OptionVerdict.ALWAYS: self.always,
+            OptionVerdict.NO_EFFECT: self.unused,
+            OptionVerdict.HARMLESS: self.harmless,
         }
         for name, value in self._left.items():
             if value not in (None, [], {}):

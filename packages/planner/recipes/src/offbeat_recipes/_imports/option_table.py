@@ -12,7 +12,7 @@ from typing import Any, Final
 from offbeat_core import ConfigError
 
 
-class Verdict(StrEnum):
+class OptionVerdict(StrEnum):
     """A section of a table."""
 
     OURS = "ours"
@@ -39,7 +39,7 @@ class OptionRow:
         unused: of `ours`, when it has no effect.
     """
 
-    verdict: Verdict
+    verdict: OptionVerdict
     text: str
     same: Sequence[Any] | None = None
     unused: str = ""
@@ -64,21 +64,24 @@ class OptionTable:
             return self.rows[name]
         return next((self.rows[pattern] for pattern in self._patterns if fnmatchcase(name, pattern)), None)
 
-    def judge(self, name: str, value: Any) -> tuple[Verdict, str]:
+    def judge(self, name: str, value: Any) -> tuple[OptionVerdict, str]:
         """Return what becomes of an option that no key was written from, and why."""
         if (current := self._renamed(name)) != name:
-            return Verdict.CHANGES, f"not read beside {current}, which is the name of today: remove one of the two"
+            return (
+                OptionVerdict.CHANGES,
+                f"not read beside {current}, which is the name of today: remove one of the two",
+            )
         row = self.row(name)
         if row is None:
-            return Verdict.CHANGES, NOT_KNOWN
-        if row.verdict is Verdict.OURS:
-            return Verdict.NO_EFFECT, row.unused or NOTHING_FOLLOWS
+            return OptionVerdict.CHANGES, NOT_KNOWN
+        if row.verdict is OptionVerdict.OURS:
+            return OptionVerdict.NO_EFFECT, row.unused or NOTHING_FOLLOWS
         if row.same is None:
             return row.verdict, row.text
         is_same = any(_is_equal(value, each) for each in row.same)
-        if row.verdict is Verdict.CHANGES:
-            return (Verdict.ALWAYS if is_same else Verdict.CHANGES), row.text
-        return (row.verdict if is_same else Verdict.CHANGES), row.text
+        if row.verdict is OptionVerdict.CHANGES:
+            return (OptionVerdict.ALWAYS if is_same else OptionVerdict.CHANGES), row.text
+        return (row.verdict if is_same else OptionVerdict.CHANGES), row.text
 
     def beside(self, other: "OptionTable") -> "OptionTable":
         """Return a table with the rows of another, where this one has none of the same pattern."""
@@ -140,7 +143,7 @@ def read_option_table(package: str, name: str) -> OptionTable:
     """
     held = tomllib.loads(files(package).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     rows: dict[str, OptionRow] = {}
-    for verdict in Verdict:
+    for verdict in OptionVerdict:
         for names, row in _rows(verdict, held.get(verdict, {})):
             for each in names.split():
                 if each in rows:
@@ -156,8 +159,8 @@ def _names(section: Mapping[str, str]) -> Iterable[tuple[str, str]]:
             yield old, new + old.rpartition(".")[2].removeprefix(prefix) if new.endswith(".") else new
 
 
-def _rows(verdict: Verdict, section: Mapping[str, Any]) -> Iterable[tuple[str, OptionRow]]:
-    off = _OFF if verdict is Verdict.CHANGES else None
+def _rows(verdict: OptionVerdict, section: Mapping[str, Any]) -> Iterable[tuple[str, OptionRow]]:
+    off = _OFF if verdict is OptionVerdict.CHANGES else None
     for names, held in section.items():
         if isinstance(held, str):
             yield names, OptionRow(verdict, held, off)

@@ -1,0 +1,72 @@
+"""Rules that keep the house as it is: its words, its names, its size. Each bound is today's, and goes down only."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+from source_rules import first_words, parsed_errors
+from workspace import ROOT, committed_files, packages
+
+SOURCES = [
+    path
+    for path in committed_files()
+    if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in {"packages", "apps", "tools"}
+    if "tests" not in path.relative_to(ROOT).parts
+]
+SHIPPED = [path for path in SOURCES if "src" in path.parts]
+MAX_LINES = 106_800
+MAX_FILES = 575
+# Words with which the first line of a docstring does not begin: it says what is done, or what something is.
+FORBIDDEN_FIRST = {"Of", "What", "Whether", "Who", "Whoever", "Those", "Where", "Which", "How", "Somebody", "Nobody"}
+# Files that read the text of another project's error, for want of anything else in it.
+FOREIGN_ERRORS = {
+    "packages/engines/engine-torch/src/offbeat_engine_torch/_model.py": "transformers has no error for a folder",
+    "packages/engines/serve/src/offbeat_serve/_requests.py": "msgspec names the type it got in the text alone",
+    "packages/runtime/actors/src/offbeat_actors/ray/_cluster.py": "Ray has one error for whatever stops a node",
+    "packages/testing/src/offbeat_testing/_ray_nodes.py": "the same",
+    "apps/grpo-async-app/src/grpo_async_app/_scoring/trial.py": "a user's function names the variable it lacks",
+}
+# Classes that two packages export under one name, each pair with the reason why it stays.
+SAME_NAMES = {
+    "ConfigError": "hanglint stands alone: nothing of offbeat is below it",
+}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in SOURCES
+        for line, word in first_words(path.read_text())
+        if word in FORBIDDEN_FIRST
+    ]
+    assert found == []
+
+
+def test_no_two_packages_export_a_class_of_one_name() -> None:
+    folder = ROOT / "tests" / "contracts" / "public_names"
+    counts = Counter(
+        name
+        for package in packages()
+        for name in (folder / f"{package.import_name}.txt").read_text().split()
+        if name[0].isupper() and not name.isupper()
+    )
+    assert sorted(name for name, count in counts.items() if count > 1 and name not in SAME_NAMES) == []
+
+
+def test_the_text_of_our_own_errors_is_read_by_people_only() -> None:
+    found = {path.relative_to(ROOT).as_posix() for path in SHIPPED if parsed_errors(path.read_text())}
+    assert found == set(FOREIGN_ERRORS), "an error has fields for those who must know more"
+
+
+def test_no_name_of_a_role_is_cut_into_its_parts() -> None:
+    cut = re.compile(r"""(role|name|actor)\w*\.r?partition\(["']-["']\)""")
+    allowed = {"packages/core/run/src/offbeat_run/_files.py"}
+    found = {path.relative_to(ROOT).as_posix() for path in SHIPPED if cut.search(path.read_text())}
+    assert found - allowed == set(), "RoleName has them"
+
+
+def test_the_house_does_not_grow() -> None:
+    files = [path for path in SHIPPED if path.suffix == ".py"]
+    lines = sum(len(Path(path).read_text().splitlines()) for path in files)
+    assert len(files) <= MAX_FILES
+    assert lines <= MAX_LINES, f"{lines} lines: what can go for what has come?"
