@@ -205,7 +205,7 @@ def measure(layout: Layout, folder: Path) -> dict[str, tuple[int, int]]:
 
     def look(rank: int, shared: Path) -> dict[str, Any]:
         engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
-        told = tell(walk(engine, shared / "saved"))
+        told = notify(walk(engine, shared / "saved"))
         engine.close()
         return told
 
@@ -213,7 +213,7 @@ def measure(layout: Layout, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def judge(told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Prove all phases of what the ranks have told (see `tell`), and count."""
+    """Prove all phases of what the ranks have told (see `notify`), and count."""
     members = {rank: each["members"] for rank, each in enumerate(told)}
     counts = {}
     for phase in PHASES:
@@ -226,7 +226,7 @@ def judge(told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def tell(seen: Mapping[str, Seen]) -> dict[str, Any]:
+def notify(seen: Mapping[str, Seen]) -> dict[str, Any]:
     """Return what one rank tells the others: plain data."""
     phases = {
         phase: {name: [list(item) for item in items] for name, items in vars(each).items()}

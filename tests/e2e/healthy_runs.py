@@ -39,7 +39,7 @@ def reduce_in_halves() -> None:
     dist.all_reduce(torch.ones(4), group=halves[rank % 2])
 
 
-def tell() -> None:
+def notify() -> None:
     """Plain data from rank 0."""
     dist.broadcast_object_list([{"step": 1}], src=0)
 
@@ -50,7 +50,7 @@ def take_sample() -> None:
         time.sleep(0.05)
 
 
-CALLS = (reduce_async, pass_around, reduce_in_halves, tell, take_sample, dist.barrier)
+CALLS = (reduce_async, pass_around, reduce_in_halves, notify, take_sample, dist.barrier)
 
 dist.init_process_group("gloo")
 seed, max_delay_s = int(os.environ["HEALTHY_SEED"]), float(os.environ["HEALTHY_MAX_DELAY_S"])

@@ -498,7 +498,7 @@ def test_samples_that_failed_fail_a_run_only_where_they_are_why_it_has_ended(
         backend = open_backend(settings(config, *words), Fleet(settings(config), str(model), tmp_path))
         logger: Any = backend._logger
         logger.last_accuracy, logger.last_validated = None, 0
-        backend._rollouts.leave_out("reward/dropped", "no bread today")
+        backend._rollouts.skip("reward/dropped", "no bread today")
         return backend
 
     async def scenario() -> None:

@@ -11,7 +11,7 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_recipes import Draft
+from offbeat_recipes import RecipeBuilder
 from offbeat_testing import CommandLine
 
 ACTOR, ROLLOUT, AGENT = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "agent"))
@@ -158,7 +158,7 @@ def test_verls_validation_becomes_held_out_prompts_or_sets(
     ],
 )
 def test_a_count_of_zero_is_told_and_crashes_nothing(
-    translate: Callable[[dict[str, Any]], Draft], options: dict[str, Any], name: str, key: str
+    translate: Callable[[dict[str, Any]], RecipeBuilder], options: dict[str, Any], name: str, key: str
 ) -> None:
     draft = translate({**options, name: 0})
     assert draft.entries[key].value >= 1

@@ -7,7 +7,7 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from offbeat_recipes import Draft, Program
+from offbeat_recipes import Program, RecipeBuilder
 
 PREFIX = "actor_rollout_ref."
 ASYNC = Program("verl.experimental.fully_async_policy.fully_async_main", "fully_async_ppo_trainer")
@@ -539,7 +539,9 @@ def test_options_and_defaults_of_trl_keep_their_meaning(
         pytest.param(import_prime_rl({}), "none", "bypass", id="prime-rl"),
     ],
 )
-def test_what_corrects_is_written_out_and_never_left_to_the_default(draft: Draft, correction: str, form: str) -> None:
+def test_what_corrects_is_written_out_and_never_left_to_the_default(
+    draft: RecipeBuilder, correction: str, form: str
+) -> None:
     """The default may choose weights that the other framework does not have."""
     holds(draft, {"algorithm.correction": correction, "algorithm.correction_form": form}, {})
 

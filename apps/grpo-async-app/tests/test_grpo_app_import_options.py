@@ -13,7 +13,7 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports import openrlhf, prime_rl, trl, verl
 from offbeat_core import ConfigError
-from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, OptionVerdict, read_option_table
+from offbeat_recipes import TRAINING_ARGUMENTS, OptionTable, OptionVerdict, RecipeBuilder, read_option_table
 
 LISTS = Path(__file__).parent / "import_options"
 TABLES = "grpo_async_app._imports"
@@ -24,7 +24,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 class Peer:
     """A framework: how its options are imported, and options with which one or another of them has an effect."""
 
-    translate: Callable[[Mapping[str, Any]], Draft]
+    translate: Callable[[Mapping[str, Any]], RecipeBuilder]
     table: OptionTable
     settings: tuple[Mapping[str, Any], ...]
 
@@ -115,7 +115,7 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
             yield option, {} if isinstance(default, dict) else default
 
 
-def told_of(draft: Draft, name: str) -> str:
+def told_of(draft: RecipeBuilder, name: str) -> str:
     """What becomes of an option, or "" where nothing is said of it."""
     if re.search(rf"(^| ){re.escape(name)}( |$)", " ".join(entry.source for entry in draft.entries.values())):
         return "ours"
@@ -193,14 +193,14 @@ def verdict_of(peer: Peer, option: str) -> OptionVerdict | None:
     return row.verdict if row else None
 
 
-def is_quiet(draft: Draft, names: set[str]) -> bool:
+def is_quiet(draft: RecipeBuilder, names: set[str]) -> bool:
     """Return whether something is said of an option, no key comes from it, and no title warns."""
     sources = {name for entry in draft.entries.values() for name in entry.source.split(" and ")}
     titles = [title for title, found in draft.told().items() if names & set(found)]
     return bool(titles) and not names & sources and set(titles) <= set(QUIET)
 
 
-def value_of(draft: Draft, key: str) -> Any:
+def value_of(draft: RecipeBuilder, key: str) -> Any:
     return draft.entries[key].value if key in draft.entries else None
 
 
@@ -209,7 +209,7 @@ def is_read_with(peer: Peer, options: Mapping[str, Any], name: str) -> bool:
     return draft is None or name not in draft.left
 
 
-def translated(peer: Peer, options: Mapping[str, Any]) -> Draft | None:
+def translated(peer: Peer, options: Mapping[str, Any]) -> RecipeBuilder | None:
     """None: an option was read, and refused in one line."""
     try:
         return peer.translate(options)

@@ -20,7 +20,7 @@ from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from offbeat_core import parse_config
-from offbeat_recipes import Draft, OptionTable, Program, read_option_table
+from offbeat_recipes import OptionTable, Program, RecipeBuilder, read_option_table
 
 LISTS = Path(__file__).parent / "import_options"
 NO_TABLE = OptionTable({})
@@ -71,7 +71,7 @@ def read_scripts(peer: str) -> list[Script]:
     return scripts
 
 
-PEERS: Mapping[str, Callable[[Script, Mapping[str, Any]], Draft]] = {
+PEERS: Mapping[str, Callable[[Script, Mapping[str, Any]], RecipeBuilder]] = {
     "verl": lambda script, options: import_verl(options, script.program),
     "openrlhf": lambda _, options: import_openrlhf(options),
     "trl": lambda _, options: import_trl(options),
@@ -80,7 +80,7 @@ PEERS: Mapping[str, Callable[[Script, Mapping[str, Any]], Draft]] = {
 SCRIPTS = [(peer, script) for peer in PEERS for script in read_scripts(peer)]
 
 
-def outcome(draft: Draft, peer: str, name: str) -> str:
+def outcome(draft: RecipeBuilder, peer: str, name: str) -> str:
     """Keys of ours that an option sets, with their values where they are plain, and what is told of it."""
     names = {name, *TABLES.get(peer, NO_TABLE).renamed({name: 0})[0]}
     keys = [
@@ -91,7 +91,7 @@ def outcome(draft: Draft, peer: str, name: str) -> str:
     return ", ".join(keys + [WORDS[title] for title, found in draft.told().items() if names & set(found)])
 
 
-def settings(draft: Draft) -> dict[str, Any]:
+def settings(draft: RecipeBuilder) -> dict[str, Any]:
     return {key: entry.value for key, entry in draft.entries.items()}
 
 

@@ -519,9 +519,9 @@ def test_the_trainer_scores_as_the_engines_sample(config: Path) -> None:
     ],
 )
 def test_a_validation_goes_on_while_weights_come_in_the_asynchronous_modes(
-    config: Path, words: tuple[str, ...], goes_on: bool
+    config: Path, words: tuple[str, ...], overlaps: bool
 ) -> None:
-    assert load_config(config, GrpoConfig, words).validation_goes_on is goes_on
+    assert load_config(config, GrpoConfig, words).validation_goes_on is overlaps
 
 
 def test_a_run_goes_on_with_its_own_prompts_only(config: Path) -> None:

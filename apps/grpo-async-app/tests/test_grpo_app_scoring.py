@@ -22,8 +22,8 @@ import pytest
 
 import offbeat_liveness as liveness
 from grpo_async_app._roles.scorer import ScorerAsk, prompt_to_json
-from grpo_async_app._scoring.gauge import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
+from grpo_async_app._scoring.scoring_metrics import ScoringMetrics
 from offbeat_actors import ClusterConfig, RoleOnCall
 from offbeat_core import ConfigError, DeadlineError
 from offbeat_data import CompletionText, Picture, Prompt, RewardConfig, RewardError, RewardScore, build_reward
@@ -228,7 +228,7 @@ async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
 
 SCRIPT = """
 import asyncio, numpy as np
-from grpo_async_app._scoring.gauge import ScoringGauge
+from grpo_async_app._scoring.scoring_metrics import ScoringGauge
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig
 from offbeat_data import CompletionText, Prompt, RewardConfig
@@ -433,8 +433,8 @@ async def test_many_wait_side_by_side_in_one_process_and_the_gauge_tells_how_lon
 
 def test_latencies_are_those_of_completions_whatever_groups_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("grpo_async_app._scoring.gauge.time", SimpleNamespace(monotonic=lambda: now_s))
-    gauge = ScoringGauge()
+    monkeypatch.setattr("grpo_async_app._scoring.scoring_metrics.time", SimpleNamespace(monotonic=lambda: now_s))
+    gauge = ScoringMetrics()
     for num_completions, seconds in ((1, 100.0), (94, 1.0), (5, 10.0)):
         with gauge.scoring(num_completions):
             now_s += seconds

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat_core import ConfigError
-from offbeat_recipes import TRAINING_ARGUMENTS, Draft, OptionTable, OptionVerdict, Source, read_option_table
+from offbeat_recipes import TRAINING_ARGUMENTS, OptionTable, OptionVerdict, RecipeBuilder, Source, read_option_table
 from sft_app._import import import_verl
 from sft_app._import_trl import import_preferences, import_supervised
 
@@ -23,7 +23,7 @@ PREFERENCES = read_option_table("sft_app", "_import_preferences").beside(SUPERVI
 class Trainer:
     """What imports the options of a trainer, and options with which the others have an effect."""
 
-    translate: Callable[[Source], Draft]
+    translate: Callable[[Source], RecipeBuilder]
     table: OptionTable
     settings: tuple[Mapping[str, Any], ...]
 
@@ -65,7 +65,7 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
             yield option, {} if isinstance(default, dict) else default
 
 
-def translated(trainer: Trainer, options: Mapping[str, Any]) -> Draft | None:
+def translated(trainer: Trainer, options: Mapping[str, Any]) -> RecipeBuilder | None:
     """None: an option was read, and refused in one line."""
     try:
         return trainer.translate(Source(options=dict(options)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_recipes import Draft, Source
+from offbeat_recipes import RecipeBuilder, Source
 from offbeat_testing import CommandLine
 from sft_app._import_trl import import_preferences, import_supervised
 
@@ -119,7 +119,7 @@ def test_options_of_trls_preference_trainers_become_ours(
 
 
 @pytest.mark.parametrize("read", [import_supervised, partial(import_preferences, "dpo")])
-def test_no_longest_sequence_of_trl_is_none_here(read: Callable[[Source], Draft]) -> None:
+def test_no_longest_sequence_of_trl_is_none_here(read: Callable[[Source], RecipeBuilder]) -> None:
     draft = read(Source(options={"max_length": None}))
     held = {key: entry.value for key, entry in draft.entries.items()}
     assert held["data.max_sequence_tokens"] >= 10**6

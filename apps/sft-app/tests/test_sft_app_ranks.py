@@ -70,7 +70,7 @@ class DyingRanks(RanksEngine):
         assert isinstance(error, PeerFailedError)
         return error
 
-    def restart(self, death: PeerFailedError, tell: Tell) -> None:
+    def restart(self, death: PeerFailedError, notify: Tell) -> None:
         raise AssertionError("the ranks were started again")
 
 

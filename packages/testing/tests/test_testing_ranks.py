@@ -144,13 +144,13 @@ def test_gradients_are_computed_in_ranks(rank):
 
 @pytest.fixture
 def tells_much_and_late(monkeypatch):
-    tell = _child.Rank._state
+    notify = _child.Rank._state
 
     def tell_late(self, *, stacks):
         if not stacks:
-            return tell(self, stacks=False)
+            return notify(self, stacks=False)
         time.sleep(0.6)
-        return replace(tell(self, stacks=True), stacks="x" * 2**18)
+        return replace(notify(self, stacks=True), stacks="x" * 2**18)
 
     monkeypatch.setattr(_child.Rank, "_state", tell_late)
     monkeypatch.setattr(_launch, "GRACE_S", 600.0)

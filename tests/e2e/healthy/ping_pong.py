@@ -11,14 +11,14 @@ rank, size = dist.get_rank(), dist.get_world_size()
 for _ in range(5):
     dist.all_reduce(torch.ones(1))
 end_s = time.monotonic() + float(os.environ["PAUSE_S"])
-goes_on = torch.ones(1)
-while rank < 2 and goes_on.item():
+overlaps = torch.ones(1)
+while rank < 2 and overlaps.item():
     if rank == 0:
-        goes_on.fill_(time.monotonic() < end_s)
-        dist.send(goes_on, dst=1)
+        overlaps.fill_(time.monotonic() < end_s)
+        dist.send(overlaps, dst=1)
         dist.recv(torch.zeros(1), src=1)
     else:
-        dist.recv(goes_on, src=0)
+        dist.recv(overlaps, src=0)
         dist.send(torch.ones(1), dst=0)
 dist.barrier()
 print(f"rank {rank}: done")

@@ -44,7 +44,7 @@ class Vllm:
                 text=True,
             )
 
-    def tell(self, **said):
+    def notify(self, **said):
         self._process.stdin.write(json.dumps(said) + "\n")
         self._process.stdin.flush()
 
@@ -75,7 +75,7 @@ def vllm(folder, tmp_path):
 
 def send(vllm, plan, weights, version, open_it):
     with open_it(plan) as sender:
-        vllm.tell(version=version, address=sender.address)
+        vllm.notify(version=version, address=sender.address)
         sender.send(weights, version, 1, deadline_s=DEADLINE_S)
 
 

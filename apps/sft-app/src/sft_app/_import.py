@@ -11,8 +11,8 @@ from typing import Final
 
 from offbeat_core import ConfigError, parse_config
 from offbeat_recipes import (
-    Draft,
     Framework,
+    RecipeBuilder,
     Source,
     import_recipe,
     read_option_table,
@@ -38,9 +38,9 @@ _SHARES: Final = ("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
 _SCHEDULES: Final = ("constant", "linear", "cosine")
 
 
-def import_verl(source: Source) -> Draft:
+def import_verl(source: Source) -> RecipeBuilder:
     """Translate the options of verl's supervised trainers, by full name."""
-    draft = Draft(source.options)
+    draft = RecipeBuilder(source.options)
     _write_verl_data(draft)
     _write_verl_trainer(draft)
     _write_verl_rhythm(draft)
@@ -48,7 +48,7 @@ def import_verl(source: Source) -> Draft:
     return draft
 
 
-def _write_verl_data(draft: Draft) -> None:
+def _write_verl_data(draft: RecipeBuilder) -> None:
     draft.copy("model.path", "model.partial_pretrain", "model.path")
     draft.copy("model.trust_remote_code", "model.trust_remote_code")
     for key, name in (("data.path", "data.train_files"), ("data.eval_path", "data.val_files")):
@@ -82,7 +82,7 @@ def _write_verl_data(draft: Draft) -> None:
         draft.put("data.template_options", options, *names)
 
 
-def _write_verl_trainer(draft: Draft) -> None:
+def _write_verl_trainer(draft: RecipeBuilder) -> None:
     kind = draft.take("model.fsdp_config.model_dtype", "engine.model_dtype", default="fp32")
     draft.take("engine.dtype")
     draft.put("engine.dtype", "bfloat16", "engine.dtype")  # under autocast, whatever the stored weights are
@@ -119,7 +119,7 @@ def _write_verl_trainer(draft: Draft) -> None:
     draft.copy("engine.device", "trainer.device")
 
 
-def _write_verl_rhythm(draft: Draft) -> None:
+def _write_verl_rhythm(draft: RecipeBuilder) -> None:
     draft.copy("data.epochs", "trainer.total_epochs", default=4)
     steps = draft.number("trainer.total_training_steps", default=0)
     if steps:

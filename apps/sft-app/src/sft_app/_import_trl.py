@@ -12,7 +12,7 @@ from typing import Any, Final
 from offbeat_core import ConfigError
 from offbeat_recipes import (
     FETCHED,
-    Draft,
+    RecipeBuilder,
     Source,
     finish_training_arguments,
     write_processes,
@@ -39,9 +39,9 @@ def check_supervised(source: Source, file: Path) -> None:
         raise ConfigError(f"{file} learns from preferences ({found[0]}): name its trainer instead of trl: {known}")
 
 
-def import_supervised(source: Source) -> Draft:
+def import_supervised(source: Source) -> RecipeBuilder:
     """Translate fields of SFTConfig, and of the script that makes one."""
-    draft = Draft(source.options)
+    draft = RecipeBuilder(source.options)
     _write_data(draft, source.options)
     draft.copy("data.text_column", "dataset_text_field", default="text")
     draft.copy("data.shuffle", "shuffle_dataset", default=True)
@@ -52,7 +52,7 @@ def import_supervised(source: Source) -> Draft:
     return draft
 
 
-def _write_training(draft: Draft, learning_rate: float) -> None:
+def _write_training(draft: RecipeBuilder, learning_rate: float) -> None:
     write_training_arguments(draft, learning_rate=learning_rate, roles=("engine",))
     _, samples, _ = write_processes(draft)
     names = ("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps")
@@ -60,7 +60,7 @@ def _write_training(draft: Draft, learning_rate: float) -> None:
     write_rhythm(draft)
 
 
-def _write_data(draft: Draft, options: Mapping[str, Any]) -> None:
+def _write_data(draft: RecipeBuilder, options: Mapping[str, Any]) -> None:
     draft.copy("model.path", "model_name_or_path", told=FETCHED)
     draft.copy("model.trust_remote_code", "trust_remote_code")
     draft.copy("data.path", "dataset_name", told=FETCHED)
@@ -70,7 +70,7 @@ def _write_data(draft: Draft, options: Mapping[str, Any]) -> None:
         draft.change("truncation_mode", "the end is cut off, not the beginning")
 
 
-def _write_longest(draft: Draft, options: Mapping[str, Any]) -> None:
+def _write_longest(draft: RecipeBuilder, options: Mapping[str, Any]) -> None:
     """Write the longest sequence; null, as TRL wants it of rows with images, is no limit there."""
     names = ("max_length", "max_seq_length")
     unbounded = [name for name in names if options.get(name, 0) is None]
@@ -81,13 +81,13 @@ def _write_longest(draft: Draft, options: Mapping[str, Any]) -> None:
         draft.change(unbounded[0], f"no limit there; here so many tokens that none is reached: {_NO_LIMIT}")
 
 
-def import_preferences(trainer: str, source: Source) -> Draft:
+def import_preferences(trainer: str, source: Source) -> RecipeBuilder:
     """Translate fields of DPOConfig, KTOConfig, ORPOConfig, CPOConfig or RewardConfig.
 
     Raises:
         ConfigError: a loss that is not there.
     """
-    draft = Draft(source.options)
+    draft = RecipeBuilder(source.options)
     _write_data(draft, source.options)
     PREFERENCE_TRAINERS[trainer](draft)
     _write_training(draft, 1e-4 if trainer == "reward" else 1e-6)
@@ -95,7 +95,7 @@ def import_preferences(trainer: str, source: Source) -> Draft:
     return draft
 
 
-def _write_dpo(draft: Draft) -> None:
+def _write_dpo(draft: RecipeBuilder) -> None:
     kinds = draft.take("loss_type", default="sigmoid")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
     _put_loss(draft, {"sigmoid": "dpo", "ipo": "ipo"}, kind)
@@ -106,19 +106,19 @@ def _write_dpo(draft: Draft) -> None:
         )
 
 
-def _write_kto(draft: Draft) -> None:
+def _write_kto(draft: RecipeBuilder) -> None:
     _put_loss(draft, {"kto": "kto"}, draft.take("loss_type", default="kto"))
     for name, default in (("beta", 0.1), ("desirable_weight", 1.0), ("undesirable_weight", 1.0)):
         draft.copy(f"preference.{name}", name, default=default, convert=float)
     draft.change("per_device_train_batch_size", "the baseline is of all answers of a step, not of one device's")
 
 
-def _write_orpo(draft: Draft) -> None:
+def _write_orpo(draft: RecipeBuilder) -> None:
     draft.put("preference.loss", "orpo", "beta")
     draft.copy("preference.beta", "beta", default=0.1, convert=float)
 
 
-def _write_cpo(draft: Draft) -> None:
+def _write_cpo(draft: RecipeBuilder) -> None:
     _put_loss(draft, {"simpo": "simpo"}, draft.take("loss_type", default="sigmoid"))
     draft.copy("preference.beta", "beta", default=0.1, convert=float)
     draft.copy("preference.target_margin", "simpo_gamma", default=0.5, convert=float)
@@ -127,18 +127,18 @@ def _write_cpo(draft: Draft) -> None:
         draft.lose("cpo_alpha", "no likelihood beside the margin: as if it were 0, which is SimPO of its paper")
 
 
-def _write_reward(draft: Draft) -> None:
+def _write_reward(draft: RecipeBuilder) -> None:
     draft.put("preference.loss", "reward", "center_rewards_coefficient")
     draft.copy("preference.center_rewards", "center_rewards_coefficient", convert=float)
 
 
-def _put_loss(draft: Draft, known: Mapping[str, str], kind: object) -> None:
+def _put_loss(draft: RecipeBuilder, known: Mapping[str, str], kind: object) -> None:
     if not isinstance(kind, str) or kind not in known:
         raise ConfigError(f"loss_type = {kind!r} is not supported: preference.loss has TRL's {', '.join(known)}")
     draft.put("preference.loss", known[str(kind)], "loss_type")
 
 
-PREFERENCE_TRAINERS: Final[Mapping[str, Callable[[Draft], None]]] = {
+PREFERENCE_TRAINERS: Final[Mapping[str, Callable[[RecipeBuilder], None]]] = {
     "dpo": _write_dpo,
     "kto": _write_kto,
     "orpo": _write_orpo,

@@ -265,9 +265,9 @@ def test_a_continuation_is_scored_as_a_part_of_a_prompt():
         **vllm_params(SamplingParams(max_tokens=1, ignore_eos=True), 0, EOS, 9),
         "prompt_logprobs": 0,
     }
-    tell = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in (6, 7, 8))]
+    notify = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in (6, 7, 8))]
     scores = Delta(
-        ids=[1], logprobs=[-1.0], finish_reason="length", prompt_logprobs=prompt_logprobs(tell, [5, 6, 7, 8])
+        ids=[1], logprobs=[-1.0], finish_reason="length", prompt_logprobs=prompt_logprobs(notify, [5, 6, 7, 8])
     )
     state.samples[0].push(scores, EOS)
     empty, found = read_scores(score(), states)

@@ -178,8 +178,8 @@ class HeldEngine(FakeRolloutEngine):
         super().__init__(lambda *_: [1])
         self.may_fail = asyncio.Event()
 
-    async def stream(self, request, tell):
-        tell(0, PROMPT[0], -0.5)
+    async def stream(self, request, notify):
+        notify(0, PROMPT[0], -0.5)
         await self.may_fail.wait()
         raise OffbeatError("the end")
 

@@ -43,10 +43,10 @@ def listening() -> list[str]:
 
 def wait_for(monitor: liveness.Monitor, what: str, on: str) -> dict[str, object]:
     with liveness.waiting(what, on=on):
-        return tell(monitor)
+        return notify(monitor)
 
 
-def tell(monitor: liveness.Monitor) -> dict[str, object]:
+def notify(monitor: liveness.Monitor) -> dict[str, object]:
     """The first fatal verdict (under load a straggler may come first), and what there is to know of this process."""
     end_s = time.monotonic() + PATIENCE_S
     while ((verdict := monitor.verdict) is None or not verdict.may_end) and time.monotonic() < end_s:
@@ -116,7 +116,7 @@ def be_rank(rank: int, card: str, folder: Path, *, is_waiting: bool, store: Any 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     if is_waiting:
         threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()
-    return tell(monitor)
+    return notify(monitor)
 
 
 class Orders:

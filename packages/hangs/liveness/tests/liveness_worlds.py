@@ -15,7 +15,7 @@ LIMIT_S = 30.0
 ACROSS = "weight_sync"
 
 
-def tell(rank: int, world: int, ports: list[int], body: Callable[[Any], Any], port: Any) -> None:
+def notify(rank: int, world: int, ports: list[int], body: Callable[[Any], Any], port: Any) -> None:
     """One process: rank `rank` of a world of two; together the ranks of both worlds are 0, 1 and 2, 3."""
     os.environ["RES_OPTIONS"] = "attempts:0"
     own = dist.TCPStore("127.0.0.1", ports[world], is_master=False, timeout=timedelta(seconds=LIMIT_S))
@@ -64,7 +64,7 @@ def run_two_worlds(body: Callable[[Any], Any]) -> list[Any]:
 
 
 def _wait_and_tell(rank: int, world: int, start: Any, body: Callable[[Any], Any], port: Any) -> None:
-    tell(rank, world, start.recv(), body, port)
+    notify(rank, world, start.recv(), body, port)
 
 
 def use(group: Any) -> None:

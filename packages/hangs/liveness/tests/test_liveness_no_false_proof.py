@@ -275,10 +275,10 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     called = member("0", (0, 1), entry(1))
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
-    goes_on = dataclasses.replace(waits, waits=())
+    overlaps = dataclasses.replace(waits, waits=())
     assert not is_over(WaitGraph(heads=[waits, late], stall_after_s=STALL_S), verdict)
-    assert not is_over(WaitGraph(heads=[dataclasses.replace(goes_on, is_heard=False)], stall_after_s=STALL_S), verdict)
-    assert is_over(WaitGraph(heads=[goes_on, late], stall_after_s=STALL_S), verdict)
+    assert not is_over(WaitGraph(heads=[dataclasses.replace(overlaps, is_heard=False)], stall_after_s=STALL_S), verdict)
+    assert is_over(WaitGraph(heads=[overlaps, late], stall_after_s=STALL_S), verdict)
 
 
 def test_a_stall_is_not_over_because_who_waited_is_too_busy_to_answer() -> None:
@@ -298,7 +298,7 @@ def test_nobody_is_said_to_have_come_who_has_not() -> None:
     called = member("0", (0, 1), entry(1))
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
-    goes_on, came = dataclasses.replace(waits, waits=()), dataclasses.replace(late, groups=(called,))
+    overlaps, came = dataclasses.replace(waits, waits=()), dataclasses.replace(late, groups=(called,))
     words = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
     timed_out = AbsentProcess(name="rank 0", rank=0, world="w", fate="raised", text=words, head=waits)
 
@@ -306,8 +306,8 @@ def test_nobody_is_said_to_have_come_who_has_not() -> None:
         ending = how_it_ended(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S), verdict)
         return ending.what + ending.why
 
-    assert told(goes_on, came) == "it moves again: rank 1 came"
-    assert told(goes_on, late) == "it moves again: rank 0 went on without rank 1"
+    assert told(overlaps, came) == "it moves again: rank 1 came"
+    assert told(overlaps, late) == "it moves again: rank 0 went on without rank 1"
     assert told(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
 
 
@@ -333,13 +333,13 @@ def test_a_rank_that_is_gone_without_a_word_has_not_failed_before_its_word_had_t
     called = member("0", (0, 1), entry(1))
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
-    goes_on = dataclasses.replace(late, groups=(called,))
+    overlaps = dataclasses.replace(late, groups=(called,))
     gone = AbsentProcess(name="rank 0", rank=0, world="w", fate="killed", head=waits)
-    ending = how_it_ended(WaitGraph(heads=[goes_on], absent=(gone,), stall_after_s=STALL_S), verdict)
+    ending = how_it_ended(WaitGraph(heads=[overlaps], absent=(gone,), stall_after_s=STALL_S), verdict)
     assert ending.has_failed
     assert ending.is_open
     crashed = dataclasses.replace(gone, fate="crashed", text="Segmentation fault")
-    assert not how_it_ended(WaitGraph(heads=[goes_on], absent=(crashed,), stall_after_s=STALL_S), verdict).is_open
+    assert not how_it_ended(WaitGraph(heads=[overlaps], absent=(crashed,), stall_after_s=STALL_S), verdict).is_open
 
 
 def test_a_receive_from_any_rank_is_no_call_that_all_are_in() -> None:

@@ -212,12 +212,12 @@ def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
 
 def test_a_thread_on_a_new_line_moves_though_it_stands_in_the_same_helper() -> None:
     """A new call of the helper often gets the frame of the last one: only its caller is somewhere else."""
-    progress, arrived, goes_on = ProgressTracker(longest_gap_s=60.0), threading.Semaphore(0), threading.Lock()
+    progress, arrived, overlaps = ProgressTracker(longest_gap_s=60.0), threading.Semaphore(0), threading.Lock()
     seen: list[bool] = []
 
     def helper() -> None:
         arrived.release()
-        goes_on.acquire()
+        overlaps.acquire()
 
     def watch() -> None:
         for _ in range(10):
@@ -226,9 +226,9 @@ def test_a_thread_on_a_new_line_moves_though_it_stands_in_the_same_helper() -> N
             time.sleep(0.02)  # it stands in acquire()
             progress.look()
             seen.append(progress.thread_still_s(worker.ident or 0) <= time.monotonic() - came_s)
-            goes_on.release()
+            overlaps.release()
 
-    goes_on.acquire()
+    overlaps.acquire()
     lines = "def work():\n" + "    helper()\n" * 10 + "work()"
     worker = threading.Thread(target=exec, args=(lines, {"helper": helper}))
     watching = threading.Thread(target=watch, name="offbeat-liveness")

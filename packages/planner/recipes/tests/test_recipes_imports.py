@@ -3,9 +3,9 @@
 import pytest
 
 from offbeat_recipes import (
-    Draft,
     OptionTable,
     OptionVerdict,
+    RecipeBuilder,
     write_betas,
     write_processes,
     write_rhythm,
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 
 def translated(**options):
-    draft = Draft(options)
+    draft = RecipeBuilder(options)
     write_training_arguments(draft, learning_rate=2e-6, roles=("engine", "rollout"))
     return draft
 
@@ -101,23 +101,23 @@ def test_a_share_of_steps_whose_number_is_not_known_is_told():
     ],
 )
 def test_steps_of_the_optimizer_become_updates_and_never_fewer_than_were_meant(options, expected):
-    draft = Draft(options)
+    draft = RecipeBuilder(options)
     write_rhythm(draft, steps_per_update=4)
     assert settings(draft) == {"checkpoint.every": 125, **expected}, "500 steps where nothing is said"
 
 
 def test_a_batch_is_what_all_processes_take_for_a_step():
-    draft = Draft({"num_processes": 2, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5})
+    draft = RecipeBuilder({"num_processes": 2, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5})
     assert write_processes(draft) == (2, 30, 5)
     assert settings(draft) == {"engine.num_ranks": 2}
-    unsaid = Draft({})
+    unsaid = RecipeBuilder({})
     assert write_processes(unsaid) == (1, 8, 1)
     assert "num_processes" in unsaid.changed
 
 
 @pytest.mark.parametrize("given", [[0.8, 0.9], "[0.8, 0.9]"])
 def test_the_two_decays_of_adam_come_as_a_list_or_as_its_text(given):
-    draft = Draft({"betas": given})
+    draft = RecipeBuilder({"betas": given})
     write_betas(draft, "betas", (0.9, 0.999))
     assert settings(draft) == {"engine.adam_beta1": 0.8, "engine.adam_beta2": 0.9}
     assert not draft.changed
@@ -126,7 +126,7 @@ def test_the_two_decays_of_adam_come_as_a_list_or_as_its_text(given):
 
 @pytest.mark.parametrize("given", ["$BETAS", [0.8], [0.8, "x"]])
 def test_decays_that_cannot_be_read_are_told_and_left_as_they_are_elsewhere(given):
-    draft = Draft({"betas": given})
+    draft = RecipeBuilder({"betas": given})
     write_betas(draft, "betas", (0.9, 0.999))
     assert settings(draft) == {"engine.adam_beta1": 0.9, "engine.adam_beta2": 0.999}
     assert "using 0.9 and 0.999" in draft.lost["betas"]
@@ -134,10 +134,10 @@ def test_decays_that_cannot_be_read_are_told_and_left_as_they_are_elsewhere(give
 
 def test_trackers_that_are_there_come_along():
     for given in (["wandb", "tensorboard"], "wandb", "[tensorboard,wandb]"):
-        draft = Draft({"report_to": given})
+        draft = RecipeBuilder({"report_to": given})
         write_trackers(draft, "report_to")
         assert settings(draft) == {"log.trackers": ["wandb"]}
-    none = Draft({"report_to": "none"})
+    none = RecipeBuilder({"report_to": "none"})
     write_trackers(none, "report_to")
     assert not none.entries
 
@@ -164,7 +164,7 @@ def test_the_longest_pattern_decides_and_an_unknown_option_may_change_the_result
 def test_an_option_that_was_read_and_changes_nothing_is_listed():
     rows = {name: OptionRow(OptionVerdict.OURS, "engine.seed") for name in ("a", "b")}
     rows["c"] = OptionRow(OptionVerdict.OURS, "engine.seed", unused="belongs to a")
-    draft = Draft({"a": 1, "b": 2, "c": 3, "d": None}, {"a": "the_old_a"})
+    draft = RecipeBuilder({"a": 1, "b": 2, "c": 3, "d": None}, {"a": "the_old_a"})
     draft.copy("engine.seed", "a")
     for name in ("b", "c", "d"):
         draft.take(name)

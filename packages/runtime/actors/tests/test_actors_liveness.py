@@ -127,12 +127,12 @@ def test_a_role_that_stands_still_in_a_method_is_named_with_the_line_it_stands_i
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Any] = loop.create_future()
 
-        def tell(verdict: Any) -> None:
+        def notify(verdict: Any) -> None:
             if not found.done():
                 found.set_result(verdict)
 
         monitor = liveness.watch(
-            stall_after_s=1, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(tell, verdict)
+            stall_after_s=1, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(notify, verdict)
         )
         try:
             async with launchers.make() as launcher, asyncio.timeout(90):

@@ -301,10 +301,10 @@ def test_a_disk_that_hangs_is_named_at_the_deadline(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, weights)
-    goes_on = threading.Event()
+    overlaps = threading.Event()
 
     def hang(*_: object) -> int:
-        goes_on.wait(60)
+        overlaps.wait(60)
         return 0
 
     monkeypatch.setattr(os, "preadv", hang)
@@ -315,7 +315,7 @@ def test_a_disk_that_hangs_is_named_at_the_deadline(
         ):
             load(stream)
     finally:
-        goes_on.set()
+        overlaps.set()
 
 
 def open_sender(root: Path, weights: Weights, plan: BucketPlan | None = None) -> DiskSender:

@@ -46,7 +46,7 @@ def _probe(config: GrpoConfig, view: ClusterView) -> int:
 
     async def probe() -> list[ProbeOutcome]:
         async with launcher:
-            return await probe_engines(config, launcher, view, logs, _tell)
+            return await probe_engines(config, launcher, view, logs, _notify)
 
     outcomes = run_interruptible(probe(), launcher.kill)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
@@ -57,7 +57,7 @@ def _probe(config: GrpoConfig, view: ClusterView) -> int:
     return 0
 
 
-def _tell(outcome: ProbeOutcome) -> None:
+def _notify(outcome: ProbeOutcome) -> None:
     """Print one line as soon as an engine has come to something."""
     what = f"tensor parallel {outcome.width} on {outcome.node or 'any node'}"
     others = f"; no room on {', '.join(outcome.no_room)}" if outcome.no_room else ""

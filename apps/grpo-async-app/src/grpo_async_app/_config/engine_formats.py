@@ -10,8 +10,8 @@ def held_bytes(backend: str, settings: RolloutEngineSettings) -> HeldBytes:
     """Return what a backend holds in FP8; of one that is not installed or does not say, the formats of `dtype`."""
     if backend not in installed_backends("offbeat.rollout"):
         return HeldBytes()
-    tell: Any = getattr(load_backend("offbeat.rollout", backend), "held_bytes", None)
-    held: HeldBytes = tell(settings) if tell else HeldBytes()
+    notify: Any = getattr(load_backend("offbeat.rollout", backend), "held_bytes", None)
+    held: HeldBytes = notify(settings) if notify else HeldBytes()
     return held
 
 

@@ -206,10 +206,10 @@ def _estimate_engine(
         max_model_len=settings.max_model_len,
         sync_bytes=sync_bytes,
     )
-    tell = None
+    notify = None
     if backend in installed_backends("offbeat.rollout"):
-        tell = getattr(load_backend("offbeat.rollout", backend), "cache_budget", None)
-    if tell is None:
+        notify = getattr(load_backend("offbeat.rollout", backend), "cache_budget", None)
+    if notify is None:
         return memory.estimate(shape), None
     needs = CacheNeeds(
         device_bytes=device_bytes,
@@ -217,5 +217,5 @@ def _estimate_engine(
         token_bytes=memory.kv_bytes_per_token(shape),
         shares_device=shares_device,
     )
-    budget: CacheBudget = tell(settings, needs)
+    budget: CacheBudget = notify(settings, needs)
     return replace(memory, cache_bytes=budget.cache_bytes).estimate(shape), budget

@@ -329,8 +329,8 @@ def _engine_notices(config: GrpoConfig) -> list[str]:
     notices: dict[str, None] = {}
     for backend, settings in [(config.rollout.backend, config.rollout), *teacher]:
         if backend in installed_backends("offbeat.rollout"):
-            tell = getattr(load_backend("offbeat.rollout", backend), "notices_of", None)
-            notices |= dict.fromkeys(tell(settings) if tell else ())
+            notify = getattr(load_backend("offbeat.rollout", backend), "notices_of", None)
+            notices |= dict.fromkeys(notify(settings) if notify else ())
     return list(notices)
 
 

@@ -12,7 +12,7 @@ from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
 from offbeat_core import ConfigError, parse_config
-from offbeat_recipes import Draft, Framework, Source, import_recipe, read_command_line, read_options
+from offbeat_recipes import Framework, RecipeBuilder, Source, import_recipe, read_command_line, read_options
 from offbeat_run import CommandWords
 
 _SFT_HERE: Final = "`sft-app import` takes it"
@@ -151,7 +151,7 @@ def _read_plain(path: Path, _: Mapping[str, str]) -> Source:
     return read_options(path, is_hydra=False)
 
 
-def _translate_verl(source: Source) -> Draft:
+def _translate_verl(source: Source) -> RecipeBuilder:
     return import_verl(source.options, source.program, source.variables)
 
 

@@ -6,7 +6,7 @@ Source: OpenRLHF at 3c3be62 (2026-08), openrlhf/cli/train_ppo_ray.py, openrlhf/m
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import FETCHED, Draft, is_number, read_option_table, write_betas
+from offbeat_recipes import FETCHED, RecipeBuilder, is_number, read_option_table, write_betas
 
 _ADVANTAGES: Final = {
     "group_norm": "grpo",
@@ -31,7 +31,7 @@ _MOST_SAMPLES: Final = 10**8
 _OPTIONS: Final = read_option_table(__package__, "openrlhf")
 
 
-def import_openrlhf(options: Mapping[str, Any]) -> Draft:
+def import_openrlhf(options: Mapping[str, Any]) -> RecipeBuilder:
     """Translate OpenRLHF's options, named without dashes, such as "rollout.batch_size" or, before 2026, "eps_clip"."""
     draft = _begin(options)
     _write_data(draft)
@@ -51,15 +51,15 @@ def names_model(options: Mapping[str, Any]) -> bool:
     return bool({"actor.model_name_or_path", "pretrain"} & set(options))
 
 
-def _begin(options: Mapping[str, Any]) -> Draft:
+def _begin(options: Mapping[str, Any]) -> RecipeBuilder:
     """Source: OpenRLHF 0.4, train_ppo_ray.py: what is kl_estimator today was a switch, use_kl_estimator_k3."""
     given = dict(options)
     if given.pop("use_kl_estimator_k3", False):
         given.setdefault("kl_estimator", "k3")
-    return Draft(*_OPTIONS.renamed(given))
+    return RecipeBuilder(*_OPTIONS.renamed(given))
 
 
-def _write_data(draft: Draft) -> None:
+def _write_data(draft: RecipeBuilder) -> None:
     draft.copy("model.path", "actor.model_name_or_path", told=FETCHED)
     draft.copy("data.path", "data.prompt_dataset", told=FETCHED)
     draft.copy("data.split", "data.prompt_split", default="train")
@@ -78,7 +78,7 @@ def _write_data(draft: Draft) -> None:
 _REWARD_MODEL: Final = "reward.model_name_or_path"
 
 
-def _write_reward(draft: Draft) -> None:
+def _write_reward(draft: RecipeBuilder) -> None:
     """Source: openrlhf/cli/train_ppo_ray.py, which loads a reward model where there is no remote_url."""
     name = "reward.remote_url"
     path = str(draft.take(name, default=""))
@@ -95,7 +95,7 @@ def _write_reward(draft: Draft) -> None:
     draft.lose(name, "rewards come from a model, a server or an agent there; here set reward.name to your function")
 
 
-def _write_reward_model(draft: Draft) -> None:
+def _write_reward_model(draft: RecipeBuilder) -> None:
     draft.put("reward.name", "reward_model", _REWARD_MODEL)
     told = f"{FETCHED}; it reads the policy's tokens there, messages by default here: reward.reward_model.input"
     draft.copy("reward.reward_model.path", _REWARD_MODEL, told=told)
@@ -104,7 +104,7 @@ def _write_reward_model(draft: Draft) -> None:
     draft.put("reward.reward_model.max_tokens", draft.entries["rollout.max_model_len"].value, "data.max_len")
 
 
-def _write_rollout(draft: Draft) -> None:
+def _write_rollout(draft: RecipeBuilder) -> None:
     draft.put("rollout.backend", "vllm", "vllm.num_engines")
     draft.copy("rollout.num_engines", "vllm.num_engines", default=1)
     draft.copy("rollout.tensor_parallel", "vllm.tensor_parallel_size", default=1)
@@ -120,7 +120,7 @@ def _write_rollout(draft: Draft) -> None:
     draft.put("rollout.options", options, "vllm.gpu_memory_utilization", *(f"vllm.{name}" for name in switches))
 
 
-def _write_lengths(draft: Draft) -> None:
+def _write_lengths(draft: RecipeBuilder) -> None:
     """Write lengths; until 2026 a prompt and its completion each had one, and now they share one."""
     prompt, answer = (draft.number(name, default=0) for name in ("data.prompt_max_len", "rollout.max_new_tokens"))
     longest = draft.count("data.max_len", default=2048)
@@ -135,7 +135,7 @@ def _write_lengths(draft: Draft) -> None:
     draft.put("data.max_prompt_tokens", prompt or max(longest - answer, 1), "data.prompt_max_len", "data.max_len")
 
 
-def _write_trainer(draft: Draft) -> None:
+def _write_trainer(draft: RecipeBuilder) -> None:
     names = ("actor.num_nodes", "actor.num_gpus_per_node")
     draft.put("engine.num_ranks", draft.count(names[0], default=1) * draft.count(names[1], default=8), *names)
     half = draft.take("ds.param_dtype", default="bf16")
@@ -165,7 +165,7 @@ def _write_trainer(draft: Draft) -> None:
         draft.put("engine.lora_alpha", float(alpha), "ds.lora.alpha")
 
 
-def _write_batches(draft: Draft) -> None:
+def _write_batches(draft: RecipeBuilder) -> None:
     """Write batch sizes; in OpenRLHF a train batch counts completions, and a rollout batch prompts."""
     group = draft.entries["rollout.samples_per_prompt"].value
     samples, prompts = draft.count("train.batch_size", default=128), draft.count("rollout.batch_size", default=1024)
@@ -186,7 +186,7 @@ def _write_batches(draft: Draft) -> None:
     draft.put("cluster.launcher", "ray", "actor.num_nodes")
 
 
-def _write_objective(draft: Draft) -> None:
+def _write_objective(draft: RecipeBuilder) -> None:
     name = "algo.advantage.estimator"
     wanted = draft.text(name, default="gae")
     draft.put("algorithm.advantage", _ADVANTAGES.get(wanted, "grpo"), name)
@@ -236,7 +236,7 @@ def _write_objective(draft: Draft) -> None:
         draft.put("algorithm.overlong_penalty_factor", float(factor), "reward.overlong_penalty_factor")
 
 
-def _write_no_spread(draft: Draft, wanted: str) -> None:
+def _write_no_spread(draft: RecipeBuilder, wanted: str) -> None:
     """Advantages that are not divided by their spread over the batch; their mean over it is still subtracted.
 
     Source: openrlhf/trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns.
@@ -255,7 +255,7 @@ def _write_no_spread(draft: Draft, wanted: str) -> None:
     draft.change(name, "the mean over the batch is still subtracted there, but not here")
 
 
-def _write_critic(draft: Draft) -> None:
+def _write_critic(draft: RecipeBuilder) -> None:
     draft.copy("algorithm.gae_lambda", "algo.advantage.lambd", default=1.0)
     name = "critic.model_name_or_path"
     draft.copy("critic.path", name, told=FETCHED)
@@ -268,7 +268,7 @@ def _write_critic(draft: Draft) -> None:
     )
 
 
-def _write_correction(draft: Draft) -> None:
+def _write_correction(draft: RecipeBuilder) -> None:
     """Source: openrlhf/models/loss.py, PolicyLoss; all of them bound r = trainer's / rollout's probability.
 
     Up to 0.11.1 a switch and a type say what is done; since then a level, "off" by default, and a mode.
@@ -305,7 +305,7 @@ def _write_correction(draft: Draft) -> None:
         )
 
 
-def _bounds(draft: Draft, name: str) -> tuple[float, float]:
+def _bounds(draft: RecipeBuilder, name: str) -> tuple[float, float]:
     """Bounds on r: two numbers, or an upper one alone."""
     given = draft.take(name, default=list(_USUAL_BOUNDS))
     found = given if isinstance(given, list) else [given]
@@ -315,7 +315,7 @@ def _bounds(draft: Draft, name: str) -> tuple[float, float]:
     return (float(found[0]) if len(found) > 1 else 0.0), float(found[-1])
 
 
-def _write_rhythm(draft: Draft) -> None:
+def _write_rhythm(draft: RecipeBuilder) -> None:
     every = draft.number("eval.steps", default=-1)
     if "data.eval_path" in draft.entries:
         draft.put("eval.every_updates", max(every, 0), "eval.steps")

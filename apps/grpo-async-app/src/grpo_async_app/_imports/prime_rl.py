@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from grpo_async_app._imports.prime_rl_sources import write_eval_sets, write_sources
-from offbeat_recipes import FETCHED, Draft, read_option_table
+from offbeat_recipes import FETCHED, RecipeBuilder, read_option_table
 
 _SCHEDULES: Final = ("constant", "linear", "cosine")
 _PLAIN_MEAN: Final = ("grpo",)
@@ -34,9 +34,9 @@ _MODE: Final = "orchestrator.training_mode"
 """Name of the option in a part of 2026; use_sft_loss came before it, orchestrator.algo.type after."""
 
 
-def import_prime_rl(options: Mapping[str, Any]) -> Draft:
+def import_prime_rl(options: Mapping[str, Any]) -> RecipeBuilder:
     """Translate the TOML of prime-rl's `rl` command; arrays of tables are lists of mappings."""
-    draft = Draft(*_OPTIONS.renamed({name: value for each in options.items() for name, value in _flat(*each)}))
+    draft = RecipeBuilder(*_OPTIONS.renamed({name: value for each in options.items() for name, value in _flat(*each)}))
     _write_model(draft)
     write_sources(draft)
     _write_sampling(draft)
@@ -64,7 +64,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, None if value == "None" else value
 
 
-def _write_model(draft: Draft) -> None:
+def _write_model(draft: RecipeBuilder) -> None:
     names = ("model.name", "trainer.model.name", "orchestrator.model.name")
     draft.copy("model.path", *names, default="Qwen/Qwen3-0.6B")
     draft.change(draft.named(*names), FETCHED)
@@ -79,7 +79,7 @@ def _write_model(draft: Draft) -> None:
         draft.put("data.template_options", template, *found)
 
 
-def _write_sampling(draft: Draft) -> None:
+def _write_sampling(draft: RecipeBuilder) -> None:
     draft.put("rollout.backend", "vllm", "inference.vllm.model")
     group = draft.count("orchestrator.group_size", default=1)
     draft.put("rollout.samples_per_prompt", group, "orchestrator.group_size")
@@ -91,7 +91,7 @@ def _write_sampling(draft: Draft) -> None:
     draft.copy("rollout.seed", f"{_SAMPLING}seed", "inference.vllm.seed")
 
 
-def _write_lengths(draft: Draft) -> None:
+def _write_lengths(draft: RecipeBuilder) -> None:
     lengths = ("orchestrator.seq_len", "seq_len", "trainer.model.seq_len")
     longest = draft.count(*lengths, default=2048)
     widest = draft.number(f"{_VLLM}max_model_len", default=longest)
@@ -106,7 +106,7 @@ def _write_lengths(draft: Draft) -> None:
     )
 
 
-def _write_engines(draft: Draft) -> None:
+def _write_engines(draft: RecipeBuilder) -> None:
     width = draft.count(f"{_VLLM}tensor_parallel_size", default=1)
     draft.put("rollout.tensor_parallel", width, f"{_VLLM}tensor_parallel_size")
     replicas = draft.number(f"{_VLLM}data_parallel_size", default=0)
@@ -145,7 +145,7 @@ def _write_engines(draft: Draft) -> None:
 _HANDED_ON: Final = _OPTIONS.rows[f"{_VLLM}*"]
 
 
-def _write_trainer(draft: Draft) -> None:
+def _write_trainer(draft: RecipeBuilder) -> None:
     draft.take("trainer.model.dtype")
     draft.put("engine.dtype", "bfloat16", "trainer.model.dtype")
     sampled = draft.text("inference.vllm.dtype", default="auto")
@@ -173,7 +173,7 @@ def _write_trainer(draft: Draft) -> None:
     draft.put("engine.activation_checkpointing", True, "trainer.model.ac", *checkpointed)
 
 
-def _write_adapters(draft: Draft) -> None:
+def _write_adapters(draft: RecipeBuilder) -> None:
     if any(name.startswith("trainer.model.lora.") for name in draft.left):
         rank = draft.count("trainer.model.lora.rank", default=16)
         alpha = float(draft.number("trainer.model.lora.alpha", default=32.0))
@@ -194,7 +194,7 @@ def _write_adapters(draft: Draft) -> None:
         draft.put("engine.options", widths, *axes)
 
 
-def _write_objective(draft: Draft) -> None:
+def _write_objective(draft: RecipeBuilder) -> None:
     mode = draft.take(_MODE) if draft.given(_MODE) in ("opd", "sft") else ""
     kind = draft.text("orchestrator.algo.type", default="opd" if mode == "opd" else "grpo")
     draft.put("algorithm.advantage", "dr_grpo", "orchestrator.algo.type")
@@ -210,7 +210,7 @@ def _write_objective(draft: Draft) -> None:
     _write_loss(draft)
 
 
-def _write_loss(draft: Draft) -> None:
+def _write_loss(draft: RecipeBuilder) -> None:
     """Source: prime-rl 0.2 to 559b447, src/prime_rl/trainer/rl/loss.py.
 
     Up to 0.4 tokens were left out by bounds on their ratio (token_mask_*, geo_mask_*, sequence_*), in 0.5 by bounds on
@@ -240,7 +240,7 @@ def _write_loss(draft: Draft) -> None:
         draft.lose(f"{_LOSS}kl_tau", f"{text}that to the first policy")
 
 
-def _write_bounds(draft: Draft, kind: str) -> None:
+def _write_bounds(draft: RecipeBuilder, kind: str) -> None:
     for side in ("low", "high"):
         names = (f"{_LOSS}ipo_threshold",) if kind == "ipo" else (f"{_LOSS}dppo_mask_{side}", f"{_LOSS}ipo_mask_{side}")
         draft.put(f"algorithm.clip_{side}", draft.number(*names, default=0.1 if kind == "ipo" else 0.2), *names)
@@ -251,7 +251,7 @@ def _write_bounds(draft: Draft, kind: str) -> None:
         draft.lose(f"{_LOSS}type", text)
 
 
-def _write_teacher(draft: Draft) -> None:
+def _write_teacher(draft: RecipeBuilder) -> None:
     name = "orchestrator.algo.teacher.name"
     draft.copy("teacher.path", name, told=FETCHED)
     if "teacher.path" not in draft.entries:
@@ -262,7 +262,7 @@ def _write_teacher(draft: Draft) -> None:
     draft.put("algorithm.distillation_coefficient", 1.0, "orchestrator.algo.type", _MODE)
 
 
-def _write_buffer(draft: Draft) -> None:
+def _write_buffer(draft: RecipeBuilder) -> None:
     """Source: prime-rl 0.4, orchestrator/config.py (BufferConfig) and buffer.py."""
     draft.copy("algorithm.filter_groups", f"{_BUFFER}online_difficulty_filtering")
     for key, name, bound in (
@@ -273,7 +273,7 @@ def _write_buffer(draft: Draft) -> None:
         draft.copy(f"curriculum.{key}", name, convert=bound, told=told)
 
 
-def _write_filters(draft: Draft) -> None:
+def _write_filters(draft: RecipeBuilder) -> None:
     """Source: prime-rl 0.6 to 0.8, configs/orchestrator.py: zero_advantage is the one that enforces by default."""
     for prefix in ("orchestrator.pre_batch_filters.", "orchestrator.post_batch_filters.", "orchestrator.filters."):
         names = [name for name in draft.left if name.startswith(prefix)]
@@ -281,7 +281,7 @@ def _write_filters(draft: Draft) -> None:
             _write_filter(draft, f"{prefix}{number}.")
 
 
-def _write_filter(draft: Draft, prefix: str) -> None:
+def _write_filter(draft: RecipeBuilder, prefix: str) -> None:
     name, switch = f"{prefix}type", f"{prefix}enforce"
     kind = draft.take(name)
     is_on = draft.take(switch, default=kind == "zero_advantage")
@@ -298,7 +298,7 @@ def _write_filter(draft: Draft, prefix: str) -> None:
         draft.ignore(draft.named(name, switch), "what it finds is only counted there")
 
 
-def _write_batches(draft: Draft) -> None:
+def _write_batches(draft: RecipeBuilder) -> None:
     group = draft.entries["rollout.samples_per_prompt"].value
     samples = draft.count("orchestrator.batch_size", default=128)
     draft.put("async.mini_batch_size", max(samples // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
@@ -320,7 +320,7 @@ def _write_batches(draft: Draft) -> None:
     )
 
 
-def _write_rhythm(draft: Draft) -> None:
+def _write_rhythm(draft: RecipeBuilder) -> None:
     steps = draft.number("max_steps", "trainer.max_steps", "orchestrator.max_steps", default=0)
     draft.put("engine.max_updates", steps, "max_steps", "trainer.max_steps", "orchestrator.max_steps")
     draft.put("data.epochs", 0, "max_steps")

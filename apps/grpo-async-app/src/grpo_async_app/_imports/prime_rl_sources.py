@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from grpo_async_app._imports.table_names import table_names
-from offbeat_recipes import Draft, is_number
+from offbeat_recipes import RecipeBuilder, is_number
 
 _TRAIN: Final = "orchestrator.train.source"
 _EVAL: Final = "orchestrator.eval.source"
@@ -39,7 +39,7 @@ class _Source:
     others: dict[str, str] = field(default_factory=dict)
 
 
-def write_sources(draft: Draft) -> None:
+def write_sources(draft: RecipeBuilder) -> None:
     """Write where prompts come from: one environment as data.path, several as tables data.mix."""
     sources = _read_sources(draft, _TRAIN)
     for source in sources:
@@ -61,7 +61,7 @@ def write_sources(draft: Draft) -> None:
         draft.put("data.mix", mix, *(name for source in sources for name in source.names), _RATIOS)
 
 
-def _take_what_is_shared(draft: Draft, source: _Source) -> None:
+def _take_what_is_shared(draft: RecipeBuilder, source: _Source) -> None:
     """Read sampling and group size of one environment where they equal those of all."""
     for end, name in source.others.items():
         shared = f"orchestrator.{'train.' * end.startswith('sampling.')}{end}"
@@ -76,7 +76,7 @@ def _filled(found: Any, sources: list[_Source]) -> list[float]:
     return [*shares, *[1.0] * len(sources)][: len(sources)]
 
 
-def _mixed(draft: Draft, source: _Source, share: float) -> dict[str, Any]:
+def _mixed(draft: RecipeBuilder, source: _Source, share: float) -> dict[str, Any]:
     weight = share
     if ratio := source.others.get("ratio"):
         weight = draft.number(ratio, default=share)
@@ -84,7 +84,7 @@ def _mixed(draft: Draft, source: _Source, share: float) -> dict[str, Any]:
     return {"path": source.path, "weight": float(weight)} | ({"task_options": source.options} if source.options else {})
 
 
-def _read_sources(draft: Draft, prefix: str) -> list[_Source]:
+def _read_sources(draft: RecipeBuilder, prefix: str) -> list[_Source]:
     numbers = sorted({name.split(".")[prefix.count(".") + 1] for name in draft.left if name.startswith(f"{prefix}.")})
     found = [_read_source(draft, f"{prefix}.{number}.") for number in numbers if number.isdigit()]
     named = [source for source in found if source is not None]
@@ -93,7 +93,7 @@ def _read_sources(draft: Draft, prefix: str) -> list[_Source]:
     return named
 
 
-def _read_source(draft: Draft, prefix: str) -> _Source | None:
+def _read_source(draft: RecipeBuilder, prefix: str) -> _Source | None:
     held = {name.removeprefix(prefix): name for name in draft.left if name.startswith(prefix)}
     identifier = next((held[end] for end in _IDS if end in held), "")
     if not identifier:
@@ -116,7 +116,7 @@ def _read_source(draft: Draft, prefix: str) -> _Source | None:
     return source
 
 
-def _read_harness(draft: Draft, held: dict[str, str]) -> None:
+def _read_harness(draft: RecipeBuilder, held: dict[str, str]) -> None:
     """Read what runs the turns of an episode: only the model if it is "null", otherwise a program of its own."""
     for part in _HARNESSES:
         name = held.get(f"{part}id")
@@ -138,7 +138,7 @@ def _set(options: dict[str, Any], path: str, value: Any) -> None:
     options[last] = value
 
 
-def write_eval_sets(draft: Draft) -> None:
+def write_eval_sets(draft: RecipeBuilder) -> None:
     """Write a validation set for each environment, with the sampling of all."""
     sources = _read_sources(draft, _EVAL)
     temperature = "orchestrator.eval.sampling.temperature"
@@ -182,7 +182,7 @@ _OF_SAMPLING: Final[Mapping[str, str]] = {
 _SAMPLED: Final[Mapping[str, str]] = {f"sampling.{end}": key for end, key in _OF_SAMPLING.items()}
 
 
-def _read_settings(draft: Draft, prefix: str, keys: Mapping[str, str]) -> dict[str, Any]:
+def _read_settings(draft: RecipeBuilder, prefix: str, keys: Mapping[str, str]) -> dict[str, Any]:
     found = {key: draft.take(f"{prefix}{end}") for end, key in keys.items() if draft.has(f"{prefix}{end}")}
     return {key: value for key, value in found.items() if value is not None}
 

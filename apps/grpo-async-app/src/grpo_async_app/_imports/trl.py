@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from offbeat_recipes import (
     FETCHED,
-    Draft,
     Entry,
+    RecipeBuilder,
     finish_training_arguments,
     is_number,
     write_processes,
@@ -54,9 +54,9 @@ Source: trl/trainer/grpo_config.py of the wheels of TRL 0.14 to 1.14.1.
 """
 
 
-def import_trl(options: Mapping[str, Any]) -> Draft:
+def import_trl(options: Mapping[str, Any]) -> RecipeBuilder:
     """Translate fields of GRPOConfig, and of the script that makes one."""
-    draft = Draft(options, since=_SINCE)
+    draft = RecipeBuilder(options, since=_SINCE)
     _write_data(draft)
     _write_rollout(draft, options)
     write_training_arguments(draft, learning_rate=1e-6, roles=("engine", "rollout"))
@@ -69,7 +69,7 @@ def import_trl(options: Mapping[str, Any]) -> Draft:
     return draft
 
 
-def _write_data(draft: Draft) -> None:
+def _write_data(draft: RecipeBuilder) -> None:
     draft.copy("model.path", "model_name_or_path", told=FETCHED)
     draft.copy("model.trust_remote_code", "trust_remote_code")
     draft.copy("data.path", *_DATA, told=FETCHED)
@@ -99,7 +99,7 @@ def _write_data(draft: Draft) -> None:
         draft.lose("reward_funcs", "is given in code there; here set reward.name to your function")
 
 
-def _write_prompt_length(draft: Draft) -> None:
+def _write_prompt_length(draft: RecipeBuilder) -> None:
     """TRL has no limit of its own since 2026: what the engine's length leaves beside the completion, or our default."""
     if draft.has("max_prompt_length"):
         told = "longer prompts were truncated there; here they are left out and counted"
@@ -113,7 +113,7 @@ def _write_prompt_length(draft: Draft) -> None:
         draft.change("max_prompt_length", text)
 
 
-def _write_completion_length(draft: Draft, options: Mapping[str, Any]) -> None:
+def _write_completion_length(draft: RecipeBuilder, options: Mapping[str, Any]) -> None:
     """Null is no limit there: a completion takes what a prompt leaves of the engine's length."""
     name = "max_completion_length"
     room = draft.number(*_LONGEST, default=0) - draft.entries["data.max_prompt_tokens"].value
@@ -124,7 +124,7 @@ def _write_completion_length(draft: Draft, options: Mapping[str, Any]) -> None:
         draft.change(name, f"no limit there; here completions end after {usual} tokens")
 
 
-def _write_rollout(draft: Draft, options: Mapping[str, Any]) -> None:
+def _write_rollout(draft: RecipeBuilder, options: Mapping[str, Any]) -> None:
     uses_vllm, mode = draft.take("use_vllm", default=False), draft.take("vllm_mode", default="colocate")
     draft.put("rollout.backend", "vllm" if uses_vllm else "torch", "use_vllm")
     if uses_vllm:
@@ -150,7 +150,7 @@ def _write_rollout(draft: Draft, options: Mapping[str, Any]) -> None:
     draft.copy("log.train_generations", "num_completions_to_print")
 
 
-def _write_objective(draft: Draft) -> None:
+def _write_objective(draft: RecipeBuilder) -> None:
     wanted, level = draft.take("loss_type", default="dapo"), draft.text("importance_sampling_level", default="token")
     if isinstance(wanted, list):
         if len(wanted) > 1:
@@ -195,7 +195,7 @@ def _write_objective(draft: Draft) -> None:
             draft.change("mask_truncated_completions", text)
 
 
-def _write_clip(draft: Draft, loss: str) -> None:
+def _write_clip(draft: RecipeBuilder, loss: str) -> None:
     low, high = draft.take("epsilon", default=0.2), draft.take("epsilon_high")
     gates = draft.take("sapo_temperature_pos"), draft.take("sapo_temperature_neg")
     if loss == "sapo":
@@ -216,7 +216,7 @@ def _write_clip(draft: Draft, loss: str) -> None:
         draft.lose("delta", "bounds the ratio of a token; with ratios of sequences there is no such bound")
 
 
-def _write_correction(draft: Draft) -> None:
+def _write_correction(draft: RecipeBuilder) -> None:
     switches = ("vllm_importance_sampling_correction", "use_vllm")
     is_on = draft.take(switches[0], default=True) and draft.take(switches[1])
     name = "vllm_importance_sampling_mode"
@@ -239,7 +239,7 @@ def _write_correction(draft: Draft) -> None:
     draft.put("algorithm.rs_high", cap, *caps)
 
 
-def _write_batches(draft: Draft) -> None:
+def _write_batches(draft: RecipeBuilder) -> None:
     ranks, samples, accumulated = write_processes(draft)
     group = draft.entries["rollout.samples_per_prompt"].value
     generated = draft.number("generation_batch_size", default=0)

@@ -15,7 +15,7 @@ from grpo_async_app._imports.verl_objective import write_objective, write_teache
 from grpo_async_app._imports.verl_paths import write_portable_paths
 from grpo_async_app._imports.verl_rollout import group_of_fork, write_rollout
 from grpo_async_app._imports.verl_validation import SHUFFLES, validates, write_num_rows, write_validation
-from offbeat_recipes import Draft, Entry, Program, read_option_table, write_trackers
+from offbeat_recipes import Entry, Program, RecipeBuilder, read_option_table, write_trackers
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _ROLLOUT: Final = "actor_rollout_ref.rollout."
@@ -36,7 +36,7 @@ def import_verl(
     options: Mapping[str, Any],
     program: Program = _NO_PROGRAM,
     variables: Mapping[str, tuple[str, str]] | None = None,
-) -> Draft:
+) -> RecipeBuilder:
     """Translate verl's options, and what is known of the program that they are given to.
 
     Args:
@@ -45,7 +45,7 @@ def import_verl(
         variables: by option, the variable of the environment that its path begins with, and the default of the script.
     """
     given = {_ASYNC.sub("async_training.", name): value for name, value in options.items()}
-    draft = Draft(*_OPTIONS.renamed(given))
+    draft = RecipeBuilder(*_OPTIONS.renamed(given))
     mode = _find_mode(draft, program)
     _write_data(draft)
     _write_reward(draft)
@@ -64,7 +64,7 @@ def import_verl(
     return draft
 
 
-def _write_data(draft: Draft) -> None:
+def _write_data(draft: RecipeBuilder) -> None:
     draft.copy("model.path", f"{_MODEL}path")
     draft.copy("model.trust_remote_code", f"{_MODEL}trust_remote_code", "data.trust_remote_code")
     _write_training_file(draft)
@@ -79,7 +79,7 @@ def _write_data(draft: Draft) -> None:
     write_num_rows(draft, "train", "data.num_items")
 
 
-def _write_training_file(draft: Draft) -> None:
+def _write_training_file(draft: RecipeBuilder) -> None:
     name = "data.train_files"
     files = draft.take(name)
     if isinstance(files, list):
@@ -94,14 +94,14 @@ def _write_training_file(draft: Draft) -> None:
         draft.put("data.path", files, name)
 
 
-def _write_template_options(draft: Draft) -> None:
+def _write_template_options(draft: RecipeBuilder) -> None:
     prefix = "data.apply_chat_template_kwargs."
     names = [name for name in draft.left if name.startswith(prefix)]
     if options := {name.removeprefix(prefix): value for name in names if (value := draft.take(name)) is not None}:
         draft.put("data.template_options", options, *names)
 
 
-def _write_reward(draft: Draft) -> None:
+def _write_reward(draft: RecipeBuilder) -> None:
     paths = tuple(f"{section}.path" for section in _REWARDS)
     functions = tuple(f"{section}.name" for section in _REWARDS)
     path, function = draft.take(*paths), draft.take(*functions)
@@ -118,18 +118,18 @@ def _write_reward(draft: Draft) -> None:
         draft.lose(name, "verl chooses the reward by data_source; here reward.name does: set it to yours")
 
 
-def _write_reward_options(draft: Draft) -> None:
+def _write_reward_options(draft: RecipeBuilder) -> None:
     for prefix in (f"{section}.reward_kwargs." for section in _REWARDS):
         names = [name for name in draft.left if name.startswith(prefix)]
         if options := {name.removeprefix(prefix): value for name in names if (value := draft.take(name)) is not None}:
             draft.put("reward.function_options", {draft.entries["reward.name"].value: options}, *names)
 
 
-def _has_reward_model(draft: Draft) -> bool:
+def _has_reward_model(draft: RecipeBuilder) -> bool:
     return True in [draft.take(name) for name in _MODEL_IS_ON]
 
 
-def _write_reward_model(draft: Draft) -> None:
+def _write_reward_model(draft: RecipeBuilder) -> None:
     """Write the table of the model that is the reward; the longest prompt and answer are written.
 
     Source: verl, reward_model/reward_model.yaml until 2026 and reward/reward.yaml after.
@@ -159,7 +159,7 @@ _SAMPLING_WIDTH: Final = ("rollout.n_gpus_per_node", f"{_ROLLOUT}n_gpus_per_node
 """Of the asynchronous trainers apart, and of main_ppo's own."""
 
 
-def _find_mode(draft: Draft, program: Program) -> str:
+def _find_mode(draft: RecipeBuilder, program: Program) -> str:
     """Return how verl's trainer and its engines alternate.
 
     Returns:
@@ -183,7 +183,7 @@ def _find_mode(draft: Draft, program: Program) -> str:
     return "one_step_off" if "rollout.n_gpus_per_node" in draft.left else "sync"
 
 
-def _write_passes(draft: Draft) -> None:
+def _write_passes(draft: RecipeBuilder) -> None:
     """Source: verl/workers/actor/dp_actor.py: the same mini batches in the same order, unless actor.shuffle is set."""
     name = f"{_ACTOR}ppo_epochs"
     draft.put("algorithm.num_passes", draft.count(name, default=1), name)
@@ -196,7 +196,7 @@ def _write_passes(draft: Draft) -> None:
         draft.change(f"{_ACTOR}shuffle", "mini batches come in the same order in each pass")
 
 
-def _write_step(draft: Draft) -> int:
+def _write_step(draft: RecipeBuilder) -> int:
     """Write how many prompts a step takes.
 
     Source: Search-R1 a14dc3a, verl/workers/fsdp_workers.py: a mini batch is multiplied by rollout.n, which is 1 there,
@@ -213,7 +213,7 @@ def _write_step(draft: Draft) -> int:
     return step
 
 
-def _write_batches(draft: Draft, mode: str) -> None:
+def _write_batches(draft: RecipeBuilder, mode: str) -> None:
     _write_passes(draft)
     step = _write_step(draft)
     if mode in ("fully_async", "separate_async"):
@@ -240,7 +240,7 @@ def _write_batches(draft: Draft, mode: str) -> None:
         )
 
 
-def _write_fully_async(draft: Draft) -> None:
+def _write_fully_async(draft: RecipeBuilder) -> None:
     for key, usual in (("require_batches", 1), ("trigger_parameter_sync_step", 4)):
         name = f"async_training.{key}"
         draft.put(f"async.{key}", draft.count(name, default=usual), name)
@@ -260,7 +260,7 @@ def _write_fully_async(draft: Draft) -> None:
     )
 
 
-def _write_separate_async(draft: Draft) -> None:
+def _write_separate_async(draft: RecipeBuilder) -> None:
     """verl/trainer/ppo/v1: a train batch is so many mini-batches, with a sync after the last.
 
     So many batches are begun before the first update, and one more with each.
@@ -275,7 +275,7 @@ def _write_separate_async(draft: Draft) -> None:
     draft.put("async.partial_rollout", staleness > 0, "trainer.v1.trainer_mode")
 
 
-def _write_places(draft: Draft, *, is_apart: bool) -> None:
+def _write_places(draft: RecipeBuilder, *, is_apart: bool) -> None:
     names: tuple[str, ...] = ("trainer.nnodes", "trainer.n_gpus_per_node")
     devices = draft.count(names[0], default=1) * draft.count(names[1], default=8)
     draft.put("engine.num_ranks", devices, *names)
@@ -297,7 +297,7 @@ def _write_places(draft: Draft, *, is_apart: bool) -> None:
             draft.put(key, device, "trainer.device")
 
 
-def _write_end(draft: Draft, mode: str, to_sync: int) -> None:
+def _write_end(draft: RecipeBuilder, mode: str, to_sync: int) -> None:
     """After how many epochs or updates a run ends, whichever comes first.
 
     Source: verl/experimental/fully_async_policy/fully_async_rollouter.py, which reads no trainer.total_training_steps.
@@ -322,7 +322,7 @@ def _write_end(draft: Draft, mode: str, to_sync: int) -> None:
         draft.change(prompts, "100 prompts where it is not set, and so here: engine.max_updates, which may go")
 
 
-def _write_rhythm(draft: Draft, mode: str) -> None:
+def _write_rhythm(draft: RecipeBuilder, mode: str) -> None:
     # What verl calls a step ends with a sync: trigger_parameter_sync_step updates here, 1 of them without it.
     to_sync = draft.entries.get("async.trigger_parameter_sync_step", Entry(1, "")).value
     _write_end(draft, mode, to_sync)
@@ -340,7 +340,7 @@ def _write_rhythm(draft: Draft, mode: str) -> None:
     _write_contents(draft)
 
 
-def _write_contents(draft: Draft) -> None:
+def _write_contents(draft: RecipeBuilder) -> None:
     """Write what a checkpoint holds; without the optimizer a run cannot be resumed from it."""
     names = (f"{_ACTOR}checkpoint.save_contents", f"{_ACTOR}checkpoint.contents")
     if (contents := draft.take(*names)) is not None:

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from offbeat_recipes import Draft, write_betas
+from offbeat_recipes import RecipeBuilder, write_betas
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _MODEL: Final = "actor_rollout_ref.model."
@@ -24,7 +24,7 @@ _FORMATS: Final = dict.fromkeys(("float32", "fp32", "float", "32"), "float32") |
 """Source: verl, verl/utils/torch_dtypes.py, which compares with names, and hydra, which reads 32 as a number."""
 
 
-def write_trainer(draft: Draft, usual: str) -> None:
+def write_trainer(draft: RecipeBuilder, usual: str) -> None:
     """Write section engine; `usual`: the engine of verl's configuration."""
     has_axes = any(name.startswith(_MEGATRON) for name in draft.left)
     names = (f"{_ACTOR}strategy", "model_engine")
@@ -40,7 +40,7 @@ def write_trainer(draft: Draft, usual: str) -> None:
     _write_adapters(draft)
 
 
-def _write_format(draft: Draft, strategy: str) -> None:
+def _write_format(draft: RecipeBuilder, strategy: str) -> None:
     """Source: verl, verl/workers/fsdp_workers.py, in which mixed_precision comes before dtype, and megatron.yaml."""
     is_megatron = strategy == "megatron"
     names = (f"{_MEGATRON}dtype",) if is_megatron else (f"{_FSDP}mixed_precision.param_dtype", f"{_FSDP}dtype")
@@ -51,7 +51,7 @@ def _write_format(draft: Draft, strategy: str) -> None:
         draft.lose(name, f"{wanted} is not supported: using bfloat16 instead")
 
 
-def _write_adapters(draft: Draft) -> None:
+def _write_adapters(draft: RecipeBuilder) -> None:
     """Source: verl, model/hf_model.yaml, and ppo_megatron_trainer.yaml for the names with a dot."""
     for dot, usual in (("_", 16), (".", 32)):
         names = f"{_MODEL}lora{dot}rank", f"{_MODEL}lora{dot}alpha"
@@ -61,7 +61,7 @@ def _write_adapters(draft: Draft) -> None:
             draft.put("engine.lora_alpha", float(alpha), names[1])
 
 
-def _write_axes(draft: Draft) -> None:
+def _write_axes(draft: RecipeBuilder) -> None:
     sizes = {key: draft.take(f"{_MEGATRON}{name}") for key, name in _AXES.items()}
     if options := {key: size for key, size in sizes.items() if size is not None}:
         draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
@@ -70,7 +70,7 @@ def _write_axes(draft: Draft) -> None:
 _OPTIM: Final = f"{_ACTOR}optim."
 
 
-def write_optimizer(draft: Draft) -> None:
+def write_optimizer(draft: RecipeBuilder) -> None:
     """Write the optimizer and its schedule; batches and the end of the run are written."""
     kind = str(draft.take(f"{_OPTIM}optimizer", default="AdamW"))
     if kind.lower() not in ("adam", "adamw"):
@@ -82,7 +82,7 @@ def write_optimizer(draft: Draft) -> None:
     draft.copy("engine.max_grad_norm", f"{_ACTOR}grad_clip", f"{_OPTIM}clip_grad")
 
 
-def _write_schedule(draft: Draft) -> None:
+def _write_schedule(draft: RecipeBuilder) -> None:
     names = (f"{_OPTIM}lr_scheduler_type", f"{_OPTIM}lr_decay_style", f"{_OPTIM}warmup_style")
     kind = draft.take(*names)
     if isinstance(kind, str) and kind in _SCHEDULES:
@@ -96,7 +96,7 @@ def _write_schedule(draft: Draft) -> None:
     _write_warmup(draft)
 
 
-def _write_warmup(draft: Draft) -> None:
+def _write_warmup(draft: RecipeBuilder) -> None:
     """The schedule of verl goes one step further with each train batch, ours with each mini-batch.
 
     Source: verl, verl/workers/engine_workers.py (update_lr_scheduler is set for the last mini-batch alone); for

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from offbeat_core import ConfigError
-from offbeat_recipes import Draft, Entry, is_number, is_open
+from offbeat_recipes import Entry, RecipeBuilder, is_number, is_open
 
 _ACTOR: Final = "actor_rollout_ref.actor."
 _CORRECTION: Final = "algorithm.rollout_correction."
@@ -81,7 +81,7 @@ _PRESET: Final = re.compile(
 """Names of corrections, here and in texts about verl."""
 
 
-def write_objective(draft: Draft, *, bypasses: bool) -> None:
+def write_objective(draft: RecipeBuilder, *, bypasses: bool) -> None:
     """`bypasses`: the configuration it begins with takes the ratio against the rollout's log-probabilities."""
     _write_advantage(draft)
     _write_loss(draft)
@@ -90,7 +90,7 @@ def write_objective(draft: Draft, *, bypasses: bool) -> None:
     _write_correction(draft, bypasses=bypasses)
 
 
-def _write_advantage(draft: Draft) -> None:
+def _write_advantage(draft: RecipeBuilder) -> None:
     name = "algorithm.adv_estimator"
     wanted = draft.text(name, default="gae")
     by_spread = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
@@ -116,7 +116,7 @@ def _write_advantage(draft: Draft) -> None:
         draft.ignore("algorithm.lam", "belongs to gae")
 
 
-def _write_critic(draft: Draft) -> None:
+def _write_critic(draft: RecipeBuilder) -> None:
     """Source: verl/trainer/config/critic/critic.yaml and ppo_trainer.yaml."""
     draft.copy("algorithm.gae_lambda", "algorithm.lam", default=1.0)
     draft.copy("critic.path", "critic.model.path")
@@ -127,7 +127,7 @@ def _write_critic(draft: Draft) -> None:
     draft.copy("critic.warmup_updates", "trainer.critic_warmup", default=0)
 
 
-def _write_gdpo(draft: Draft) -> None:
+def _write_gdpo(draft: RecipeBuilder) -> None:
     """Parts of one function's answer there; here each is a reward of its own."""
     names = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
     keys, weights = draft.take(names[0]), draft.take(names[1])
@@ -143,7 +143,7 @@ def _write_gdpo(draft: Draft) -> None:
     )
 
 
-def _add_options(draft: Draft, options: Mapping[str, Any], *names: str) -> None:
+def _add_options(draft: RecipeBuilder, options: Mapping[str, Any], *names: str) -> None:
     """Into `algorithm.options`, beside those that are there."""
     before = draft.entries.get("algorithm.options")
     draft.put("algorithm.options", {**(before.value if before else {}), **options}, *names)
@@ -152,7 +152,7 @@ def _add_options(draft: Draft, options: Mapping[str, Any], *names: str) -> None:
         draft.entries["algorithm.options"] = Entry(both.value, f"{before.source} and {both.source}")
 
 
-def _write_loss(draft: Draft) -> None:
+def _write_loss(draft: RecipeBuilder) -> None:
     name = f"{_ACTOR}policy_loss.loss_mode"
     wanted = draft.text(name, default="vanilla")
     loss = _LOSSES.get(wanted, "ppo_clip")
@@ -172,7 +172,7 @@ def _write_loss(draft: Draft) -> None:
     draft.copy("algorithm.entropy_coefficient", f"{_ACTOR}entropy_coeff")
 
 
-def _write_share(draft: Draft, loss: str) -> None:
+def _write_share(draft: RecipeBuilder, loss: str) -> None:
     """Source: PRIME-RL/Entropy-Mechanism-of-RL 8850579, verl/trainer/ppo/core_algos.py: a percentage of the tokens."""
     name = f"{_ACTOR}k_percent"
     percent = draft.number(name, default=0)
@@ -182,7 +182,7 @@ def _write_share(draft: Draft, loss: str) -> None:
         draft.ignore(name, "belongs to kl_cov")
 
 
-def _write_clips(draft: Draft, loss: str) -> None:
+def _write_clips(draft: RecipeBuilder, loss: str) -> None:
     """Bounds of the ratio; verl/trainer/config/actor/actor.yaml sets both sides to 0.2, whatever clip_ratio says."""
     both, names = draft.take(f"{_ACTOR}clip_ratio"), [f"{_ACTOR}clip_ratio_{side}" for side in ("low", "high")]
     sides = [draft.number(name, default=0.2) for name in names]
@@ -197,7 +197,7 @@ def _write_clips(draft: Draft, loss: str) -> None:
         draft.put(f"algorithm.clip_{side}", value, name)
 
 
-def _write_aggregation(draft: Draft, loss: str) -> None:
+def _write_aggregation(draft: RecipeBuilder, loss: str) -> None:
     name, scale_name = f"{_ACTOR}loss_agg_mode", f"{_ACTOR}loss_scale_factor"
     mode = draft.text(name, default="token-mean")
     if draft.has(scale_name) and (loss in _OF_SEQUENCES or mode != "seq-mean-token-sum-norm"):
@@ -220,7 +220,7 @@ def _write_aggregation(draft: Draft, loss: str) -> None:
     draft.put("algorithm.aggregation", "token_mean" if mode == "token-mean" else "sequence_mean", name)
 
 
-def _write_fixed_length(draft: Draft, mode: str, name: str, scale_name: str) -> None:
+def _write_fixed_length(draft: RecipeBuilder, mode: str, name: str, scale_name: str) -> None:
     """Write the number that the sum over a sequence's tokens is divided by, before the mean over sequences.
 
     Source: verl at 1dda039, verl/trainer/ppo/core_algos.py, agg_loss: with -norm loss_scale_factor, or else the width
@@ -238,7 +238,7 @@ def _write_fixed_length(draft: Draft, mode: str, name: str, scale_name: str) -> 
     draft.change(name, "the mean over sequences, as in verl since early 2026; there it was the sum before")
 
 
-def _write_penalty(draft: Draft) -> None:
+def _write_penalty(draft: RecipeBuilder) -> None:
     in_loss, in_reward = draft.take(f"{_ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
     of_loss = (
         draft.take(f"{_ACTOR}kl_loss_coef", default=0.001),
@@ -255,7 +255,7 @@ def _write_penalty(draft: Draft) -> None:
         _put_penalty(draft, "reward", of_reward, names)
 
 
-def _put_penalty(draft: Draft, place: str, setting: tuple[Any, str], names: tuple[str, str, str]) -> None:
+def _put_penalty(draft: RecipeBuilder, place: str, setting: tuple[Any, str], names: tuple[str, str, str]) -> None:
     coefficient, wanted = setting
     switch = names[2:] if draft.given(names[2]) is True else ()  # one that is open is told as a guess
     if not coefficient:
@@ -272,7 +272,7 @@ def _put_penalty(draft: Draft, place: str, setting: tuple[Any, str], names: tupl
         draft.put("algorithm.kl_ratio_weight", False, names[1])
 
 
-def _write_rewards(draft: Draft) -> None:
+def _write_rewards(draft: RecipeBuilder) -> None:
     draft.copy("algorithm.filter_groups", "algorithm.filter_groups.enable")
     name = "algorithm.filter_groups.metric"
     if metric := draft.take(name):
@@ -289,7 +289,7 @@ def _write_rewards(draft: Draft) -> None:
             draft.ignore(f"{buffer}enable", f"there is no penalty without {buffer}len")
 
 
-def _write_most_filtered(draft: Draft) -> None:
+def _write_most_filtered(draft: RecipeBuilder) -> None:
     """Source: verl/trainer/config/algorithm.py, FilterGroupsConfig: no limit where it is not positive, its default."""
     name = "algorithm.filter_groups.max_num_gen_batches"
     most = draft.number(name, default=0)
@@ -300,7 +300,7 @@ def _write_most_filtered(draft: Draft) -> None:
         draft.change(name, "no limit there; here a run that learns nothing ends after async.max_filtered_batches")
 
 
-def _write_overlong_factor(draft: Draft, factor: Any, name: str) -> None:
+def _write_overlong_factor(draft: RecipeBuilder, factor: Any, name: str) -> None:
     """math_dapo of verl gives 1 or -1 and our rewards 1 or 0: the same penalty is half as large here."""
     if is_open(factor):
         draft.change(name, f"{factor} is unknown here: using 1")
@@ -311,7 +311,7 @@ def _write_overlong_factor(draft: Draft, factor: Any, name: str) -> None:
     draft.put("algorithm.overlong_penalty_factor", size, name)
 
 
-def _write_correction(draft: Draft, *, bypasses: bool) -> None:
+def _write_correction(draft: RecipeBuilder, *, bypasses: bool) -> None:
     name = "async_training.rollout_correction"
     if (preset := draft.take(name)) is not None:
         if _PRESET.fullmatch(str(preset)):
@@ -342,7 +342,7 @@ def _write_correction(draft: Draft, *, bypasses: bool) -> None:
     _write_form(draft, has_weight=bool(weight), usual=bypasses)
 
 
-def _known(draft: Draft, name: str, default: Any) -> Any:
+def _known(draft: RecipeBuilder, name: str, default: Any) -> Any:
     value = draft.take(name, default=default)
     if is_open(value):
         draft.change(name, f"{value} is unknown here: using {default}")
@@ -350,7 +350,9 @@ def _known(draft: Draft, name: str, default: Any) -> Any:
     return value
 
 
-def _find_rejection(draft: Draft, wanted: Any, upper: Any, lower: Any) -> tuple[str | None, tuple[float, float]]:
+def _find_rejection(
+    draft: RecipeBuilder, wanted: Any, upper: Any, lower: Any
+) -> tuple[str | None, tuple[float, float]]:
     """Return the level of the first statistic that is supported, and its bounds on r.
 
     Source: verl at 1dda039, verl/trainer/ppo/rollout_corr_helper.py: of several statistics all must hold, each with a
@@ -374,7 +376,9 @@ def _find_rejection(draft: Draft, wanted: Any, upper: Any, lower: Any) -> tuple[
     return chosen
 
 
-def _write_preset(draft: Draft, weight: str | None, level: str | None, cap: float, bounds: tuple[float, float]) -> None:
+def _write_preset(
+    draft: RecipeBuilder, weight: str | None, level: str | None, cap: float, bounds: tuple[float, float]
+) -> None:
     names = {f"{_CORRECTION}rollout_is": weight, f"{_CORRECTION}rollout_rs": level}
     parts = [f"{weight}_tis"] * bool(weight) + [f"{level}_rs"] * bool(level)
     draft.put("algorithm.correction", "_".join(parts), *(name for name, part in names.items() if part))
@@ -399,12 +403,12 @@ def _bounds(upper: Any, lower: Any) -> tuple[float, float]:
         ) from error
 
 
-def _put_bounds(draft: Draft, bounds: tuple[float, float], name: str) -> None:
+def _put_bounds(draft: RecipeBuilder, bounds: tuple[float, float], name: str) -> None:
     draft.put("algorithm.rs_low", bounds[0], name)
     draft.put("algorithm.rs_high", bounds[1], name)
 
 
-def _write_form(draft: Draft, *, has_weight: bool, usual: bool) -> None:
+def _write_form(draft: RecipeBuilder, *, has_weight: bool, usual: bool) -> None:
     names = [f"{_CORRECTION}bypass_mode", f"{_CORRECTION}bypass_old_logprob_for_rollout"]
     names += ["async_training.use_rollout_log_probs", f"{_ACTOR}use_rollout_log_probs"]
     bypasses = draft.take(*names, default=usual)
@@ -426,7 +430,7 @@ _LOSS: Final = f"{_SECTION}distillation_loss."
 _TEACHERS: Final = f"{_SECTION}teacher_models."
 
 
-def write_teacher(draft: Draft) -> None:
+def write_teacher(draft: RecipeBuilder) -> None:
     """Write the teacher, its place and its weight in the loss; reward and advantage are already written."""
     if not draft.take(f"{_SECTION}enabled"):
         return
@@ -452,7 +456,7 @@ def write_teacher(draft: Draft) -> None:
     _write_distillation(draft)
 
 
-def _write_distillation(draft: Draft) -> None:
+def _write_distillation(draft: RecipeBuilder) -> None:
     name, uses_rewards = f"{_LOSS}distillation_loss_coef", draft.take(f"{_LOSS}use_task_rewards", default=True)
     weight = draft.number(name, default=1.0)
     draft.put("algorithm.distillation_coefficient", float(weight) if uses_rewards else 1.0, name)

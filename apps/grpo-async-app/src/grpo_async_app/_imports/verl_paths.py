@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from offbeat_recipes import Draft, Entry
+from offbeat_recipes import Entry, RecipeBuilder
 
 _KEYS: Final = ("model.path", "teacher.path", "critic.path", "data.path", "data.eval_path", "reward.reward_model.path")
 _FOLDERS: Final = {"data": ("OFFBEAT_DATA", "data"), "models": ("OFFBEAT_MODELS", "models")}
@@ -16,7 +16,7 @@ _UNSET: Final = "~/verl"
 """Place of a variable that nothing sets. Source: verl, scripts of DAPO (RAY_DATA_HOME is ${HOME}/verl)."""
 
 
-def write_portable_paths(draft: Draft, variables: Mapping[str, tuple[str, str]]) -> None:
+def write_portable_paths(draft: RecipeBuilder, variables: Mapping[str, tuple[str, str]]) -> None:
     """Write paths with variables of the environment: those of the script, with its defaults, and those of our recipes.
 
     Args:
@@ -35,7 +35,7 @@ def write_portable_paths(draft: Draft, variables: Mapping[str, tuple[str, str]])
         draft.entries["eval.sets"] = Entry(tables, sets.source)
 
 
-def _portable(draft: Draft, entry: Entry, variables: Mapping[str, tuple[str, str]]) -> str:
+def _portable(draft: RecipeBuilder, entry: Entry, variables: Mapping[str, tuple[str, str]]) -> str:
     path = str(entry.value)
     found = variables.get(_option(entry))
     if found is None:
@@ -47,10 +47,10 @@ def _portable(draft: Draft, entry: Entry, variables: Mapping[str, tuple[str, str
     return f"${{{name}:-{default}}}{path.removeprefix(usual)}"
 
 
-def _outer(draft: Draft, entry: Entry, path: str) -> str:
+def _outer(draft: RecipeBuilder, entry: Entry, path: str) -> str:
     """Rewrite a path that does not begin with a variable to which the script gives a default."""
     if _ARGUMENT.match(path):
-        _tell(draft, entry, f"an argument of the script: name it in place of {_UNSET}")
+        _notify(draft, entry, f"an argument of the script: name it in place of {_UNSET}")
         return _ARGUMENT.sub(_UNSET, path, count=1)
     found = _REFERENCE.match(path)
     if found is None:
@@ -58,28 +58,28 @@ def _outer(draft: Draft, entry: Entry, path: str) -> str:
     rest = path[found.end() :]
     if found[1] != "HOME":
         if os.environ.get(found[1]) is None:
-            _tell(draft, entry, f"{found[1]} is not set: {_UNSET} is used until it is")
+            _notify(draft, entry, f"{found[1]} is not set: {_UNSET} is used until it is")
         return f"${{{found[1]}:-{_UNSET}}}{rest}"
     folder = rest.strip("/").partition("/")[0]
     if folder not in _FOLDERS:
         return f"~{rest}"
     variable, what = _FOLDERS[folder]
-    _tell(draft, entry, f"{variable} names the folder of {what}; without it ~/{folder}")
+    _notify(draft, entry, f"{variable} names the folder of {what}; without it ~/{folder}")
     return f"${{{variable}:-~/{folder}}}{rest.removeprefix(f'/{folder}')}"
 
 
-def _inner(draft: Draft, entry: Entry, default: str) -> str:
+def _inner(draft: RecipeBuilder, entry: Entry, default: str) -> str:
     """Return a default of the script without a variable at its beginning."""
     found = _REFERENCE.match(default)
     if found is None:
         return default
     value = "~" if found[1] == "HOME" else os.environ.get(found[1])
     if value is None:
-        _tell(draft, entry, f"{found[1]} is not set: using {_UNSET}")
+        _notify(draft, entry, f"{found[1]} is not set: using {_UNSET}")
     return (value or _UNSET) + default[found.end() :]
 
 
-def _tell(draft: Draft, entry: Entry, text: str) -> None:
+def _notify(draft: RecipeBuilder, entry: Entry, text: str) -> None:
     draft.change(_option(entry), text)
 
 

@@ -2,13 +2,13 @@
 
 from typing import Any, Final
 
-from offbeat_recipes import Draft
+from offbeat_recipes import RecipeBuilder
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout."
 _SAMPLERS: Final = {"vllm": "vllm", "hf": "torch", "trtllm": "trtllm"}
 
 
-def write_rollout(draft: Draft) -> None:
+def write_rollout(draft: RecipeBuilder) -> None:
     """Write section rollout; the longest prompt is written."""
     name = f"{_ROLLOUT}name"
     wanted = draft.text(name, default="vllm")
@@ -45,13 +45,13 @@ _FORKS: Final = (f"{_ROLLOUT}n_agent", "env.rollout.n", "agent_grpo.n")
 """Group sizes of Search-R1, verl-agent and DeepResearcher, whose own rollout.n is 1 or multiplies it."""
 
 
-def group_of_fork(draft: Draft) -> int:
+def group_of_fork(draft: RecipeBuilder) -> int:
     """Return the group size that a fork has beside rollout.n, or 1."""
     names = [name for name in _FORKS if draft.has(name)]
     return draft.count(*names, default=1) if names else 1
 
 
-def _write_group_size(draft: Draft) -> None:
+def _write_group_size(draft: RecipeBuilder) -> None:
     each = draft.count(f"{_ROLLOUT}n", "rollout.n", default=1)
     names, of_fork = [name for name in _FORKS if draft.has(name)], group_of_fork(draft)
     draft.put("rollout.samples_per_prompt", each * of_fork, *names, f"{_ROLLOUT}n", "rollout.n")
@@ -59,7 +59,7 @@ def _write_group_size(draft: Draft) -> None:
         draft.change(names[0], f"the group size of a fork: {each * of_fork} samples of each prompt")
 
 
-def _write_turns(draft: Draft) -> None:
+def _write_turns(draft: RecipeBuilder) -> None:
     """Turns that the rollout makes by itself; with tools that are named in other places."""
     names = (
         "max_turns",
@@ -77,7 +77,7 @@ def _write_turns(draft: Draft) -> None:
         draft.lose(draft.named(*names), "what answers the turns is not imported: set environment.name")
 
 
-def _write_quantization(draft: Draft) -> None:
+def _write_quantization(draft: RecipeBuilder) -> None:
     """Source: verl, verl/trainer/config/rollout/rollout.yaml (quantization: null or fp8)."""
     name = f"{_ROLLOUT}quantization"
     wanted = draft.take(name)
@@ -87,7 +87,7 @@ def _write_quantization(draft: Draft) -> None:
         draft.lose(name, "engines sample from rollout.dtype, or from fp8 with rollout.weight_format")
 
 
-def _write_engine_arguments(draft: Draft, wanted: str) -> None:
+def _write_engine_arguments(draft: RecipeBuilder, wanted: str) -> None:
     """Arguments of the rollout engine itself go to `rollout.options`, which hands on what it does not know."""
     if _SAMPLERS.get(wanted, "vllm") != "vllm":
         return

@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from grpo_async_app._imports.table_names import table_names
-from offbeat_recipes import Draft
+from offbeat_recipes import RecipeBuilder
 
 SHUFFLES: Final = ("data.shuffle", "data.shuffle_train_dataloader")
 _FILES: Final = "data.val_files"
@@ -21,7 +21,7 @@ _USUAL: Final = {"temperature": 0, "n": 1, "top_p": 1, "top_k": 0}
 """verl's defaults (rollout/rollout.yaml), which are also those of held-out prompts here; all tokens are -1 there."""
 
 
-def write_validation(draft: Draft) -> None:
+def write_validation(draft: RecipeBuilder) -> None:
     """Write data.eval_path for one file that is sampled as usual, or else a table of eval.sets for each file."""
     given = {key: draft.number(*names, default=_USUAL[key]) for key, names in _SAMPLING.items()}
     given["top_k"] = max(given["top_k"], 0)
@@ -40,7 +40,7 @@ def write_validation(draft: Draft) -> None:
         draft.lose(draft.named(*_SAMPLING[key]), "no file is named: a table [eval.sets.NAME] has n, top_p and top_k")
 
 
-def _write_sets(draft: Draft, paths: list[str], sampling: dict[str, Any]) -> None:
+def _write_sets(draft: RecipeBuilder, paths: list[str], sampling: dict[str, Any]) -> None:
     if sampling.get("n", 1) > 1 and not sampling.get("temperature"):
         draft.change(draft.named(*_SAMPLING["n"]), "at temperature 0 all samples are the same: one is drawn here")
         del sampling["n"]
@@ -60,7 +60,7 @@ def _write_sets(draft: Draft, paths: list[str], sampling: dict[str, Any]) -> Non
 _NUM_ROWS: Final = {part: (f"data.{part}_max_samples", f"data.{part}_data_num") for part in ("train", "val")}
 
 
-def write_num_rows(draft: Draft, part: str, key: str) -> None:
+def write_num_rows(draft: RecipeBuilder, part: str, key: str) -> None:
     """Write how many rows of a file are used.
 
     Source: verl/utils/dataset/rl_dataset.py: at random with data.shuffle, which is on in data/legacy_data.yaml.
@@ -79,6 +79,6 @@ def write_num_rows(draft: Draft, part: str, key: str) -> None:
             )
 
 
-def validates(draft: Draft) -> bool:
+def validates(draft: RecipeBuilder) -> bool:
     """Return whether something is validated on."""
     return "data.eval_path" in draft.entries or "eval.sets" in draft.entries

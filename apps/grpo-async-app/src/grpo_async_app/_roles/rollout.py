@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._roles.residence import resident_bytes
+from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
     BackendError,
     Completion,

@@ -14,7 +14,7 @@ from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import after_a_step, build_batches
 from grpo_async_app._roles.groups import SampledGroup
-from grpo_async_app._roles.residence import resident_bytes
+from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
     Metric,
     Metrics,

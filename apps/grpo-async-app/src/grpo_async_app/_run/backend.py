@@ -101,7 +101,7 @@ class GrpoBackend:
         filtered = may_filter and not self._has_signal(samples, greedy)
         group = group if filtered else await self._taught(group)
         if group.flaw:
-            self._rollouts.leave_out("rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.rewards))
+            self._rollouts.skip("rollout/untrainable", f"group {group_id} has {group.flaw}", len(group.rewards))
             self._logger.left_out(self._rollouts.left_out, self._rollouts.last_left_out)
             filtered = True
         if not filtered:
@@ -172,7 +172,7 @@ class GrpoBackend:
                     f"gdpo learns from each that reward.weights names: it lacks {', '.join(missing)}; let the agent or "
                     "the environment give them, or leave the reward to section reward"
                 )
-                self._rollouts.leave_out("reward/missing_parts", why)
+                self._rollouts.skip("reward/missing_parts", why)
             else:
                 found.append(sample)
         return found

@@ -57,7 +57,7 @@ def widths_to_probe(tensor_parallel: int) -> list[int]:
 
 
 async def probe_engines(
-    config: GrpoConfig, launcher: Launcher, view: ClusterView, log_folder: Path, tell: Callable[[ProbeOutcome], None]
+    config: GrpoConfig, launcher: Launcher, view: ClusterView, log_folder: Path, notify: Callable[[ProbeOutcome], None]
 ) -> list[ProbeOutcome]:
     """Start engines of growing width until one fails.
 
@@ -66,14 +66,14 @@ async def probe_engines(
         launcher: of the configuration; it stays open.
         view: its nodes, before anything was started.
         log_folder: takes a log for each engine.
-        tell: takes each outcome as soon as it is known.
+        notify: takes each outcome as soon as it is known.
 
     Returns:
         Every outcome; those of the last width alone may have an error.
     """
     outcomes: list[ProbeOutcome] = []
     for width in widths_to_probe(config.rollout.tensor_parallel):
-        probe = _WidthProbe(config, launcher, view, log_folder, width, tell)
+        probe = _WidthProbe(config, launcher, view, log_folder, width, notify)
         outcomes += await probe.run()
         if any(outcome.error for outcome in outcomes):
             break
@@ -90,10 +90,10 @@ class _WidthProbe:
         view: ClusterView,
         log_folder: Path,
         width: int,
-        tell: Callable[[ProbeOutcome], None],
+        notify: Callable[[ProbeOutcome], None],
     ) -> None:
         self._config, self._launcher, self._view, self._width = config, launcher, view, width
-        self._log_folder, self._tell = log_folder, tell
+        self._log_folder, self._notify = log_folder, notify
         self._no_room: tuple[str, ...] = ()
         self._num_threads = config.cluster.rollout_threads or available_cpus()
 
@@ -103,7 +103,7 @@ class _WidthProbe:
             planned = self._plan()
         except PlacementError as error:
             outcome = ProbeOutcome(width=self._width, node="", error=error)
-            self._tell(outcome)
+            self._notify(outcome)
             return [outcome]
         return list(await asyncio.gather(*(self._probe(group, plan) for group, plan in planned)))
 
@@ -152,7 +152,7 @@ class _WidthProbe:
             assert outcome.log is not None
             says_all = isinstance(error, UserError)  # its log holds the traceback of the same words
             outcome = replace(outcome, error=error, log_tail="" if says_all else read_log_tail(outcome.log))
-        self._tell(outcome)
+        self._notify(outcome)
         return outcome
 
     async def _start_and_ask(self, role: RoleName, outcome: ProbeOutcome) -> ProbeOutcome:

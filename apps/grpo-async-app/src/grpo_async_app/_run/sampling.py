@@ -199,7 +199,7 @@ class Rollouts:
             self._lose(self._agents_lost, f"agent/{error.reason}", str(error))
             return None
         if recorded.num_aborted:
-            self.leave_out("rollout/aborted", f"an engine ended {recorded.num_aborted} calls of an agent")
+            self.skip("rollout/aborted", f"an engine ended {recorded.num_aborted} calls of an agent")
             return None
         if recorded.reward is not None:
             posted = RewardScore(value=recorded.reward, parts=recorded.reward_parts)
@@ -219,7 +219,7 @@ class Rollouts:
     async def _score(self, prompt: Prompt, written: list[CompletionText], judge: str) -> list[RewardScore | None]:
         scores = await self._fleet.score(prompt, written, judge)
         if failed := scores.count(None):
-            self.leave_out("reward/dropped", self._fleet.last_reward_error, failed)
+            self.skip("reward/dropped", self._fleet.last_reward_error, failed)
         return scores
 
     def _ended(self, completions: list[Completion]) -> list[Completion]:
@@ -227,7 +227,7 @@ class Rollouts:
         ended = [completion for completion in completions if completion.stop_reason != "aborted"]
         for completion in completions:
             if completion.stop_reason == "aborted":
-                self.leave_out("rollout/aborted", f"an engine ended a sample after {len(completion.ids)} tokens")
+                self.skip("rollout/aborted", f"an engine ended a sample after {len(completion.ids)} tokens")
         return ended
 
     def _taken(self, score: RewardScore, lost: ErrorShare, by: str) -> RewardScore | None:
@@ -240,12 +240,12 @@ class Rollouts:
 
     def _lose(self, lost: ErrorShare, metric: str, why: str) -> None:
         """Leave out an episode that came to nothing, and end the run where too many do."""
-        self.leave_out(metric, why)
+        self.skip(metric, why)
         lost.add(failed=True)
         if complaint := lost.complaint("episodes came to nothing"):
             raise EpisodesLostError(f"{complaint}; the latest: {why}")
 
-    def leave_out(self, metric: str, why: str, num_samples: int = 1) -> None:
+    def skip(self, metric: str, why: str, num_samples: int = 1) -> None:
         self.left_out[metric] += num_samples
         self.last_left_out = why
 

@@ -69,9 +69,9 @@ class Session:
         return cls(preflight, run, policy, {}, None, {})
 
     @classmethod
-    def from_latest(cls, preflight: Preflight, run: RunFolder, tell: Callable[[str], None] = print_text) -> "Session":
+    def from_latest(cls, preflight: Preflight, run: RunFolder, notify: Callable[[str], None] = print_text) -> "Session":
         """Read what is left after the latest whole checkpoint; the whole run when there is none yet."""
-        found = run.checkpoints.read_latest(partial(_read_loop, preflight, run.path), tell)
+        found = run.checkpoints.read_latest(partial(_read_loop, preflight, run.path), notify)
         if found is None:
             return cls.from_start(preflight, run)
         checkpoint, (policy, stored, known) = found

@@ -127,9 +127,9 @@ async def validate(
     config: GrpoConfig,
     sets: Sequence[ValidationSet],
     version: int,
-    tell: Callable[[int], None],
+    notify: Callable[[int], None],
 ) -> Validation:
-    """Sample and score every item; one whose engine dies is asked again. `tell` hears how many are answered.
+    """Sample and score every item; one whose engine dies is asked again. `notify` hears how many are answered.
 
     Raises:
         OutdatedError: another version than `version` has answered, and none should: see `eval.at_sync`.
@@ -141,7 +141,7 @@ async def validate(
             if not config.validation_goes_on:
                 _refuse_other_versions(answered, version)
             found[answered.asked.name, answered.number] = answered
-            tell(len(found))
+            notify(len(found))
     ordered = [found[each.name, number] for each in sets for number in range(len(each.prompts))]
     has_agent = config.agent.is_set
     items = {

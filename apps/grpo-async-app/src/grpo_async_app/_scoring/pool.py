@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 from grpo_async_app._roles.scorer import Judged, ScorerAsk, ScorerTraits, prompt_to_json
 from grpo_async_app._scoring.error_share import ErrorShare
-from grpo_async_app._scoring.gauge import ScoringGauge
-from grpo_async_app._scoring.processes import BlockingScorers, ScorerStarter, worthless
+from grpo_async_app._scoring.processes import BlockingScorers, ScorerStarter, zero_score
+from grpo_async_app._scoring.scoring_metrics import ScoringMetrics
 from grpo_async_app._scoring.waiting import WaitingScorer
 from offbeat_actors import ClusterConfig, Notify
 from offbeat_core import Metrics, OffbeatError, printable
@@ -61,7 +61,7 @@ class ScorerPool:
         notify: Notify = _logger.warning,
     ) -> None:
         self._config, self._log, self._reward_model = config, log, reward_model
-        self._gauge = ScoringGauge()
+        self._gauge = ScoringMetrics()
         log_of = partial(_log_beside, log) if log else None
         self.starter = ScorerStarter(config, cluster, self._gauge, log_of, notify)
         self._blocking = BlockingScorers(config, self.starter)
@@ -177,7 +177,7 @@ class ScorerPool:
             self._gauge.add_costs(each.costs)
             scores.append(each)
         if any(score.parts.get("timed_out") for score in scores):
-            return worthless(self._config, "timed_out")
+            return zero_score(self._config, "timed_out")
         parts = {name: part for score in scores for name, part in score.parts.items()}
         value, own = sum(score.value for score in scores), {name: parts[name] for name in self._config.all_weights}
         if complaint := self._config.range_complaint(value, own):
@@ -191,7 +191,7 @@ class ScorerPool:
             self._failed.add(failed=False)
             return judged
         self._count_failed(judged)
-        return worthless(self._config, "failed") if self._config.on_error == "zero" else None
+        return zero_score(self._config, "failed") if self._config.on_error == "zero" else None
 
     def _count_failed(self, error: OffbeatError) -> None:
         """Raises RewardError when too many could not be scored, or the error where `reward.on_error` allows none."""

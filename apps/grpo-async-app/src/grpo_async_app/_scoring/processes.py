@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from grpo_async_app._roles.scorer import AT_A_TIME_S, Judged, ScorerAnswer, ScorerAsk, ScorerTraits
-from grpo_async_app._scoring.gauge import ScoringGauge
+from grpo_async_app._scoring.scoring_metrics import ScoringMetrics
 from offbeat_actors import (
     ActorHandle,
     ClusterConfig,
@@ -53,7 +53,7 @@ class ScorerStarter:
         self,
         config: RewardConfig,
         cluster: ClusterConfig,
-        gauge: ScoringGauge,
+        gauge: ScoringMetrics,
         log_of: Callable[[str], Path] | None,
         notify: Notify,
     ) -> None:
@@ -203,7 +203,7 @@ class BlockingScorers:
         try:
             return await self._group("score_together", ask, self._config.timeout_s)
         except DeadlineError:
-            return [worthless(self._config, "timed_out")] * len(ask.texts)
+            return [zero_score(self._config, "timed_out")] * len(ask.texts)
         except RewardError as error:
             return [error] * len(ask.texts)
 
@@ -262,7 +262,7 @@ class BlockingScorers:
                 except DeadlineError:
                     self.num_scored += 1
                     scorer.start_again()
-                    return worthless(self._config, "timed_out")
+                    return zero_score(self._config, "timed_out")
                 except PeerFailedError as error:
                     if is_last:
                         self.num_scored += 1
@@ -300,5 +300,5 @@ def split(ask: ScorerAsk) -> list[ScorerAsk]:
     return [replace(ask, texts=[text], ids=each) for text, each in zip(ask.texts, ids, strict=True)]
 
 
-def worthless(config: RewardConfig, part: str) -> RewardScore:
+def zero_score(config: RewardConfig, part: str) -> RewardScore:
     return RewardScore(value=0.0, parts={**dict.fromkeys(config.all_weights, 0.0), part: 1.0})

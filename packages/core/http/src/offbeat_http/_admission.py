@@ -119,7 +119,7 @@ class Admission:
             task.cancel()
         if self._telling:
             self._telling.cancel()
-            self._tell()
+            self._notify()
 
     # ── what connections tell of themselves ───────────────────────────────────────────────────────────────────────
 
@@ -159,9 +159,9 @@ class Admission:
         """Count what is wrong with clients; one line a minute tells of it."""
         self._noted[event] += 1
         if self._telling is None:
-            self._telling = self._loop.call_later(LOG_EVERY_S, self._tell)
+            self._telling = self._loop.call_later(LOG_EVERY_S, self._notify)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         told = ", ".join(f"{count} {_WORDS[event]}" for event, count in sorted(self._noted.items()))
         _log.warning("HTTP connections in the last %g s: %s", LOG_EVERY_S, told)
         self._noted.clear()

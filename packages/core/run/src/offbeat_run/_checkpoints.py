@@ -150,7 +150,7 @@ class Checkpoints:
         found = self.all()
         return found[-1] if found else None
 
-    def read_latest(self, read: Callable[[Path], T], tell: Tell = print_text) -> tuple[Checkpoint, T] | None:
+    def read_latest(self, read: Callable[[Path], T], notify: Tell = print_text) -> tuple[Checkpoint, T] | None:
         """Read the latest checkpoint whose bytes are those that were written: a resumed run goes on from there.
 
         Newer ones are damaged. They get another name, and are removed once the run has passed their step again.
@@ -158,7 +158,7 @@ class Checkpoints:
         Args:
             read: returns what a run needs of the folder of a checkpoint. Any error but ConfigError means that this
                 checkpoint is damaged; `reading` names the file.
-            tell: is called with what is passed over, and with what is chosen.
+            notify: is called with what is passed over, and with what is chosen.
 
         Returns:
             The checkpoint, and what `read` has returned; None where there is no checkpoint yet.
@@ -171,7 +171,7 @@ class Checkpoints:
         for folder in reversed(self._folders()):
             try:
                 _whole_as_named(folder)
-                step = check_checkpoint(folder, tell)
+                step = check_checkpoint(folder, notify)
                 with reading("one of its files"):
                     found = read(folder)
             except DamagedError as error:
@@ -179,13 +179,13 @@ class Checkpoints:
                 continue
             for newer, flaw in damaged.items():
                 aside = _set_aside(newer)
-                tell(f"checkpoint {newer.name} is damaged ({flaw}) and passed over; it is kept as {aside.name}")
-            tell(f"resumes from update {step} ({folder})")
+                notify(f"checkpoint {newer.name} is damaged ({flaw}) and passed over; it is kept as {aside.name}")
+            notify(f"resumes from update {step} ({folder})")
             return Checkpoint(step=step, path=folder, score=self._scores().get(step)), found
         if damaged:
             # The newest one's error is the cause: a mistake of ours in `read` would look like damage to all of them.
             raise RunFolderError(_nothing_whole(self.path, damaged)) from next(iter(damaged.values()))
-        tell("no whole checkpoint: begins anew")
+        notify("no whole checkpoint: begins anew")
         return None
 
     def best(self) -> Checkpoint | None:
@@ -193,13 +193,13 @@ class Checkpoints:
         scored = [(each.score, -each.step, each) for each in self.all() if each.score is not None]
         return max(scored, key=lambda item: item[:2])[2] if scored else None
 
-    def chosen(self, tell: Tell = print_text) -> Checkpoint:
+    def chosen(self, notify: Tell = print_text) -> Checkpoint:
         """Return the best one, or the latest where none has a score: what a run gives to the world.
 
         Its model is as it was written; whichever is damaged is passed over for the next best.
 
         Args:
-            tell: is called with what is passed over.
+            notify: is called with what is passed over.
 
         Raises:
             RunFolderError: there is none.
@@ -210,21 +210,21 @@ class Checkpoints:
             try:
                 _whole_as_named(folder)
             except DamagedError as flaw:
-                tell(f"checkpoint {folder.name} is damaged ({flaw}) and passed over")
+                notify(f"checkpoint {folder.name} is damaged ({flaw}) and passed over")
         left = {each.step: each for each in self.all()}
         while left:
             scored = [each for each in left.values() if each.score is not None]
             found = max(scored, key=lambda each: (each.score, -each.step)) if scored else left[max(left)]
             try:
-                check_checkpoint(found.path, tell, model_only=True)
+                check_checkpoint(found.path, notify, model_only=True)
             except DamagedError as error:
-                tell(f"checkpoint {found.path.name} is damaged ({error}) and passed over")
+                notify(f"checkpoint {found.path.name} is damaged ({error}) and passed over")
                 del left[found.step]
             else:
                 return found
         raise RunFolderError(f"{self.path.parent} holds no whole checkpoint to evaluate; resume the run to get one")
 
-    def find(self, step: int, tell: Tell = print_text) -> Checkpoint:
+    def find(self, step: int, notify: Tell = print_text) -> Checkpoint:
         """Return the one of a step, whose model is as it was written.
 
         Raises:
@@ -234,7 +234,7 @@ class Checkpoints:
         if step not in found:
             known = ", ".join(map(str, found)) or "none"
             raise RunFolderError(f"--step {step}: no whole checkpoint of this update in {self.path}; there are {known}")
-        check_model(found[step].path, tell)
+        check_model(found[step].path, notify)
         return found[step]
 
     def prune(self, keep: int) -> list[Checkpoint]:
@@ -269,19 +269,19 @@ def by_step(name: str) -> tuple[int, str]:
     return len(name), name
 
 
-def check_model(folder: Path, tell: Tell = print_text) -> None:
+def check_model(folder: Path, notify: Tell = print_text) -> None:
     """Compare a model with what was written, where its folder is a checkpoint or has digests beside its files.
 
     Args:
         folder: of the model.
-        tell: is called where the checkpoint is of an older version, and cannot be checked.
+        notify: is called where the checkpoint is of an older version, and cannot be checked.
 
     Raises:
         RunFolderError: the checkpoint is damaged; the text names the file.
     """
     try:
         if (folder / MANIFEST).is_file():
-            check_checkpoint(folder, tell, model_only=True)
+            check_checkpoint(folder, notify, model_only=True)
         else:
             files = sorted(path.with_suffix("") for path in folder.glob(f"*{DIGEST_SUFFIX}"))
             _require_same(folder, {path.name: digest_of(path) for path in files})
@@ -289,12 +289,12 @@ def check_model(folder: Path, tell: Tell = print_text) -> None:
         raise RunFolderError(f"{folder} is damaged: {error}; choose another checkpoint, or bring it back") from error
 
 
-def check_checkpoint(folder: Path, tell: Tell, *, model_only: bool = False) -> int:
+def check_checkpoint(folder: Path, notify: Tell, *, model_only: bool = False) -> int:
     """Compare the bytes of a checkpoint with its manifest, and return its step.
 
     Args:
         folder: of the checkpoint.
-        tell: is called where there are no digests, because an older version has written it.
+        notify: is called where there are no digests, because an older version has written it.
         model_only: leave out what only its training needs, most of the bytes.
 
     Raises:
@@ -306,7 +306,7 @@ def check_checkpoint(folder: Path, tell: Tell, *, model_only: bool = False) -> i
         _require_same(folder, {name: manifest.file_digests[name] for name in names})
     else:
         _require_readable(folder, names)
-        tell(f"checkpoint {folder.name} is of an older version and has no digests: changed bytes would not be seen")
+        notify(f"checkpoint {folder.name} is of an older version and has no digests: changed bytes would not be seen")
     return manifest.step
 
 

@@ -173,12 +173,12 @@ def so_far(text: str) -> None:
         _current.so_far(text)
 
 
-def counted_loss(loss: LossFunction, tell: Callable[[str], None], *, is_alone: bool = True) -> LossFunction:
+def counted_loss(loss: LossFunction, notify: Callable[[str], None], *, is_alone: bool = True) -> LossFunction:
     """Return the loss of one pass, which tells with each micro-batch how many sequences it was called for.
 
     Args:
         loss: called for each micro-batch.
-        tell: such as `so_far`.
+        notify: such as `so_far`.
         is_alone: this process sees all sequences, and not those of one rank.
     """
     done = 0
@@ -186,7 +186,7 @@ def counted_loss(loss: LossFunction, tell: Callable[[str], None], *, is_alone: b
     def call(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
         nonlocal done
         done += tokens.num_sequences
-        tell(f"{done} of {tokens.total_sequences} sequences" if is_alone else f"{done} sequences on this rank")
+        notify(f"{done} of {tokens.total_sequences} sequences" if is_alone else f"{done} sequences on this rank")
         return loss(tokens)
 
     return call

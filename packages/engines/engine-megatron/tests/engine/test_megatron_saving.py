@@ -109,25 +109,25 @@ def _be_killed(model, place, rank, shared, while_):
             if rank == 0:
                 (shared / "told.json").write_text(json.dumps(told))
             if while_ == "it writes":
-                FileWriter.add = lambda *args: (_tell(shared, rank), time.sleep(60))
+                FileWriter.add = lambda *args: (_notify(shared, rank), time.sleep(60))
             else:
                 rename = Path.rename
 
                 def rename_and_wait(path, target):
                     rename(path, target)
-                    _tell(shared, rank)
+                    _notify(shared, rank)
                     time.sleep(60)
 
                 Path.rename = rename_and_wait
                 if rank == 1:
-                    _tell(shared, rank)
+                    _notify(shared, rank)
             engine.save_in_background(place)
             engine.finish_save()
     finally:
         os._exit(1)
 
 
-def _tell(shared, rank):
+def _notify(shared, rank):
     (shared / f"stuck-{rank}").touch()
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from megatron_collectives import LAYOUTS, PHASES, Seen, judge, prove, tell, walk
+from megatron_collectives import LAYOUTS, PHASES, Seen, judge, notify, prove, walk
 from megatron_layouts import params_of
 
 IN_CI = [LAYOUTS[4], LAYOUTS[5]]
@@ -14,7 +14,7 @@ IN_CI = [LAYOUTS[4], LAYOUTS[5]]
 def test_nobody_can_wait_for_somebody_who_does_not_come(create, shared, mesh, layout):
     """A training step, a validation, an export and a checkpoint, as torch's recorder has seen them on each rank."""
     place = shared / layout.slug
-    told = tell(walk(create(layout, mesh), place))
+    told = notify(walk(create(layout, mesh), place))
     (shared / f"{place.name}-rank{mesh.rank}.json").write_text(json.dumps(told))
     mesh.group(*(axis for axis in layout.axes if axis != "ep")).barrier()
     everybody = [json.loads((shared / f"{place.name}-rank{rank}.json").read_text()) for rank in range(mesh.size)]

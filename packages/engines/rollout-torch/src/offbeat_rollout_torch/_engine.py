@@ -19,12 +19,12 @@ from offbeat_core import (
     Floats,
     GenerateRequest,
     LoraAdapter,
+    OnToken,
     PauseMode,
     RolloutCapabilities,
     RolloutEngineConfig,
     RolloutEngineSettings,
     ScoreRequest,
-    TellToken,
     WeightProof,
     WeightStream,
     read_options,
@@ -212,17 +212,17 @@ class TorchRolloutEngine:
         """
         return await self._generate(request, None)
 
-    async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
+    async def stream(self, request: GenerateRequest, notify: OnToken) -> list[Completion]:
         loop = asyncio.get_running_loop()
 
         def pass_on(sample: int, token: int, logprob: float) -> None:
-            loop.call_soon_threadsafe(tell, sample, token, logprob)
+            loop.call_soon_threadsafe(notify, sample, token, logprob)
 
         return await self._generate(request, pass_on)
 
-    async def _generate(self, request: GenerateRequest, tell: TellToken | None) -> list[Completion]:
+    async def _generate(self, request: GenerateRequest, notify: OnToken | None) -> list[Completion]:
         self._check(request)
-        state = RequestState(request, self._tokenizer, await self._prepare_images(request), tell)
+        state = RequestState(request, self._tokenizer, await self._prepare_images(request), notify)
         if not state.samples:
             return []
         try:

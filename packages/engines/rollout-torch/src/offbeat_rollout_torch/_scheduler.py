@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from offbeat_core import Completion, GenerateRequest, SamplingParams, StopReason, TellToken, new_future
+from offbeat_core import Completion, GenerateRequest, OnToken, SamplingParams, StopReason, new_future
 from offbeat_rollout_torch._attention import Chunk, prefill_group
 from offbeat_rollout_torch._cache import KVCache, Prefix, Row
 from offbeat_rollout_torch._images import RequestImages
@@ -79,8 +79,8 @@ class Sample:
             self.stop_reason = "stop"
         elif self.is_full(criteria):
             self.stop_reason = "length"
-        if self.request.tell is not None:
-            self.request.tell(self.index, token, logprob)
+        if self.request.notify is not None:
+            self.request.notify(self.index, token, logprob)
 
     def is_full(self, criteria: StopCriteria, num_more: int = 0) -> bool:
         """Return whether it may draw no further token after so many more."""
@@ -101,7 +101,7 @@ class RequestState:
         request: as asked.
         tokenizer: for stop strings and text.
         images: the request's images, prepared; None without any.
-        tell: called for each token in the engine's thread; None: nobody listens.
+        notify: called for each token in the engine's thread; None: nobody listens.
 
     Attributes:
         prefix: what its samples share of a long prompt, while one of them has a row: all but the last token, which
@@ -113,9 +113,9 @@ class RequestState:
         request: GenerateRequest,
         tokenizer: Tokenizer,
         images: RequestImages | None = None,
-        tell: TellToken | None = None,
+        notify: OnToken | None = None,
     ) -> None:
-        self.images, self.tell = images, tell
+        self.images, self.notify = images, notify
         self.request_id, self.params, self.adapter = request.request_id, request.params, request.adapter
         self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
         self.prefix: Prefix | None = None

@@ -91,8 +91,8 @@ class PromptImages:
         """
         array = np.asarray(ids)
         is_place = array == self.token_id
-        goes_on = is_place & np.concatenate([[False], is_place[:-1]])
-        num_runs = int(is_place.sum() - goes_on.sum())
+        overlaps = is_place & np.concatenate([[False], is_place[:-1]])
+        num_runs = int(is_place.sum() - overlaps.sum())
         if num_runs != len(self.images):
             raise DataError(
                 f"the prompt holds {num_runs} runs of placeholder tokens (id {self.token_id}) for {len(self.images)} "
@@ -100,7 +100,7 @@ class PromptImages:
             )
         pillow = import_engine("PIL.Image")
         return {
-            "prompt_token_ids": array[~goes_on].tolist(),
+            "prompt_token_ids": array[~overlaps].tolist(),
             "multi_modal_data": {"image": [pillow.fromarray(image) for image in self.images]},
         }
 

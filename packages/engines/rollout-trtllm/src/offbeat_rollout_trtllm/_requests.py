@@ -175,7 +175,7 @@ class InFlight:
     def open(self, reason: str) -> None:
         """Take this reason back; those who wait go in when none is left."""
         self._shut.discard(reason)
-        self._tell()
+        self._notify()
 
     @asynccontextmanager
     async def request(self, request_id: str) -> AsyncIterator[asyncio.Event]:
@@ -192,7 +192,7 @@ class InFlight:
         """Tell a request to end; unknown ids are ignored."""
         if (aborted := self._aborts.get(request_id)) is not None:
             aborted.set()
-            self._tell()
+            self._notify()
 
     @asynccontextmanager
     async def sampling(self, aborted: asyncio.Event) -> AsyncIterator[bool]:
@@ -215,7 +215,7 @@ class InFlight:
             self.num_running -= 1
             if not self.num_running:
                 self._busy_s += time.monotonic() - self._busy_since_s
-            self._tell()
+            self._notify()
 
     async def drained(self, waiting: str, deadline_s: float) -> None:
         try:
@@ -225,7 +225,7 @@ class InFlight:
         except TimeoutError as error:
             raise DeadlineError(waiting, f"{self.num_running} samples in flight", deadline_s) from error
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -87,13 +87,13 @@ def _catch_signals() -> asyncio.Event:
     """Set at the first Ctrl-C or SIGTERM; the next one ends the process."""
     told, loop, caught = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
 
-    def tell() -> None:
+    def notify() -> None:
         told.set()
         for number in caught:
             loop.remove_signal_handler(number)
 
     for number in caught:
-        loop.add_signal_handler(number, tell)
+        loop.add_signal_handler(number, notify)
     return told
 
 

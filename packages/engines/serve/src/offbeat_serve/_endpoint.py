@@ -100,11 +100,11 @@ class Generation:
         self,
         requests: Sequence[GenerateRequest],
         gone: Callable[[], Awaitable[None]],
-        tell: Callable[[int, int, int, float], None] | None = None,
+        notify: Callable[[int, int, int, float], None] | None = None,
     ) -> list[list[Completion]]:
         """Complete every prompt. Whatever ends the wait, the engine is told to end what it still does for it."""
-        if tell is not None and isinstance(self._engine, StreamingEngine):
-            streams = [self._engine.stream(request, partial(tell, at)) for at, request in enumerate(requests)]
+        if notify is not None and isinstance(self._engine, StreamingEngine):
+            streams = [self._engine.stream(request, partial(notify, at)) for at, request in enumerate(requests)]
             work = [asyncio.ensure_future(stream) for stream in streams]
         else:
             work = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
@@ -370,13 +370,13 @@ class Endpoint:
         request: Request,
         body: SamplingRequest,
         requests: Sequence[GenerateRequest],
-        tell: Callable[..., None] | None = None,
+        notify: Callable[..., None] | None = None,
     ) -> list[Sampled]:
         session, gone = session_of(request), partial(_gone, request)
         with self.generation.admitted(sum(one.num_samples for one in requests)):
             try:
                 left = partial(gone_or_over, gone, session) if session else gone
-                completions = await self.generation.generate(requests, left, tell)
+                completions = await self.generation.generate(requests, left, notify)
             except ClientGoneError:
                 if session:
                     session.check_open()  # it may be the session that has ended, and the client waits

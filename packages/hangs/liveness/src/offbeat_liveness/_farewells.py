@@ -38,7 +38,7 @@ class Farewells:
         self.last_words: dict[Key, ProcessSnapshot] = {}
         self._peers, self._closed = peers, closed
 
-    def tell(self, head: ProcessSnapshot, kind: Kind) -> None:
+    def notify(self, head: ProcessSnapshot, kind: Kind) -> None:
         """Tell the lowest processes that answer how this one ends, or may end."""
         told = 0
         for address in list(self._peers.running().values())[:MAX_CANDIDATES]:

@@ -322,7 +322,7 @@ class Monitor:
             verdict, graph = self._find()
             if verdict is not None:
                 self._open_since_s = math.inf
-                self._tell(verdict)
+                self._notify(verdict)
             elif self.verdict is not None and is_over(graph, self.verdict):
                 self._end_stall(how_it_ended(graph, self.verdict))
             self._is_leading = self.verdict is not None  # else whoever still waits calls again
@@ -335,7 +335,7 @@ class Monitor:
             self._open_since_s = math.inf
             self._told.announce_end(ending)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _notify(self, verdict: Verdict) -> None:
         """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""
         is_news = self.verdict is None or self.verdict.key != verdict.key
         if is_news and not verdict.is_proof and self._find_leader() is not None:
@@ -436,7 +436,7 @@ class Monitor:
         self._dumps.write_head(head)
         if error is not None:
             self._have_failure_looked_at(head, "farewell")
-        self._ends.tell(head, "farewell")
+        self._ends.notify(head, "farewell")
         self._ending.give_up()
         self._stop()
 
@@ -448,7 +448,7 @@ class Monitor:
             return
         head = _as_ended(self.head(), error)
         if not is_secondary(head.error):
-            self._ends.tell(head, "last words")
+            self._ends.notify(head, "last words")
             return
         self._error = error
         try:
@@ -497,4 +497,4 @@ class Monitor:
             if not is_explained and not self._ending.has_begun:
                 verdict = find_failure(self._look_around(self.settings.stall_after_s))
                 if verdict is not None:
-                    self._tell(verdict)
+                    self._notify(verdict)

@@ -10,7 +10,7 @@ from offbeat_recipes._drawn_data import (
 )
 from offbeat_recipes._elsewhere import layout_elsewhere, layout_row
 from offbeat_recipes._imports.command import Framework, import_recipe
-from offbeat_recipes._imports.draft import Draft, Entry, is_number
+from offbeat_recipes._imports.draft import Entry, RecipeBuilder, is_number
 from offbeat_recipes._imports.option_table import OptionTable, OptionVerdict, read_option_table
 from offbeat_recipes._imports.options import Program, Source, is_open, read_command_line, read_options
 from offbeat_recipes._imports.training_arguments import (
@@ -57,13 +57,13 @@ __all__ = [
     "REHEARSAL_BYTES",
     "SEEING",
     "TRAINING_ARGUMENTS",
-    "Draft",
     "Entry",
     "Framework",
     "OptionTable",
     "OptionVerdict",
     "Planner",
     "Program",
+    "RecipeBuilder",
     "RunMemory",
     "RunPlan",
     "Source",

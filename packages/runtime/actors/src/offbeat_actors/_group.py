@@ -137,22 +137,22 @@ class ActorGroup:
         return answers[0]
 
     @contextlib.asynccontextmanager
-    async def heard(self, tell: Callable[[str], None]) -> AsyncIterator[None]:
+    async def heard(self, notify: Callable[[str], None]) -> AsyncIterator[None]:
         """Pass on how far the work of the last is while the block lasts: its `beat` answers with a text then.
 
         The last: of the ranks of a pipeline it is the one that sees the loss.
         """
-        asking = asyncio.create_task(self._ask_how_far(tell))
+        asking = asyncio.create_task(self._ask_how_far(notify))
         try:
             yield
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def _ask_how_far(self, tell: Callable[[str], None]) -> None:
+    async def _ask_how_far(self, notify: Callable[[str], None]) -> None:
         while True:
             with contextlib.suppress(OffbeatError):  # who watches over it, and the call itself, say what is wrong
-                tell(await self.actors[-1].call("beat", returns=str, deadline_s=_HEARD_WITHIN_S))
+                notify(await self.actors[-1].call("beat", returns=str, deadline_s=_HEARD_WITHIN_S))
             await asyncio.sleep(_HEARD_EVERY_S)
 
     async def death(self, log_tail: str = "") -> PeerFailedError | None:

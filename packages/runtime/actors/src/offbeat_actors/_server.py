@@ -191,12 +191,12 @@ def _end_without_memory() -> None:
     """Let a lack of memory that no caller would hear of end this process."""
     for name in ("asyncio", "concurrent.futures"):
         logging.getLogger(name).addHandler(_EndsWithoutMemory())
-    tell = threading.excepthook
+    notify = threading.excepthook
 
     def on_exception(raised: Any) -> None:
         if issubclass(raised.exc_type, MemoryError):
             _exit_now(EXIT_NO_ANSWER)
-        tell(raised)
+        notify(raised)
 
     threading.excepthook = on_exception
 

@@ -39,7 +39,7 @@ class PeerStream(ArrivingStream):
     def _end(self) -> WeightProof:
         return self._connection.receive(End, "the end of the weights").sent
 
-    def _tell(self, proof: WeightProof) -> None:
+    def _notify(self, proof: WeightProof) -> None:
         self._connection.send(Proof(proof))
         self._connection.receive(Accepted, "the sender's answer to the proof")
 
@@ -74,6 +74,6 @@ class KeptStream(ArrivingStream):
     def _end(self) -> WeightProof:
         return self._expected
 
-    def _tell(self, proof: WeightProof) -> None:
+    def _notify(self, proof: WeightProof) -> None:
         self._incoming.confirm(proof)
         self._copy.finish(proof)

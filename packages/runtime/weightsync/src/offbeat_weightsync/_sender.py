@@ -78,7 +78,7 @@ class WeightSender(ABC):
     def __init__(self, address: str | Path, plan: BucketPlan, *, deadline_s: float, name: str) -> None:
         self._listener, self.address = listen(address)
         self.plan, self._deadline_s, self._name = plan, deadline_s, name
-        self._strangers: dict[Connection, PendingConnection] = {}
+        self._pending: dict[Connection, PendingConnection] = {}
         self._checksum: Checksum = "xxh3"
 
     @abstractmethod
@@ -102,8 +102,8 @@ class WeightSender(ABC):
     def close(self) -> None:
         """Stop listening."""
         self._listener.close()
-        for stranger in list(self._strangers):
-            self._send_away(stranger)
+        for pending in list(self._pending):
+            self._send_away(pending)
 
     def __enter__(self) -> Self:
         return self
@@ -271,15 +271,15 @@ class WeightSender(ABC):
         if not deadline.left_s():
             raise deadline.missed(missing)  # also while strangers keep coming
         with selectors.DefaultSelector() as selector:
-            if len(self._strangers) < _MAX_STRANGERS or self._oldest_unknown():
+            if len(self._pending) < _MAX_STRANGERS or self._oldest_unknown():
                 selector.register(self._listener, selectors.EVENT_READ)
-            for each in self._strangers:
+            for each in self._pending:
                 selector.register(each, selectors.EVENT_READ, each)
             ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
         for key, _ in ready:
             if key.data is None:
                 self._admit_next()
-            if key.data not in self._strangers:  # it was the oldest of too many, perhaps
+            if key.data not in self._pending:  # it was the oldest of too many, perhaps
                 continue
             key.data.deadline = Deadline("greeting of a receiver", min(_GREETING_S, deadline.left_s()))
             join = self._hear(key.data)
@@ -290,7 +290,7 @@ class WeightSender(ABC):
 
     def _oldest_unknown(self) -> Connection | None:
         """Return the one that has to go for another; a receiver, which knows the token, never has to."""
-        return next((each for each, stranger in self._strangers.items() if not stranger.is_admitted), None)
+        return next((each for each, pending in self._pending.items() if not pending.is_admitted), None)
 
     def _admit_next(self) -> None:
         """Take a connection, if it has not gone again."""
@@ -298,44 +298,44 @@ class WeightSender(ABC):
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        if len(self._strangers) == _MAX_STRANGERS and (oldest := self._oldest_unknown()):
+        if len(self._pending) == _MAX_STRANGERS and (oldest := self._oldest_unknown()):
             self._send_away(oldest)
         connection = Connection(sock, "a receiver", Deadline("greeting of a receiver", _GREETING_S))
         try:
-            stranger = self._greet(sock, connection)
+            pending = self._greet(sock, connection)
         except (WeightSyncError, DeadlineError):
-            stranger = None
-        if stranger is None:
+            pending = None
+        if pending is None:
             connection.close()
         else:
-            self._strangers[connection] = stranger
+            self._pending[connection] = pending
 
     def _hear(self, connection: Connection) -> Join | None:
         """Hear what it says now, and let it in if it knows the token; return its request, once that is here."""
-        stranger = self._strangers[connection]
+        pending = self._pending[connection]
         try:
-            if stranger.is_admitted:
+            if pending.is_admitted:
                 join = connection.receive(Join, "its request")
                 connection.raise_if_spoken()  # it has given up since
-                del self._strangers[connection]
+                del self._pending[connection]
                 return join
-            room = bytearray(ANSWER_BYTES - len(stranger.answer))
-            stranger.answer += room[: connection.receive_some(memoryview(room), "its greeting")]
-            if len(stranger.answer) < ANSWER_BYTES:
+            room = bytearray(ANSWER_BYTES - len(pending.answer))
+            pending.answer += room[: connection.receive_some(memoryview(room), "its greeting")]
+            if len(pending.answer) < ANSWER_BYTES:
                 return None
             address = TcpAddress.parse(self.address)
             assert address is not None
-            stranger.is_admitted = admit(connection, stranger.nonce, stranger.answer, address)
-            if stranger.is_admitted:
+            pending.is_admitted = admit(connection, pending.nonce, pending.answer, address)
+            if pending.is_admitted:
                 return None
         except (WeightSyncError, DeadlineError):
             pass  # nobody: it left, or stood still, before it had said who it was
         self._send_away(connection)
         return None
 
-    def _send_away(self, stranger: Connection) -> None:
-        del self._strangers[stranger]
-        stranger.close()
+    def _send_away(self, pending: Connection) -> None:
+        del self._pending[pending]
+        pending.close()
 
 
 def _send_changes(peers: list[Connection], plan: BucketPlan, source: PlannedTensors, copy: WeightCopy) -> None:

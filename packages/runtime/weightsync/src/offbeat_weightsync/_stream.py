@@ -58,7 +58,7 @@ class ArrivingStream(ABC):
         """Return what was sent, once all is loaded."""
 
     @abstractmethod
-    def _tell(self, proof: WeightProof) -> None:
+    def _notify(self, proof: WeightProof) -> None:
         """Send the engine's proof, and return when every receiver has proved the same."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -111,7 +111,7 @@ class ArrivingStream(ABC):
             WeightSyncError: the proof is wrong, or another receiver's is, or it failed.
             DeadlineError: no answer in time.
         """
-        self._tell(proof)
+        self._notify(proof)
         self._confirmed = True
 
     def check_confirmed(self, name: str) -> None:

@@ -173,7 +173,7 @@ class ScoringEngine(RolloutEngine, Protocol):
         """
 
 
-TellToken = Callable[[int, int, float], None]
+OnToken = Callable[[int, int, float], None]
 """Called with the number of the sample in its request, the token's id and its log-probability, nats."""
 
 
@@ -181,8 +181,8 @@ TellToken = Callable[[int, int, float], None]
 class StreamingEngine(RolloutEngine, Protocol):
     """A rollout engine that tells of each token when it is sampled."""
 
-    async def stream(self, request: GenerateRequest, tell: TellToken) -> list[Completion]:
-        """Do what `generate` does, and call `tell` in the event loop for each token before the completions return."""
+    async def stream(self, request: GenerateRequest, notify: OnToken) -> list[Completion]:
+        """Do what `generate` does, and call `notify` in the event loop for each token before the completions return."""
 
 
 @dataclass(frozen=True, kw_only=True)

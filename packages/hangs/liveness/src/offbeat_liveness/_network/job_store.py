@@ -124,7 +124,7 @@ def early_world() -> tuple[Any, int, int] | None:
     that the wrapper runs is known even before it makes that call. The store has the prefix that torch will give it.
 
     Raises:
-        NobodyThereError: nothing listens there yet.
+        StoreUnreachableError: nothing listens there yet.
     """
     call = process_groups.torch_call(thread_frames().get(main_thread_ident()))
     is_entering = call is not None and call.function == "init_process_group"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_core import ConfigError, write_new_file
-from offbeat_recipes._imports.draft import CHANGES_RESULT, Draft
+from offbeat_recipes._imports.draft import CHANGES_RESULT, RecipeBuilder
 from offbeat_recipes._imports.options import Source
 from offbeat_run import CommandWords, print_text
 
@@ -26,7 +26,7 @@ class Framework:
 
     read: Callable[[Path, Mapping[str, str]], Source]
     check: Callable[[Source, Path], Sequence[str]]
-    translate: Callable[[Source], Draft]
+    translate: Callable[[Source], RecipeBuilder]
 
 
 def import_recipe(
@@ -76,7 +76,7 @@ def import_recipe(
     head = f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source."
     text = draft.as_toml(head, remarks)
     write_new_file(target, text, "--out")
-    _tell(draft, remarks)
+    _notify(draft, remarks)
     notices, problems = _judge(lambda: check(text, target))
     _print_lines("copied as it is, and worth a look", notices)
     print_text(f"written to {target}" + (", but it has to be corrected before it runs:" if problems else ""))
@@ -97,7 +97,7 @@ def _variables(text: str) -> dict[str, str]:
     return {name: value for name, _, value in parts}
 
 
-def _tell(draft: Draft, remarks: Mapping[str, Sequence[str]]) -> None:
+def _notify(draft: RecipeBuilder, remarks: Mapping[str, Sequence[str]]) -> None:
     told = {
         title: [f"{draft.value(name)}: {text}" for name, text in found.items()] for title, found in draft.told().items()
     }

@@ -45,7 +45,7 @@ class Entry:
     source: str
 
 
-class Draft:
+class RecipeBuilder:
     """Options that are read one by one; a table says what becomes of those that are left in the end.
 
     Args:

@@ -293,7 +293,9 @@ def _simple(value: Any, seen: Iterator[int], level: int = 0) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def _with_defaults(path: Path, held: Mapping[str, Any], tell: Callable[[str], None], depth: int = 0) -> dict[str, Any]:
+def _with_defaults(
+    path: Path, held: Mapping[str, Any], notify: Callable[[str], None], depth: int = 0
+) -> dict[str, Any]:
     """Return the options of a file of hydra, over those of the files that its list `defaults` names beside it.
 
     Source: hydra 1.3: files of the list come first, but for those after `_self_`; of `group: name` in the folder group.
@@ -309,10 +311,10 @@ def _with_defaults(path: Path, held: Mapping[str, Any], tell: Callable[[str], No
                 continue
             file = path.parent / f"{name}.yaml"
             if depth < _MAX_DEFAULTS and re.fullmatch(r"[\w./-]+", name) and file.is_file():
-                found = _with_defaults(file, _parse(file, _read_text(file)), tell, depth + 1)
+                found = _with_defaults(file, _parse(file, _read_text(file)), notify, depth + 1)
                 (after if is_after else before).update(found)
             else:
-                tell(f"defaults: {name}: there is no {file.name} beside {path.name}, and what it sets is not read")
+                notify(f"defaults: {name}: there is no {file.name} beside {path.name}, and what it sets is not read")
     return {**before, **dict(_flat(held)), **after}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Final
 
-from offbeat_recipes._imports.draft import Draft, is_number
+from offbeat_recipes._imports.draft import RecipeBuilder, is_number
 from offbeat_recipes._imports.option_table import OptionTable, read_option_table
 from offbeat_recipes._imports.options import read_value
 
@@ -30,7 +30,7 @@ _DROPOUT: Final = 0.05
 """TRL's default of lora_dropout."""
 
 
-def write_training_arguments(draft: Draft, *, learning_rate: float, roles: Sequence[str]) -> None:
+def write_training_arguments(draft: RecipeBuilder, *, learning_rate: float, roles: Sequence[str]) -> None:
     """Number format, learning rate, AdamW, adapters, seeds.
 
     Args:
@@ -69,7 +69,7 @@ def write_training_arguments(draft: Draft, *, learning_rate: float, roles: Seque
         draft.put("data.shuffle", order != "sequential", "train_sampling_strategy")
 
 
-def _write_adapters(draft: Draft) -> None:
+def _write_adapters(draft: RecipeBuilder) -> None:
     """Source: trl, trainer/model_config.py and utils.py, get_peft_config."""
     if not draft.take("use_peft", default=draft.has("lora_r")):
         for name in [each for each in draft.left if each.startswith(("lora_", "use_rslora", "use_dora"))]:
@@ -92,7 +92,7 @@ def _write_adapters(draft: Draft) -> None:
         )
 
 
-def write_betas(draft: Draft, name: str, default: tuple[float, float]) -> None:
+def write_betas(draft: RecipeBuilder, name: str, default: tuple[float, float]) -> None:
     """AdamW's two decays, of a list of both or of a text that a shell's quotes have made of one."""
     given = draft.take(name)
     found = read_value(given) if isinstance(given, str) else given
@@ -103,7 +103,7 @@ def write_betas(draft: Draft, name: str, default: tuple[float, float]) -> None:
     draft.put("engine.adam_beta2", betas[1], name)
 
 
-def write_trackers(draft: Draft, name: str) -> None:
+def write_trackers(draft: RecipeBuilder, name: str) -> None:
     """One name, or those of a list or of a text that a shell's quotes have made of one."""
     found = draft.take(name, default=[])
     given = found if isinstance(found, list) else str(found).strip("[]").split(",")
@@ -113,7 +113,7 @@ def write_trackers(draft: Draft, name: str) -> None:
         draft.change(name, f"{', '.join(others)}: no such tracker; log.trackers knows {', '.join(_TRACKERS)}")
 
 
-def write_processes(draft: Draft) -> tuple[int, int, int]:
+def write_processes(draft: RecipeBuilder) -> tuple[int, int, int]:
     """Ranks of a run of TRL, the samples that all of them take for a step of the optimizer, micro-batches of a step."""
     ranks = draft.count("num_processes", default=1)
     if not draft.has("num_processes"):
@@ -126,7 +126,7 @@ def write_processes(draft: Draft) -> tuple[int, int, int]:
     return ranks, each * ranks * accumulated, accumulated
 
 
-def finish_training_arguments(draft: Draft, package: str, *names: str) -> None:
+def finish_training_arguments(draft: RecipeBuilder, package: str, *names: str) -> None:
     """Sort what is left by the tables of a trainer, and then by that of TrainingArguments.
 
     Args:
@@ -138,7 +138,7 @@ def finish_training_arguments(draft: Draft, package: str, *names: str) -> None:
     draft.finish(reduce(OptionTable.beside, tables))
 
 
-def _write_least_rate(draft: Draft) -> None:
+def _write_least_rate(draft: RecipeBuilder) -> None:
     """Write the end of cosine_with_min_lr: a share of the peak, or the rate itself."""
     options = draft.take("lr_scheduler_kwargs")
     if isinstance(options, str):
@@ -158,7 +158,7 @@ def _write_least_rate(draft: Draft) -> None:
         draft.lose("lr_scheduler_kwargs", f"{others}: not here")
 
 
-def _write_warmup(draft: Draft) -> None:
+def _write_warmup(draft: RecipeBuilder) -> None:
     warmup, ratio = draft.number("warmup_steps", default=0), draft.number("warmup_ratio", default=0)
     if warmup >= 1:
         draft.put("engine.warmup_steps", int(warmup), "warmup_steps")
@@ -171,7 +171,7 @@ def _write_warmup(draft: Draft) -> None:
         draft.lose(name, "a share of all steps: give engine.warmup_steps as their number")
 
 
-def write_rhythm(draft: Draft, *, steps_per_update: int = 1) -> None:
+def write_rhythm(draft: RecipeBuilder, *, steps_per_update: int = 1) -> None:
     """Write how long it trains, when it validates and saves, and its trackers.
 
     Args:
@@ -206,7 +206,7 @@ def write_rhythm(draft: Draft, *, steps_per_update: int = 1) -> None:
     draft.copy("log.project", "wandb_project", "trackio_project", "project")
 
 
-def _steps(draft: Draft, name: str, default: float, all_steps: float) -> float:
+def _steps(draft: RecipeBuilder, name: str, default: float, all_steps: float) -> float:
     """Steps between two events; transformers takes less than 1 for a share of all steps, 0 where those are open."""
     every = float(draft.number(name, default=default))
     if not 0 < every < 1:

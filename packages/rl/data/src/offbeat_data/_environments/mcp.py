@@ -114,7 +114,7 @@ class McpEnvironment(ToolEnvironment):
         if not command or isinstance(command, str):
             raise ConfigError(f"environment.options: command must be a list, the program first; got {command!r}")
         self._command, self._variables, self._is_shared = tuple(command), dict(variables or {}), is_shared
-        self._tell = _parts if shows_images else _text
+        self._notify = _parts if shows_images else _text
         self._server: McpServer | None = None
 
     async def reset(self, prompt: Prompt) -> None:
@@ -132,7 +132,7 @@ class McpEnvironment(ToolEnvironment):
             await self._server.close()
 
     async def _ask(self, server: McpServer, name: str, /, **arguments: Any) -> str | list[dict[str, Any]]:
-        return self._tell(await server.call(name, **arguments))
+        return self._notify(await server.call(name, **arguments))
 
     def _find(self) -> McpServer:
         """Return the server of all episodes with this command."""

@@ -110,7 +110,7 @@ class OpenEnvEnvironment:
             return self._refuse(error.detail)
         if result.reward is not None:
             self._rewards.append(result.reward)
-        return None if result.done else self._tell(result)
+        return None if result.done else self._notify(result)
 
     async def reward(self) -> RewardScore | None:
         rewards = self._rewards if self._is_sum else self._rewards[-1:]
@@ -135,7 +135,7 @@ class OpenEnvEnvironment:
             raise _UnreadableActionError("an action must be a JSON object")
         return {**self._action, **found}
 
-    def _tell(self, result: StepResult) -> list[Message]:
+    def _notify(self, result: StepResult) -> list[Message]:
         words = result.told(self._observation_field)
         image = result.told(self._image_field) if self._image_field else ""
         if not image:

@@ -86,7 +86,7 @@ class CodeScorer:
             before = find_column(prompt.fields, self._options.setup_column) or ""
             verdict = run_assertions(self._sandbox, source, before, tests.assertions)
             passed, extras["refused"] = list(verdict.held), verdict.refused / len(tests.assertions)
-            self._tell(verdict)
+            self._notify(verdict)
         for given, wanted in tests.pairs:
             if needs_all and not all(passed):
                 return RewardValue(value=0.0, extras=extras)
@@ -95,7 +95,7 @@ class CodeScorer:
         share = sum(passed) / len(passed)
         return RewardValue(value=float(share == 1) if needs_all else share, extras=extras)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _notify(self, verdict: Verdict) -> None:
         """Log the first refusal: what is refused often is a data set that cannot be judged so."""
         if verdict.why and not self._has_told:
             self._has_told = True

@@ -216,7 +216,7 @@ _TOKEN: Final = secrets.token_hex(32)
 """Opens a cluster of our own; one for each process, which Ray remembers."""
 
 
-def start_own_cluster(ray: Any, folder: Path, goes_on: Callable[[], bool], **options: Any) -> None:
+def start_own_cluster(ray: Any, folder: Path, overlaps: Callable[[], bool], **options: Any) -> None:
     """Start a cluster that nobody else can reach, and connect to it.
 
     Without a token every user of this machine could run code in it. Ray asks for one by itself (Ray 2.60,
@@ -225,16 +225,16 @@ def start_own_cluster(ray: Any, folder: Path, goes_on: Callable[[], bool], **opt
     Args:
         ray: the module.
         folder: takes Ray's files.
-        goes_on: whether to try again when Ray gives up: it allows its own processes 30 s, also on a busy machine.
+        overlaps: whether to try again when Ray gives up: it allows its own processes 30 s, also on a busy machine.
         options: more arguments of `ray.init`.
     """
     with loopback_only(ray), _kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         os.environ["RAY_AUTH_TOKEN"] = _TOKEN
-        while not _try_start(ray, folder, goes_on, options):
+        while not _try_start(ray, folder, overlaps, options):
             pass
 
 
-def _try_start(ray: Any, folder: Path, goes_on: Callable[[], bool], options: Mapping[str, Any]) -> bool:
+def _try_start(ray: Any, folder: Path, overlaps: Callable[[], bool], options: Mapping[str, Any]) -> bool:
     try:
         ray.init(
             address="local",
@@ -247,7 +247,7 @@ def _try_start(ray: Any, folder: Path, goes_on: Callable[[], bool], options: Map
             **options,
         )
     except Exception as error:  # the only one that Ray raises for it
-        if _TOO_SLOW not in str(error) or not goes_on():
+        if _TOO_SLOW not in str(error) or not overlaps():
             raise
         ray.shutdown()
         return False

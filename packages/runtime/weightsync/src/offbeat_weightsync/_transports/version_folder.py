@@ -279,7 +279,7 @@ class DiskStream(ArrivingStream):
     def _end(self) -> WeightProof:
         return self._written
 
-    def _tell(self, proof: WeightProof) -> None:
+    def _notify(self, proof: WeightProof) -> None:
         compare_proofs(self.plan, self._written, proof, "the engine")
 
 

@@ -104,7 +104,7 @@ def read_shell(text: str, given: Mapping[str, str] | None = None, script: str = 
     """
     reader = _Reader(text, given or {}, values=Values(script=script))
     reader.values.variables |= reader.given
-    reader.read(ShellParser(text).script(reader.tell))
+    reader.read(ShellParser(text).script(reader.notify))
     reader.tell_given()
     reader.reading.defaults = reader.values.defaults
     return reader.reading
@@ -127,9 +127,9 @@ class _Reader:
             try:
                 self._follow(line.command, line.source)
             except _LimitError as error:
-                self.tell(f"{_shown(line.source, 120)}: {error}")
+                self.notify(f"{_shown(line.source, 120)}: {error}")
             except RecursionError:
-                self.tell(f"{_shown(line.source, 120)}: nested too deeply, and not followed to its end")
+                self.notify(f"{_shown(line.source, 120)}: nested too deeply, and not followed to its end")
             except (_EndError, _ReturnError, _BreakError, _ContinueError):
                 return
 
@@ -137,11 +137,11 @@ class _Reader:
         """Say which variables that were given change nothing."""
         for name, value in self.given.items():
             if not re.search(rf"\b{name}\b", self.text):
-                self.tell(f"{name}={value} was given: the script does not use it")
+                self.notify(f"{name}={value} was given: the script does not use it")
             elif self.values.variables.get(name) != value:
-                self.tell(f"{name}={value} was given: the script sets it to {self.values.variables.get(name)}")
+                self.notify(f"{name}={value} was given: the script sets it to {self.values.variables.get(name)}")
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         if (shown := _shown(text)) not in self.reading.not_understood:
             self.reading.not_understood.append(shown)
 
@@ -286,7 +286,7 @@ class _Reader:
                 return
             self._round(body)
         if before != self.values.variables:
-            self.tell(f"{_shown(shown)}: followed {_MAX_ROUNDS} times, and not to its end")
+            self.notify(f"{_shown(shown)}: followed {_MAX_ROUNDS} times, and not to its end")
 
     def _undecided(self, condition: str, bodies: list[Commands], *, is_one_taken: bool = False) -> None:
         """Follow branches of which one may be taken: what was set before stands, or else what the first sets.
@@ -418,14 +418,14 @@ class _Reader:
                     self.values.arguments = arguments[arguments.index("--") + 1 :]
                 return True
             case [*_, "bash" | "sh", "-c", text]:
-                return self._run(ShellParser(_bare(text)).script(self.tell))
+                return self._run(ShellParser(_bare(text)).script(self.notify))
             case ["eval", *texts]:
-                return self._run(ShellParser(_bare(" ".join(texts))).script(self.tell))
+                return self._run(ShellParser(_bare(" ".join(texts))).script(self.notify))
             case ["source" | ".", file, *_]:
-                self.tell(f"source {_bare(file)}: what it sets is not read")
+                self.notify(f"source {_bare(file)}: what it sets is not read")
                 return True
             case ["mapfile" | "readarray" | "read", *_]:
-                self.tell(_bare(" ".join(words)))
+                self.notify(_bare(" ".join(words)))
                 return None
             case [name, *arguments] if name in self.functions and self.calls < _MAX_CALLS:
                 return self._function(name, arguments)
@@ -446,14 +446,14 @@ class _Reader:
         """Keep a command that has overrides, or may have them in words that are not known."""
         bare = [_bare(word) for word in words]
         if _OVERRIDE.fullmatch(bare[0]):
-            self.tell(f"{bare[0]}: stands in no command (the line before it ends without a backslash)")
+            self.notify(f"{bare[0]}: stands in no command (the line before it ends without a backslash)")
         elif any(_OVERRIDE.fullmatch(word) or _MODULE.match(word) for word in bare[1:]):
             self.reading.commands.append(bare)
         elif len(bare) > 1 and bare[0] in ("bash", "sh") and bare[1].endswith(".sh"):
-            self.tell(f"{bare[0]} {bare[1]}: {ANOTHER_SCRIPT}")
+            self.notify(f"{bare[0]} {bare[1]}: {ANOTHER_SCRIPT}")
         else:
             for word in filter(_STARTS.search, bare[1:]):
-                self._run(ShellParser(word.removeprefix("--wrap=")).script(self.tell))
+                self._run(ShellParser(word.removeprefix("--wrap=")).script(self.notify))
 
     def _test(self, command: Test) -> bool | None:
         if command.expression:

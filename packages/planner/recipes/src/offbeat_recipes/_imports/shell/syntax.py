@@ -59,7 +59,7 @@ class ShellParser:
     at: int = 0
     _here_documents: list[tuple[str, bool]] = field(default_factory=list)
 
-    def script(self, tell: Callable[[str], None]) -> Commands:
+    def script(self, notify: Callable[[str], None]) -> Commands:
         """Return all commands; a line that cannot be read is told and left out."""
         found: list[Line] = []
         while self._skip_to_command():
@@ -68,7 +68,7 @@ class ShellParser:
                 found.append(self._line())
             except (ShellSyntaxError, RecursionError):
                 self.at = start
-                tell(self._rest_of_line())
+                notify(self._rest_of_line())
         return tuple(found)
 
     def word(self, *, ends: str = " \t\n;&|<>()", is_quoted: bool = False) -> Word:

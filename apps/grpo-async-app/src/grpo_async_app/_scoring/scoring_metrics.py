@@ -11,7 +11,7 @@ from offbeat_async_policy import BusyClock
 from offbeat_core import Metric, Metrics
 
 
-class ScoringGauge:
+class ScoringMetrics:
     """Takes note of every completion, and gives what an update writes down.
 
     Attributes:
