@@ -104,7 +104,7 @@ import asyncio, sys
 from pathlib import Path
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig
-from offbeat_data import RewardConfig, Written
+from offbeat_data import CompletionText, RewardConfig
 from test_grpo_app_reward_processes import PROMPT
 
 async def main():
@@ -112,9 +112,9 @@ async def main():
     pool = ScorerPool(RewardConfig(name=f"{folder}/own.py:exits", num_processes=4), ClusterConfig(), folder / "e.log")
     await pool.start()
     for _ in range(2):
-        await pool.score(PROMPT, [Written(text="at once")] * 2)
+        await pool.score(PROMPT, [CompletionText(text="at once")] * 2)
     print(pool.last_error)
-    slow = [asyncio.create_task(pool.score(PROMPT, [Written(text="slowly")])) for _ in range(4)]
+    slow = [asyncio.create_task(pool.score(PROMPT, [CompletionText(text="slowly")])) for _ in range(4)]
     await asyncio.sleep(0.3)
     for each in slow:
         each.cancel()

@@ -228,7 +228,7 @@ async def test_settings_that_cannot_work_are_refused_at_the_start() -> None:
 
 SCRIPT = """
 import asyncio, numpy as np
-from grpo_async_app._scoring.scoring_metrics import ScoringGauge
+from grpo_async_app._scoring.scoring_metrics import ScoringMetrics
 from grpo_async_app._scoring.pool import ScorerPool
 from offbeat_actors import ClusterConfig
 from offbeat_data import CompletionText, Prompt, RewardConfig
