@@ -59,7 +59,9 @@ def choose(
     Raises:
         ValueError: uv finds no solution, in its own words.
     """
-    ours = {package.name for package in packages(root)}
+    # A kept wheel may be of a package that is not here any more, and stays installable.
+    kept = {dist_name(path.name.partition("-")[0]) for path in offered.glob("*.whl")}
+    ours = {package.name for package in packages(root)} | kept
     here = {dist_name(each) for package in packages(root) for each in package.requirements}
     others = {*here, *_required_by(offered)} - ours
     settings = offered / "uv.toml"

@@ -181,3 +181,9 @@ def parsed_errors(text: str) -> list[str]:
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
         if re.fullmatch(r"str\((\w*error|exception|exc|failure)\)", ast.unparse(node.comparators[0]))
     ]
+
+
+def imported_rooms(text: str, package: str) -> set[str]:
+    """Return the folders and modules directly below a package that a module of it imports from."""
+    modules = (node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module)
+    return {module.split(".")[1] for module in modules if module.startswith(f"{package}.")}

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-from source_rules import first_words, parsed_errors
+from source_rules import first_words, imported_rooms, parsed_errors
 from workspace import ROOT, committed_files, packages
 
 SOURCES = [
@@ -70,3 +71,14 @@ def test_the_house_does_not_grow() -> None:
     lines = sum(len(Path(path).read_text().splitlines()) for path in files)
     assert len(files) <= MAX_FILES
     assert lines <= MAX_LINES, f"{lines} lines: what can go for what has come?"
+
+
+def test_the_rooms_of_a_package_form_no_circle() -> None:
+    for package in packages():
+        arrows: dict[str, set[str]] = {}
+        for path in package.source.rglob("*.py"):
+            room = path.relative_to(package.source).with_suffix("").parts[0]
+            targets = {target for target in imported_rooms(path.read_text(), package.import_name) if target != room}
+            if room != "__init__":
+                arrows[room] = arrows.get(room, set()) | targets
+        tuple(TopologicalSorter(arrows).static_order())  # raises CycleError, with the circle

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
-from grpo_async_app._config.preflight import check_run
+from grpo_async_app._preflight.preflight import check_run
 
 LM_EVAL_PYTHON = os.environ.get("OFFBEAT_LM_EVAL_PYTHON", "")
 NUM_ITEMS = 60

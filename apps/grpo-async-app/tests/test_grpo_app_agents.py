@@ -20,9 +20,9 @@ import pytest
 from grpo_runs import Main, run_to_its_end, statistics_of, trained_prompts, values_of
 
 from grpo_async_app._commands import quickstart
-from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.agents import Agents
+from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import GenerateRequest, RecordedSession, SamplingParams, load_config
 from offbeat_data import Prompt
 from offbeat_run import RunFolder, read_generations

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
-from grpo_async_app._config.correction import choose_correction
-from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.correction import choose_correction
+from grpo_async_app._preflight.preflight import check_run
 from grpo_async_app._roles.batches import build_batches
 from offbeat_core import load_config
 from offbeat_objectives import AlgorithmConfig

@@ -14,8 +14,8 @@ from role_faults import signal_role
 from safetensors.torch import load_file
 from test_grpo_app_parts import FixedLogprobs, group
 
-from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.preflight import check_settings
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from offbeat_core import Completion, ConfigError, TrainEngineConfig, TrainSequence, Trajectory, load_config

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
-from grpo_async_app._config.preflight import Preflight, check_run
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._run.session import Session
 from offbeat_core import RunFolderError, load_config
 from offbeat_run import RunFolder

@@ -10,10 +10,10 @@ from pathlib import Path
 import abacus_standin
 import pytest
 
-from grpo_async_app._config.placement import find_view, place_run
-from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.placement import find_view, place_run
+from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import ConfigError, PlacementError, load_config
 from offbeat_placement import grid_nodes
 from offbeat_testing import CommandLine, RunningCommand

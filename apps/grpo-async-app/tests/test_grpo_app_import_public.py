@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
+from grpo_async_app._preflight.preflight import check_settings
 from offbeat_core import parse_config
 from offbeat_recipes import OptionTable, Program, RecipeBuilder, read_option_table
 

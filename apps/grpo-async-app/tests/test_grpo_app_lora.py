@@ -11,9 +11,9 @@ import pytest
 from grpo_runs import Main, run_to_its_end, trained_prompts, values_of
 from role_faults import accounting_complaints, role_pids, signal_role, updates
 
-from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_lora_sync, settle_lora_sync
+from grpo_async_app._preflight.preflight import check_run
 from grpo_async_app._roles.rollout import RolloutRole
 from offbeat_core import ConfigError, RoleName, load_config
 from offbeat_testing import RunningCommand

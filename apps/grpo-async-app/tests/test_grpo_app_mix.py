@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from grpo_runs import Main, latest_checkpoint, run_to_its_end, trained_prompts, values_of
 
-from grpo_async_app._config.evaluation import check_evaluation
-from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.sources import TrainingSource, check_sources, source_settings
+from grpo_async_app._preflight.evaluation import check_evaluation
+from grpo_async_app._preflight.preflight import check_run, check_same_data
 from grpo_async_app._run.prompt_stream import PromptStream
 from offbeat_core import ConfigError, RunFolderError, load_config, parse_config
 from offbeat_data import EpochOrder, Prompt, RowCounts

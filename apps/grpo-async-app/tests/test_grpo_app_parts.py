@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from grpo_async_app._config.preflight import check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._fleet.engines import Engines
+from grpo_async_app._preflight.preflight import check_run, check_same_data
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
@@ -501,7 +501,7 @@ def test_the_trainer_scores_as_the_engines_sample(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "goes_on"),
+    ("words", "overlaps"),
     [
         ((), True),
         (("--async.staleness_threshold=0", "--async.partial_rollout=false"), False),

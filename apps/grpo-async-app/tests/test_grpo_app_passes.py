@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_async_app._config.estimates import BatchArithmetic
-from grpo_async_app._config.preflight import check_settings
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.estimates import BatchArithmetic
+from grpo_async_app._preflight.preflight import check_settings
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.trainer import TrainerRole

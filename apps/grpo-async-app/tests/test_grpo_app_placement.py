@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._commands.plan import GrpoPlanner
-from grpo_async_app._config.estimates import BatchArithmetic
-from grpo_async_app._config.placement import place_run, request_resources
-from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import plan_threads, share_cpus
+from grpo_async_app._preflight.estimates import BatchArithmetic
+from grpo_async_app._preflight.placement import place_run, request_resources
+from grpo_async_app._preflight.preflight import check_run, check_settings
 from offbeat_core import ConfigError, PlacementError, load_config, parse_config
 from offbeat_placement import ClusterView, SettingValue, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe

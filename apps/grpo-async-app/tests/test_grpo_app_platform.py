@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._config import platform
-from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight import platform
+from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind, slow_formats
 from offbeat_core import parse_config
 from offbeat_placement import ClusterView, grid_nodes
 

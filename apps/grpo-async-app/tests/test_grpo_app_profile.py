@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import ConfigError, load_config
 from offbeat_testing import RunningCommand
 

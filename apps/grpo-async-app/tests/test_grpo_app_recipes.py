@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._commands.shrink import shrink_run
-from grpo_async_app._config.estimates import BatchArithmetic
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.estimates import BatchArithmetic
 from offbeat_core import BackendError, load_backend, load_config
 from offbeat_testing import CommandLine, large_model_configs, tiny_model
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_grpo_app_parts import group
 
-from grpo_async_app._config.preflight import Preflight, check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.validation_sets import mark_of
+from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.backend import LOOP_FOLDER
 from grpo_async_app._run.session import Session

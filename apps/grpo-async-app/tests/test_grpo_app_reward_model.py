@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
-from grpo_async_app._config.placement import place_run
-from grpo_async_app._config.preflight import check_reward
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, check_reward_model
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.teachers import RewardModels
+from grpo_async_app._preflight.placement import place_run
+from grpo_async_app._preflight.preflight import check_reward
 from grpo_async_app._roles.reward_model import RewardModelRole, _Waiting
 from offbeat_core import ConfigError, ModelError, load_config
 from offbeat_data import DataConfig, RewardError, load_prompts, load_tokenizer

@@ -14,9 +14,9 @@ import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
 from grpo_async_app._commands.shrink import shrink_run
-from grpo_async_app._config.placement import place_run
-from grpo_async_app._config.preflight import check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.placement import place_run
+from grpo_async_app._preflight.preflight import check_run, check_settings
 from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups

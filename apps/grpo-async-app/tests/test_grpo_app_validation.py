@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
-from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.evaluation import check_evaluation
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.validation import Validation
 from offbeat_core import ConfigError, RunFolderError, load_config, parse_config

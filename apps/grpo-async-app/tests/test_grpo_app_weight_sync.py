@@ -9,11 +9,11 @@ import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._commands.plan import describe_plan
-from grpo_async_app._config.preflight import check_run
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.weights import WeightOffer
+from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import ConfigError, load_config
 from offbeat_placement import PlacedRank
 from offbeat_weightsync import transport_class

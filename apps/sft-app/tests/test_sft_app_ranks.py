@@ -9,7 +9,7 @@ import pytest
 from role_faults import signal_role
 from sft_runs import RANKS, WORDS, assert_same, latest_checkpoint, values_of
 
-from offbeat_actors import Tell
+from offbeat_actors import Notify
 from offbeat_core import LossFunction, Metrics, OffbeatError, PeerFailedError, TrainSequence, load_config
 from offbeat_run import RunFolder
 from offbeat_testing import CommandLine, RunningCommand, forked_main, wait_until_gone
@@ -70,7 +70,7 @@ class DyingRanks(RanksEngine):
         assert isinstance(error, PeerFailedError)
         return error
 
-    def restart(self, death: PeerFailedError, notify: Tell) -> None:
+    def restart(self, death: PeerFailedError, notify: Notify) -> None:
         raise AssertionError("the ranks were started again")
 
 

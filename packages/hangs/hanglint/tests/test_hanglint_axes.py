@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat_hanglint._program.axes import attribute_axes, environment_axes, group_axes, meet, rank_axes
+from offbeat_hanglint._axes import attribute_axes, environment_axes, group_axes, meet, rank_axes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offbeat_core import ConfigError, PlacementError
+from offbeat_core import ConfigError, PlacementError, RoleName
 from offbeat_placement import (
     Allocation,
     ClusterView,
@@ -204,17 +204,17 @@ def test_blocks_are_what_must_be_reserved_together():
         ("rollout-1", "node-1", 2),
         ("environment-0", "node-0", 0),
     ]
-    assert blocks[1].roles == {f"trainer-{8 + n}": (n,) for n in range(4)}
-    assert blocks[2].roles == {"rollout-0": (0, 1)}
+    assert blocks[1].roles == {RoleName("trainer", 8 + n): (n,) for n in range(4)}
+    assert blocks[2].roles == {RoleName("rollout"): (0, 1)}
     colocated = [trainer(16), rollout(4, 4, shares_devices_with="trainer")]
     blocks = plan_blocks(plan_placement(grid_nodes(2, 8), colocated), colocated)
     assert [block.num_devices for block in blocks] == [8, 8]
-    assert blocks[1].roles["rollout-3"] == (4, 5, 6, 7)
-    assert blocks[1].roles["trainer-15"] == (7,)
+    assert blocks[1].roles[RoleName("rollout", 3)] == (4, 5, 6, 7)
+    assert blocks[1].roles[RoleName("trainer", 15)] == (7,)
     wide = [rollout(1, 16, spans_nodes=True)]
     blocks = plan_blocks(plan_placement(grid_nodes(2, 8), wide), wide)
     assert [(block.name, block.roles) for block in blocks] == [
-        (f"rollout-0@{n}", {"rollout-0": tuple(range(8))}) for n in range(2)
+        (f"rollout-0@{n}", {RoleName("rollout"): tuple(range(8))}) for n in range(2)
     ]
 
 

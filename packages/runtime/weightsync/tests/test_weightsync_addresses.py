@@ -139,9 +139,9 @@ def test_who_connects_and_says_nothing_of_ours_does_not_stop_a_sync(
     sender: TcpSender, place: TcpAddress, weights: Weights, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_sender, "_GREETING_S", 100.0)
-    with contextlib.ExitStack() as pending:
+    with contextlib.ExitStack() as connections:
         for _ in range(2):
-            pending.enter_context(socket.create_connection((place.host, place.port))).sendall(said)
+            connections.enter_context(socket.create_connection((place.host, place.port))).sendall(said)
         with receiving(sender.address) as held:
             sender.send(weights.items(), 1, 1)
     assert are_equal(held[0], weights)
@@ -151,11 +151,11 @@ def test_who_has_shown_the_token_is_not_sent_away_for_a_stranger(
     sender: TcpSender, place: TcpAddress, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_sender, "_MAX_STRANGERS", 2)
-    with contextlib.ExitStack() as pending, in_thread(lambda: sender.send(weights.items(), 1, 2)) as sent:
+    with contextlib.ExitStack() as connections, in_thread(lambda: sender.send(weights.items(), 1, 2)) as sent:
         receivers = [_addresses.connect(sender.address, Deadline("a sync", 20)) for _ in range(2)]
         for _ in range(4):
             pending = socket.create_connection((place.host, place.port))
-            pending.enter_context(pending).sendall(b"half a token")
+            connections.enter_context(pending).sendall(b"half a token")
         time.sleep(0.5)  # the sender sees them
         receivers[0].send(Join("rollout-0", 2))  # of a version that is not sent, which ends the sync
     assert "asked for version 2" in str(sent[0])
@@ -180,9 +180,9 @@ def test_strangers_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
 ) -> None:
     monkeypatch.setattr(_sender, "_GREETING_S", 100.0)  # the sender has less patience than that in all
     begin = time.monotonic()
-    with contextlib.ExitStack() as pending:
+    with contextlib.ExitStack() as connections:
         for _ in range(3):
-            pending = pending.enter_context(socket.create_connection((place.host, place.port)))
+            pending = connections.enter_context(socket.create_connection((place.host, place.port)))
             pending.sendall(b"half a token")
         with pytest.raises(DeadlineError, match="for 1 of 1 receivers to connect"):
             sender.send(weights.items(), 1, 1, deadline_s=1)

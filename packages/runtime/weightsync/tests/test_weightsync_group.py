@@ -31,7 +31,7 @@ from weightsync_peers import (
 
 from offbeat_core import ConfigError, DeadlineError, WeightSyncError
 from offbeat_weightsync import DiskSender, GroupSender, WeightGroup, new_address, receive
-from offbeat_weightsync._transports import weight_group
+from offbeat_weightsync import _weight_group as weight_group
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ Names are imported when asked for: the plugin lives in this package, and every p
 
 from typing import TYPE_CHECKING
 
-from offbeat_core import load_lazily
+from offbeat_testing._lazy import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_testing._commands import (

@@ -10,9 +10,9 @@ from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._commands.where import where_command
-from grpo_async_app._config.preflight import LENGTH_KEYS, Preflight, check_run, check_same_data
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
+from grpo_async_app._preflight.preflight import LENGTH_KEYS, Preflight, check_run, check_same_data
 from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names

@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_async_app._config.placement import find_view
-from grpo_async_app._config.platform import choose_for_platform, sampling_kind
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.placement import find_view
+from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind
 from grpo_async_app._run.engine_probe import ProbeOutcome, probe_engines, widths_to_probe
 from grpo_async_app._run.interruption import run_interruptible
 from offbeat_actors import Launcher

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from grpo_async_app._config.evaluation import check_evaluation
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.evaluation import check_evaluation
 from grpo_async_app._run.evaluation import default_folder, evaluate
 from grpo_async_app._run.session import with_model
 from offbeat_core import ConfigError, load_config, parse_config, toml_value, user_path

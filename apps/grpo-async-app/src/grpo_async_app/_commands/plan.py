@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from grpo_async_app._commands.shrink import shrink_run
-from grpo_async_app._config.correction import choose_correction
-from grpo_async_app._config.estimates import BatchArithmetic, estimate_memory
-from grpo_async_app._config.placement import find_view, place_run, request_resources
-from grpo_async_app._config.platform import choose_for_platform
-from grpo_async_app._config.preflight import Preflight, check_reward, check_run, check_settings
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.fleet import plan_threads
+from grpo_async_app._preflight.correction import choose_correction
+from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_memory
+from grpo_async_app._preflight.placement import find_view, place_run, request_resources
+from grpo_async_app._preflight.platform import choose_for_platform
+from grpo_async_app._preflight.preflight import Preflight, check_reward, check_run, check_settings
 from offbeat_core import BackendError
 from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row

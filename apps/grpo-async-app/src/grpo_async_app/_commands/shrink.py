@@ -12,8 +12,8 @@ from typing import Final
 
 from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.mix import PromptsConfig
-from grpo_async_app._config.preflight import Preflight, check_run
 from grpo_async_app._config.sections import GrpoConfig, RolesConfig, RolloutConfig, TeacherConfig
+from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._shrink_reward import REWARD
 from offbeat_async_policy import AsyncConfig
 from offbeat_data import EnvironmentConfig, RewardConfig

@@ -1,1 +1,1 @@
-"""Settings of a run, its placement and needs, and what is wrong with it before it starts."""
+"""Settings of a run: its sections, sources of prompts and validation sets, and what goes together."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from grpo_async_app._config.evaluation import Evaluation
 from grpo_async_app._config.validation_sets import ValidationSet
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.evaluation import Evaluation
 from grpo_async_app._run.activity import describe_start, following
 from grpo_async_app._run.interruption import run_interruptible
 from grpo_async_app._run.sampling import Rollouts

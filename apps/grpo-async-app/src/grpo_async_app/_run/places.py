@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from grpo_async_app._config.placement import device_widths
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.placement import device_widths
 from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace, RoleState
 from offbeat_core import ConfigError, RoleName, RunFolderError

@@ -12,9 +12,9 @@ from typing import Any
 
 import offbeat_liveness as liveness
 from grpo_async_app._config.critic import check_critic_is_kept
-from grpo_async_app._config.preflight import Preflight
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.preflight import Preflight
 from grpo_async_app._roles.groups import SampledGroup, load_groups
 from grpo_async_app._run.activity import describe_start, following
 from grpo_async_app._run.backend import LOOP_FOLDER, STATE_FILE, GrpoBackend, check_same_prompts, read_loop_state

@@ -11,9 +11,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
+from offbeat_hanglint._axes import UNKNOWN, Axes, words
 from offbeat_hanglint._config import ConfigError
 from offbeat_hanglint._files import find_files
-from offbeat_hanglint._program.axes import UNKNOWN, Axes, words
 from offbeat_hanglint._program.facts import FunctionFact
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach, Reached

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from offbeat_core import REQUIRED, ConfigError, DataError, setting, user_path
 from offbeat_data._chat_template import DECIDED_VARIABLES
-from offbeat_data._environments.openenv_server import draw_tasks
+from offbeat_data._openenv_server import draw_tasks
 from offbeat_data._rows import Row, read_rows, refuse_split, require_path
 from offbeat_data._task_libraries import draw_entries, draw_rows
 

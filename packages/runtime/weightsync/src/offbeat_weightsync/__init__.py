@@ -29,7 +29,7 @@ from offbeat_weightsync._transports.shared_memory import (
 )
 from offbeat_weightsync._transports.tcp import TcpSender, TcpStream, TcpTransport
 from offbeat_weightsync._transports.version_folder import DiskStream, list_versions, read_weights, write_weights
-from offbeat_weightsync._transports.weight_group import WeightGroup
+from offbeat_weightsync._weight_group import WeightGroup
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

@@ -13,7 +13,7 @@ from offbeat_weightsync._connection import Connection, Deadline, Join, Offer, Re
 from offbeat_weightsync._peer_stream import KeptStream, PeerStream
 from offbeat_weightsync._plan import agreed_plan
 from offbeat_weightsync._tensors import kept_digest
-from offbeat_weightsync._transports.weight_group import WeightGroup
+from offbeat_weightsync._weight_group import WeightGroup
 
 TRANSPORTS: Final = "offbeat.transport"
 """Entry points of transports."""

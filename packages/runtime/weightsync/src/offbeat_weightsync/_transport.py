@@ -17,7 +17,7 @@ from offbeat_weightsync._peer_stream import KeptStream, PeerStream
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._receiver import receive, transport_class
 from offbeat_weightsync._sender import WeightSender
-from offbeat_weightsync._transports.weight_group import WeightGroup
+from offbeat_weightsync._weight_group import WeightGroup
 
 Reach = Literal["machine", "network", "either"]
 """Engines on the trainer's machine alone; engines anywhere, by an address; or by the better of the two."""

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_hanglint._program.axes import WORLD, Axes
+from offbeat_hanglint._axes import WORLD, Axes
 
 FOLDER: Final = Path(__file__).parent
 SOURCES: Final = ("torch.toml", "frameworks.toml")

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Set
 from typing import Final
 
-from offbeat_hanglint._program.axes import words
+from offbeat_hanglint._axes import words
 from offbeat_hanglint._program.expressions import dotted
 
 # Facts: there is no other process; the tensor is a sharded one.

@@ -11,7 +11,7 @@ A dependence is a tag with the name that showed it: axes as in `axes.py`, or one
 
 from typing import Final
 
-from offbeat_hanglint._program.axes import (
+from offbeat_hanglint._axes import (
     NONE,
     UNKNOWN,
     WORLD,

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from offbeat_hanglint._program.axes import rank_axes
+from offbeat_hanglint._axes import rank_axes
 
 MAX_TEXT: Final = 120
 # More tests than that around one call of an expression tell nothing more.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from offbeat_hanglint._program.axes import words
+from offbeat_hanglint._axes import words
 from offbeat_hanglint._program.conditions import MAX_KNOWN, known_where
 from offbeat_hanglint._program.expressions import (
     atoms,

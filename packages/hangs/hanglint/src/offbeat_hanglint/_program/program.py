@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from offbeat_hanglint._axes import UNKNOWN, WORLD, Axes, group_axes, words
 from offbeat_hanglint._libraries import Libraries, Operation, libraries
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes, group_axes, words
 from offbeat_hanglint._program.facts import CallFact, ClassFact, FileFact, FunctionFact
 
 # A method of a name that several classes have is looked for only up to so many definitions.

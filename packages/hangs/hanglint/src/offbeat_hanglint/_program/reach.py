@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes, group_axes, words
+from offbeat_hanglint._axes import UNKNOWN, WORLD, Axes, group_axes, words
 from offbeat_hanglint._program.conditions import ALONE, exclude_one_another, seen_by_caller
 from offbeat_hanglint._program.facts import CallFact
 from offbeat_hanglint._program.program import Program

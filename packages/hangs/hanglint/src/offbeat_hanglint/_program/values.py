@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, Axes, attribute_axes, rank_axes, words
+from offbeat_hanglint._axes import UNKNOWN, Axes, attribute_axes, rank_axes, words
 from offbeat_hanglint._program.depend import LOCAL, Depends, is_data_name, is_filled_name
 from offbeat_hanglint._program.expressions import (
     asks_whether_known,

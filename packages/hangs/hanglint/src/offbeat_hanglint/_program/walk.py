@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 from typing import Final
 
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, Axes, decorator_axes
+from offbeat_hanglint._axes import UNKNOWN, WORLD, Axes, decorator_axes
 from offbeat_hanglint._program.conditions import ALONE, MAX_KNOWN, known_where
 from offbeat_hanglint._program.depend import Depends
 from offbeat_hanglint._program.expressions import dotted, entered_calls, parts, passed_call, terminates

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from offbeat_hanglint._axes import UNKNOWN, meet
 from offbeat_hanglint._finding import Confidence, Finding
-from offbeat_hanglint._program.axes import UNKNOWN, meet
 from offbeat_hanglint._program.depend import Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.values import UNDER

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from offbeat_hanglint._axes import UNKNOWN, WORLD, rank_axes, words
 from offbeat_hanglint._finding import Confidence, Finding
-from offbeat_hanglint._program.axes import UNKNOWN, WORLD, rank_axes, words
 from offbeat_hanglint._program.depend import LOCAL, only_axes
 from offbeat_hanglint._program.expressions import dotted, group_text
 from offbeat_hanglint._program.reach import Reached

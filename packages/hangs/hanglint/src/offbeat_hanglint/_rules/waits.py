@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from offbeat_hanglint._axes import words
 from offbeat_hanglint._finding import Confidence, Finding
-from offbeat_hanglint._program.axes import words
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.facts import returns_at_once
 from offbeat_hanglint._program.view import FunctionView, Guard

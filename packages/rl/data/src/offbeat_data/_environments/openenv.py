@@ -9,14 +9,14 @@ from typing import Any
 
 from offbeat_core import ConfigError, DataError
 from offbeat_data._chat_template import Message
-from offbeat_data._environments.openenv_server import (
+from offbeat_data._images import image_part
+from offbeat_data._openenv_server import (
     OPENENV,
     OpenEnvServer,
     OpenEnvSession,
     ServerRefusedError,
     StepResult,
 )
-from offbeat_data._images import image_part
 from offbeat_data._prompts import Prompt
 from offbeat_data._scoring.answers import last_in_tag
 from offbeat_data._scoring.rewards import RewardScore

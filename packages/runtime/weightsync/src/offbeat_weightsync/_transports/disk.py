@@ -17,7 +17,7 @@ from offbeat_weightsync._tensors import PlannedTensors
 from offbeat_weightsync._transport import Route, Transport
 from offbeat_weightsync._transports.tcp import TcpSender
 from offbeat_weightsync._transports.version_folder import VersionFolder, await_path, open_version
-from offbeat_weightsync._transports.weight_group import WeightGroup
+from offbeat_weightsync._weight_group import WeightGroup
 
 SEEN_S: Final = 10.0
 """For a folder of the sender to be seen by a receiver."""

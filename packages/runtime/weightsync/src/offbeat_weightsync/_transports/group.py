@@ -23,7 +23,7 @@ from offbeat_weightsync._tensors import PlannedTensors
 from offbeat_weightsync._transport import Route, Transport
 from offbeat_weightsync._transports.slots import synchronize
 from offbeat_weightsync._transports.tcp import TcpSender
-from offbeat_weightsync._transports.weight_group import NUM_BUFFERS, WeightGroup, place_of
+from offbeat_weightsync._weight_group import NUM_BUFFERS, WeightGroup, place_of
 
 
 class GroupTransport(Transport):

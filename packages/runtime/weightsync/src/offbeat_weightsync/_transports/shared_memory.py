@@ -18,7 +18,7 @@ from offbeat_weightsync._stream import MAX_RUN_BYTES, Room, Runs
 from offbeat_weightsync._tensors import PlannedTensors
 from offbeat_weightsync._transport import Route, Transport
 from offbeat_weightsync._transports.slots import NUM_SLOTS, SharedSlots, open_device_slots, open_slots, synchronize
-from offbeat_weightsync._transports.weight_group import WeightGroup
+from offbeat_weightsync._weight_group import WeightGroup
 
 
 class SharedMemoryTransport(Transport):

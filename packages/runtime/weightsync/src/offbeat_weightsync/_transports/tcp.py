@@ -11,7 +11,7 @@ from offbeat_weightsync._sender import PendingConnection, WeightSender
 from offbeat_weightsync._stream import Room, Runs, read_runs
 from offbeat_weightsync._tensors import RUN_BYTES, PlannedTensors
 from offbeat_weightsync._transport import Route, Transport
-from offbeat_weightsync._transports.weight_group import WeightGroup
+from offbeat_weightsync._weight_group import WeightGroup
 
 
 class TcpTransport(Transport):

@@ -8,14 +8,7 @@ from functools import partial
 from typing import Final
 
 from grpo_async_app._config.agent import program_words
-from grpo_async_app._config.backends import check_backends, check_cut, check_turns
-from grpo_async_app._config.correction import choose_correction
 from grpo_async_app._config.critic import check_bootstrap, check_critic, check_critic_folder, load_critic_backend
-from grpo_async_app._config.engine_formats import rounding_reason
-from grpo_async_app._config.engine_models import check_engine_model, check_positions, check_teacher
-from grpo_async_app._config.estimates import estimate_memory
-from grpo_async_app._config.placement import find_view, place_run
-from grpo_async_app._config.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._config.reward_model import check_one_reward_model, check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig, check_engine_options
 from grpo_async_app._config.shown import check_shown
@@ -45,6 +38,13 @@ from grpo_async_app._config.validation_sets import (
     shared_notices,
 )
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
+from grpo_async_app._preflight.backends import check_backends, check_cut, check_turns
+from grpo_async_app._preflight.correction import choose_correction
+from grpo_async_app._preflight.engine_formats import rounding_reason
+from grpo_async_app._preflight.engine_models import check_engine_model, check_positions, check_teacher
+from grpo_async_app._preflight.estimates import estimate_memory
+from grpo_async_app._preflight.placement import find_view, place_run
+from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind, slow_formats
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_kinds, check_processes
 from offbeat_core import (

@@ -4,10 +4,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from grpo_async_app._config.engine_formats import held_bytes
-from grpo_async_app._config.placement import trainer_width
 from grpo_async_app._config.reward_model import RewardModelOptions, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.engine_formats import held_bytes
+from grpo_async_app._preflight.placement import trainer_width
 from offbeat_core import (
     CacheBudget,
     CacheNeeds,

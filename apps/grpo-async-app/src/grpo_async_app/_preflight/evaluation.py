@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async_app._config.agent import AgentConfig
-from grpo_async_app._config.engine_models import check_engine_model, check_positions
-from grpo_async_app._config.placement import find_view, place_run
-from grpo_async_app._config.platform import choose_for_platform, sampling_kind
-from grpo_async_app._config.preflight import check_reward
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
 from grpo_async_app._config.sources import Tools, tools_of, turn_templates, with_tools
 from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
+from grpo_async_app._preflight.engine_models import check_engine_model, check_positions
+from grpo_async_app._preflight.placement import find_view, place_run
+from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind
+from grpo_async_app._preflight.preflight import check_reward
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError
 from offbeat_data import CurriculumConfig, Tokenizer, TurnTemplate, load_prompts, load_tokenizer

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from grpo_async_app._config.engine_formats import rounding_reason
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.engine_formats import rounding_reason
 from offbeat_core import ModelError, read_model_json
 from offbeat_objectives import resolve_correction
 
