@@ -116,6 +116,7 @@ class Edge:
         taken: what the source of the one takes from the other: pairs of a module and a name in it.
         kept: released versions of the other, oldest first.
         reason_behind: why the version in the workspace is not admitted; None where it must be.
+        gone: packages that were released and are not in the workspace any more.
     """
 
     package: Package
@@ -124,13 +125,25 @@ class Edge:
     taken: set[tuple[str, str]]
     kept: Sequence[KeptWheel]
     reason_behind: str | None
+    gone: frozenset[str] = frozenset()
 
     @property
     def lacking(self) -> dict[Version, list[str]]:
-        """Missing names and extras by kept version."""
+        """Missing names and extras by kept version.
+
+        A version built on a package that has another name now brings its contracts a second time: the classes of one
+        are not those of the other.
+        """
         extras = extras_of(self.requirement)
-        found = {wheel.version: lacks(wheel, self.taken, extras) for wheel in self.kept}
+        found = {
+            wheel.version: lacks(wheel, self.taken, extras)
+            + [f"a build without {name}, which is gone" for name in self._built_on(wheel)]
+            for wheel in self.kept
+        }
         return {version: missing for version, missing in found.items() if missing}
+
+    def _built_on(self, wheel: KeptWheel) -> list[str]:
+        return sorted({dist_name(each) for each in wheel.metadata.requirements} & self.gone)
 
     @property
     def mended(self) -> Range:
@@ -175,6 +188,7 @@ def edges(found: Sequence[Package], kept: Mapping[str, Sequence[KeptWheel]]) -> 
     """Yield every need of a package of the workspace for another."""
     by_name = {package.name: package for package in found}
     modules = {package.import_name for package in found}
+    gone = frozenset(kept.keys() - by_name.keys())
     for package in found:
         taken, reasons = uses(package, modules), behind(package)
         for requirement in own_requirements(package, set(by_name)):
@@ -186,6 +200,7 @@ def edges(found: Sequence[Package], kept: Mapping[str, Sequence[KeptWheel]]) -> 
                 taken=taken.get(other.import_name, set()),
                 kept=kept.get(other.name, ()),
                 reason_behind=reasons.get(other.name),
+                gone=gone,
             )
 
 

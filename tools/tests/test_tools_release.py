@@ -180,6 +180,26 @@ def test_an_extra_that_an_admitted_version_lacks_is_found(root):
     assert any("lacks extra [slow]" in each for each in problems(root))
 
 
+def test_a_version_that_was_built_on_a_package_of_another_name_is_admitted_no_longer(root):
+    """It brings the contracts twice: what one half of an environment makes is of no class that the other knows."""
+    text = "from offbeat_first import kept\n\n__all__ = []\n"
+    add_package(root, "fourth", text, "offbeat-first>=0.1,<0.2")
+    write_source(root, "first", '__all__ = ["kept"]\nkept = 1\n')
+    (root / "packages/ground").rename(root / "packages/core")
+    (root / "packages/core/src/offbeat_ground").rename(root / "packages/core/src/offbeat_core")
+    for key in ("core", "first", "second", "third"):
+        path = root / f"packages/{key}/pyproject.toml"
+        path.write_text(path.read_text().replace("ground", "core"))
+    for key in ("first", "second", "third"):
+        path = root / f"packages/{key}/src/offbeat_{key}/__init__.py"
+        path.write_text(path.read_text().replace("offbeat_ground", "offbeat_core"))
+    found = "offbeat-fourth: offbeat-first>=0.1,<0.2 admits 0.1.0, which lacks offbeat_first.kept, a build without"
+    assert any(each.startswith(f"{found} offbeat-ground, which is gone") for each in problems(root))
+    mend(root)
+    assert ranges(root)["fourth"] == "offbeat-first>=0.1.1,<0.2"
+    assert problems(root) == []
+
+
 def test_an_extra_that_goes_is_a_problem_of_the_package_that_asks_for_it(root):
     edit(root, "first", "offbeat-ground>", "offbeat-ground[fast]>")
     edit(root, "ground", "fast =", "slow =")
