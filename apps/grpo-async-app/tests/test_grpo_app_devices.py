@@ -14,7 +14,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.placement import find_view, place_run
 from grpo_async_app._preflight.preflight import check_run
-from offbeat_core import ConfigError, PlacementError, load_config
+from offbeat_core import ConfigError, PlacementError, RoleName, load_config
 from offbeat_placement import grid_nodes
 from offbeat_testing import CommandLine, RunningCommand
 
@@ -106,7 +106,7 @@ def test_an_engine_that_would_join_without_a_device_is_refused(config: Path, mod
         async with Fleet(loaded, str(model), tmp_path / "logs") as fleet:
             await fleet._place(place_run(loaded, find_view(loaded)))
             with pytest.raises(PlacementError, match=r"reserved for 1 rollout engines.* none for rollout-1"):
-                await fleet._start_rollout("rollout-1")
+                await fleet._start_rollout(RoleName("rollout", 1))
 
     asyncio.run(scenario())
 

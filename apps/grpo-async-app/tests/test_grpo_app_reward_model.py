@@ -102,7 +102,7 @@ def test_a_reward_model_that_reads_the_prompt_reads_the_words_of_users_as_words(
     asks: list[RewardModelAsk] = []
 
     class Asked:
-        async def ask(self, ask: RewardModelAsk, *_: Any) -> list[Any]:
+        async def score(self, ask: RewardModelAsk, *_: Any) -> list[Any]:
             asks.append(ask)
             return []
 
