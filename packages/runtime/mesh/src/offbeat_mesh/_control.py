@@ -376,12 +376,10 @@ class ControlClient:
         return False
 
     def _receive(self, connection: socket.socket, end_s: float) -> list[ControlMessage]:
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
+        if (left_s := end_s - time.monotonic()) <= 0:
             raise TimeoutError("it did not answer")
         connection.settimeout(left_s)
-        data = connection.recv(1 << 16)
-        if not data:
+        if not (data := connection.recv(1 << 16)):
             raise ConnectionError("it closed the connection")
         return list(self._inbox.feed(data))
 
@@ -401,8 +399,7 @@ class ControlClient:
     def ask(self, group: str, members: Sequence[int]) -> dict[int, CallPosition]:
         """Return where the members of a group stand; who does not answer within a second is not in the result."""
         with self._changed:
-            self._asked += 1
-            number = self._asked
+            number = self._asked = self._asked + 1
             answers = self._standings[number] = {}
         if self._send(Ask(self.rank, number, group, tuple(members))):
             self.wait_until(lambda: len(answers) == len(members), ANSWER_S)
