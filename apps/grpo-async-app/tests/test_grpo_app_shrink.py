@@ -109,3 +109,10 @@ def test_a_recipe_is_rehearsed_with_real_processes(
     assert ("<img" in (tmp_path / "run" / "report.html").read_text()) == recipe.stem.startswith("geo3k"), (
         "with its images"
     )
+
+
+@pytest.mark.parametrize(("transport", "rehearsed"), [("cuda-ipc", "auto"), ("tcp", "tcp"), ("nccl", "nccl")])
+def test_weights_travel_as_in_the_run_where_cpus_can_do_it(tmp_path: Path, transport: str, rehearsed: str) -> None:
+    recipe = sorted(RECIPES.glob("*.toml"))[0]
+    whole = load_config(recipe, GrpoConfig, [f"--rollout.weight_transport={transport}"])
+    assert shrink_run(whole, tmp_path / "model").config.rollout.weight_transport == rehearsed

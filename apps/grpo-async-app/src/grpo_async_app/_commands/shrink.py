@@ -33,6 +33,7 @@ from offbeat_recipes import (
     takes_images,
     tiny_family,
 )
+from offbeat_weightsync import Endpoint, Route, transport_class
 
 _SAMPLES: Final = 4
 _PROMPT_TOKENS: Final = 8
@@ -190,10 +191,16 @@ def _shrink_rollout(
         sync_bucket_bytes=min(rollout.sync_bucket_bytes, 2**16),  # so that weights take several buckets here too
         serve_port=rollout.serve_port and 0,
         lora_sync=rollout.lora_sync if backend == rollout.backend else "auto",
-        weight_transport="auto" if rollout.weight_transport == "cuda-ipc" else rollout.weight_transport,
+        weight_transport=_transport_on_cpus(rollout.weight_transport),
         weight_folder="",
         options=own if backend == rollout.backend else {},
     )
+
+
+def _transport_on_cpus(name: str) -> str:
+    """Return the transport itself, or "auto" for one that needs other devices."""
+    cpu = Endpoint(node="", device="cpu")
+    return "auto" if transport_class(name).complaint(Route(sender=cpu, receivers=[cpu])) else name
 
 
 def _shrink_teacher(teacher: TeacherConfig, folder: Path) -> TeacherConfig:

@@ -69,6 +69,7 @@ from offbeat_objectives import check_algorithm, try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
 from offbeat_run import HELD_OUT, ExaminedModel, Problems, check_model, doing, inspect_model
+from offbeat_weightsync import transport_class
 
 LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
 """Settings that say how long a run is."""
@@ -157,7 +158,7 @@ class Preflight:
     def _versions_bytes(self) -> int:
         """Bytes of weights on their way in the run folder: a version, and the next that is being written."""
         rollout = self.config.rollout
-        in_run_folder = rollout.weight_transport == "disk" and not rollout.weight_folder
+        in_run_folder = transport_class(rollout.weight_transport).writes_files and not rollout.weight_folder
         return 2 * self.model.num_parameters * rollout.bytes_per_weight if in_run_folder else 0
 
 

@@ -71,6 +71,8 @@ class Transport(ABC):
     """
 
     reach: ClassVar[Reach]
+    writes_files: ClassVar[bool] = False
+    """Versions lie in `folder` for a time, and take room there."""
 
     def __init__(self, device: str = "cpu", folder: str = "") -> None:
         self._device, self._folder = device, folder

@@ -27,6 +27,7 @@ class DiskTransport(Transport):
     """Weights in files, which stay there: others may read them too."""
 
     reach = "network"
+    writes_files = True
 
     @classmethod
     def complaint(cls, route: Route) -> str:
