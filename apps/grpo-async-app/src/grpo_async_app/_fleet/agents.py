@@ -96,7 +96,7 @@ class Agents:
         self._deadline_s = config.async_.group_deadline_s
 
     async def play(self, name: str, prompt: Prompt, request: GenerateRequest, index: int) -> RecordedSession:
-        """Return one episode about a prompt, with the policy on one engine.
+        """Play one episode about a prompt, with the policy on one engine.
 
         Args:
             name: of the engine.

@@ -150,7 +150,7 @@ Outcomes = Sequence[BaseException | None]
 
 
 async def each(actors: Iterable[ActorHandle], step: Callable[[ActorHandle], Awaitable[object]]) -> Outcomes:
-    """Return one step of all engines at once."""
+    """Take one step with all engines at once, and return their errors."""
     outcomes = await asyncio.gather(*map(step, actors), return_exceptions=True)
     return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
 

@@ -151,7 +151,7 @@ class Rollouts:
         judge: str,
         environment: str,
     ) -> ScoredSample | None:
-        """Return one episode; None when its environment or its reward failed.
+        """Play one episode; None when its environment or its reward failed.
 
         Raises:
             EpisodesLostError: too many have failed.
@@ -192,7 +192,7 @@ class Rollouts:
     async def _act(
         self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: str
     ) -> ScoredSample | None:
-        """Return one episode of an agent; None when it came to no end, or its reward failed. Raises as `_play`."""
+        """Play one episode of an agent; None when it came to no end, or its reward failed. Raises as `_play`."""
         try:
             recorded = await agents.play(name, prompt, request, index)
         except AgentFailedError as error:

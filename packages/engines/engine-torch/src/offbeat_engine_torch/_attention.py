@@ -339,7 +339,7 @@ def _gather_all(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> tuple[
 def _call(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return one flash call: output [n, G, D] and log-sum-exp [n, G] of the real queries."""
+    """Make one flash call: output [n, G, D] and log-sum-exp [n, G] of the real queries."""
     out, lse = _flash(*_gather_all(query, key, value, rows), 0.0, causal, scale=scale)
     return _unpad(out, rows), _unpad(lse[..., None], rows)[..., 0]
 

@@ -171,7 +171,7 @@ class Pool(Generic[M]):
         return [member for member in self.members.values() if member.actor.alive and not member.has_left]
 
     def least_loaded(self) -> M:
-        """Return the member that serves and has the least to do; any one when none serves. One that leaves counts not.
+        """Return the member that serves and has the least to do; any one when none serves. None that leaves.
 
         There must be a member that stays.
         """
@@ -202,7 +202,7 @@ class Pool(Generic[M]):
             self._tasks.discard(task)
 
     async def leave(self, member: M) -> None:
-        """Stop the process of a member that leaves; an error is logged: nobody needs the process any more."""
+        """Stop the process of a member that leaves; an error is reported and raised no further."""
         member.has_left = True
         try:
             await member.actor.stop()

@@ -20,7 +20,7 @@ from offbeat_core._models.digests import DIGEST_SUFFIX
 MODEL_FILE: Final = "model.safetensors"
 MODEL_INDEX_FILE: Final = "model.safetensors.index.json"
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""Of a safetensors file, and of the JSON files beside it: a tokenizer of 300,000 tokens has a third of that."""
+"""Bound on a safetensors header and on the JSON files beside it: a tokenizer of 300,000 tokens has a third of that."""
 _MODEL_FILES: Final = (
     MODEL_FILE,
     "model-?????-of-?????.safetensors",

@@ -384,12 +384,12 @@ def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> by
 
 
 def ask(door: Endpoint, message: Message, secret: str, timeout_s: float) -> Message | None:
-    """Return one question, one answer; None if none comes in time."""
+    """Ask one question, and return the answer; None if none comes in time."""
     return ask_all({0: door}, message, secret, timeout_s).get(0)
 
 
 def ask_all(doors: Mapping[Any, Endpoint], message: Message, secret: str, timeout_s: float) -> dict[Any, Message]:
-    """Return one question to many at once.
+    """Ask many one question at once.
 
     Returns:
         Replies by the keys of `doors`; without those who refused, failed, were late, or are not of this run.
