@@ -1,10 +1,12 @@
 """Rules that keep the house as it is: its words, its names, its size. Each bound is today's, and goes down only."""
 
+import ast
 import re
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from doc_blocks import blocks, pages
 from source_rules import first_words, imported_rooms, parsed_errors
 from workspace import ROOT, committed_files, packages
 
@@ -52,6 +54,24 @@ def test_no_two_packages_export_a_class_of_one_name() -> None:
         if name[0].isupper() and not name.isupper()
     )
     assert sorted(name for name, count in counts.items() if count > 1 and name not in SAME_NAMES) == []
+
+
+def test_examples_import_what_their_package_exports() -> None:
+    folder = ROOT / "tests" / "contracts" / "public_names"
+    public = {
+        package.import_name: set((folder / f"{package.import_name}.txt").read_text().split()) for package in packages()
+    }
+    found = [
+        f"{block.name}: {node.module}.{alias.name}"
+        for page in pages()
+        for block in blocks(page)
+        if block.language == "python"
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.ImportFrom) and node.module in public
+        for alias in node.names
+        if alias.name not in public[node.module]
+    ]
+    assert found == []
 
 
 def test_the_text_of_our_own_errors_is_read_by_people_only() -> None:
