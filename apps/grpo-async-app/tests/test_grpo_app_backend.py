@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.sources import TrainingSource, source_settings
-from grpo_async_app._config.validation_sets import held_out_set, mark_of
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.data import mark_of
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.backend import GrpoBackend, check_same_prompts
 from grpo_async_app._run.ending import EarlyEnd, SamplesLostError
@@ -38,7 +38,7 @@ from offbeat_core import (
     VersionSegment,
     load_config,
 )
-from offbeat_data import Prompt, RewardScore, RowCounts
+from offbeat_data import Prompt, RewardScore
 from offbeat_run import Checkpoints, summarize
 
 
@@ -74,18 +74,15 @@ def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
     notes: Any = Notes()
     policy = AsyncPolicy(config.async_, 8)
     prompt = Prompt(index=0, text="1", ids=(1,), answer="1")
-    [of_data] = source_settings(config)
-    stream = PromptStream(config, [TrainingSource(settings=of_data, prompts=(prompt,), counts=RowCounts())], {})
-    sets = [held_out_set(config, [prompt])]
+    run = resolve(config)
+    [of_data] = run.sources
     return GrpoBackend(
-        config,
+        replace(run, sets=(replace(run.held_out, prompts=(prompt,)),)),
         fleet,
         policy,
-        stream=stream,
-        sets=sets,
-        run=notes,
+        stream=PromptStream(config, [replace(of_data, prompts=(prompt,))], {}),
+        folder=notes,
         logger=notes,
-        templates={},
         early_end=EarlyEnd(config),
     )
 
@@ -94,7 +91,7 @@ def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        fleet = Fleet(settings(config, "--cluster.colocate=true"), str(model), tmp_path)
+        fleet = Fleet(resolve(settings(config, "--cluster.colocate=true")), str(model), tmp_path)
         backend, validated = open_backend(settings(config), fleet), list[int]()
 
         async def waits_for_an_engine_that_gets_weights() -> None:
@@ -116,7 +113,7 @@ def test_a_validation_that_cannot_be_written_down_ends_the_run(
         return Validation(version=1, answered=[], items={}, summaries=[summarize("held-out", 1, [], 1)])
 
     async def scenario() -> None:
-        backend = open_backend(settings(config), Fleet(settings(config), str(model), tmp_path))
+        backend = open_backend(settings(config), Fleet(resolve(settings(config)), str(model), tmp_path))
         backend._validating = asyncio.create_task(backend._validate(1))
         with pytest.raises(RunFolderError, match="no space left"):
             await backend.finish()
@@ -138,7 +135,7 @@ def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, mode
     )
 
     async def scenario() -> None:
-        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend = open_backend(chosen, Fleet(resolve(chosen), str(model), tmp_path))
 
         async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[ScoredSample]:
             requests.append(request)
@@ -165,7 +162,7 @@ def is_filtered(
     found: list[bool] = []
 
     async def scenario() -> None:
-        backend = open_backend(config, Fleet(config, str(model), folder))
+        backend = open_backend(config, Fleet(resolve(config), str(model), folder))
         found.append((await backend._take_in(0, backend._stream.draw(0), samples, greedy)).filtered)
 
     run(scenario)
@@ -193,7 +190,7 @@ def test_a_prompt_succeeds_by_its_reward_before_anything_is_taken_off_for_length
     chosen, learned = settings(config, "--algorithm.overlong_buffer_tokens=8"), list[list[float]]()
 
     async def scenario() -> None:
-        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend = open_backend(chosen, Fleet(resolve(chosen), str(model), tmp_path))
         backend._stream.record = lambda _, rewards: learned.append([*rewards])  # type: ignore[method-assign]
         await backend._take_in(0, backend._stream.draw(0), [scored(1.0, 8), scored(0.5, 1)], None)
         assert backend._groups[0].rewards == [0.0, 0.375], "a whole buffer over, and an eighth of it"
@@ -220,7 +217,7 @@ def test_samples_without_the_parts_that_gdpo_learns_from_are_left_out_and_told_o
     named, other, bare = scored(1.0, number_match=1.0, contains=0.0), scored(0.5, tests=1.0), scored(0.5)
 
     async def scenario() -> None:
-        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend = open_backend(chosen, Fleet(resolve(chosen), str(model), tmp_path))
         assert (await backend._take_in(0, backend._stream.draw(0), [named, other, bare], None)).filtered
         assert backend._rollouts.left_out == {"reward/missing_parts": 2}
         assert "lacks number_match, contains" in backend._rollouts.last_left_out
@@ -270,7 +267,7 @@ def test_no_two_samples_of_a_run_draw_with_the_same_seed(config: Path, model: Pa
     requests: list[GenerateRequest] = []
 
     async def scenario(chosen: GrpoConfig) -> None:
-        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend = open_backend(chosen, Fleet(resolve(chosen), str(model), tmp_path))
 
         async def sample(_name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[ScoredSample]:
             requests.append(request)
@@ -298,7 +295,7 @@ def test_a_group_is_as_old_as_its_oldest_token(config: Path, model: Path, tmp_pa
     chosen, found = settings(config), list[GroupResult]()
 
     async def scenario() -> None:
-        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend = open_backend(chosen, Fleet(resolve(chosen), str(model), tmp_path))
         backend._policy.statistics.updates = 7
         samples = [of_versions(5, 6), of_versions(4, 7)]
         found.append(await backend._take_in(0, backend._stream.draw(0), samples, None))
@@ -324,7 +321,7 @@ def test_a_group_that_is_dropped_is_aborted_where_it_is_in_flight_alone(
     aborted: list[str] = []
 
     async def scenario() -> None:
-        fleet = Fleet(settings(config), str(model), tmp_path)
+        fleet = Fleet(resolve(settings(config)), str(model), tmp_path)
         backend = open_backend(settings(config), fleet)
 
         async def abort(request_id: str) -> None:
@@ -347,7 +344,7 @@ def test_an_engine_that_comes_up_between_two_syncs_gets_the_version_that_the_tra
     offered: list[int] = []
 
     async def scenario() -> None:
-        fleet = Fleet(settings(config), str(model), tmp_path)
+        fleet = Fleet(resolve(settings(config)), str(model), tmp_path)
         backend = open_backend(settings(config), fleet)
         logger, trainer = cast("Any", backend._logger), SimpleNamespace()
 
@@ -402,7 +399,7 @@ def test_a_validation_is_due_once_in_so_many_updates_also_where_syncs_pass_over_
 ) -> None:
     async def scenario() -> None:
         chosen = settings(config, "--eval.every_updates=2")
-        backend = open_backend(chosen, Fleet(chosen, str(model), tmp_path))
+        backend = open_backend(chosen, Fleet(resolve(chosen), str(model), tmp_path))
         cast("Any", backend._logger).last_validated = last
         assert backend._validation_is_due(version) is is_due
 
@@ -495,7 +492,7 @@ def test_samples_that_failed_fail_a_run_only_where_they_are_why_it_has_ended(
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     def opened(*words: str) -> GrpoBackend:
-        backend = open_backend(settings(config, *words), Fleet(settings(config), str(model), tmp_path))
+        backend = open_backend(settings(config, *words), Fleet(resolve(settings(config)), str(model), tmp_path))
         logger: Any = backend._logger
         logger.last_accuracy, logger.last_validated = None, 0
         backend._rollouts.skip("reward/dropped", "no bread today")

@@ -14,8 +14,9 @@ from role_faults import signal_role
 from safetensors.torch import load_file
 from test_grpo_app_parts import FixedLogprobs, group
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._preflight.preflight import check_settings
+from grpo_async_app._preflight.settings import check_settings
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from offbeat_core import Completion, ConfigError, TrainEngineConfig, TrainSequence, Trajectory, load_config
@@ -309,4 +310,4 @@ def test_the_plan_counts_the_critic(command: CommandLine, config: Path) -> None:
 
 def test_a_critic_without_effect_is_refused_wherever_the_run_will_be(config: Path) -> None:
     with pytest.raises(ConfigError, match="section critic has no effect"):
-        check_settings(load_config(config, GrpoConfig, ["--critic.clip=0.5"]))
+        check_settings(resolve(load_config(config, GrpoConfig, ["--critic.clip=0.5"])))

@@ -10,6 +10,7 @@ from pathlib import Path
 import abacus_standin
 import pytest
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.placement import find_view, place_run
@@ -103,7 +104,7 @@ def test_more_roles_than_devices_are_refused_with_what_fits(command: CommandLine
 def test_an_engine_that_would_join_without_a_device_is_refused(config: Path, model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         loaded = load_config(config, GrpoConfig, ON_ABACUS)
-        async with Fleet(loaded, str(model), tmp_path / "logs") as fleet:
+        async with Fleet(resolve(loaded), str(model), tmp_path / "logs") as fleet:
             await fleet._place(place_run(loaded, find_view(loaded)))
             with pytest.raises(PlacementError, match=r"reserved for 1 rollout engines.* none for rollout-1"):
                 await fleet._start_rollout(RoleName("rollout", 1))

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import pytest
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engine, Engines
@@ -264,7 +265,7 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
         async def take() -> None:
             raise PeerFailedError("rollout-0", "killed before it connected")
 
-        fleet = Fleet(settings(config), str(model), tmp_path)
+        fleet = Fleet(resolve(settings(config)), str(model), tmp_path)
         async with fleet:
             fleet._trainer = await fleet._start_trainers(1, None)
             for version in (1, 1, 2):
@@ -502,7 +503,7 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
 ) -> None:
     async def scenario() -> None:
         told: list[str] = []
-        fleet = Fleet(settings(config), str(model), tmp_path, events=TellingEvents(told))
+        fleet = Fleet(resolve(settings(config)), str(model), tmp_path, events=TellingEvents(told))
         fleet._launcher = NamingLauncher()  # type: ignore[assignment]
         async with fleet:
             late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
@@ -533,7 +534,7 @@ def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
 
     async def scenario() -> None:
         told: list[str] = []
-        fleet = Fleet(load_config(config, GrpoConfig, []), str(model), tmp_path, events=TellingEvents(told))
+        fleet = Fleet(resolve(load_config(config, GrpoConfig, [])), str(model), tmp_path, events=TellingEvents(told))
         fleet._launcher = FullLauncher()  # type: ignore[assignment]
         async with fleet:
             fleet.engines._wanted = 1 + others

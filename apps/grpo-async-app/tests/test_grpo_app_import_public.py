@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.openrlhf import import_openrlhf
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from grpo_async_app._preflight.preflight import check_settings
+from grpo_async_app._preflight.settings import check_settings
 from offbeat_core import parse_config
 from offbeat_recipes import OptionTable, Program, RecipeBuilder, read_option_table
 
@@ -129,7 +130,7 @@ def test_the_file_that_is_written_is_a_configuration(peer: str, script: Script) 
     draft = PEERS[peer](script, script.options)
     if any("set environment.name" in text for text in draft.lost.values()):
         draft.drop("environment")
-    check_settings(parse_config(draft.as_toml("", {}), GrpoConfig, name="mine.toml"))
+    check_settings(resolve(parse_config(draft.as_toml("", {}), GrpoConfig, name="mine.toml")))
 
 
 def test_there_are_sixty_scripts_of_projects_other_than_the_frameworks() -> None:

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from grpo_runs import Main, latest_checkpoint, run_to_its_end, trained_prompts, values_of
 
+from grpo_async_app._config.resolved import Source, resolve
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.sources import TrainingSource, check_sources, source_settings
 from grpo_async_app._preflight.evaluation import check_evaluation
-from grpo_async_app._preflight.preflight import check_run, check_same_data
+from grpo_async_app._preflight.preflight import check_run
+from grpo_async_app._preflight.settings import check_same_data
+from grpo_async_app._preflight.sources import check_sources
 from grpo_async_app._run.prompt_stream import PromptStream
 from offbeat_core import ConfigError, RunFolderError, load_config, parse_config
-from offbeat_data import EpochOrder, Prompt, RowCounts
+from offbeat_data import EpochOrder, Prompt
 from offbeat_run import RunFolder, read_answers, read_generations
 from offbeat_testing import CommandLine, RunningCommand, wait_until_gone
 
@@ -97,7 +99,7 @@ def mixed(config: Path, tmp_path: Path, own_module: Callable[[str, str], None]) 
 
 
 def stream_of(config: GrpoConfig, known: dict[str, object] | None = None) -> PromptStream:
-    return PromptStream(config, check_run(config).sources, known or {})
+    return PromptStream(config, check_run(config).run.sources, known or {})
 
 
 def source_of(text: str) -> str:
@@ -204,12 +206,12 @@ def test_a_mixed_run_that_is_killed_goes_on_with_what_it_knew_at_its_checkpoint(
     assert values_of(run, "mix/sums/too_easy")[last] == 0.0
 
 
-def made_source(config: GrpoConfig, name: str, number: int) -> TrainingSource:
+def made_source(config: GrpoConfig, name: str, number: int) -> Source:
     """A source of prompts made up, as its table would settle it."""
-    [plain] = source_settings(config)
+    [plain] = resolve(config).sources
     ids = np.array([1], np.int32)
     prompts = tuple(Prompt(index=at, ids=ids, text=f"{name} {at}") for at in range(number))
-    return TrainingSource(settings=replace(plain, name=name), prompts=prompts, counts=RowCounts())
+    return replace(plain, name=name, prompts=prompts)
 
 
 def test_what_is_known_comes_back_for_the_sources_it_is_of(config: Path) -> None:
@@ -253,21 +255,23 @@ def test_a_source_says_what_differs_and_takes_the_rest_from_the_sections(mixed: 
     own = ["--data.mix.talks.environment.name=reasoning_gym", "--data.mix.talks.path=reasoning-gym:chain_sum"]
     words = [*own, "--reward.name=number_match", "--data.mix.talks.task_options={min_terms = 2}", "--data.seed=3"]
     config = load_config(mixed, GrpoConfig, words)
-    found = {each.name: each for each in source_settings(config)}
+    run = resolve(config)
+    found = {each.name: each for each in run.sources}
     assert list(found) == ["sums", "talks", "words"], "in one order, whatever that of the file"
-    assert {name: each.reward.name for name, each in found.items()} == {
+    assert {name: each.judge.settings.name for name, each in found.items()} == {
         "sums": "number_match",
         "talks": "",  # its environment judges by itself
         "words": "mixed_own:twice",
     }
-    assert {name: each.judge for name, each in found.items()} == {"sums": "", "talks": "", "words": "mix/words"}
-    assert {name: each.environment_key for name, each in found.items()} == {name: name for name in found}
-    assert list(config.environments) == ["", "sums", "talks"], "an empty table is no environment"
+    assert [each.label for each in run.judges] == ["", "mix/words"]
+    assert [found[name].judge for name in ("sums", "words")] == list(run.judges)
+    assert all(each.environment.table == f"data.mix.{name}" for name, each in found.items())
+    assert [each.table for each in run.environments] == ["", "data.mix.sums", "data.mix.talks"], "empty tables are none"
     assert {name: each.success_reward for name, each in found.items()} == {"sums": 0.99, "talks": 0.4, "words": 2.0}
     assert all(each.data.seed == 3 and each.data.max_prompt_tokens == 64 for each in found.values())
     assert found["talks"].data.task_options == {"min_terms": 2}
     assert found["words"].data.prompt_column == "question"
-    assert {name: config.response_tokens(each.environment) for name, each in found.items()} == {
+    assert {name: each.response_tokens for name, each in found.items()} == {
         "sums": 64,
         "talks": 1024,
         "words": 8,
@@ -279,7 +283,8 @@ def test_an_evaluation_of_a_mixed_run_asks_its_sets_alone(mixed: Path, tmp_path:
     words = ["--reward.name=number_match", "--curriculum.low=0.5", f"--eval.sets.talks.path={tmp_path}/talks.jsonl"]
     evaluation = check_evaluation(load_config(mixed, GrpoConfig, words), [])
     assert [(each.name, len(each.prompts)) for each in evaluation.sets] == [("talks", 3)]
-    assert list(evaluation.config.environments) == list(evaluation.templates) == [""]
+    assert [each.table for each in evaluation.run.environments] == [""]
+    assert list(evaluation.run.environments) == list(evaluation.run.templates)
 
 
 OF_A_SET = ["--eval.sets.talks.environment.name=mixed_own:OneReply", "--eval.sets.talks.environment.max_tokens=48"]
@@ -302,8 +307,9 @@ def test_a_validation_set_is_answered_by_an_environment_of_its_own(
     assert {(each.reward, each.num_turns) for item in plain for each in item.samples} == {(2.0, 0)}
 
     checked = check_run(load_config(mixed, GrpoConfig, [*sets, *own, *judge[:1], "--eval.every_updates=2"]))
-    assert [each.environment_key for each in checked.sets] == ["eval/talks", "eval/plain"]
-    assert list(checked.config.environments) == list(checked.templates) == ["", "sums", "eval/talks"]
+    assert [each.environment.table for each in checked.run.sets] == ["eval.sets.talks", "eval.sets.plain"]
+    assert [each.table for each in checked.run.environments] == ["", "data.mix.sums", "eval.sets.talks"]
+    assert list(checked.run.environments) == list(checked.run.templates)
     wrong = "--eval.sets.talks.environment.name=calculater"
     with pytest.raises(ConfigError, match=r"eval\.sets\.talks: environment: no environment 'calculater'"):
         check_run(load_config(mixed, GrpoConfig, [*sets, *own, *judge[:1], "--eval.every_updates=2", wrong]))
@@ -354,9 +360,9 @@ def test_the_page_shows_configurations_that_are_taken() -> None:
     model = '[model]\npath = "model"\n'
     assert parse_config(model + blocks.pop(1), GrpoConfig).environment.name == "mcp"
     config = parse_config(model + "".join(blocks), GrpoConfig)
-    assert [each.name for each in source_settings(config)] == ["sums", "tools"]
+    assert [each.name for each in resolve(config).sources] == ["sums", "tools"]
     assert config.curriculum.is_set
-    check_sources(config)
+    check_sources(resolve(config))
 
 
 def test_the_plan_has_a_row_for_each_source(command: CommandLine, mixed: Path) -> None:
@@ -368,7 +374,7 @@ def test_the_plan_has_a_row_for_each_source(command: CommandLine, mixed: Path) -
     assert "source sums: 0.5 of the groups, 7 prompts from" in shown
     assert "environment mixed_own:OneReply" in shown
     assert "reward mixed_own:twice" in shown
-    assert "environment sums: mixed_own:OneReply: at most 8 turns and 64 tokens" in shown
+    assert "environment data.mix.sums: mixed_own:OneReply: at most 8 turns and 64 tokens" in shown
     assert "prompts of which less than 0.25" in shown
     assert "algorithm.advantage = rloo keeps the scale of each" in shown
 
@@ -392,7 +398,7 @@ def test_a_section_environment_that_judges_by_itself_goes_beside_a_mix(mixed: Pa
     """Though section reward is there for sources with environments of their own."""
     words = ["--environment.name=openenv", "--environment.options.url=http://127.0.0.1:1"]
     words.append("--data.mix.words.environment.name=")
-    check_sources(load_config(mixed, GrpoConfig, words))
+    check_sources(resolve(load_config(mixed, GrpoConfig, words)))
 
 
 @pytest.mark.nightly

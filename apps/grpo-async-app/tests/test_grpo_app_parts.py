@@ -10,10 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.validation_sets import held_out_set
 from grpo_async_app._fleet.engines import Engines
-from grpo_async_app._preflight.preflight import check_run, check_same_data
+from grpo_async_app._preflight.preflight import check_run
+from grpo_async_app._preflight.settings import check_same_data
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
@@ -321,7 +322,7 @@ def test_a_part_of_the_reward_is_a_mean_over_the_samples_that_were_judged_by_it(
 
 def test_an_episode_that_any_limit_has_ended_counts_as_cut_off_in_a_validation(config: Path) -> None:
     """As in training: also where a turn had ended before the limit came, and not where an agent asked for little."""
-    asked = held_out_set(load_config(config, GrpoConfig), [])
+    asked = resolve(load_config(config, GrpoConfig)).held_out
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     ends = (("done", "eos"), ("done", "length"), ("cut_off", "length"), ("max_tokens", "eos"), ("max_turns", "stop"))
     samples = []
@@ -341,7 +342,7 @@ def test_a_vote_is_what_was_scored_also_where_an_agent_has_branched(config: Path
         for text, reason in (("plan: 1", "eos"), ("so 2", "length"))
     ]
     one = ScoredSample(trajectories=tuple(said), score=RewardScore(value=1.0, parts={}), answer="so 2")
-    asked = held_out_set(load_config(config, GrpoConfig), [])
+    asked = resolve(load_config(config, GrpoConfig)).held_out
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     item = Answered(asked=asked, number=0, prompt=prompt, samples=[one]).to_item(0, has_turns=True)
     assert item.samples[0].vote == "2"
@@ -365,7 +366,7 @@ class Answering:
         self._versions, self.requests = versions, list[GenerateRequest]()
         self._in_flight, self.in_flight = 0, list[int]()  # samples, after each request
 
-    async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: str) -> list[ScoredSample]:
+    async def sample(self, _name: str, _prompt: Prompt, request: GenerateRequest, *_: object) -> list[ScoredSample]:
         self.requests.append(request)
         self._in_flight += request.num_samples
         self.in_flight.append(self._in_flight)
@@ -385,7 +386,7 @@ class Answering:
 
 def validated(asked: Answering, settings: GrpoConfig, num_samples: int, version: int) -> Validation:
     prompts = tuple(Prompt(index=at, ids=np.array([1], np.int32), text="") for at in range(4))
-    each = replace(held_out_set(settings, prompts), num_samples=num_samples)
+    each = replace(resolve(settings).held_out, prompts=prompts, num_samples=num_samples)
     heard: list[int] = []
     found = asyncio.run(
         validate(cast("Rollouts", asked), cast("Engines", asked), settings, [each], version, heard.append)

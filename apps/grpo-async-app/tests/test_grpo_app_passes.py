@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.estimates import BatchArithmetic
-from grpo_async_app._preflight.preflight import check_settings
+from grpo_async_app._preflight.settings import check_settings
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.trainer import TrainerRole
@@ -236,4 +237,4 @@ def test_where_all_samples_were_cut_off_nothing_is_learned(config: Path, model: 
 def test_values_after_what_is_not_learned_from_are_refused(config: Path) -> None:
     words = ["--algorithm.advantage=gae", "--algorithm.mask_truncated=true", "--critic.bootstrap_truncated=true"]
     with pytest.raises(ConfigError, match=r"critic\.bootstrap_truncated has no effect with algorithm\.mask_truncated"):
-        check_settings(load_config(config, GrpoConfig, words))
+        check_settings(resolve(load_config(config, GrpoConfig, words)))

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from grpo_async_app._commands.plan import GrpoPlanner
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import plan_threads, share_cpus
 from grpo_async_app._preflight.estimates import BatchArithmetic
 from grpo_async_app._preflight.placement import place_run, request_resources
-from grpo_async_app._preflight.preflight import check_run, check_settings
+from grpo_async_app._preflight.preflight import check_run
+from grpo_async_app._preflight.settings import check_settings
 from offbeat_core import ConfigError, PlacementError, load_config, parse_config
 from offbeat_placement import ClusterView, SettingValue, fit_settings, grid_nodes
 from offbeat_recipes import change_recipe
@@ -129,7 +131,7 @@ def test_a_cluster_that_is_too_small_is_named_with_what_would_fit(command: Comma
     assert command("plan", recipe(tmp_path, cluster=""), "--cluster", "2x8", "--fit", fitted).code == 0
     config = load_config(fitted, GrpoConfig)
     assert config.cluster.colocate
-    check_settings(config)  # roles that take turns train synchronously, and the recipe asked for lag
+    check_settings(resolve(config))  # roles that take turns train synchronously, and the recipe asked for lag
     assert config.async_.mode == "on-policy pipeline"
     before = recipe(tmp_path, cluster="").read_text().splitlines()
     changed = [" ".join(line.split()) for line in fitted.read_text().splitlines()[2:] if line not in before]

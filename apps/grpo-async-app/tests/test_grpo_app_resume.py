@@ -8,7 +8,7 @@ import pytest
 from test_grpo_app_parts import group
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.validation_sets import mark_of
+from grpo_async_app._preflight.data import mark_of
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.backend import LOOP_FOLDER

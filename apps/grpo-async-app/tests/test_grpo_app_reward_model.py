@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions, check_reward_model
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.teachers import RewardModels
 from grpo_async_app._preflight.placement import place_run
-from grpo_async_app._preflight.preflight import check_reward
+from grpo_async_app._preflight.sources import check_rewards
 from grpo_async_app._roles.reward_model import RewardModelRole, _Waiting
 from offbeat_core import ConfigError, ModelError, load_config
 from offbeat_data import DataConfig, RewardError, load_prompts, load_tokenizer
@@ -252,11 +253,11 @@ def test_a_reward_model_has_a_place_and_must_be_one(config: Path, scorer: Path, 
     nodes = tuple(replace(node, num_cpus=16) for node in grid_nodes(1, 0))
     placed = place_run(settings, ClusterView(nodes=nodes, reserves=True))
     assert [rank.role for rank in placed.plan.ranks].count("reward_model") == 2
-    assert check_reward(settings) == (f"reward_model: 2 x {scorer}, in processes of its own",)
+    assert check_rewards(resolve(settings)) == (f"reward_model: 2 x {scorer}, in processes of its own",)
     with pytest.raises(ModelError, match="one label, got Qwen3ForCausalLM"):
         check_reward_model(RewardModelOptions(path=str(model)))
     with pytest.raises(ConfigError, match="did you mean max_batch"):
-        check_reward(with_model(config, scorer, "--reward.reward_model.max_batches=2"))
+        check_rewards(resolve(with_model(config, scorer, "--reward.reward_model.max_batches=2")))
 
 
 @pytest.mark.parametrize(

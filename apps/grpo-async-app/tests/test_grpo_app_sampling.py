@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from grpo_async_app._config.resolved import Environment, Judge, Source, resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._run.sampling import EpisodesLostError, Rollouts, _later_turn
@@ -24,6 +25,13 @@ from offbeat_core import (
     load_config,
 )
 from offbeat_data import CompletionText, Prompt, RewardScore, TurnTemplate
+
+
+def rollouts_on(fleet: object, config: GrpoConfig, template: object = None) -> tuple[Rollouts, Source]:
+    """Sampling on what stands in for a fleet, and the only source of the run."""
+    run = resolve(config)
+    templates = {each: cast("TurnTemplate", template) for each in run.environments}
+    return Rollouts(replace(run, templates=templates), cast("Fleet", fleet)), run.sources[0]
 
 
 def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) -> None:
@@ -41,7 +49,7 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
     scored: list[str] = []
 
     class Asked:
-        async def score(self, _: Prompt, written: list[CompletionText], _judge: str) -> list[RewardScore]:
+        async def score(self, _: Prompt, written: list[CompletionText], _judge: Judge) -> list[RewardScore]:
             scored.extend(each.text for each in written)
             return [RewardScore(value=1.0, parts={}) for _ in written]
 
@@ -52,10 +60,10 @@ def test_what_an_engine_has_aborted_is_neither_scored_nor_trained(config: Path) 
         async def generate(self, *_: object) -> list[Completion]:
             return [ended, aborted]
 
-    rollouts = Rollouts(load_config(config, GrpoConfig), cast("Fleet", Asked()), {})
+    rollouts, source = rollouts_on(Asked(), load_config(config, GrpoConfig))
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
-    samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
+    samples = asyncio.run(rollouts.sample("rollout-0", prompt, request, source.judge, source.environment))
     assert [sample.trajectories[0].stop_reason for sample in samples] == scored == ["length"]
     assert [sample.answer for sample in samples] == scored
     assert rollouts.left_out == {"rollout/aborted": 1}
@@ -72,8 +80,8 @@ def test_each_turn_of_an_episode_may_be_as_long_as_the_set_that_asks_says(config
             return self
 
         @property
-        def environments(self) -> "dict[str, TwoTurns]":
-            return {"": self}
+        def environments(self) -> "dict[Environment, TwoTurns]":
+            return {source.environment: self}
 
         async def generate(self, _name: str, request: GenerateRequest, _: float) -> list[Completion]:
             asked.append(request.params.max_tokens)
@@ -93,11 +101,11 @@ def test_each_turn_of_an_episode_may_be_as_long_as_the_set_that_asks_says(config
 
     of_the_run = ["--rollout.max_tokens=8", "--environment.name=own:TwoTurns", "--environment.max_tokens=40"]
     settings, fake = load_config(config, GrpoConfig, of_the_run), TwoTurns()
-    rollouts = Rollouts(settings, cast("Fleet", fake), {"": cast("TurnTemplate", fake)})
+    rollouts, source = rollouts_on(fake, settings, template=fake)
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     for of_the_set, turns in ((32, [32, 32]), (4, [4, 4]), (80, [40, 38])):
         request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, params=SamplingParams(max_tokens=of_the_set))
-        [sample] = asyncio.run(rollouts.sample("rollout-0", prompt, request))
+        [sample] = asyncio.run(rollouts.sample("rollout-0", prompt, request, source.judge, source.environment))
         assert (asked, sample.num_turns) == (turns, 2)
         asked.clear()
 
@@ -129,15 +137,15 @@ def test_what_an_agent_posts_is_in_range_or_counts_as_failed(config: Path, rewar
     words = ["--agent.is_outside=true", "--rollout.serve_port=0", "--reward.name=", "--agent.max_error_share=0.01"]
     posting = Posting(reward)
     fleet = SimpleNamespace(engines=posting, agent=None)
-    rollouts = Rollouts(load_config(config, GrpoConfig, words), cast("Fleet", fleet), {})
+    rollouts, source = rollouts_on(fleet, load_config(config, GrpoConfig, words))
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="")
     request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, num_samples=2, params=SamplingParams(max_tokens=4))
-    samples = asyncio.run(rollouts.sample("rollout-0", prompt, request))
+    samples = asyncio.run(rollouts.sample("rollout-0", prompt, request, source.judge, source.environment))
     assert len(samples) == 2 * is_taken
     assert rollouts.left_out == ({} if is_taken else {"reward/dropped": 2})
     if not is_taken:
         with pytest.raises(EpisodesLostError, match=r"3 of the last 3 .* agent.max_error_share = 0.01 .* must be in"):
-            asyncio.run(rollouts.sample("rollout-0", prompt, request))
+            asyncio.run(rollouts.sample("rollout-0", prompt, request, source.judge, source.environment))
     assert all(posting.may_post)
 
 

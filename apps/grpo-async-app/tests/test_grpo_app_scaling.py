@@ -11,6 +11,7 @@ import pytest
 from grpo_runs import Main, values_of
 from role_faults import accounting_complaints
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engines import JOINING_AT_ONCE, Engines
 from grpo_async_app._fleet.fleet import Fleet
@@ -231,7 +232,7 @@ def ask_for_engines_once_free(folder: RunFolder, note: Path) -> None:
 
 
 def test_the_driver_has_the_room_check_of_train(config: Path, model: Path, tmp_path: Path) -> None:
-    fleet = Fleet(load_config(config, GrpoConfig), str(model), tmp_path)
+    fleet = Fleet(resolve(load_config(config, GrpoConfig)), str(model), tmp_path)
     fleet.check_engines(2)
     with pytest.raises(UserError, match=r"rollout\.num_engines = 5000: 5001 processes .* have room for"):
         fleet.check_engines(5000)

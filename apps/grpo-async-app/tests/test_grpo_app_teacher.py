@@ -14,9 +14,11 @@ import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 
 from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.placement import place_run
-from grpo_async_app._preflight.preflight import check_run, check_settings
+from grpo_async_app._preflight.preflight import check_run
+from grpo_async_app._preflight.settings import check_settings
 from grpo_async_app._roles import teacher as teacher_role
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
@@ -237,7 +239,7 @@ def on_gpus(config: Path, words: list[str], *more: str) -> GrpoConfig:
     wide = ["--engine.num_ranks=4", "--rollout.num_engines=2", "--rollout.tensor_parallel=2"]
     devices = ["--engine.device=auto", "--rollout.device=auto"]
     loaded = load_config(config, GrpoConfig, [*words, *wide, *devices, "--teacher.tensor_parallel=2", *more])
-    check_settings(loaded)
+    check_settings(resolve(loaded))
     return loaded
 
 

@@ -12,7 +12,9 @@ from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._commands.where import where_command
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
-from grpo_async_app._preflight.preflight import LENGTH_KEYS, Preflight, check_run, check_same_data
+from grpo_async_app._preflight.preflight import Preflight, check_run
+from grpo_async_app._preflight.settings import check_same_data
+from grpo_async_app._preflight.trainer import LENGTH_KEYS
 from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
@@ -144,6 +146,6 @@ def _work(train_or_resume: Callable[[], object], run: RunFolder, words: CommandW
 
 
 def _conclude(run: RunFolder, words: CommandWords, preflight: Preflight) -> int:
-    print_conclusion(run, validated_names(preflight.sets), title="held-out prompts", application=_PROGRAM)
+    print_conclusion(run, validated_names(preflight.run.sets), title="held-out prompts", application=_PROGRAM)
     push(run, words, _PROGRAM)
     return 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from grpo_async_app._commands.shrink import shrink_run
+from grpo_async_app._config.resolved import ResolvedRun, resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.fleet import plan_threads
@@ -12,7 +13,9 @@ from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
 from grpo_async_app._preflight.platform import choose_for_platform
-from grpo_async_app._preflight.preflight import Preflight, check_reward, check_run, check_settings
+from grpo_async_app._preflight.preflight import Preflight, check_run
+from grpo_async_app._preflight.settings import check_settings
+from grpo_async_app._preflight.sources import check_rewards
 from offbeat_core import BackendError
 from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
@@ -40,7 +43,8 @@ class GrpoPlanner(Planner[GrpoConfig]):
         config, chosen = choose_correction(config)
         placement = place_run(config, view)
         transport = choose_transport(config, placement)
-        notices = [*check_settings(config), *_reward_notice(config)]
+        run = resolve(config)
+        notices = [*check_settings(run), *_reward_notice(run)]
         engine = config.engine
         wanted = config.train_engine(config.model.path, engine.max_updates)
         layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
@@ -73,10 +77,10 @@ class GrpoPlanner(Planner[GrpoConfig]):
         return _IN_TURNS if "cluster.colocate" in settings and config.async_.mode != "on-policy pipeline" else {}
 
 
-def _reward_notice(config: GrpoConfig) -> list[str]:
+def _reward_notice(run: ResolvedRun) -> list[str]:
     """Refuse a reward that does not exist; what one needs may be installed where the run will be."""
     try:
-        check_reward(config)
+        check_rewards(run)
     except BackendError as error:
         return [f"on this machine {error}"]
     return []
@@ -126,7 +130,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
     ]
     if config.validates_every:
         often = f"before training, every {config.validates_every} updates and at the end"
-        rows += [("validation", f"{often}, {each.describe()}") for each in preflight.sets]
+        rows += [("validation", f"{often}, {each.describe()}") for each in preflight.run.sets]
         rows.append(("validation", _describe_pace(config)))
     notices = [
         *preflight.notices,
@@ -195,7 +199,7 @@ def _describe_pace(config: GrpoConfig) -> str:
 
 
 def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
-    environments, agent = preflight.config.environments, preflight.config.agent
+    agent = preflight.config.agent
     if agent.is_set:
         what = " ".join(agent.command) or f"outside, from port {preflight.config.rollout.serve_port}"
         limits = f"{agent.deadline_s:g} s and {agent.max_calls} calls for each episode, {agent.max_running} at once"
@@ -203,10 +207,10 @@ def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
     return [
         (
             "environment",
-            f"{key and key + ': '}{each.name}: at most {each.max_turns} turns and {each.max_tokens} tokens after the "
-            f"prompt, {each.step_timeout_s:g} s for each answer",
+            f"{each.table and each.table + ': '}{each.settings.name}: at most {each.settings.max_turns} turns and "
+            f"{each.settings.max_tokens} tokens after the prompt, {each.settings.step_timeout_s:g} s for each answer",
         )
-        for key, each in environments.items()
+        for each in preflight.run.environments
     ]
 
 
@@ -214,15 +218,15 @@ def _describe_mix(preflight: Preflight) -> list[tuple[str, str]]:
     """Each source of a mix."""
     if not preflight.config.data.mix:
         return []
-    total = sum(source.settings.weight for source in preflight.sources)
+    total = sum(source.weight for source in preflight.run.sources)
     rows = []
-    for source in preflight.sources:
-        of = source.settings
-        text = f"{of.name}: {of.weight / total:.3g} of the groups, {len(source.prompts)} prompts from {of.data.path}"
+    for source in preflight.run.sources:
+        share, where = source.weight / total, source.data.path
+        text = f"{source.name}: {share:.3g} of the groups, {len(source.prompts)} prompts from {where}"
         if source.counts.too_long:
             text += f" ({source.counts.too_long} of {source.counts.read} left out: too long)"
-        text += f", environment {of.environment.name}" if of.environment.name else ""
-        text += f", reward {' + '.join(of.reward.all_weights)}" if of.reward.is_set else ""
+        text += f", environment {source.environment.settings.name}" if source.environment.is_set else ""
+        text += f", reward {' + '.join(source.judge.settings.all_weights)}" if source.judge.is_set else ""
         rows.append(("source", text))
     return rows
 
@@ -242,7 +246,7 @@ def _describe_curriculum(config: GrpoConfig) -> list[tuple[str, str]]:
 
 def _describe_data(preflight: Preflight) -> str:
     counts = preflight.prompts.train_counts
-    path, num_sources = preflight.config.data.path, len(preflight.sources)
+    path, num_sources = preflight.config.data.path, len(preflight.run.sources)
     text = f"{counts.kept} training prompts from {path or f'a mix of {num_sources} sources'}"
     if counts.too_long:
         text += f" ({counts.too_long} of {counts.read} left out: too long)"

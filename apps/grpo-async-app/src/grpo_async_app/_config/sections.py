@@ -352,18 +352,6 @@ class GrpoConfig:
         return self.eval.at_sync == "go_on" or (self.eval.at_sync == "auto" and not takes_turns)
 
     @property
-    def environments(self) -> dict[str, EnvironmentConfig]:
-        """Return those that answer the model, each in a process of its own.
-
-        That of section `environment` under "", those that sources of `data.mix` have of their own by their names, and
-        those of validation sets as `set_environment_key`.
-        """
-        own = {name: each.environment for name, each in self.data.mix.items()}
-        sets = self.eval.sets if self.validates_every else {}
-        own |= {set_environment_key(name): each.environment for name, each in sets.items()}
-        return {key: each for key, each in {"": self.environment, **own}.items() if each is not None and each.name}
-
-    @property
     def agents_post_rewards(self) -> bool:
         """Return whether an agent may say what its episode was worth."""
         if self.agent.may_post_reward is not None:
@@ -374,8 +362,9 @@ class GrpoConfig:
 
     @property
     def has_turns(self) -> bool:
-        """Return whether a sample may have several turns of the model."""
-        return bool(self.environments) or self.agent.is_set
+        """Return whether a training sample may have several turns of the model."""
+        own = (source.environment for source in self.data.mix.values())
+        return self.agent.is_set or any(each.name for each in (self.environment, *own) if each)
 
     @property
     def is_endless(self) -> bool:
@@ -440,11 +429,6 @@ class GrpoConfig:
             trust_remote_code=self.model.trust_remote_code,
             total_steps=num_updates * self.steps_per_update,
         )
-
-
-def set_environment_key(name: str) -> str:
-    """Return the key of a validation set's own environment in `GrpoConfig.environments`: no source has such a name."""
-    return f"eval/{name}"
 
 
 _DECIDED: Final = {

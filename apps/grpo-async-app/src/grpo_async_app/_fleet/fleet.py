@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from grpo_async_app._config.resolved import Judge, ResolvedRun
 from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.sources import judge_of
 from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._fleet.agents import AgentProcess
 from grpo_async_app._fleet.colocation import ColocationSchedule
@@ -47,7 +47,7 @@ from offbeat_core import (
     RoleName,
     load_backend,
 )
-from offbeat_data import CompletionText, Prompt, RewardConfig, RewardScore
+from offbeat_data import CompletionText, EnvironmentConfig, Prompt, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s, doing
 from offbeat_weightsync import new_socket_path, transport_class
@@ -69,6 +69,7 @@ class Fleet:
     """All role processes of one run. Use it in an `async with` block, which ends with all of them stopped.
 
     Args:
+        run: the environments and judges of which are started too.
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
         has_images: prompts have some.
@@ -76,21 +77,21 @@ class Fleet:
 
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
-        environments: of the run, by their keys in `GrpoConfig.environments`.
+        environments: processes of the run's environments.
         agent: runs the programs of section `agent`, where it names one.
         teachers: replicas of the teacher, where the run has one.
     """
 
     def __init__(
         self,
-        config: GrpoConfig,
+        run: ResolvedRun,
         model_path: str,
         log_folder: Path,
         *,
         has_images: bool = False,
         events: RunEvents | None = None,
     ) -> None:
-        self._config = config = settle_lora_sync(config)
+        self._config = config = settle_lora_sync(run.config)
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._trainer: Trainers | None = None
@@ -101,8 +102,10 @@ class Fleet:
         self.turns = ColocationSchedule(config, lambda: self.trainer, events) if config.cluster.colocate else None
         self.engines = Engines(config, self._start_rollout, self._keep, self.turns)
         self.environments = {
-            key: EnvironmentProcess(self._launcher, self._roles.environment(key), environment.step_timeout_s)
-            for key, environment in config.environments.items()
+            each: EnvironmentProcess(
+                self._launcher, self._roles.environment(index, each.settings), each.settings.step_timeout_s
+            )
+            for index, each in enumerate(run.environments)
         }
         self.agent = (
             AgentProcess(self._launcher, self._roles.agent(), config.agent.deadline_s) if config.agent.command else None
@@ -118,14 +121,14 @@ class Fleet:
             model = RewardModels(options, self._make_replicas("reward_model", options.num_replicas))
         self._reward_models = model
         self._scorers = {
-            name: ScorerPool(
-                reward,
+            judge: ScorerPool(
+                judge.settings,
                 config.cluster,
-                log_folder / f"reward_errors{'-' * bool(name)}{name.replace('/', '-')}.log",
+                log_folder / f"{'-'.join(['reward_errors', *judge.label.split('/')]).rstrip('-')}.log",
                 model.score if model else None,
                 events.message,
             )
-            for name, reward in judges_of(config).items()
+            for judge in run.judges
         }
 
     def _make_replicas(self, kind: str, number: int) -> Replicas:
@@ -232,13 +235,10 @@ class Fleet:
     def last_reward_error(self) -> str:
         return next((scorers.last_error for scorers in self._scorers.values() if scorers.last_error), "")
 
-    async def score(
-        self, prompt: Prompt, written: Sequence[CompletionText], judge: str = ""
-    ) -> list[RewardScore | None]:
-        """Rewards of completions of one prompt, None for one that could not be scored and shall be left out.
+    async def score(self, prompt: Prompt, written: Sequence[CompletionText], judge: Judge) -> list[RewardScore | None]:
+        """Score completions of one prompt; None for one that could not be scored and shall be left out.
 
-        One that takes its verifier too long gets 0 and is counted. `judge` names the reward that scores, as in
-        `judges_of`.
+        One that takes its verifier too long gets 0 and is counted.
         """
         scorers = self._scorers.get(judge)
         if scorers is None and self._config.agent.is_set:
@@ -249,9 +249,10 @@ class Fleet:
         if scorers is None and not (self.environments and self._config.algorithm.needs_reward):  # there is a teacher
             return [RewardScore(value=0.0, parts={}) for _ in written]
         if scorers is None:
+            where = judge.table or "environment.name"
             raise ConfigError(
-                f"{judge or 'environment.name'}: the environment leaves the last turn to a reward, and there is none: "
-                "give reward.name, or return a RewardScore from the environment"
+                f"{where}: the environment leaves the last turn to a reward, and there is none: give reward.name, or "
+                "return a RewardScore from the environment"
             )
         return await scorers.score(prompt, written)
 
@@ -350,8 +351,9 @@ class Fleet:
         }
         metrics = {name: Metric(value=float(count), how="last") for name, count in counts.items() if count}
         for judge, scorers in self._scorers.items():
-            if not judge or judge.startswith(judge_of("")):
-                metrics |= {f"{judge}/{name}".lstrip("/"): metric for name, metric in scorers.metrics().items()}
+            if judge.trains:
+                prefix = f"{judge.label}/" if judge.label else ""
+                metrics |= {f"{prefix}{name}": metric for name, metric in scorers.metrics().items()}
         if self.turns is not None:
             metrics["perf/handover_s"] = Metric(value=self.turns.take_spent_s())
         return metrics
@@ -383,13 +385,13 @@ class RoleSpecs:
             return _with_environment_of(self._config.teacher.backend, spec)
         return self._spec(role, "RewardModelRole")
 
-    def environment(self, key: str) -> RoleSpec:
+    def environment(self, index: int, settings: EnvironmentConfig) -> RoleSpec:
         """It gets its own section alone: the whole configuration would import torch."""
-        role = RoleName("environment", list(self._config.environments).index(key))
+        role = RoleName("environment", index)
         return RoleSpec(
             role=role,
             target="grpo_async_app._roles.environment:EnvironmentRole",
-            kwargs={"config": self._config.environments[key]},
+            kwargs={"config": settings},
             num_threads=1,
             log_path=self._log_folder / f"{role}.log",
             max_log_bytes=_LOG_BYTES,
@@ -426,17 +428,6 @@ def _with_environment_of(backend: str, spec: RoleSpec) -> RoleSpec:
     """Return the spec of an engine's role, without settings of the environment that its backend refuses."""
     dropped: DroppedSettings = getattr(load_backend("offbeat.rollout", backend), "dropped_settings", {})
     return replace(spec, dropped_settings=dropped)
-
-
-def judges_of(config: GrpoConfig) -> dict[str, RewardConfig]:
-    """Return the rewards of a run.
-
-    That of section `reward` under "", those of validation sets by their names, and those of sources as `judge_of`.
-    """
-    sets = config.eval.sets if config.validates_every else {}
-    own = {name: each.reward for name, each in sets.items()}
-    own |= {judge_of(name): each.reward for name, each in config.data.mix.items()}
-    return {name: each for name, each in {"": config.reward, **own}.items() if each is not None and each.is_set}
 
 
 def plan_threads(config: GrpoConfig) -> dict[str, int]:

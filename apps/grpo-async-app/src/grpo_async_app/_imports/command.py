@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.openrlhf import import_openrlhf, names_model
 from grpo_async_app._imports.prime_rl import import_prime_rl
 from grpo_async_app._imports.trl import import_trl
 from grpo_async_app._imports.verl import import_verl
-from grpo_async_app._preflight.preflight import check_settings
+from grpo_async_app._preflight.settings import check_settings
 from offbeat_core import ConfigError, parse_config
 from offbeat_recipes import Framework, RecipeBuilder, Source, import_recipe, read_command_line, read_options
 from offbeat_run import CommandWords
@@ -168,4 +169,4 @@ def import_command(words: CommandWords, framework: str, file: str) -> int:
 
 
 def _problems(text: str, target: Path) -> Sequence[str]:
-    return check_settings(parse_config(text, GrpoConfig, name=str(target)))
+    return check_settings(resolve(parse_config(text, GrpoConfig, name=str(target))))

@@ -52,8 +52,9 @@ def check_cut(config: GrpoConfig) -> None:
         )
 
 
-def check_turns(config: GrpoConfig, backend: TrainBackend) -> None:
+def check_turns(config: GrpoConfig) -> None:
     """Refuse turns on the same devices where the trainer cannot give its memory back."""
+    backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     if config.cluster.colocate and (not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine)):
         raise ConfigError(
             f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "

@@ -2,22 +2,22 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_async_app._config.agent import AgentConfig
+from grpo_async_app._config.resolved import ResolvedRun, ValidationSet, resolve
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
-from grpo_async_app._config.sources import Tools, tools_of, turn_templates, with_tools
-from grpo_async_app._config.validation_sets import ValidationSet, held_out_set, load_sets, mark_of
+from grpo_async_app._preflight.data import ask_tools, mark_of, read_sets, turn_templates, with_tools
 from grpo_async_app._preflight.engine_models import check_engine_model, check_positions
 from grpo_async_app._preflight.placement import find_view, place_run
 from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind
-from grpo_async_app._preflight.preflight import check_reward
+from grpo_async_app._preflight.sources import check_rewards
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError
-from offbeat_data import CurriculumConfig, Tokenizer, TurnTemplate, load_prompts, load_tokenizer
+from offbeat_data import CurriculumConfig, Tokenizer, load_prompts, load_tokenizer
 from offbeat_objectives import AlgorithmConfig
 from offbeat_placement import Placement
 from offbeat_run import HELD_OUT, inspect_model
@@ -28,18 +28,22 @@ class Evaluation:
     """Checked.
 
     Args:
-        config: with nothing of training left in it.
+        run: with nothing of training left in it, and with the sets to answer.
         model_path: folder of the weights.
-        sets: to answer.
         placement: of the engines.
-        templates: put the words of the environment into tokens, where there is one.
     """
 
-    config: GrpoConfig
+    run: ResolvedRun
     model_path: Path
-    sets: tuple[ValidationSet, ...]
     placement: Placement
-    templates: Mapping[str, TurnTemplate]
+
+    @property
+    def config(self) -> GrpoConfig:
+        return self.run.config
+
+    @property
+    def sets(self) -> tuple[ValidationSet, ...]:
+        return self.run.sets
 
     def asked(self) -> dict[str, Any]:
         """By set, all that answers depend on."""
@@ -69,8 +73,8 @@ def _asked(each: ValidationSet) -> dict[str, Any]:
         "params": asdict(each.params),
         "num_samples": each.num_samples,
         "success_reward": each.success_reward,
-        "reward": asdict(each.reward),
-        "environment": asdict(each.environment) if each.environment.name else None,
+        "reward": asdict(each.judge.settings),
+        "environment": asdict(each.environment.settings) if each.environment.is_set else None,
     }
 
 
@@ -84,28 +88,19 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     Raises:
         UserError: the first thing that is wrong, with what to do.
     """
-    config = _without_training(config)
+    run = resolve(_without_training(config))
+    config = run.config
     model = inspect_model(config.model.path)
     check_positions(config, model)
     check_engine_model(config.rollout.backend, model)
     if config.reward.is_set or config.environment.name:
-        check_reward(config, trains=False)
-    tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
-    tools = tools_of(config)
-    sets = _sets(config, tokenizer, names, tools)
-    chosen = {each.name: config.eval.sets[each.name] for each in sets if each.name in config.eval.sets}
-    config = replace(config, eval=replace(config.eval, sets=chosen, score_set=""))
+        check_rewards(run, trains=False)
+    run = _read(run, load_tokenizer(model.path, config.model.trust_remote_code), names)
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
     config, _ = choose_for_platform(config, sampling_kind(config, view))
-    return Evaluation(
-        config=config,
-        model_path=model.path,
-        sets=sets,
-        placement=place_run(config, view),
-        templates=turn_templates(config, tokenizer, tools),
-    )
+    return Evaluation(run=replace(run, config=config), model_path=model.path, placement=place_run(config, view))
 
 
 def _without_training(config: GrpoConfig) -> GrpoConfig:
@@ -123,7 +118,9 @@ def _without_training(config: GrpoConfig) -> GrpoConfig:
     )
 
 
-def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str], tools: Tools) -> tuple[ValidationSet, ...]:
+def _read(run: ResolvedRun, tokenizer: Tokenizer, names: Sequence[str]) -> ResolvedRun:
+    """Return the run with the sets that are to be answered, read."""
+    config = run.config
     known = [*([HELD_OUT] if _holds_out(config) else []), *config.eval.sets]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--set {unknown[0]}: no such validation set; there are {', '.join(known) or 'none'}")
@@ -132,12 +129,13 @@ def _sets(config: GrpoConfig, tokenizer: Tokenizer, names: Sequence[str], tools:
         raise ConfigError(
             "eval needs something to ask: set data.eval_size or data.eval_path, or give --eval.sets.NAME.path PATH"
         )
-    sets = load_sets(config, tokenizer, tools, [name for name in chosen if name != HELD_OUT])
+    tools = ask_tools(run)
+    sets = read_sets(run, tokenizer, tools, [name for name in chosen if name != HELD_OUT])
     if HELD_OUT in chosen:
-        data = with_tools(config.data, tools.get("", []))
+        data = with_tools(config.data, tools.get(run.held_out.environment, []))
         held_out = load_prompts(data, tokenizer, needs_answer=config.reward.needs_answer).eval
-        sets = [held_out_set(config, held_out[: config.eval.max_prompts or None]), *sets]
-    return tuple(sets)
+        sets = (replace(run.held_out, prompts=held_out[: config.eval.max_prompts or None]), *sets)
+    return replace(run, sets=sets, templates=turn_templates(run, tokenizer, tools))
 
 
 def _holds_out(config: GrpoConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import cluster_request
@@ -90,7 +91,8 @@ def _groups(config: GrpoConfig, view: ClusterView) -> list[RankGroup]:
             )
         )
     cpus = view.cpus_per_rank("", 1)
-    for role, number in (("environment", len(config.environments)), ("agent", int(bool(config.agent.command)))):
+    on_call = {"environment": len(resolve(config).environments), "agent": int(bool(config.agent.command))}
+    for role, number in on_call.items():
         if number:
             groups.append(
                 RankGroup(role=role, num_replicas=number, accelerator="", cpus_per_rank=cpus, process_per_replica=True)

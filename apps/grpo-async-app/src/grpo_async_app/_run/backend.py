@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.validation_sets import ValidationSet, mark_of
+from grpo_async_app._config.resolved import ResolvedRun
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.data import mark_of
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.activity import Activity, RunView
 from grpo_async_app._run.ending import EarlyEnd, SamplesLostError, UntrainedGroups
@@ -19,7 +19,7 @@ from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult
 from offbeat_core import ConfigError, GenerateRequest, Metrics, RoleName, SamplingParams
-from offbeat_data import Prompt, TurnTemplate
+from offbeat_data import Prompt
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
 
@@ -36,12 +36,12 @@ class GrpoBackend:
     Must be made inside a running event loop.
 
     Args:
+        run: with its prompts and validation sets.
         policy: the one that the loop drives; asked where it stands, never told.
         stream: says which prompt each group is about.
-        sets: of a validation; none turns validation off.
+        folder: of the run.
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
-        templates: put the words of environments into tokens, by their keys in `GrpoConfig.environments`.
         early_end: says whether the run should end before its data does.
 
     Attributes:
@@ -50,20 +50,18 @@ class GrpoBackend:
 
     def __init__(
         self,
-        config: GrpoConfig,
+        run: ResolvedRun,
         fleet: Fleet,
         policy: AsyncPolicy,
         *,
         stream: PromptStream,
-        sets: Sequence[ValidationSet],
-        run: RunFolder,
+        folder: RunFolder,
         logger: RunLogger,
         groups: dict[int, SampledGroup] | None = None,
-        templates: Mapping[str, TurnTemplate],
         early_end: EarlyEnd,
     ) -> None:
-        self._config, self._fleet, self._policy, self._run, self._logger = config, fleet, policy, run, logger
-        self._stream, self._sets = stream, sets
+        self._run, self._config, self._fleet, self._policy = run, run.config, fleet, policy
+        self._stream, self._folder, self._logger = stream, folder, logger
         self._groups = groups or {}
         self._where: dict[int, str] = {}
         self._validating: asyncio.Task[None] | None = None
@@ -71,8 +69,8 @@ class GrpoBackend:
         self._trainer_turn = asyncio.Lock()
         self._trainer_version = self.saved_version = policy.version
         self._clock = BusyClock(_TRAINER, lambda: len(fleet.engines.names), clock_s, self._note_worked)
-        self._rollouts = Rollouts(config, fleet, templates, self._clock.busy)
-        self._templates, self._early_end, self._end_wish = templates, early_end, ""
+        self._rollouts = Rollouts(run, fleet, self._clock.busy)
+        self._early_end, self._end_wish = early_end, ""
         self._untrained = UntrainedGroups()
         self._trained, self._num_validated, self._is_saving = "", 0, False
         self._late_syncs = asyncio.create_task(self._sync_late_engines())
@@ -143,8 +141,7 @@ class GrpoBackend:
         return await self._ask(draw, name, request)
 
     async def _ask(self, draw: PromptDraw, name: str, request: GenerateRequest) -> list[ScoredSample]:
-        of = draw.source.settings
-        return await self._rollouts.sample(name, draw.prompt, request, of.judge, of.environment_key)
+        return await self._rollouts.sample(name, draw.prompt, request, draw.source.judge, draw.source.environment)
 
     async def _sample_greedy(self, group_id: int, draw: PromptDraw, name: str) -> ScoredSample | None:
         """Return the greedy sample that ReMax compares with; None for other advantages, or where it has failed."""
@@ -206,7 +203,7 @@ class GrpoBackend:
             return sample.score.value
         return sample.score.value + overlong_penalty(
             max(len(trajectory.ids) for trajectory in sample.trajectories),
-            max_tokens=self._config.response_tokens(draw.source.settings.environment),
+            max_tokens=draw.source.response_tokens,
             buffer_tokens=algorithm.overlong_buffer_tokens,
             factor=algorithm.overlong_penalty_factor or 1.0,
         )
@@ -299,7 +296,7 @@ class GrpoBackend:
 
     def _validation_is_due(self, version: int) -> bool:
         every = self._config.validates_every
-        if not every or not self._sets:
+        if not every or not self._run.sets:
             return False
         if self._validating is not None and not self._validating.done() and not self._is_last_sync:
             return False  # one that goes on while weights come
@@ -335,17 +332,17 @@ class GrpoBackend:
 
     async def _validate(self, version: int) -> None:
         """Validate, and write it down. `finish` raises what goes wrong in either."""
-        rollouts, self._num_validated = Rollouts(self._config, self._fleet, self._templates), 0
+        rollouts, self._num_validated = Rollouts(self._run, self._fleet), 0
         try:
             validation = await validate(
-                rollouts, self._fleet.engines, self._config, self._sets, version, self._note_validated
+                rollouts, self._fleet.engines, self._config, self._run.sets, version, self._note_validated
             )
         except OutdatedError as error:
             self._logger.message(f"the validation of version {version} is left to the next sync: {error}")
             return
         finally:
             self._rollouts.left_out.update(rollouts.left_out)
-        self._run.checkpoints.set_score(validation.version, validation.score(self._config.eval.score_set))
+        self._folder.checkpoints.set_score(validation.version, validation.score(self._config.eval.score_set))
         self._logger.validated(validation)
 
     def _note_validated(self, num_answered: int) -> None:
@@ -403,7 +400,7 @@ class GrpoBackend:
         async with self._trainer_turn:
             await self._fleet.engines.to_training()
             self._is_saving = True
-            with self._run.checkpoints.write(self._policy.version) as folder:
+            with self._folder.checkpoints.write(self._policy.version) as folder:
                 await self._fleet.trainer.call(
                     "save",
                     str(folder),
@@ -415,7 +412,7 @@ class GrpoBackend:
                 (folder / LOOP_FOLDER / STATE_FILE).write_text(json.dumps(loop))
             self._is_saving = False
             self.saved_version = self._policy.version
-        self._run.checkpoints.prune(self._config.checkpoint.keep)
+        self._folder.checkpoints.prune(self._config.checkpoint.keep)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -430,7 +427,7 @@ class GrpoBackend:
     def activity(self, num_updates: int) -> Activity:
         """Say what the run is doing, of so many updates in all."""
         is_validating = self._validating is not None and not self._validating.done()
-        num_asked = sum(len(each.prompts) for each in self._sets)
+        num_asked = sum(len(each.prompts) for each in self._run.sets)
         return RunView(
             status=self._policy.status,
             num_updates=num_updates,

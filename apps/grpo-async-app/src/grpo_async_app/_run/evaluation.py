@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from grpo_async_app._config.validation_sets import ValidationSet
+from grpo_async_app._config.resolved import ValidationSet
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.evaluation import Evaluation
 from grpo_async_app._run.activity import describe_start, following
@@ -40,7 +40,7 @@ def evaluate(evaluation: Evaluation, folder: EvalFolder, step: int) -> list[SetS
         logs = folder.path / "logs"
         logs.mkdir(exist_ok=True)
         with watched_driver(evaluation.config.liveness, logs):
-            fleet = Fleet(evaluation.config, str(evaluation.model_path), logs)
+            fleet = Fleet(evaluation.run, str(evaluation.model_path), logs)
             run_interruptible(_ask(evaluation, fleet, missing, num_missing, step, take), fleet.kill)
     return [
         summarize(
@@ -62,11 +62,11 @@ async def _ask(
     async with fleet:
         async with following(lambda: describe_start(fleet.places())):
             await fleet.start(evaluation.placement)
-        rollouts = Rollouts(config, fleet, evaluation.templates)
+        rollouts = Rollouts(evaluation.run, fleet)
         async with aclosing(answers(rollouts, fleet.engines, config, missing, "eval")) as stream:
             doing("evaluating", f"0 of {num_missing} items")
             async for answered in stream:
-                has_turns = answered.asked.has_turns or config.agent.is_set
+                has_turns = answered.asked.environment.is_set or config.agent.is_set
                 item = answered.to_item(step, has_turns=has_turns, keep_texts=True, loaded=True)
                 take(answered.asked.name, item)
                 num_done += 1

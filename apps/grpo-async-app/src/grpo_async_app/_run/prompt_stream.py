@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from grpo_async_app._config.resolved import Source
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.sources import TrainingSource
 from offbeat_core import Metric, Metrics, RunFolderError
 from offbeat_data import EpochOrder, MixtureOrder, Prompt, SuccessRates
 
@@ -23,7 +23,7 @@ class PromptDraw:
     """
 
     number: int
-    source: TrainingSource
+    source: Source
     prompt: Prompt
     item: int
 
@@ -46,19 +46,19 @@ class PromptStream:
 
     Args:
         config: of the run.
-        sources: at least one.
+        sources: at least one, with their prompts.
         known: what `state` gave in a run before; empty in a new one.
 
     Raises:
         RunFolderError: `known` is of other prompts.
     """
 
-    def __init__(self, config: GrpoConfig, sources: Sequence[TrainingSource], known: Mapping[str, Any]) -> None:
+    def __init__(self, config: GrpoConfig, sources: Sequence[Source], known: Mapping[str, Any]) -> None:
         data, curriculum = config.data, config.curriculum
         self._sources = tuple(sources)
         self._firsts = list(accumulate((len(source.prompts) for source in sources), initial=0))
         self.prompts = tuple(prompt for source in sources for prompt in source.prompts)
-        self._mixture = MixtureOrder([source.settings.weight for source in sources], data.seed)
+        self._mixture = MixtureOrder([source.weight for source in sources], data.seed)
         self._orders = [EpochOrder(len(source.prompts), data.seed, data.shuffle) for source in sources]
         self._rates = [SuccessRates(len(source.prompts), curriculum, data.seed) for source in sources]
         self._has_curriculum, self._is_mixed = curriculum.is_set, bool(data.mix)
@@ -84,7 +84,7 @@ class PromptStream:
             draw: of the group.
             rewards: one per sample, without what is taken off for length; at least one.
         """
-        tally, least = self._tallies[draw.number], draw.source.settings.success_reward
+        tally, least = self._tallies[draw.number], draw.source.success_reward
         successes = sum(reward >= least for reward in rewards)
         tally.num_groups += 1
         tally.num_samples += len(rewards)
@@ -99,11 +99,11 @@ class PromptStream:
         if self._is_mixed:
             num_groups = sum(tally.num_groups for tally in tallies)
             for source, tally in zip(self._sources, tallies, strict=True):
-                values |= _source_values(f"mix/{source.settings.name}", tally, num_groups)
+                values |= _source_values(f"mix/{source.name}", tally, num_groups)
         if self._has_curriculum:
             if self._is_mixed:
                 for source, rates in zip(self._sources, self._rates, strict=True):
-                    values |= _rate_values(f"mix/{source.settings.name}", [rates], len(source.prompts))
+                    values |= _rate_values(f"mix/{source.name}", [rates], len(source.prompts))
             values |= _rate_values("curriculum", self._rates, len(self.prompts))
         return {name: Metric(value=value, how="last") for name, value in values.items()}
 
@@ -114,10 +114,10 @@ class PromptStream:
         """
         if not self._has_curriculum:
             return {}
-        return {source.settings.name: rates.state() for source, rates in zip(self._sources, self._rates, strict=True)}
+        return {source.name: rates.state() for source, rates in zip(self._sources, self._rates, strict=True)}
 
     def _restore(self, known: Mapping[str, Any]) -> None:
-        rates = {source.settings.name: rates for source, rates in zip(self._sources, self._rates, strict=True)}
+        rates = {source.name: rates for source, rates in zip(self._sources, self._rates, strict=True)}
         if unknown := sorted(known.keys() - rates.keys()):
             raise RunFolderError(f"the checkpoint knows success rates of {unknown[0]!r}, no source of this run")
         for name, state in known.items():

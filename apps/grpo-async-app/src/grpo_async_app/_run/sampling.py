@@ -2,12 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 
-from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.resolved import Environment, Judge, ResolvedRun
 from grpo_async_app._fleet.agents import AgentFailedError, Agents
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._scoring.error_share import ErrorShare
@@ -28,7 +28,6 @@ from offbeat_data import (
     EpisodeLimits,
     Prompt,
     RewardScore,
-    TurnTemplate,
     play_episode,
 )
 
@@ -73,7 +72,8 @@ class Rollouts:
     """Samples and scores on the fleet.
 
     Args:
-        templates: put the words of environments into tokens, by their keys in `GrpoConfig.environments`.
+        run: with the templates of its environments.
+        fleet: of the run.
         busy: wraps each use of the rollout engine it is called with.
 
     Attributes:
@@ -84,31 +84,33 @@ class Rollouts:
 
     def __init__(
         self,
-        config: GrpoConfig,
+        run: ResolvedRun,
         fleet: Fleet,
-        templates: Mapping[str, TurnTemplate],
         busy: Busy = lambda _: nullcontext(),
     ) -> None:
-        self._fleet, self._templates, self._busy = fleet, templates, busy
+        config = run.config
+        self._fleet, self._templates, self._busy = fleet, run.templates, busy
         self._deadline_s = config.async_.group_deadline_s
         self._agents = Agents(config, fleet.engines, fleet.agent, busy) if config.agent.is_set else None
-        self._environments, self._reward = config.environments, config.reward
+        self._reward = config.reward
         self._agents_lost = ErrorShare("agent.max_error_share", config.agent.max_error_share)
         self._lost = {
-            key: ErrorShare("environment.max_error_share", environment.max_error_share)
-            for key, environment in config.environments.items()
+            each: ErrorShare("environment.max_error_share", each.settings.max_error_share) for each in run.environments
         }
         self.left_out: Counter[str] = Counter()
         self.last_left_out = ""
 
     async def sample(
-        self, name: str, prompt: Prompt, request: GenerateRequest, judge: str = "", environment: str = ""
+        self, name: str, prompt: Prompt, request: GenerateRequest, judge: Judge, environment: Environment
     ) -> list[ScoredSample]:
-        """Sample and score: `request` is for the first turn of all samples, and gets the prompt's images here. Its
-        limit of tokens is for each later turn too.
+        """Sample and score.
 
-        `judge` names the reward that scores, as in `judges_of`, and `environment` what answers, as in
-        `GrpoConfig.environments`; empty: those of the sections, where there are any.
+        Args:
+            name: of the engine.
+            prompt: whose images the request gets here.
+            request: for the first turn of all samples; its limit of tokens is for each later turn too.
+            judge: scores what the environment does not.
+            environment: answers the model, if it is set.
 
         Returns:
             In order; fewer than asked for where environments or rewards failed or samples were aborted: counted.
@@ -120,7 +122,7 @@ class Rollouts:
             return [sample for sample in await gather_or_cancel(plays) if sample is not None]
         if prompt.pictures:
             request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
-        if environment not in self._templates:
+        if not environment.is_set:
             completions = self._ended(await self._generate(name, request))
             scores = await self._scores(prompt, completions, judge)
             return [
@@ -129,7 +131,7 @@ class Rollouts:
                 if score is not None
             ]
         # All samples begin with one request, so that an engine computes their prompt once; then each goes its own way.
-        max_tokens = min(request.params.max_tokens, self._environments[environment].max_tokens)
+        max_tokens = min(request.params.max_tokens, environment.settings.max_tokens)
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         first = asyncio.ensure_future(self._generate(name, request))
         try:
@@ -148,8 +150,8 @@ class Rollouts:
         request: GenerateRequest,
         index: int,
         first: Awaitable[list[Completion]],
-        judge: str,
-        environment: str,
+        judge: Judge,
+        environment: Environment,
     ) -> ScoredSample | None:
         """Play one episode; None when its environment or its reward failed.
 
@@ -157,7 +159,7 @@ class Rollouts:
             EpisodesLostError: too many have failed.
         """
         template = self._templates[environment]
-        limits = EpisodeLimits.of(self._environments[environment], request.params.max_tokens)
+        limits = EpisodeLimits.of(environment.settings, request.params.max_tokens)
         turns = count()
 
         async def sample(context_ids: Ids, images: tuple[Image, ...], max_tokens: int) -> Completion:
@@ -190,7 +192,7 @@ class Rollouts:
         return ScoredSample(trajectories=(trajectory,), score=score, answer=trajectory.turns[-1].text)
 
     async def _act(
-        self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: str
+        self, agents: Agents, name: str, prompt: Prompt, request: GenerateRequest, index: int, judge: Judge
     ) -> ScoredSample | None:
         """Play one episode of an agent; None when it came to no end, or its reward failed. Raises as `_play`."""
         try:
@@ -211,12 +213,12 @@ class Rollouts:
             return None
         return ScoredSample(trajectories=recorded.trajectories, score=judged, answer=recorded.answer)
 
-    async def _scores(self, prompt: Prompt, completions: list[Completion], judge: str) -> list[RewardScore | None]:
+    async def _scores(self, prompt: Prompt, completions: list[Completion], judge: Judge) -> list[RewardScore | None]:
         return await self._score(
             prompt, [CompletionText(text=each.text, ids=each.ids.tolist()) for each in completions], judge
         )
 
-    async def _score(self, prompt: Prompt, written: list[CompletionText], judge: str) -> list[RewardScore | None]:
+    async def _score(self, prompt: Prompt, written: list[CompletionText], judge: Judge) -> list[RewardScore | None]:
         scores = await self._fleet.score(prompt, written, judge)
         if failed := scores.count(None):
             self.skip("reward/dropped", self._fleet.last_reward_error, failed)

@@ -128,7 +128,7 @@ def _run(session: Session) -> LoopSummary:
     with watched_driver(preflight.config.liveness, logs):
         logger = RunLogger(session.run, preflight.config, preflight.num_updates)
         fleet = Fleet(
-            preflight.config,
+            preflight.run,
             str(preflight.model.path),
             logs,
             has_images=preflight.has_images,
@@ -222,15 +222,13 @@ async def _go_on(
 ) -> LoopSummary:
     preflight, policy = session.preflight, session.policy
     backend = GrpoBackend(
-        preflight.config,
+        preflight.run,
         fleet,
         policy,
-        stream=PromptStream(preflight.config, preflight.sources, session.known),
-        sets=preflight.sets,
-        run=session.run,
+        stream=PromptStream(preflight.config, preflight.run.sources, session.known),
+        folder=session.run,
         logger=logger,
         groups=session.groups,
-        templates=preflight.templates,
         early_end=early_end,
     )
     gc.freeze()  # prompts and modules stay: to look through them again and again takes a tenth of the driver's time

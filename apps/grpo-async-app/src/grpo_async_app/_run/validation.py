@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from grpo_async_app._config.resolved import ValidationSet
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.validation_sets import ValidationSet
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from offbeat_core import GenerateRequest, OffbeatError, PeerFailedError, StopReason
@@ -51,7 +51,7 @@ class Answered:
         return SampledAnswer(
             reward=scored.score.value,
             right=scored.score.value >= self.asked.success_reward,
-            vote=vote_of(scored.answer, self.asked.reward),
+            vote=vote_of(scored.answer, self.asked.judge.settings),
             num_tokens=scored.num_tokens,
             num_turns=len(turns) if has_turns else 0,
             stop_reason="length" if scored.is_cut_off else _own_end(first.stop_reason),
@@ -116,7 +116,7 @@ def validated_names(sets: Sequence[ValidationSet]) -> dict[str, str]:
             measured += [
                 f"{what}_at_{k}" for k in sorted(set(each.k) or {each.num_samples}) for what in ("pass", "maj")
             ]
-        measured += ["reward", "response_tokens", *(["turns"] if each.environment.name else [])]
+        measured += ["reward", "response_tokens", *(["turns"] if each.environment.is_set else [])]
         names |= {prefix + name: label_of(prefix + name) for name in measured}
     return names
 
@@ -143,10 +143,10 @@ async def validate(
             found[answered.asked.name, answered.number] = answered
             notify(len(found))
     ordered = [found[each.name, number] for each in sets for number in range(len(each.prompts))]
-    has_agent = config.agent.is_set
+    has_turns = {each.name: config.agent.is_set or each.environment.is_set for each in sets}
     items = {
-        each.name: [it.to_item(version, has_turns=has_agent or each.has_turns) for it in ordered if it.asked is each]
-        for each in sets
+        name: [it.to_item(version, has_turns=turns) for it in ordered if it.asked.name == name]
+        for name, turns in has_turns.items()
     }
     summaries = [summarize(each.name, version, items[each.name], each.num_samples, each.k) for each in sets]
     return Validation(version=version, answered=ordered, items=items, summaries=summaries)
@@ -204,13 +204,11 @@ async def _answer(
         num_samples=each.num_samples,
         params=params,
     )
-    judge = each.name if each.has_own_reward else ""
-    environment = each.environment_key
     for retries_left in reversed(range(config.async_.max_group_retries + 1)):
         name = engines.least_loaded().name
         try:
             with engines.hold(name):
-                samples = await rollouts.sample(name, prompt, request, judge, environment)
+                samples = await rollouts.sample(name, prompt, request, each.judge, each.environment)
         except PeerFailedError:
             if not retries_left:
                 raise

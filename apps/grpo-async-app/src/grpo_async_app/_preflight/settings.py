@@ -1,0 +1,132 @@
+"""What is wrong with the settings of a run, wherever it will be: sections that contradict each other."""
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+
+from grpo_async_app._config.agent import program_words
+from grpo_async_app._config.critic import check_critic
+from grpo_async_app._config.resolved import ResolvedRun
+from grpo_async_app._config.sections import GrpoConfig, check_engine_options
+from grpo_async_app._preflight.engine_formats import rounding_reason
+from grpo_async_app._preflight.sources import check_lengths, check_sources, naming
+from offbeat_core import BackendError, ConfigError, installed_backends, load_backend
+from offbeat_objectives import check_algorithm
+
+
+def check_settings(run: ResolvedRun) -> tuple[str, ...]:
+    """Check what settings alone tell, wherever the run will be: choices that work and are probably not meant."""
+    return (*check_choices(run), *engine_notices(run.config))
+
+
+def check_choices(run: ResolvedRun) -> tuple[str, ...]:
+    """Return what `check_settings` does without asking the adapters of the engines, some of which import torch."""
+    config, source_notices = run.config, check_sources(run)
+    _check_agent(run)
+    check_engine_options(config)
+    algorithm = config.algorithm
+    check_critic(config.critic, is_asked=algorithm.needs_critic, masks_truncated=algorithm.mask_truncated)
+    config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
+    if config.validates_every and not (config.is_judged or config.eval.sets):
+        raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
+    notices = _check_objective(run)
+    check_lengths(run)
+    _check_mode(config)
+    return (*notices, *source_notices, *_fp8_notice(config))
+
+
+def check_correction(run: ResolvedRun, known: Sequence[str]) -> list[str]:
+    """Check what depends on the choice of the correction; return notices that are not `known`."""
+    return [notice for notice in _check_objective(run) if notice not in known]
+
+
+def _check_objective(run: ResolvedRun) -> tuple[str, ...]:
+    """Check section algorithm; its overlong buffer against the source of the shortest responses, which is named."""
+    config = run.config
+    check = partial(check_algorithm, config.algorithm, samples_per_prompt=config.rollout.samples_per_prompt)
+    shortest = min(run.sources, key=lambda source: source.response_tokens)
+    if shortest.name:
+        check()  # what is wrong for every source names none
+    with naming(shortest):
+        return check(max_tokens=shortest.response_tokens)
+
+
+def _check_agent(run: ResolvedRun) -> None:
+    """Refuse what an agent does not go together with."""
+    config, agent = run.config, run.config.agent
+    agent.check()
+    if not agent.is_set:
+        return
+    if run.environments:
+        raise ConfigError("environment.name and section agent both answer the model: set one of them")
+    if config.teacher.is_set:
+        raise ConfigError("section teacher: it scores what follows the data's prompts, and an agent writes its own")
+    if config.algorithm.overlong_buffer_tokens:
+        raise ConfigError("algorithm.overlong_buffer_tokens: episodes of an agent have no length to come near to")
+    if config.cluster.launcher != "local":
+        raise ConfigError(
+            f'cluster.launcher = "{config.cluster.launcher}": agents reach the engines over loopback, so all are on '
+            'one machine; set it to "local"'
+        )
+    if agent.may_post_reward is False and not config.reward.is_set and not config.data.mix:
+        raise ConfigError("agent.may_post_reward = false leaves the reward to section reward: give reward.name")
+    if agent.is_outside and config.rollout.serve_port is None:
+        raise ConfigError("agent.is_outside = true: set rollout.serve_port, where agents ask for what to do")
+    if importlib.util.find_spec("offbeat_serve") is None:
+        raise BackendError('section agent needs offbeat-serve; install it with: pip install "grpo-async-app[serve]"')
+    if agent.command and not agent.preload and shutil.which(program_words(agent.command)[0]) is None:
+        raise ConfigError(f"agent.command: there is no program {agent.command[0]!r}, or it cannot be executed")
+
+
+def engine_notices(config: GrpoConfig) -> list[str]:
+    """Return what the adapters of the engines know against their settings, on devices that need not be here."""
+    teacher = [(config.teacher.backend, config.teacher_engine(0))] if config.teacher.is_set else []
+    notices: dict[str, None] = {}
+    for backend, settings in [(config.rollout.backend, config.rollout), *teacher]:
+        if backend in installed_backends("offbeat.rollout"):
+            notify = getattr(load_backend("offbeat.rollout", backend), "notices_of", None)
+            notices |= dict.fromkeys(notify(settings) if notify else ())
+    return list(notices)
+
+
+def _fp8_notice(config: GrpoConfig) -> list[str]:
+    rounding = rounding_reason(config.rollout)
+    if not rounding or config.algorithm.correction != "none":
+        return []
+    return [f"{rounding}, and algorithm.correction = none leaves it at that; token_tis is usual"]
+
+
+def _check_mode(config: GrpoConfig) -> None:
+    if config.cluster.colocate and config.async_.mode != "on-policy pipeline":
+        raise ConfigError(
+            "cluster.colocate = true: trainer and engines take turns, so nothing can be generated while it trains; "
+            f"async is {config.async_.mode} (staleness_threshold = {config.async_.staleness_threshold:g}, "
+            f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
+            "more steps in one update by async.require_batches; or cluster.colocate = false"
+        )
+
+
+def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:
+    """Refuse to go on with other prompts than a run was begun with; more or fewer epochs are welcome."""
+    before, after = _data_settings(begun), _data_settings(now)
+    for key in [*before, *(key for key in after if key not in before)]:
+        if before.get(key) != after.get(key):
+            raise ConfigError(
+                f"{key} was {before.get(key)!r} when the run began and would be {after.get(key)!r}: some prompts would "
+                "be trained twice and others never; resume with the data it was begun with, or start a new run"
+            )
+
+
+def _data_settings(config: GrpoConfig) -> dict[str, object]:
+    """Return all that decides which prompt is trained when, by its key."""
+    data = config.data
+    own = {f"data.{each.name}": getattr(data, each.name) for each in fields(data) if each.name not in ("epochs", "mix")}
+    of_mix = {
+        f"data.mix.{name}.{each.name}": getattr(source, each.name)
+        for name, source in data.mix.items()
+        for each in fields(source)
+        if each.name not in ("success_reward", "environment", "reward")
+    }
+    return own | of_mix
