@@ -27,7 +27,7 @@ from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.sampling import ScoredSample
 from grpo_async_app._run.session import Session, _train_on, find_session
 from grpo_async_app._run.validation import Validation
-from offbeat_async_policy import AsyncPolicy, GroupResult, Sync
+from offbeat_async_policy import AsyncPolicy, GroupResult, Sync, TrainerTurn
 from offbeat_core import (
     Completion,
     ConfigError,
@@ -83,6 +83,7 @@ def open_backend(config: GrpoConfig, fleet: Fleet) -> GrpoBackend:
         stream=PromptStream(config, [replace(of_data, prompts=(prompt,))], {}),
         folder=notes,
         logger=notes,
+        turn=TrainerTurn(),
         early_end=EarlyEnd(config),
     )
 
@@ -95,7 +96,7 @@ def test_a_validation_that_needs_the_trainer_ends_before_colocated_engines_sleep
         backend, validated = open_backend(settings(config), fleet), list[int]()
 
         async def waits_for_an_engine_that_gets_weights() -> None:
-            async with backend._trainer_turn:
+            async with backend._turn.between_actions():
                 validated.append(1)
 
         for action in ("update", "sync", "checkpoint"):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from offbeat_async_policy import AsyncConfig, AsyncPolicy, GroupResult, run_loop
+from offbeat_async_policy import AsyncConfig, AsyncPolicy, GroupResult, TrainerTurn, run_loop
 from offbeat_core import DeadlineError, PeerFailedError
 
 QUICK = {"stall_after_s": 5.0, "mini_batch_size": 4}
@@ -248,6 +248,33 @@ def test_what_the_trainer_has_to_wait_for_first_is_not_in_its_deadlines():
     backend.prepared = []
     run(policy, backend)
     assert set(backend.prepared) == {"update", "sync", "checkpoint"}
+
+
+@pytest.mark.parametrize("action", ["update", "sync", "checkpoint"])
+def test_work_between_actions_has_the_trainer_alone_and_may_be_what_an_action_waits_for(action):
+    """Such as the weights of an engine that came late, and that a validation needs."""
+
+    class WithLateEngines(Backend):
+        async def bring_weights(self):
+            async with turn.between_actions():
+                await self.work_of_trainer(0.001)
+
+        async def prepare(self, prepared):
+            if prepared == action:
+                await self.bring_weights()
+
+        async def work_of_trainer(self, seconds):
+            if not self.late:
+                self.late = asyncio.create_task(self.bring_weights())
+            await super().work_of_trainer(seconds)
+
+    async def main():
+        await run_loop(AsyncPolicy(AsyncConfig(**QUICK), 8), backend, turn=turn)
+        await backend.late
+
+    turn, backend = TrainerTurn(), WithLateEngines(checkpoint_every=1)
+    backend.late = None
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize("where", ["update", "sync", "checkpoint"])

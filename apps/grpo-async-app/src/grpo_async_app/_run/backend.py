@@ -17,7 +17,7 @@ from grpo_async_app._run.prompt_stream import PromptDraw, PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
-from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult
+from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult, TrainerTurn
 from offbeat_core import ConfigError, GenerateRequest, Metrics, RoleName, SamplingParams
 from offbeat_data import Prompt
 from offbeat_objectives import has_signal, overlong_penalty
@@ -42,6 +42,7 @@ class GrpoBackend:
         folder: of the run.
         logger: takes metrics, generations, timeline and progress.
         groups: finished groups of a restored run.
+        turn: of the trainer, which weights of late engines take between two actions.
         early_end: says whether the run should end before its data does.
 
     Attributes:
@@ -58,6 +59,7 @@ class GrpoBackend:
         folder: RunFolder,
         logger: RunLogger,
         groups: dict[int, SampledGroup] | None = None,
+        turn: TrainerTurn,
         early_end: EarlyEnd,
     ) -> None:
         self._run, self._config, self._fleet, self._policy = run, run.config, fleet, policy
@@ -66,11 +68,10 @@ class GrpoBackend:
         self._where: dict[int, str] = {}
         self._validating: asyncio.Task[None] | None = None
         self._last_asked = -1  # version of the weights that a validation was last begun for
-        self._trainer_turn = asyncio.Lock()
         self._trainer_version = self.saved_version = policy.version
         self._clock = BusyClock(_TRAINER, lambda: len(fleet.engines.names), clock_s, self._note_worked)
         self._rollouts = Rollouts(run, fleet, self._clock.busy)
-        self._early_end, self._end_wish = early_end, ""
+        self._turn, self._early_end, self._end_wish = turn, early_end, ""
         self._untrained = UntrainedGroups()
         self._trained, self._num_validated, self._is_saving = "", 0, False
         self._late_syncs = asyncio.create_task(self._sync_late_engines())
@@ -233,10 +234,9 @@ class GrpoBackend:
 
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
         groups = [self._groups[group_id] for group_id in group_ids]
-        async with self._trainer_turn:
-            await self._fleet.engines.to_training()
-            metrics = await self._train(groups, version)
-            self._trainer_version = version + 1
+        await self._fleet.engines.to_training()
+        metrics = await self._train(groups, version)
+        self._trainer_version = version + 1
         for group_id in group_ids:
             del self._groups[group_id]
         prompts = {group.item: self._stream.prompts[group.item] for group in groups}
@@ -282,14 +282,13 @@ class GrpoBackend:
             await self._begin_validation(version)
 
     async def _sync_all(self, version: int, interrupt: bool) -> None:
-        async with self._trainer_turn:
-            with self._clock.held(self._fleet.engines.names):
-                await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
+        with self._clock.held(self._fleet.engines.names):
+            await self._fleet.engines.sync(self._fleet.offer_weights(version), interrupt)
 
     async def _sync_late_engines(self) -> None:
         """Give engines that come up between two syncs what the trainer holds: maybe newer than what others do."""
         async for name in self._fleet.engines.late_engines():
-            async with self._trainer_turn:
+            async with self._turn.between_actions():
                 await self._fleet.engines.sync_late(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -397,21 +396,20 @@ class GrpoBackend:
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write weights, optimizer, the loop's state and the finished groups as one folder."""
         groups, known = [self._groups[int(group_id)] for group_id, _ in state["finished"]], self._known()
-        async with self._trainer_turn:
-            await self._fleet.engines.to_training()
-            self._is_saving = True
-            with self._folder.checkpoints.write(self._policy.version) as folder:
-                await self._fleet.trainer.call(
-                    "save",
-                    str(folder),
-                    self._config.checkpoint.save_optimizer,
-                    deadline_s=self._config.async_.update_deadline_s,
-                )
-                save_groups(folder / LOOP_FOLDER, groups)
-                loop = {"policy": dict(state), "prompts": mark_of(self._stream.prompts), **known}
-                (folder / LOOP_FOLDER / STATE_FILE).write_text(json.dumps(loop))
-            self._is_saving = False
-            self.saved_version = self._policy.version
+        await self._fleet.engines.to_training()
+        self._is_saving = True
+        with self._folder.checkpoints.write(self._policy.version) as folder:
+            await self._fleet.trainer.call(
+                "save",
+                str(folder),
+                self._config.checkpoint.save_optimizer,
+                deadline_s=self._config.async_.update_deadline_s,
+            )
+            save_groups(folder / LOOP_FOLDER, groups)
+            loop = {"policy": dict(state), "prompts": mark_of(self._stream.prompts), **known}
+            (folder / LOOP_FOLDER / STATE_FILE).write_text(json.dumps(loop))
+        self._is_saving = False
+        self.saved_version = self._policy.version
         self._folder.checkpoints.prune(self._config.checkpoint.keep)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from grpo_async_app._run.places import PlacesFile
 from grpo_async_app._run.prompt_stream import PromptStream
 from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.scaling import scale_as_asked
-from offbeat_async_policy import AsyncPolicy, LoopSummary, run_loop
+from offbeat_async_policy import AsyncPolicy, LoopSummary, TrainerTurn, run_loop
 from offbeat_core import OffbeatError, PeerFailedError, RunFolderError, disk_errors
 from offbeat_run import Checkpoint, LivenessConfig, RunFolder, print_text, reading
 
@@ -220,7 +220,7 @@ async def _start(session: Session, fleet: Fleet, logger: RunLogger, death: PeerF
 async def _go_on(
     session: Session, fleet: Fleet, logger: RunLogger, early_end: EarlyEnd, interruption: Interruption
 ) -> LoopSummary:
-    preflight, policy = session.preflight, session.policy
+    preflight, policy, turn = session.preflight, session.policy, TrainerTurn()
     backend = GrpoBackend(
         preflight.run,
         fleet,
@@ -229,26 +229,32 @@ async def _go_on(
         folder=session.run,
         logger=logger,
         groups=session.groups,
+        turn=turn,
         early_end=early_end,
     )
     gc.freeze()  # prompts and modules stay: to look through them again and again takes a tenth of the driver's time
     try:
         async with following(partial(backend.activity, preflight.num_updates)):
-            return await _run_loop(session, backend, logger, interruption)
+            return await _run_loop(session, backend, turn, logger, interruption)
     finally:
         await backend.close()
 
 
 async def _run_loop(
-    session: Session, backend: GrpoBackend, logger: RunLogger, interruption: Interruption
+    session: Session, backend: GrpoBackend, turn: TrainerTurn, logger: RunLogger, interruption: Interruption
 ) -> LoopSummary:
     """Run the loop, then validate and save what it leaves."""
     policy = session.policy
+
+    async def save() -> None:
+        async with turn.between_actions():
+            await backend.checkpoint(policy.state())
+
     with interruption.finishing(backend.unsaved):
-        summary = await run_loop(policy, backend, stop=interruption.asked)
+        summary = await run_loop(policy, backend, turn=turn, stop=interruption.asked)
         if interruption.asked.is_set():
             if policy.version > backend.saved_version:
-                await backend.checkpoint(policy.state())
+                await save()
             raise asyncio.CancelledError("a signal has asked the run to end")
     if backend.why_ended_early:
         logger.message(f"ended early: {backend.why_ended_early}")
@@ -257,7 +263,7 @@ async def _run_loop(
         await backend.prepare("checkpoint")
     finally:  # the last validation may fail, or be interrupted: what was trained is kept
         if max(session.step, 0) < policy.version:  # without an update the model is the one that the run began with
-            await backend.checkpoint(policy.state())
+            await save()
     await backend.finish()
     backend.raise_if_lost()
     return summary

@@ -5,6 +5,7 @@ from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._loop import GroupResult, LoopBackend, LoopSummary, run_loop
 from offbeat_async_policy._policy import AsyncPolicy
 from offbeat_async_policy._state import Action, Drop, Finish, PolicyStatus, Statistics, Submit, Sync, Update
+from offbeat_async_policy._turn import TrainerTurn
 
 __all__ = [
     "Action",
@@ -23,6 +24,7 @@ __all__ = [
     "Statistics",
     "Submit",
     "Sync",
+    "TrainerTurn",
     "Update",
     "run_loop",
 ]

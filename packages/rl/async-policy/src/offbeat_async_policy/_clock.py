@@ -1,8 +1,8 @@
 """The clock of a run: busy time of every role, idle and overlap shares, and the spans of a timeline."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Busy = Callable[[str], AbstractContextManager[None]]
 """Wraps work of the role that it is called with."""
@@ -19,12 +19,14 @@ class BusyShares:
         trainer_idle: share in which the trainer did nothing.
         rollout_idle: the same for the rollout engines, averaged over them.
         overlap: share in which the trainer and at least one rollout engine were busy together.
+        busy_s: seconds in which each role was busy.
     """
 
     wall_s: float
     trainer_idle: float
     rollout_idle: float
     overlap: float
+    busy_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class BusyClock:
@@ -78,6 +80,7 @@ class BusyClock:
             trainer_idle=1 - self._busy_s.get(self._trainer, 0.0) / wall_s,
             rollout_idle=max(0.0, 1 - rollout_s / max(self._num_rollouts(), 1) / wall_s),
             overlap=self._overlap_s / wall_s,
+            busy_s=dict(self._busy_s),
         )
         self._busy_s.clear()
         self._overlap_s, self._lap_s = 0.0, self._last_s

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeVar
 
+from offbeat_async_policy._clock import BusyClock, BusyShares
 from offbeat_async_policy._policy import AsyncPolicy
 from offbeat_async_policy._state import Action, Drop, Finish, Submit, Sync, Update
+from offbeat_async_policy._turn import TrainerTurn
 from offbeat_core import DeadlineError, PeerFailedError
 
 
@@ -28,7 +30,10 @@ class GroupResult:
 
 
 class LoopBackend(Protocol):
-    """Performs the actions of the policy, many at once in one event loop; but never two of update, sync, checkpoint."""
+    """Performs the actions of the policy, many at once in one event loop; but never two of update, sync, checkpoint.
+
+    Of these each has the trainer to itself while its method runs; see `TrainerTurn`.
+    """
 
     async def submit(self, group_id: int) -> GroupResult:
         """Generate and score a group, and keep its samples until `update` or `drop` names it.
@@ -41,7 +46,7 @@ class LoopBackend(Protocol):
     async def prepare(self, action: Literal["update", "sync", "checkpoint"]) -> None:
         """Called before each update, sync and checkpoint, outside its deadline: wait for what has to end first.
 
-        What is waited for here needs deadlines of its own.
+        What is waited for here needs deadlines of its own, and may use the trainer between two actions.
         """
         ...
 
@@ -92,57 +97,6 @@ class LoopBackend(Protocol):
         ...
 
 
-class Activity:
-    """A stopwatch over kinds of work; several pieces of one kind at once count once.
-
-    Args:
-        clock: seconds that never go back.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._started_at = self._counted_to = clock()
-        self._running: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._overlap_s = 0.0
-
-    @contextmanager
-    def doing(self, kind: str) -> Iterator[None]:
-        """Count the time inside the block as `kind`."""
-        self._count()
-        self._running[kind] += 1
-        try:
-            yield
-        finally:
-            self._count()
-            self._running[kind] -= 1
-
-    def is_doing(self, *kinds: str) -> bool:
-        """Return whether work of one of these kinds runs now."""
-        return any(self._running[kind] for kind in kinds)
-
-    def summary(self) -> "LoopSummary":
-        """Return where the time went since this was made."""
-        self._count()
-        return LoopSummary(
-            elapsed_s=self._counted_to - self._started_at,
-            updating_s=self._seconds["updating"],
-            generating_s=self._seconds["generating"],
-            overlap_s=self._overlap_s,
-            syncing_s=self._seconds["syncing"],
-            checkpointing_s=self._seconds["checkpointing"],
-        )
-
-    def _count(self) -> None:
-        now = self._clock()
-        passed, self._counted_to = now - self._counted_to, now
-        for kind, num_running in self._running.items():
-            if num_running:
-                self._seconds[kind] += passed
-        if self._running["generating"] and self._running["updating"]:
-            self._overlap_s += passed
-
-
 CANCEL_GRACE_S: Final = 10.0
 """Time that cancelled work gets to put things away, before the loop leaves it behind."""
 
@@ -170,6 +124,18 @@ class LoopSummary:
     syncing_s: float
     checkpointing_s: float
 
+    @classmethod
+    def of(cls, shares: BusyShares) -> "LoopSummary":
+        """Take the times of a whole run."""
+        seconds = {
+            kind: shares.busy_s.get(kind, 0.0) for kind in ("updating", "generating", "syncing", "checkpointing")
+        }
+        return cls(
+            elapsed_s=shares.wall_s,
+            overlap_s=shares.overlap * shares.wall_s,
+            **{f"{kind}_s": spent_s for kind, spent_s in seconds.items()},
+        )
+
     @property
     def trainer_idle_share(self) -> float:
         """Share of the time in which no update ran, in [0, 1]."""
@@ -185,6 +151,7 @@ async def run_loop(
     policy: AsyncPolicy,
     backend: LoopBackend,
     *,
+    turn: TrainerTurn | None = None,
     clock: Callable[[], float] = time.monotonic,
     idle_every_s: float = 1.0,
     stop: asyncio.Event | None = None,
@@ -194,6 +161,7 @@ async def run_loop(
     Args:
         policy: new or restored; its config holds the deadlines.
         backend: does the work.
+        turn: of the trainer, if the backend uses the trainer between actions too.
         clock: seconds that never go back; the judge of stalls.
         idle_every_s: time between two calls of `backend.idle`.
         stop: once it is set, nothing more is started; the update, sync or checkpoint that the trainer is at ends, and
@@ -205,7 +173,7 @@ async def run_loop(
         PeerFailedError: a group was lost too often, or a process died that is not an engine's.
         Exception: whatever else the backend raises. In every case all work is cancelled and awaited first.
     """
-    return await _Loop(policy, backend, clock, idle_every_s, stop or asyncio.Event()).run()
+    return await _Loop(policy, backend, turn or TrainerTurn(), clock, idle_every_s, stop or asyncio.Event()).run()
 
 
 class _Loop:
@@ -213,20 +181,20 @@ class _Loop:
         self,
         policy: AsyncPolicy,
         backend: LoopBackend,
+        turn: TrainerTurn,
         clock: Callable[[], float],
         idle_every_s: float,
         stop: asyncio.Event,
     ) -> None:
-        self._policy, self._backend, self._config = policy, backend, policy.config
+        self._policy, self._backend, self._turn, self._config = policy, backend, turn, policy.config
         self._clock, self._idle_every_s, self._stop = clock, idle_every_s, stop
         self._work: dict[asyncio.Task[Any], Settle] = {}  # what runs, and what its result means
         self._ended: deque[asyncio.Task[Any]] = deque()  # of the work, what has ended and is not taken in yet
         self._news = asyncio.Event()
         self._submits: dict[int, asyncio.Task[Any]] = {}  # group -> its submit
         self._losses: Counter[int] = Counter()
-        self._trainer_turn = asyncio.Lock()  # first come, first served: checkpoint, update and sync never overlap
         self._trainer_is_at_work = False
-        self._activity = Activity(clock)
+        self._busy = BusyClock("updating", lambda: 1, clock, lambda *_: None)
         self._idle_task: asyncio.Task[float] | None = None
         self._progress = 0.0
         self._last_move = clock()
@@ -240,7 +208,7 @@ class _Loop:
                 await self._wait_for_news()
         finally:
             await self._cancel_all()
-        return self._activity.summary()
+        return LoopSummary.of(self._busy.lap())
 
     @property
     def _must_end(self) -> bool:
@@ -291,7 +259,7 @@ class _Loop:
 
     async def _submit(self, group_id: int) -> GroupResult | PeerFailedError:
         try:
-            with self._activity.doing("generating"):
+            with self._busy.busy("generating"):
                 return await self._within(
                     self._backend.submit(group_id), f"group {group_id}", "an engine", self._config.group_deadline_s
                 )
@@ -318,14 +286,13 @@ class _Loop:
     async def _turn_of_trainer(
         self, action: Literal["update", "sync", "checkpoint"], doing: str
     ) -> AsyncIterator[None]:
-        async with self._trainer_turn:
-            with self._activity.doing(doing):
-                await self._backend.prepare(action)
-                self._trainer_is_at_work = True
-                try:
+        async with self._turn.of_action(partial(self._backend.prepare, action)):
+            self._trainer_is_at_work = True
+            try:
+                with self._busy.busy(doing):
                     yield
-                finally:
-                    self._trainer_is_at_work = False
+            finally:
+                self._trainer_is_at_work = False
 
     async def _drop(self, group_id: int) -> None:
         await self._within(
@@ -402,8 +369,7 @@ class _Loop:
                 self._progress, self._last_move = progress, now
         idle_s = now - self._last_move
         # What the trainer does has a deadline of its own, and may lawfully take longer than a stall.
-        may_take_long = self._activity.is_doing("updating", "syncing", "checkpointing")
-        if idle_s >= self._config.stall_after_s and not may_take_long:
+        if idle_s >= self._config.stall_after_s and not self._turn.is_taken:
             raise DeadlineError("async loop", "anything to move", self._config.stall_after_s, self._who_waits())
         if self._idle_task is None and now >= self._next_idle:
             self._next_idle = now + self._idle_every_s
