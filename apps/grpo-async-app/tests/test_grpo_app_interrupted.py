@@ -204,6 +204,23 @@ def test_the_second_signal_kills_what_the_first_one_waits_for(number: signal.Sig
     assert signal.getsignal(number) == before
 
 
+def test_an_update_that_does_not_end_in_time_is_cut_off() -> None:
+    lines: list[str] = []
+    interruption = Interruption(within_s=0.2, notify=lines.append)
+
+    async def work() -> None:
+        with interruption.finishing(lambda: "finishing update 3"):
+            signal.raise_signal(signal.SIGTERM)
+            async with asyncio.timeout(30):
+                await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptible(work(), lambda: None, interruption)
+    first, last = lines
+    assert first.startswith("SIGTERM: finishing update 3, for at most 0.2 s")
+    assert last.startswith("0.2 s (checkpoint.on_signal_s) are over")
+
+
 def test_what_goes_wrong_without_a_signal_is_raised_as_it_is() -> None:
     async def work() -> None:
         raise PeerFailedError("rollout-0", "no memory left")
