@@ -30,7 +30,7 @@ from sft_app._config import SftConfig
 from sft_app._import import import_command
 from sft_app._learners import create_learner
 from sft_app._plan import SftPlanner, describe_run
-from sft_app._preflight import LENGTH_KEYS, Preflight, check_run
+from sft_app._preflight import Preflight, check_run
 from sft_app._reference import Reference, compute_reference, load_reference
 from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, find_start, resume, train
@@ -79,7 +79,7 @@ def _resume(words: CommandWords, folder: str) -> int:
         config = load_config(run.config, SftConfig, words.overrides)
         check_trackers(config.log)
         preflight = check_run(config, start.progress)
-        if not words.overrides and say_finished(run, start.updates, preflight.num_updates, length_keys=LENGTH_KEYS):
+        if not words.overrides and say_finished(run, start.updates, preflight.num_updates):
             return _conclude(run, words)
         with closing(create_engine(preflight, run)) as engine:
             return _work(partial(resume, preflight, run, engine, start), run, words)

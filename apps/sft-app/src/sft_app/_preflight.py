@@ -29,6 +29,7 @@ from offbeat_placement import (
 )
 from offbeat_recipes import RunMemory, sample_row
 from offbeat_run import (
+    LENGTH_KEYS,
     ExaminedModel,
     Problems,
     check_model,
@@ -52,10 +53,6 @@ class Progress:
 
     updates: int = 0
     position: int = 0
-
-
-LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
-"""Settings that say how long a run is."""
 
 
 @dataclass(frozen=True, kw_only=True)

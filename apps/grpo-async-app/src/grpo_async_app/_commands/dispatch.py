@@ -14,7 +14,6 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._preflight.settings import check_same_data
-from grpo_async_app._preflight.trainer import LENGTH_KEYS
 from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
@@ -96,7 +95,7 @@ def _resume(words: CommandWords, folder: str) -> int:
         check_trackers(config.log)
         preflight = check_run(config)
         session = find_session(preflight, run)
-        if not words.overrides and say_finished(run, session.step, preflight.num_updates, length_keys=LENGTH_KEYS):
+        if not words.overrides and say_finished(run, session.step, preflight.num_updates):
             return _conclude(run, words, preflight)
         _show_plan(preflight, run)  # what is left open may be chosen otherwise now
         run.write_config(preflight.written, preflight.config)  # the next resume goes on with it

@@ -1,16 +1,13 @@
 """The trainer's layout: whether its backend can train this model with these settings on so many ranks, and how."""
 
 from dataclasses import replace
-from typing import Final
 
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import check_kinds
 from offbeat_core import ConfigError, TrainBackend, TrainLayout, check_schedule, load_backend
 from offbeat_placement import ClusterView
-
-LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
-"""Settings that say how long a run is."""
+from offbeat_run import LENGTH_KEYS
 
 
 def plan_trainer(config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:

@@ -41,7 +41,7 @@ from offbeat_run._run_log import (
     read_generations,
 )
 from offbeat_run._sections import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_run._sessions import record_session, refuse_foreign_run, say_finished
+from offbeat_run._sessions import LENGTH_KEYS, record_session, refuse_foreign_run, say_finished
 from offbeat_run._signals import ending_signals
 from offbeat_run._status import counted_loss, doing, so_far
 from offbeat_run._timeline import Timeline, clock_s, read_timeline
@@ -69,6 +69,7 @@ from offbeat_run._validation.summary import (
 
 __all__ = [
     "HELD_OUT",
+    "LENGTH_KEYS",
     "METRIC_NAMES",
     "VALIDATED_EVERY",
     "Alarm",

@@ -1,7 +1,7 @@
 """The sessions of a run: each command that worked on its folder, from when to when, and how it ended."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
 
@@ -56,6 +56,10 @@ def record_session(run: RunFolder, command: str) -> Iterator[None]:
     _append(run, {"ended_s": round(time.time(), 3), "end": "finished"})
 
 
+LENGTH_KEYS: Final = ("engine.max_updates", "data.epochs")
+"""Settings that say how long a run of an application is."""
+
+
 def read_sessions(run: RunFolder, damaged: list[str] | None = None) -> list[Session]:
     """Read the sessions of a run, in order; the run folder of an older version has none.
 
@@ -72,19 +76,18 @@ def read_sessions(run: RunFolder, damaged: list[str] | None = None) -> list[Sess
     return found
 
 
-def say_finished(run: RunFolder, done: int, wanted: int, *, length_keys: Sequence[str]) -> bool:
+def say_finished(run: RunFolder, done: int, wanted: int) -> bool:
     """Say that a run is at its end, and return whether it is: nothing is left to train, and the last command knew it.
 
     Args:
         run: open for reading.
         done: updates that its latest checkpoint has.
         wanted: updates that it is to have.
-        length_keys: settings that make a run longer.
     """
     sessions = read_sessions(run, [])
     if done < wanted or not sessions or sessions[-1].end != "finished":
         return False
-    keys = " or ".join(length_keys)
+    keys = " or ".join(LENGTH_KEYS)
     print_text(f"nothing is left to train: {done} of {wanted} updates are done; to go on, raise {keys}")
     return True
 
