@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from draw_geometry import main as draw_geometry
 
-from grpo_async_app._config.shown import refuse_shown
+from grpo_async_app._config.environment_images import refuse_environment_images
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._run.sampling import _later_turn
 from offbeat_core import (
@@ -241,9 +241,9 @@ def test_a_checkpoint_keeps_the_images_that_an_environment_has_shown(tmp_path: P
 def test_a_teacher_that_would_not_see_is_told() -> None:
     turn = group(()).trajectories[0].turns[0]
     reply = Reply(ids=turn.ids, images=(np.zeros((8, 8, 3), np.uint8),))
-    refuse_shown([Trajectory.of(turn)])
+    refuse_environment_images([Trajectory.of(turn)])
     with pytest.raises(ConfigError, match="a teacher sees those of prompts only"):
-        refuse_shown([Trajectory.of(turn), Trajectory(turns=(turn, turn), replies=(reply,))])
+        refuse_environment_images([Trajectory.of(turn), Trajectory(turns=(turn, turn), replies=(reply,))])
 
 
 def test_a_later_turn_sees_the_images_of_the_first_and_what_was_shown_since() -> None:

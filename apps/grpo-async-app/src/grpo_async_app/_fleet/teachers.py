@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_async_app._config.environment_images import refuse_environment_images
 from grpo_async_app._config.reward_model import RewardModelAsk, RewardModelOptions
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.shown import refuse_shown
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._roles.scorer import Judged, ScorerAnswer
 from offbeat_core import Floats, Ids, Image, ScoreRequest, Trajectory
@@ -36,7 +36,7 @@ class Teachers:
         Raises:
             ConfigError: a trajectory holds images, which a teacher would take for tokens.
         """
-        refuse_shown(trajectories)
+        refuse_environment_images(trajectories)
         request = ScoreRequest(
             request_id=f"group-{group_id}",
             prompt_ids=prompt_ids,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._preflight.engine_formats import rounding_reason
+from grpo_async_app._preflight.engines import rounding_reason
 from offbeat_core import ModelError, read_model_json
 from offbeat_objectives import resolve_correction
 

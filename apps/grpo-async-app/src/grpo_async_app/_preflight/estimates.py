@@ -6,7 +6,7 @@ from typing import Final
 
 from grpo_async_app._config.reward_model import RewardModelOptions, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._preflight.engine_formats import held_bytes
+from grpo_async_app._preflight.engines import held_bytes
 from grpo_async_app._preflight.placement import trainer_width
 from offbeat_core import (
     CacheBudget,

@@ -11,7 +11,7 @@ from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.resolved import ResolvedRun, ValidationSet, resolve
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
 from grpo_async_app._preflight.data import ask_tools, mark_of, read_sets, turn_templates, with_tools
-from grpo_async_app._preflight.engine_models import check_engine_model, check_positions
+from grpo_async_app._preflight.engines import check_engine_model, check_positions
 from grpo_async_app._preflight.placement import find_view, place_run
 from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind
 from grpo_async_app._preflight.sources import check_rewards

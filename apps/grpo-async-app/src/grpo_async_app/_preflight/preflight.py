@@ -4,15 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_async_app._config.critic import check_bootstrap, check_critic_folder
+from grpo_async_app._config.environment_images import check_environment_images
 from grpo_async_app._config.resolved import Judge, ResolvedRun, Source, resolve
 from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.shown import check_shown
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
-from grpo_async_app._preflight.backends import check_backends, check_cut, check_turns
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.data import check_validated, read_data, set_notices
-from grpo_async_app._preflight.engine_models import check_engine_model, check_positions, check_teacher
+from grpo_async_app._preflight.engines import (
+    check_backends,
+    check_cut,
+    check_engine_model,
+    check_positions,
+    check_teacher,
+    check_turns,
+)
 from grpo_async_app._preflight.estimates import estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run
 from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind, slow_formats
@@ -186,7 +192,7 @@ def _load_tokenizer(run: ResolvedRun, model: ExaminedModel) -> Tokenizer:
     config = run.config
     for source in run.sources:
         with naming(source):
-            check_shown(source.environment.settings, model.path, has_teacher=config.teacher.is_set)
+            check_environment_images(source.environment.settings, model.path, has_teacher=config.teacher.is_set)
     doing("loading the tokenizer", config.model.path)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     check_critic_folder(config.critic, tokenizer, trust=config.model.trust_remote_code)

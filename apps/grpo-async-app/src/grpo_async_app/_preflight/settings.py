@@ -10,7 +10,7 @@ from grpo_async_app._config.agent import program_words
 from grpo_async_app._config.critic import check_critic
 from grpo_async_app._config.resolved import ResolvedRun
 from grpo_async_app._config.sections import GrpoConfig, check_engine_options
-from grpo_async_app._preflight.engine_formats import rounding_reason
+from grpo_async_app._preflight.engines import rounding_reason
 from grpo_async_app._preflight.sources import check_lengths, check_sources, naming
 from offbeat_core import BackendError, ConfigError, installed_backends, load_backend
 from offbeat_objectives import check_algorithm

@@ -11,7 +11,7 @@ _SETTINGS: Final = {"mcp": "shows_images", "openenv": "image_field"}
 """Of `environment.options`, by environment. What an environment of the user's own will say is known when it says it."""
 
 
-def check_shown(environment: EnvironmentConfig, model_path: Path, *, has_teacher: bool) -> None:
+def check_environment_images(environment: EnvironmentConfig, model_path: Path, *, has_teacher: bool) -> None:
     """Refuse images that nobody would see.
 
     Raises:
@@ -29,7 +29,7 @@ def check_shown(environment: EnvironmentConfig, model_path: Path, *, has_teacher
         raise _blind_teacher()
 
 
-def refuse_shown(trajectories: Sequence[Trajectory]) -> None:
+def refuse_environment_images(trajectories: Sequence[Trajectory]) -> None:
     """Refuse to have a teacher score what an environment has shown: it would take the images for tokens.
 
     Raises:
