@@ -294,7 +294,7 @@ def test_an_agent_gets_the_row_without_the_answer_of_its_own_source(
             request = GenerateRequest(request_id="r", prompt_ids=prompt.ids, params=SamplingParams())
             await agents.play("rollout-0", prompt, request, 0)
 
-    asyncio.run(play([*checked.prompts.train, *checked.sets[0].prompts]))
+    asyncio.run(play([*checked.prompts.train, *checked.run.sets[0].prompts]))
     drawn, *others = engines.rows
     if shows_answer:
         assert {"answer", "reasoning_gym"} <= drawn.keys()

@@ -139,8 +139,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     view, objective_trial = find_view(config), _try_objective(config)
     written, (run, choices, more_notices) = run.config, _choose(run, view, notices)
     placement = place_run(run.config, view)
-    _check_engines(run, view, model, tokenizer)
-    layout = plan_trainer(run.config, _count_updates(run.config, len(prompts.train)), view)
+    layout = _plan_engines(run, view, model, tokenizer)
     check_validated(run)
     return Preflight(
         run=run,
@@ -218,16 +217,18 @@ def _choose(
     return run, (*choices, *more_choices), (*check_correction(run, known), *engine_notices(config), *slow)
 
 
-def _check_engines(run: ResolvedRun, view: ClusterView, model: ExaminedModel, tokenizer: Tokenizer) -> None:
-    """Refuse what engines, devices and the teacher cannot do."""
-    config = run.config
+def _plan_engines(run: ResolvedRun, view: ClusterView, model: ExaminedModel, tokenizer: Tokenizer) -> TrainLayout:
+    """Refuse what engines, devices and the teacher cannot do; return how the trainer's ranks share the model."""
+    config, prompts = run.config, [prompt for source in run.sources for prompt in source.prompts]
     check_cut(config)
     check_turns(config)
     check_devices(config, view)
     check_teacher(config, tokenizer)
+    layout = plan_trainer(config, _count_updates(config, len(prompts)), view)
     check_engine_model(config.rollout.backend, model)
-    if config.agent.is_set and any(prompt.pictures for source in run.sources for prompt in source.prompts):
+    if config.agent.is_set and any(prompt.pictures for prompt in prompts):
         raise ConfigError("the training prompts have images, which the endpoint of section agent does not take")
+    return layout
 
 
 def _estimate_memory(
