@@ -1,4 +1,4 @@
-"""What is wrong with the settings of a run, wherever it will be: sections that contradict each other."""
+"""Checks of the settings of a run, wherever it will be: sections that contradict each other."""
 
 import importlib.util
 import shutil

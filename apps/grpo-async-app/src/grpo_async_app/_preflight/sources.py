@@ -1,4 +1,4 @@
-"""What is wrong with the sources of training prompts, and with the environments and rewards of a run."""
+"""Checks of the sources of training prompts, and of the environments and rewards of a run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
