@@ -86,7 +86,7 @@ def the_recorder_answers_while_the_main_thread_synchronizes(rank):
         head = head_now(progress)
         took_s.append(time.monotonic() - start_s)
         assert head.groups
-    assert max(took_s) < 5.0, "the process stood still with its recorder"
+    assert max(took_s) < 5.0, "the process hung with its recorder"
     assert waiter.is_alive(), "the device was done before it was asked"
     waiter.join(LIMIT_S)
     end_s = time.monotonic() + LIMIT_S

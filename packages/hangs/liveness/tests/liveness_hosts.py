@@ -1,10 +1,10 @@
 """Two processes on two hosts: namespaces of networks and of processes, a cable, a name and a pid in common.
 
-    unshare --user --map-root-user --net --pid --fork --kill-child --mount-proc python liveness_hosts.py FOLDER WHO
+    unshare --user --map-root-user --net --pid --fork --kill-child --mount-proc python liveness_hosts.py FOLDER CASE
 
 A driver and a role that it calls; or two ranks, that have a store in common, or the name of a head which that head
 itself takes for 127.0.1.1, as on Debian. Each has a dump folder of its own. Prints one line of JSON: what either says
-of who waits for whom.
+about which process waits for which.
 """
 
 import json
@@ -64,12 +64,12 @@ def notify(monitor: liveness.Monitor) -> dict[str, object]:
 def be_driver(there: "Orders", folder: Path) -> dict[str, object]:
     monitor = watch("driver", folder)
     there.give(monitor.invite(HERE))
-    there.hear()  # it waits
+    there.receive()  # it waits
     return wait_for(monitor, "rollout-0.generate", "rollout-0")
 
 
 def be_role(driver: "Orders", folder: Path) -> dict[str, object]:
-    os.environ |= driver.hear()
+    os.environ |= driver.receive()
     monitor = watch("rollout-0", folder)
     driver.give("ready")
     return wait_for(monitor, "prompts.get", "driver")
@@ -86,7 +86,7 @@ def be_first_rank(there: "Orders", folder: Path) -> dict[str, object]:
 def be_second_rank(here: "Orders", folder: Path) -> dict[str, object]:
     from torch.distributed import TCPStore
 
-    return be_rank(1, "vb", folder, is_waiting=False, store=TCPStore(HERE, here.hear(), is_master=False))
+    return be_rank(1, "vb", folder, is_waiting=False, store=TCPStore(HERE, here.receive(), is_master=False))
 
 
 def be_head(there: "Orders", folder: Path) -> dict[str, object]:
@@ -120,7 +120,7 @@ def be_rank(rank: int, card: str, folder: Path, *, is_waiting: bool, store: Any 
 
 
 class Orders:
-    """What two hosts say to each other before there is a network: lines of JSON."""
+    """Messages between two hosts before there is a network: lines of JSON."""
 
     def __init__(self, reader: IO[str], writer: IO[str]) -> None:
         self._reader, self._writer = reader, writer
@@ -128,7 +128,7 @@ class Orders:
     def give(self, value: object) -> None:
         print(json.dumps(value), file=self._writer, flush=True)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return json.loads(self._reader.readline())
 
 
@@ -138,11 +138,11 @@ def connect(card: str, address: str) -> None:
     ip(f"link set {card} up")
 
 
-def be_here(folder: Path, who: str) -> None:
+def be_here(folder: Path, case: str) -> None:
     """Start the other host, lay the cable, and print what is said on both."""
     host = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with subprocess.Popen(
-        [*host, sys.executable, __file__, folder, who, "there"],
+        [*host, sys.executable, __file__, folder, case, "there"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -150,22 +150,22 @@ def be_here(folder: Path, who: str) -> None:
         assert there.stdin
         assert there.stdout
         orders = Orders(there.stdout, there.stdin)
-        orders.hear()  # it has a network now
+        orders.receive()  # it has a network now
         ip(f"link add va type veth peer name vb netns {there.pid}")
         connect("va", HERE)
         orders.give("connected")
-        said = {"driver": be_driver, "rank": be_first_rank, "head": be_head}[who](orders, folder)
-        print(json.dumps([said, orders.hear()]), flush=True)
+        said = {"driver": be_driver, "rank": be_first_rank, "head": be_head}[case](orders, folder)
+        print(json.dumps([said, orders.receive()]), flush=True)
         there.stdin.close()  # neither leaves before the other has spoken
     os._exit(0)  # the collective never ends
 
 
-def be_there(folder: Path, who: str) -> None:
+def be_there(folder: Path, case: str) -> None:
     orders = Orders(sys.stdin, sys.stdout)
     orders.give("started")
-    orders.hear()
+    orders.receive()
     connect("vb", THERE)
-    orders.give({"driver": be_role, "rank": be_second_rank, "head": be_far_from_head}[who](orders, folder))
+    orders.give({"driver": be_role, "rank": be_second_rank, "head": be_far_from_head}[case](orders, folder))
     sys.stdin.read()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Runs a body on forked ranks that liveness watches, and says how each ended and what was told."""
+"""Launcher of a body on forked ranks that liveness watches; reports how each ended, and the verdicts."""
 
 import faulthandler
 import multiprocessing
@@ -34,10 +34,10 @@ class Outcome:
 
     @property
     def only(self) -> Verdict:
-        """The one verdict that was told; under load a straggler may come before a fatal one."""
-        told = [each for each in self.verdicts if each.is_proof] or self.verdicts
-        assert len(told) == 1, [each.headline for each in self.verdicts]
-        return told[0]
+        """The one verdict that was reported; under load a straggler may come before a fatal one."""
+        verdicts = [each for each in self.verdicts if each.is_proof] or self.verdicts
+        assert len(verdicts) == 1, [each.headline for each in self.verdicts]
+        return verdicts[0]
 
 
 def rank_main(body: Body, rank: int, size: int, port: Connection, directory: Path, settings: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Run:
 
 
 def finish(runs: Sequence[Run]) -> list[Outcome]:
-    """Let runs that have been started go on at the same time, each until the limit at most."""
+    """Let runs that have been started continue at the same time, each until the limit at most."""
     try:
         for run in runs:
             run.serve()

@@ -87,7 +87,7 @@ def silent_server() -> Iterator[int]:
 
 @contextmanager
 def full_server() -> Iterator[int]:
-    """A port of this host whose queue is full: who connects waits."""
+    """A port of this host whose queue is full: a client that connects waits."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))

@@ -40,7 +40,7 @@ def run_two_worlds(body: Callable[[Any], Any]) -> list[Any]:
     pipes = [context.Pipe(duplex=False) for _ in range(4)]
     starts = [context.Pipe(duplex=False) for _ in range(4)]
     processes = [
-        context.Process(target=_wait_and_tell, args=(each % 2, each // 2, starts[each][0], body, pipes[each][1]))
+        context.Process(target=_wait_and_notify, args=(each % 2, each // 2, starts[each][0], body, pipes[each][1]))
         for each in range(4)
     ]
     for process in processes:
@@ -51,11 +51,11 @@ def run_two_worlds(body: Callable[[Any], Any]) -> list[Any]:
         for _, sender in starts:
             sender.send([server.port for server in servers])
         end_s = time.monotonic() + LIMIT_S
-        told = []
+        answers = []
         for receiver, _ in pipes:
             assert receiver.poll(max(0.0, end_s - time.monotonic())), "a process did not answer"
-            told.append(receiver.recv())
-        return told
+            answers.append(receiver.recv())
+        return answers
     finally:
         for process in processes:
             process.join(1.0)
@@ -63,7 +63,7 @@ def run_two_worlds(body: Callable[[Any], Any]) -> list[Any]:
             process.join()
 
 
-def _wait_and_tell(rank: int, world: int, start: Any, body: Callable[[Any], Any], port: Any) -> None:
+def _wait_and_notify(rank: int, world: int, start: Any, body: Callable[[Any], Any], port: Any) -> None:
     notify(rank, world, start.recv(), body, port)
 
 

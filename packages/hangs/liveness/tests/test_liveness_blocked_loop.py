@@ -1,4 +1,4 @@
-"""A driver whose event loop does not turn is told as such, with the line: real processes, without torch."""
+"""A driver whose event loop does not turn is reported as such, with the line: real processes, without torch."""
 
 import asyncio
 import subprocess
@@ -56,16 +56,16 @@ async def main(what):
     await asyncio.sleep(2.0)
 
 
-def tell(verdict):
+def show(verdict):
     print(verdict.text, flush=True)
 
 
-liveness.watch(STALL_S, policy=sys.argv[2], name="driver", on_verdict=tell)
+liveness.watch(STALL_S, policy=sys.argv[2], name="driver", on_verdict=show)
 asyncio.run(main(globals()[sys.argv[1]]))
 """
 
 
-def told_of(what: str, tmp_path: Path, policy: str = "report") -> str:
+def output_of(what: str, tmp_path: Path, policy: str = "report") -> str:
     script = tmp_path / "driver.py"
     script.write_text(PROGRAM)
     ended = subprocess.run(
@@ -77,17 +77,17 @@ def told_of(what: str, tmp_path: Path, policy: str = "report") -> str:
 
 @pytest.mark.parametrize("policy", ["report", "strict"])
 def test_a_callback_that_computes_for_long_is_named_with_its_line_and_ends_no_run(policy: str, tmp_path: Path) -> None:
-    told = told_of("computes", tmp_path, policy)
-    assert "suspicion: blocked-loop: driver has been in one callback of its event loop for" in told
-    [headline] = [line for line in told.splitlines() if "blocked-loop" in line]
+    output = output_of("computes", tmp_path, policy)
+    assert "suspicion: blocked-loop: driver has been in one callback of its event loop for" in output
+    [headline] = [line for line in output.splitlines() if "blocked-loop" in line]
     assert "driver.py:" in headline
     assert "in count" in headline
-    assert "not acted upon: a process that computes is never ended" in told
+    assert "not acted upon: a process that computes is never ended" in output
 
 
 @pytest.mark.parametrize("what", ["computes_in_steps", "sleeps"])
 def test_a_loop_that_turns_or_waits_for_something_known_is_not_blocked(what: str, tmp_path: Path) -> None:
-    assert "blocked-loop" not in told_of(what, tmp_path)
+    assert "blocked-loop" not in output_of(what, tmp_path)
 
 
 def test_callbacks_that_follow_each_other_hold_up_nothing_though_each_look_meets_one() -> None:
@@ -120,7 +120,7 @@ def decide(*heads: ProcessSnapshot) -> Verdict | None:
     return find_verdict(WaitGraph(heads=heads, stall_after_s=60.0))
 
 
-def test_a_producer_is_not_blamed_while_its_answer_could_not_be_heard() -> None:
+def test_a_producer_is_not_blamed_while_its_answer_could_not_be_received() -> None:
     free, just_held_up, held_up = (decide(driver(held_up_s=each)) for each in (0.0, 5.0, 65.0))
     assert free is not None
     assert free.kind == "starved"
@@ -129,13 +129,13 @@ def test_a_producer_is_not_blamed_while_its_answer_could_not_be_heard() -> None:
     assert held_up.kind == "blocked-loop"
 
 
-def test_a_wait_beside_the_loop_is_heard_whatever_the_loop_does() -> None:
+def test_a_wait_beside_the_loop_gets_answers_whatever_the_loop_does() -> None:
     verdict = decide(driver(held_up_s=65.0, thread="poll"))
     assert verdict is not None
     assert verdict.kind == "starved"
 
 
-def test_dumps_of_a_run_that_told_nothing_are_shown_with_the_loop(
+def test_dumps_of_a_run_that_reported_nothing_are_shown_with_the_loop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = DumpWriter(tmp_path)

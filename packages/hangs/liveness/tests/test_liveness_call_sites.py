@@ -106,7 +106,7 @@ def end_phase() -> None:
         (end_phase, "# of the phase"),
     ],
 )
-def test_a_collective_is_told_at_the_line_that_makes_it(call: Callable[[], None], mark: str) -> None:
+def test_a_collective_is_reported_at_the_line_that_makes_it(call: Callable[[], None], mark: str) -> None:
     call()
     collectives = settled_collectives()
     assert collectives
@@ -115,7 +115,7 @@ def test_a_collective_is_told_at_the_line_that_makes_it(call: Callable[[], None]
     assert (site.file, site.line) == (__file__, line_of(mark)), site
 
 
-def test_a_thread_is_told_without_what_only_calls_on() -> None:
+def test_a_thread_is_reported_without_what_only_calls_on() -> None:
     """As the recorder's lines: a thread that stands in a decorated function."""
     free = threading.Event()
     wait = timed(Counted()(free.wait))
@@ -125,8 +125,8 @@ def test_a_thread_is_told_without_what_only_calls_on() -> None:
         while "wait" not in (names := {each.f_code.co_name for each in _frames_of(thread)}):
             time.sleep(0.01)
         assert {"wrapper", "inner"} <= names
-        told = [each.function for each in stack_of(thread_frames()[thread.ident or 0])]
-        assert told == ["test_a_thread_is_told_without_what_only_calls_on.<locals>.<lambda>"]
+        functions = [each.function for each in stack_of(thread_frames()[thread.ident or 0])]
+        assert functions == ["test_a_thread_is_reported_without_what_only_calls_on.<locals>.<lambda>"]
     finally:
         free.set()
         thread.join()
@@ -139,6 +139,6 @@ def _frames_of(thread: threading.Thread) -> Iterator[Any]:
         frame = frame.f_back
 
 
-def test_a_line_of_a_file_that_nobody_has_loaded_is_told() -> None:
+def test_a_line_of_a_file_that_was_never_loaded_is_reported() -> None:
     assert not hands_on(CallSite(file="/nowhere/train.py", line=3, function="wrapper"))
     assert not hands_on(CallSite(file=sys.executable, line=1, function="wrapper"))

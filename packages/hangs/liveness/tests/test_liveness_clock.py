@@ -137,6 +137,6 @@ while monitor.verdict is not None:
 def test_a_pause_has_lasted_for_what_it_has_lasted() -> None:
     begun_s = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", PAUSE], capture_output=True, text=True, timeout=120, check=True)
-    told = re.search(r"it moves again: .* after (\d+) s", ran.stderr)
-    assert told, ran.stderr
-    assert int(told[1]) - 0.5 <= time.monotonic() - begun_s  # told in whole seconds, rounded
+    line = re.search(r"it moves again: .* after (\d+) s", ran.stderr)
+    assert line, ran.stderr
+    assert int(line[1]) - 0.5 <= time.monotonic() - begun_s  # reported in whole seconds, rounded

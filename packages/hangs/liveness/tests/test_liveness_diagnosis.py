@@ -115,7 +115,7 @@ def test_a_mismatch_is_found_where_it_began_even_if_one_side_has_gone_on() -> No
     assert (verdict.kind, verdict.seq) == ("different-op", 4)
 
 
-def test_of_several_mismatches_the_earliest_is_told() -> None:
+def test_of_several_mismatches_the_earliest_is_reported() -> None:
     world, begun = (0, 1, 2), entry(5, "broadcast", done=True)
     verdict = found(
         head(0, member("0", world, begun, entry(7, "gather")), waits=(in_collective("0", 7, "gather"),)),
@@ -137,7 +137,7 @@ def test_shapes_that_must_be_alike_and_are_not() -> None:
     assert "Float[5]" in verdict.text
 
 
-def test_uneven_all_to_all_is_nobodys_fault() -> None:
+def test_uneven_all_to_all_is_no_fault() -> None:
     world = (0, 1, 2)
     one = member("0", world, entry(3, "all_to_all", shape="Float[4]"))
     other = member("0", world, entry(3, "all_to_all", shape="Float[9]"))
@@ -186,7 +186,7 @@ def test_a_producer_that_moves_may_take_until_the_deadline() -> None:
     assert late.kind == "straggler"
 
 
-def test_a_producer_that_nobody_knows_is_named() -> None:
+def test_an_unknown_producer_is_named() -> None:
     verdict = found(head(0, waits=(declared("get", "rolouter"),)))
     assert verdict.kind == "starved"
     assert "'rolouter'" in verdict.headline
@@ -206,7 +206,7 @@ def test_a_member_that_computes_has_ten_times_the_patience() -> None:
     assert found(waits, head(1, member("0", world), still_s=601.0, busy=0.9)).kind == "missing-member"
 
 
-def test_the_dead_are_named_through_those_who_wait_for_them() -> None:
+def test_the_dead_are_named_through_those_that_wait_for_them() -> None:
     """rank 0 waits for rank 1, which waits for rank 2, which is gone."""
     gone = AbsentProcess(name="rank 2", rank=2, world="w", fate="killed", text="pid 99 on vm")
     verdict = found(
@@ -241,7 +241,7 @@ def test_an_exception_that_only_says_that_a_peer_is_gone_explains_no_death() -> 
     assert (verdict.missing, verdict.fate) == (("rank 1",), "killed")
 
 
-def test_processes_that_all_wait_outside_stand_still_unless_one_computes() -> None:
+def test_processes_that_all_wait_outside_are_stalled_unless_one_computes() -> None:
     """Whatever it computes, its lines do not change: a kernel of NumPy, or a process that it has started."""
     asks = Wait(kind="outside", what="queue.get", age_s=70.0, outside=OutsideWait(kind="queue", text="an empty queue"))
     standing = head(0, waits=(asks,))
@@ -297,14 +297,14 @@ def test_a_call_that_the_last_member_has_just_entered_is_about_to_end() -> None:
     assert decide(*(head(rank, group, waits=(waits[rank],)) for rank in (0, 1))) is None
 
 
-def test_a_store_key_that_nobody_sets() -> None:
+def test_a_store_key_that_no_rank_sets() -> None:
     verdict = found(head(0, waits=(Wait(kind="store", what="store.wait", on="ready/3", age_s=70.0),)), head(1))
     assert verdict.kind == "starved"
     assert "ready/3" in verdict.headline
 
 
-def test_whoever_moves_may_be_about_to_set_a_store_key() -> None:
-    """rank 1 loads a checkpoint, then tells the others: slow is no reason to kill."""
+def test_a_rank_that_moves_may_be_about_to_set_a_store_key() -> None:
+    """rank 1 loads a checkpoint, then notifies the others: slow is no reason to kill."""
     verdict = found(
         head(0, waits=(Wait(kind="store", what="store.get", on="loaded", age_s=70.0),)), head(1, still_s=1.0)
     )
@@ -332,12 +332,12 @@ def test_ranks_of_two_worlds_are_not_mixed_up() -> None:
     assert verdict.missing == ("rank 1",)
 
 
-def test_a_failure_that_nobody_depends_on_is_no_verdict() -> None:
+def test_a_failure_that_no_process_depends_on_is_no_verdict() -> None:
     failed = [head(rank, state="failed", error="ConfigError: no such file") for rank in (0, 1)]
     assert find_failure(WaitGraph(heads=failed, stall_after_s=STALL_S)) is None
 
 
-def test_a_failure_is_told_apart_from_the_errors_it_causes() -> None:
+def test_a_failure_is_distinguished_from_the_errors_it_causes() -> None:
     world = (0, 1, 2)
     group = member("0", world, entry(3), axes=("dp",))
     graph = WaitGraph(
@@ -398,7 +398,7 @@ def has_cycle(pairs: list[tuple[int, int]]) -> bool:
     done=st.integers(0, 5),
     ages=st.lists(st.floats(61.0, 500.0), min_size=9, max_size=9),
 )
-def test_whoever_is_missing_is_named_and_nobody_else(size: int, missing: int, done: int, ages: list[float]) -> None:
+def test_the_missing_rank_is_named_and_no_other(size: int, missing: int, done: int, ages: list[float]) -> None:
     missing %= size
     world = tuple(range(size))
     past = [entry(seq, done=True) for seq in range(1, done + 1)]
@@ -416,16 +416,16 @@ def test_whoever_is_missing_is_named_and_nobody_else(size: int, missing: int, do
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_ranks_in_one_line_can_be_read_back(ranks: set[int]) -> None:
     text, _, more = join_ranks(ranks).partition(" and ")
-    told: set[int] = set()
+    listed: set[int] = set()
     for part in text.split(", "):
         run, _, step = part.partition(" by ")
         first, _, last = run.partition("-")
-        told |= set(range(int(first), int(last or first) + 1, int(step or 1)))
-    assert told <= ranks
-    assert len(ranks) - len(told) == int(more.removesuffix(" more") or 0)
+        listed |= set(range(int(first), int(last or first) + 1, int(step or 1)))
+    assert listed <= ranks
+    assert len(ranks) - len(listed) == int(more.removesuffix(" more") or 0)
 
 
-def test_regular_ranks_are_told_in_short() -> None:
+def test_regular_ranks_are_listed_in_short() -> None:
     assert join_ranks(range(0, 1024, 2)) == "0-1022 by 2"
     assert join_ranks([0, 1, 2, 3, 7, 9]) == "0-3, 7, 9"
 
@@ -474,7 +474,7 @@ def role(name: str, **more: object) -> ProcessSnapshot:
     return dataclasses.replace(head(0), **(outside | more))  # type: ignore[arg-type]
 
 
-def test_a_failure_outside_of_any_world_concerns_those_who_wait_for_it() -> None:
+def test_a_failure_outside_of_any_world_concerns_those_that_wait_for_it() -> None:
     failed = role("worker-1", state="failed", error="ValueError: bad task")
     other = role("worker-0", waits=(declared("tasks.get", "feeder", age_s=0.1),))
     assert find_failure(WaitGraph(heads=[other, failed, role("feeder", still_s=0.0)], stall_after_s=STALL_S)) is None
@@ -553,7 +553,7 @@ def test_a_circle_of_processes_whose_other_threads_may_act_is_no_proof() -> None
 
 
 def test_a_circle_is_followed_through_the_thread_that_has_to_act() -> None:
-    """Two threads of each side: who is late in one group is not who waits in the other."""
+    """Two threads of each side: the one that is late in one group is not the one that waits in the other."""
     world = (0, 1)
     saves, trains = dataclasses.replace(member("s", world), worker="save"), member("t", world, entry(1, group="t"))
     in_saves = in_collective("s", 1, thread="save")
@@ -566,7 +566,7 @@ def test_a_circle_is_followed_through_the_thread_that_has_to_act() -> None:
 
 
 def test_an_entry_that_cannot_be_read_is_no_reason_to_blame_anybody_else() -> None:
-    """rank 1 goes on with sends and receives, so that it is not known how far it has come."""
+    """rank 1 continues with sends and receives, so that it is not known how far it has come."""
     world = (0, 1, 2)
     waits = head(2, member("0", world, entry(4)), waits=(in_collective("0", 4),))
     unknown = dataclasses.replace(member("0", world), entered=None)

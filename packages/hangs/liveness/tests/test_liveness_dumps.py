@@ -54,7 +54,7 @@ def test_without_a_folder_nothing_is_written_and_no_thread_starts() -> None:
     assert writer.flush(0.0)
 
 
-def test_a_folder_that_hangs_holds_up_nobody_and_the_newest_is_written_in_the_end(
+def test_a_folder_that_hangs_blocks_no_thread_and_the_newest_is_written_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, really_write = threading.Event(), _dumps.write
@@ -163,14 +163,14 @@ def test_the_secret_of_a_folder_is_one_and_private(tmp_path: Path) -> None:
     assert (tmp_path / ".secret").stat().st_mode & 0o077 == 0
 
 
-def test_show_tells_from_heads_alone_what_was_stuck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_reports_from_heads_alone_what_was_stuck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run was killed before anybody could lead."""
     _dumps.write_head(tmp_path, head_of_rank(0, Wait(kind="declared", what="samples.get", on="rank 1", age_s=90.0)))
     _dumps.write_head(tmp_path, head_of_rank(1))
     assert main(["show", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "starved: rank 0 waits in samples.get; rank 1 is idle" in told
-    assert "rank 1 (pid 1 on vm): running then, in no wait" in told
+    output = capsys.readouterr().out
+    assert "starved: rank 0 waits in samples.get; rank 1 is idle" in output
+    assert "rank 1 (pid 1 on vm): running then, in no wait" in output
 
 
 def test_show_of_a_folder_without_dumps_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

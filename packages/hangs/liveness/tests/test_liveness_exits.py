@@ -14,15 +14,15 @@ import atexit, code, functools, os, pdb, sys, threading, time, traceback
 from offbeat_liveness._process.exceptions import ErrorNotes, ExitHook
 
 def say(error, is_certain):
-    told = "certain" if is_certain else "words"
-    print(f"{told}: {type(error).__name__ if error else None}", flush=True)
+    kind = "certain" if is_certain else "words"
+    print(f"{kind}: {type(error).__name__ if error else None}", flush=True)
 
 notes = ErrorNotes()
 """
 HOOK = "hook = ExitHook(say, notes)\n"
 BEFORE = "certain: None"
 
-GOES_ON = {
+KEEPS_RUNNING = {
     "prints an error that it has caught": """
 try:
     raise OSError("stale file handle")
@@ -57,7 +57,7 @@ thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
 thread.join()
 """,
-    "routes what nobody can raise to sys.excepthook": """
+    "routes what cannot be raised to sys.excepthook": """
 sys.unraisablehook = lambda raised: sys.excepthook(raised.exc_type, raised.exc_value, raised.exc_traceback)
 class Resource:
     def __del__(self):
@@ -90,8 +90,8 @@ sys.last_value = None
 class Crash:
     def __init__(self):
         self.inner = sys.excepthook
-        sys.excepthook = self.tell
-    def tell(self, kind, error, trace):
+        sys.excepthook = self.report
+    def report(self, kind, error, trace):
         self.inner(kind, error, trace)
 Crash()
 try:
@@ -112,8 +112,8 @@ def run_program(text: str, *options: str, typed: str = "", **environment: str) -
     return [line for line in done.stdout.splitlines() if line.startswith(("certain", "words", "went on"))]
 
 
-@pytest.mark.parametrize("program", GOES_ON.values(), ids=GOES_ON)
-def test_a_program_that_goes_on_has_not_ended(program: str) -> None:
+@pytest.mark.parametrize("program", KEEPS_RUNNING.values(), ids=KEEPS_RUNNING)
+def test_a_program_that_keeps_running_has_not_ended(program: str) -> None:
     said = run_program(HOOK + program + "print('went on')\n")
     assert said[-2:] == ["went on", BEFORE], said
     assert all(line.startswith("words: ") for line in said[:-2]), said
@@ -123,9 +123,9 @@ UNCAUGHT = "def train():\n    raise ValueError('loss is nan')\ntrain()\n"
 ENDS = {
     "a script": HOOK + UNCAUGHT,
     "a script that was hooked before": """
-def tell(kind, error, trace):
+def report(kind, error, trace):
     print("crashed")
-sys.excepthook = functools.partial(tell)
+sys.excepthook = functools.partial(report)
 """
     + HOOK
     + UNCAUGHT,
@@ -214,21 +214,21 @@ os.waitpid(child, 0)
 
 
 def test_a_child_of_a_launcher_leaves_last_words() -> None:
-    """Whoever forks by hand calls the hook by hand: that it is the end is known once the process has gone."""
+    """A program that forks by hand calls the hook by hand: that it is the end is known once the process is gone."""
     assert run_program(FORKED) == ["words: ValueError", BEFORE]
 
 
 def test_a_program_that_reports_many_errors_does_not_pay_for_each() -> None:
     many = "for _ in range(100):\n    try:\n        1 / 0\n    except ZeroDivisionError:\n"
-    said = run_program(HOOK + many + "        sys.excepthook(*sys.exc_info())\nprint(len(notes.told_by('rank 0')))\n")
+    said = run_program(HOOK + many + "        sys.excepthook(*sys.exc_info())\nprint(len(notes.lines_for('rank 0')))\n")
     assert len([line for line in said if line.startswith("words")]) <= 1 + 60 / exceptions.LAST_WORDS_S
     assert said.count("words: ZeroDivisionError") < 100
 
 
-def test_what_a_program_has_reported_is_told_with_the_verdict() -> None:
-    report = GOES_ON["prints an error that it has caught"]
+def test_what_a_program_has_printed_is_reported_with_the_verdict() -> None:
+    report = KEEPS_RUNNING["prints an error that it has caught"]
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED + HOOK + report + "print(*notes.told_by('rank 1'))"],
+        [sys.executable, "-c", WATCHED + HOOK + report + "print(*notes.lines_for('rank 1'))"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -22,7 +22,7 @@ from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import read_heads
 
 SLOW_S = 5.0
-"""Trouble that lasts so long is told, also by a monitor that gets a core late."""
+"""Trouble that lasts so long is reported, also by a monitor that gets a core late."""
 PEACE_S = 3.0
 """A stall after which ranks that are uneven by less than half of it are left in peace, also on a crowded machine."""
 
@@ -50,8 +50,8 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(wit
     assert "in rank_1_sleeps" in verdict.text
     assert "in step" in verdict.text
     assert verdict.stalled_s <= STALL_S + 2
-    told = [text.count("offbeat liveness: suspicion: missing-member") for text in outcome.outputs]
-    assert told == [1, 0, 0]
+    counts = [text.count("offbeat liveness: suspicion: missing-member") for text in outcome.outputs]
+    assert counts == [1, 0, 0]
     assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
     assert {head.name for head in read_heads(outcome.directory / "dumps")} == {"rank 0", "rank 1", "rank 2"}
     assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
@@ -112,7 +112,7 @@ def rank_1_raises(rank: int) -> None:
         (rank_1_raises, "rank 1 raised ValueError: batch 7 is empty"),
     ],
 )
-def test_a_peer_that_is_gone_is_told_from_the_errors_it_causes(body: Body, words: str, tmp_path: Path) -> None:
+def test_a_peer_that_is_gone_is_distinguished_from_the_errors_it_causes(body: Body, words: str, tmp_path: Path) -> None:
     """gloo fails at once on the others, so there is no stall to wait for."""
     verdict = launch(body, 3, tmp_path, stall_after_s=15.0).only
     assert (verdict.kind, verdict.missing) == ("dead-peer", ("rank 1",))
@@ -159,7 +159,7 @@ def slow_but_moving(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_slow_one_is_told_and_never_killed_and_the_end_of_it_too(tmp_path: Path) -> None:
+def test_a_slow_one_is_reported_and_never_killed_and_the_end_of_it_too(tmp_path: Path) -> None:
     outcome = launch(slow_but_moving, 2, tmp_path)
     assert outcome.only.kind == "straggler"
     assert outcome.exit_codes == [0, 0]
@@ -235,7 +235,7 @@ def test_a_worker_that_computes_while_its_main_thread_waits_is_not_killed(tmp_pa
 
 
 def rank_1_waits_in_the_kernel(rank: int) -> None:
-    """State D, as in a write to a slow disk: whoever starts a process is in it until the other one has begun."""
+    """State D, as in a write to a slow disk: the parent of a new process is in it until that one has begun."""
     if rank == 1:
         with tempfile.TemporaryDirectory() as folder:
             pipe = os.path.join(folder, "pipe")
@@ -268,7 +268,7 @@ def sleep_on_rank_1(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_missing_worker_is_told_with_its_own_line(tmp_path: Path) -> None:
+def test_a_missing_worker_is_reported_with_its_own_line(tmp_path: Path) -> None:
     outcome = launch(worker_1_sleeps, 2, tmp_path)
     assert (outcome.only.kind, outcome.only.missing) == ("missing-member", ("rank 1",))
     assert "in sleep_on_rank_1" in outcome.only.text
@@ -299,7 +299,7 @@ def stuck_then_free(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_report_tells_once_and_lets_the_run_go_on(tmp_path: Path) -> None:
+def test_report_logs_once_and_lets_the_run_continue(tmp_path: Path) -> None:
     outcome = launch(stuck_then_free, 2, tmp_path, policy="report")
     assert outcome.only.kind == "missing-member"
     assert outcome.exit_codes == [0, 0]

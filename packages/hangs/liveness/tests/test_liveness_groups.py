@@ -1,4 +1,4 @@
-"""What a process knows of its groups: whose ranks their members are, how far they came, how long torch waits."""
+"""What a process knows about its groups: the ranks of their members, how far they came, how long torch waits."""
 
 import gc
 import os
@@ -62,9 +62,9 @@ def both_groups(group) -> tuple[int, int, list[GroupSnapshot]]:
 
 
 def test_a_group_over_another_store_has_members_of_unknown_worlds() -> None:
-    told = run_two_worlds(both_groups)
-    across = [next(each for each in heads if each.name == "weight_sync") for _, _, heads in told]
-    own = [next(each for each in heads if each.name != "weight_sync") for _, _, heads in told]
+    answers = run_two_worlds(both_groups)
+    across = [next(each for each in heads if each.name == "weight_sync") for _, _, heads in answers]
+    own = [next(each for each in heads if each.name != "weight_sync") for _, _, heads in answers]
     assert [(each.is_foreign, each.ranks, each.size) for each in across] == [(True, (), 4)] * 4
     places = {each.place for each in across}
     assert len(places) == 1
@@ -91,9 +91,9 @@ def waits_across(group) -> list[tuple[str, tuple[int, ...], int | None]]:
     return found
 
 
-def test_nobody_of_this_world_is_blamed_for_a_member_of_another() -> None:
-    told = run_two_worlds(waits_across)
-    assert told[0] == [("p2p", (), None)]
+def test_no_rank_of_this_world_is_blamed_for_a_member_of_another() -> None:
+    answers = run_two_worlds(waits_across)
+    assert answers[0] == [("p2p", (), None)]
 
 
 @pytest.mark.ranks(2, liveness=False)
@@ -223,7 +223,7 @@ def test_no_timeout_is_none(given, seconds):
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_a_store_that_nobody_serves_is_named():
+def test_a_store_without_a_server_is_named():
     watch_torch_calls()
     in_thread(dist.TCPStore, "127.0.0.1", 1, is_master=False, timeout=timedelta(seconds=9))
     (wait,) = waits_when(lambda wait: wait.what == "TCPStore")
@@ -231,7 +231,7 @@ def test_a_store_that_nobody_serves_is_named():
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_a_rendezvous_that_nobody_serves_is_named():
+def test_a_rendezvous_without_a_server_is_named():
     watch_torch_calls()
     in_thread(lambda: list(dist.rendezvous("tcp://127.0.0.1:1", 1, 2, timeout=timedelta(seconds=9))))
     (wait,) = waits_when(lambda wait: wait.kind == "rendezvous")
@@ -248,7 +248,7 @@ def test_an_empty_queue_of_a_store_is_a_store_wait():
 
 
 @pytest.mark.ranks(2, liveness=False)
-def test_a_group_that_the_others_do_not_make_says_who_was_asked(rank):
+def test_a_group_that_the_others_do_not_make_names_the_ranks_that_were_asked(rank):
     watch_torch_calls()
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -272,21 +272,21 @@ class StatelessProcessGroup:
 
 @pytest.mark.ranks(1, liveness=False)
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "text"),
     [(["a", b"b"], "a, b"), (("a",), "a"), ({"a"}, ""), ({"a": 1}.keys(), "")],
     ids=["list", "tuple", "set", "keys of a dict"],
 )
-def test_whatever_names_keys_for_a_store_does_so_while_it_is_watched(keys, told):
+def test_whatever_names_keys_for_a_store_does_so_while_it_is_watched(keys, text):
     watch_torch_calls()
     store = dist.HashStore()
     in_thread(store.wait, keys, timedelta(seconds=LIMIT_S))
     (wait,) = waits_when(lambda wait: wait.kind == "store")
-    assert (wait.what, wait.on) == ("store.wait", told)
+    assert (wait.what, wait.on) == ("store.wait", text)
     for key in ("a", "b"):
         store.set(key, "1")
 
 
-def test_a_key_in_bytes_is_told_as_its_text():
+def test_a_key_in_bytes_is_reported_as_its_text():
     assert ledger._keys((b"url",)) == "url"
 
 
@@ -345,7 +345,7 @@ def test_a_functional_collective_is_seen_by_the_recorder(rank):
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_no_group_is_told_before_there_is_one_and_foreign_ones_without_a_world(monkeypatch):
+def test_no_group_is_reported_before_there_is_one_and_foreign_ones_without_a_world(monkeypatch):
     heads = group_snapshots(None)
     assert process_groups.has_groups()
     monkeypatch.setattr(process_groups, "default_group", lambda: None)
@@ -365,7 +365,7 @@ def sent_and_never_waited_for(rank):
 
 
 @pytest.mark.nightly
-def test_a_delivered_message_that_nobody_waits_for_makes_no_circle(tmp_path):
+def test_a_delivered_message_that_no_rank_waits_for_makes_no_circle(tmp_path):
     outcome = launch(sent_and_never_waited_for, 2, tmp_path, policy="report")
     assert outcome.exit_codes == [0, 0]
     assert {verdict.kind for verdict in outcome.verdicts} <= {"missing-member", "straggler"}

@@ -25,7 +25,7 @@ from offbeat_liveness._process.proc import HOST, birth
 from offbeat_liveness._process.snapshot import ProcessSnapshot
 
 
-def test_jobs_are_told_apart_by_what_has_started_them() -> None:
+def test_jobs_are_distinguished_by_what_has_started_them() -> None:
     assert job_of({}) == job_of({"MASTER_PORT": "29500"}) == ""  # a trainer's world and its engines' are one job
     first, second = ({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": port} for port in ("29500", "29501"))
     assert job_of(first) != job_of(second)
@@ -54,7 +54,7 @@ def as_job(body: Any, rank: int, *args: Any) -> None:
     rank_main(body, rank, *args)
 
 
-def test_a_job_that_hangs_is_told_in_its_own_log_and_ends_no_other_with_the_same_folder(tmp_path: Path) -> None:
+def test_a_job_that_hangs_is_reported_in_its_own_log_and_ends_no_other_with_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     for name in ("healthy", "hung"):
         (tmp_path / name).mkdir()
@@ -140,7 +140,7 @@ time.sleep(60)
 
 
 def test_a_rank_says_that_its_launcher_is_gone(tmp_path: Path) -> None:
-    """Without it ranks live on until the timeout of their group, and nobody restarts them."""
+    """Without it ranks live on until the timeout of their group, and no agent restarts them."""
     log = tmp_path / "log"
     with log.open("w") as file:
         agent = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=file, stderr=file)
@@ -181,7 +181,7 @@ def test_show_says_which_processes_of_a_run_are_gone(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("later_ticks", "state"), [(0, "running,"), (1, "running then, gone now,")])
-def test_a_process_is_told_from_a_later_one_with_its_pid_though_the_clock_was_set(
+def test_a_process_is_distinguished_from_a_later_one_with_its_pid_though_the_clock_was_set(
     later_ticks: int, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pid, a_month_ago_s = os.getpid(), time.time() - 30 * 86400
@@ -195,7 +195,7 @@ def test_a_process_is_told_from_a_later_one_with_its_pid_though_the_clock_was_se
 
 
 def test_a_process_on_its_way_out_is_not_said_to_hold_the_gil() -> None:
-    """Its monitor has ended, and listens no more; one whose GIL is held still has its connections taken."""
+    """Its monitor has ended, and listens no more; for one whose GIL is held the kernel still takes connections."""
     listener = Listener("127.0.0.1", lambda: "secret", lambda message: {})
     address = Address(
         host="127.0.0.1", port=listener.port, machine=HOST, pid=os.getpid(), born=birth(os.getpid()), name="rank 2"

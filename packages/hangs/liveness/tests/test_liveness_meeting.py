@@ -27,11 +27,11 @@ def why_not() -> str:
     return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
-def on_two_hosts(folder: Path, who: str) -> list[dict[str, Any]]:
+def on_two_hosts(folder: Path, case: str) -> list[dict[str, Any]]:
     if reason := why_not():
         pytest.skip(reason)
     script = Path(__file__).with_name("liveness_hosts.py")
-    done = subprocess.run([*HOST, sys.executable, script, folder, who], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*HOST, sys.executable, script, folder, case], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     said: list[dict[str, Any]] = json.loads(done.stdout)
     return said
@@ -47,7 +47,7 @@ def test_a_circle_of_waits_is_named_across_hosts_that_share_no_folder(tmp_path: 
         assert said["parties"] == ["driver", "rollout-0"]
         assert not said["torch"]
     assert "10.76.0.1" in driver["listening"]
-    assert set(driver["listening"]) <= {"10.76.0.1", "127.0.0.1"}  # the second for those who share its folder
+    assert set(driver["listening"]) <= {"10.76.0.1", "127.0.0.1"}  # the second for those that share its folder
     assert role["listening"] == ["10.76.0.2"]
 
 
@@ -107,23 +107,23 @@ def line_of(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def go_on(process: "subprocess.Popen[str]") -> None:
+def resume(process: "subprocess.Popen[str]") -> None:
     assert process.stdin
     print(file=process.stdin, flush=True)
 
 
 @pytest.mark.timeout(60)
-def test_those_who_have_met_know_each_other_when_the_place_where_they_met_is_gone() -> None:
+def test_processes_that_have_met_know_each_other_when_the_place_where_they_met_is_gone() -> None:
     with running(DRIVER) as driver:
         variables = json.loads(line_of(driver))
         with running(ROLE, "b", "driver", "a", **variables) as second:
             assert line_of(second) == "met"
-            with running(ROLE, "a", "b", "b", **variables) as first:  # the one that came first has not heard of it
+            with running(ROLE, "a", "b", "b", **variables) as first:  # the one that came first does not know of it
                 assert line_of(first) == "met"
                 driver.kill()
                 driver.wait()
-                go_on(second)
-                go_on(first)
+                resume(second)
+                resume(first)
                 for role in (first, second):
                     said = line_of(role)
                     assert "a waits for b in get" in said
@@ -131,17 +131,17 @@ def test_those_who_have_met_know_each_other_when_the_place_where_they_met_is_gon
 
 
 @pytest.mark.timeout(60)
-def test_without_the_secret_nobody_is_told_who_is_there() -> None:
-    stranger = Address(host="127.0.0.1", port=1, machine="vm", pid=1, born=0, name="stranger")
-    message = {"ask": "meet", "address": vars(stranger)}
+def test_without_the_secret_no_addresses_are_sent() -> None:
+    unknown = Address(host="127.0.0.1", port=1, machine="vm", pid=1, born=0, name="unknown")
+    message = {"ask": "meet", "address": vars(unknown)}
     with running(DRIVER) as driver:
         invitation = read_invitation(json.loads(line_of(driver)))
         assert invitation is not None
         assert invitation.host == "127.0.0.1"
         for secret in ("", "guess"):
             assert ask(invitation, message, secret, 5.0) is None
-        told = ask(invitation, message, invitation.secret, 5.0) or {}
-        assert [each["name"] for each in told["addresses"]] == ["stranger", "driver"]
+        reply = ask(invitation, message, invitation.secret, 5.0) or {}
+        assert [each["name"] for each in reply["addresses"]] == ["unknown", "driver"]
 
 
 INVITED = """
@@ -175,8 +175,8 @@ def test_half_an_invitation_is_none() -> None:
 
 
 @pytest.mark.parametrize(("name", "is_replaced"), [("trainer-0", True), ("rank 0", False)])
-def test_the_dead_give_way_to_who_has_their_name_unless_it_is_but_a_number(name: str, is_replaced: bool) -> None:
-    """Each world has a rank 0: that of another one stands for nobody."""
+def test_the_dead_give_way_to_a_process_with_their_name_unless_it_is_but_a_number(name: str, is_replaced: bool) -> None:
+    """Each world has a rank 0: that of another one takes no other's place."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     peers = Peers(None, "", dict)

@@ -47,7 +47,7 @@ STALL_S = 60.0
 
 
 class StandingThreads:
-    """Stands for the threads of a process, all of which have stood for long."""
+    """Stand-in for the threads of a process, all of which have made no progress for long."""
 
     def __init__(self) -> None:
         self.calls: dict[int, None] = {}
@@ -138,7 +138,7 @@ def test_calls_of_two_groups_that_cross_are_a_matter_of_order() -> None:
     assert all(name in verdict.headline for name in names)
 
 
-def test_different_operations_are_told_as_torchs_analyser_tells_them() -> None:
+def test_different_operations_are_reported_as_by_torchs_analyser() -> None:
     verdict, found = ours(different_ops()), torchs(different_ops())
     assert (verdict.kind, verdict.group, verdict.seq) == ("different-op", "0", 2)
     assert found[0].collective_seq_id == 2
@@ -270,22 +270,22 @@ def answers(monkeypatch, dump):
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_who_gets_no_answer_goes_on_and_does_not_ask_again(monkeypatch):
+def test_a_caller_without_an_answer_continues_and_does_not_ask_again(monkeypatch):
     device, recorder = Device().registered(monkeypatch), NcclRecorder(ANSWER_S)
     answers(monkeypatch, device.dump)
     device.may_answer.clear()
     start_s = time.monotonic()
-    told = [recorder.entries("1", never, with_frames=False) for _ in range(20)]
-    assert told == [None] * 20
+    read = [recorder.entries("1", never, with_frames=False) for _ in range(20)]
+    assert read == [None] * 20
     assert time.monotonic() - start_s < LIMIT_S / 2, "one question's time, not twenty"
     assert device.asked == 1
     assert recorder.asked_at_s is not None
     device.may_answer.set()
     end_s = time.monotonic() + LIMIT_S
     while recorder.asked_at_s is not None and time.monotonic() < end_s:
-        told.append(recorder.entries("1", never, with_frames=False))
+        read.append(recorder.entries("1", never, with_frames=False))
         time.sleep(0.01)
-    assert told[-1] == device.dump["entries"]
+    assert read[-1] == device.dump["entries"]
     assert device.asked == 2
 
 
@@ -305,8 +305,8 @@ def test_other_threads_run_while_a_device_does_not_answer(monkeypatch):
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_whoever_was_asked_knows_that_it_was_before_it_falls_silent(monkeypatch):
-    """Even a question that stops the whole process leaves the moment behind, for whoever looks at it afterwards."""
+def test_a_process_that_was_asked_knows_that_before_it_falls_silent(monkeypatch):
+    """Even a question that stops the whole process leaves its time behind, for a later look from outside."""
     device, recorder = Device().registered(monkeypatch), NcclRecorder(answer_s=LIMIT_S)
     answers(monkeypatch, device.dump)
     device.hold_gil_s = 0.5
@@ -320,7 +320,7 @@ def test_whoever_was_asked_knows_that_it_was_before_it_falls_silent(monkeypatch)
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_it_is_asked_once_while_its_counters_stand_still(monkeypatch):
+def test_it_is_asked_once_while_its_counters_do_not_change(monkeypatch):
     device, recorder = Device().registered(monkeypatch), NcclRecorder(answer_s=LIMIT_S)
     answers(monkeypatch, device.dump)
     for status in ("1", "1", "1", "2"):
@@ -356,7 +356,7 @@ def test_only_this_user_can_ask(monkeypatch):
 
 
 @pytest.mark.ranks(1, liveness=False)
-def test_who_can_make_no_server_goes_on_without_and_leaves_nothing_behind(monkeypatch, tmp_path):
+def test_a_process_that_can_make_no_server_continues_without_and_leaves_nothing_behind(monkeypatch, tmp_path):
     """The path of a socket has 108 bytes at most, and TMPDIR may be long."""
     device, recorder = Device().registered(monkeypatch), NcclRecorder(LIMIT_S)
     long_folder = tmp_path / ("a" * 100)
@@ -386,7 +386,7 @@ def test_an_answer_is_seen_in_a_process_with_many_open_files():
 
 @pytest.mark.ranks(1, liveness=False)
 def test_a_torch_without_the_server_is_asked_directly(monkeypatch):
-    monkeypatch.setattr(nccl_recorder, "HANDLER", "nobody's")
+    monkeypatch.setattr(nccl_recorder, "HANDLER", "unknown")
     recorder = NcclRecorder(ANSWER_S)
     dump = missing_member()[0]
     assert recorder.entries("1", lambda: pickle.dumps(dump), with_frames=False) == dump["entries"]

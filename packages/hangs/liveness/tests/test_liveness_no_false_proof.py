@@ -1,4 +1,4 @@
-"""What looks like a proof and is none, and what is only suspected: told along the way, due at a timeout."""
+"""What looks like a proof and is none, and what is only suspected: reported along the way, due at a timeout."""
 
 import dataclasses
 from typing import get_args
@@ -19,7 +19,7 @@ from offbeat_liveness._process.snapshot import GroupSnapshot, LeftGroup, Outside
 WORLD = (0, 1, 2)
 
 
-def test_who_ended_in_order_long_after_a_collective_was_in_it() -> None:
+def test_a_rank_that_ended_in_order_long_after_a_collective_was_in_it() -> None:
     """Its recorder remembers the last 32 only; the one that is waited in was before those."""
     last = tuple(entry(seq, "broadcast", done=True) for seq in range(10, 42))
     done = head(0, member("0", WORLD, *last), state="finished")
@@ -29,7 +29,7 @@ def test_who_ended_in_order_long_after_a_collective_was_in_it() -> None:
     assert (verdict.kind, verdict.missing) == ("straggler", ("rank 1",))
 
 
-def test_who_ended_in_order_and_cannot_say_how_far_it_came_is_no_proof() -> None:
+def test_a_rank_that_ended_in_order_and_cannot_say_how_far_it_came_is_no_proof() -> None:
     done = head(0, dataclasses.replace(member("0", WORLD), entered=None), state="finished")
     waits = head(2, member("0", WORLD, entry(5, "broadcast")), waits=(in_collective("0", 5, "broadcast"),))
     gone = AbsentProcess(name="rank 0", rank=0, world="w", fate="exited", head=done)
@@ -37,7 +37,7 @@ def test_who_ended_in_order_and_cannot_say_how_far_it_came_is_no_proof() -> None
     assert verdict is None or not verdict.is_proof
 
 
-def test_who_has_destroyed_a_group_of_all_ranks_has_not_left_the_world() -> None:
+def test_a_rank_that_destroyed_a_group_of_all_ranks_has_not_left_the_world() -> None:
     world = member("0", WORLD)
     left = LeftGroup(world="w", rank=1, group=member("side", WORLD))
     waits = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=WORLD, on="ranks 0-2")
@@ -49,7 +49,7 @@ def test_who_has_destroyed_a_group_of_all_ranks_has_not_left_the_world() -> None
         assert (verdict.kind, verdict.is_proof, verdict.missing) == ("straggler", False, ("rank 1",))
 
 
-def test_who_has_left_a_world_and_is_on_its_way_into_the_next_has_not_left_that() -> None:
+def test_a_rank_on_its_way_from_one_world_into_the_next_has_not_left_the_next() -> None:
     """Before a world has formed, its store knows it by one name for all worlds that meet there."""
     call = Wait(kind="rendezvous", what="init_process_group", age_s=70.0, on="127.0.0.1:1")
     left = LeftGroup(world="w", rank=1, group=member("0", (0, 1)))
@@ -65,8 +65,8 @@ def test_one_of_a_role_that_has_ended_leaves_the_others_to_act() -> None:
     other = head(6, name="rollouter-1", world="", still_s=1.0)
     assert decide(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), other, absent=(gone,)) is None
     killed = dataclasses.replace(gone, fate="killed", head=None)
-    told = found(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), other, absent=(killed,))
-    assert (told.kind, told.is_proof) == ("dead-peer", False)
+    beside = found(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), other, absent=(killed,))
+    assert (beside.kind, beside.is_proof) == ("dead-peer", False)
     alone = found(head(0, waits=(declared("get", "rollouter", deadline_s=None),)), absent=(gone,))
     assert (alone.kind, alone.is_proof) == ("dead-peer", True)
 
@@ -93,7 +93,7 @@ def test_a_failure_elsewhere_makes_no_proof_of_a_silence(fate, error) -> None:
 
 
 def test_queues_of_devices_prove_nothing_and_of_two_worlds_are_not_compared() -> None:
-    """Each may be behind work of its own: a look does not tell a long queue from a crossed one."""
+    """Each may be behind work of its own: a look does not distinguish a long queue from a crossed one."""
 
     def queued(group: str) -> GroupSnapshot:
         call = dataclasses.replace(entry(1, group=group), backend="nccl")
@@ -125,7 +125,7 @@ def test_a_batch_of_transfers_waits_for_more_than_the_one_that_has_left() -> Non
     assert not found(waits, head(2, member("0", WORLD), still_s=0.0), absent=(gone,)).is_proof
 
 
-def test_who_is_past_a_rendezvous_is_not_waited_for_in_it() -> None:
+def test_a_rank_past_a_rendezvous_is_not_waited_for_in_it() -> None:
     """Torch lets each member go as soon as it is ready: rank 1 still connects, and rank 0 trains already."""
     zero = head(0, member("0", (0, 1), entry(1)), world_size=2, waits=(in_collective("0", 1),))
     call = Wait(kind="rendezvous", what="init_process_group", age_s=70.0, on="127.0.0.1:1")
@@ -136,7 +136,7 @@ def test_who_is_past_a_rendezvous_is_not_waited_for_in_it() -> None:
     assert not found(zero, head(1, member("0", (0, 1)), world_size=2, waits=(call,))).is_proof
 
 
-def test_an_operation_of_gloo_beside_which_its_thread_computes_holds_up_nobody() -> None:
+def test_an_operation_of_gloo_beside_which_its_thread_computes_holds_up_no_rank() -> None:
     groups = [dataclasses.replace(member(name, (0, 1), entry(1, group=name)), backend="gloo") for name in ("a", "b")]
     computes = head(0, groups[0], waits=(in_collective("a", 1, thread="MainThread"),), busy=0.9, tree_busy=1.0)
     computes = dataclasses.replace(computes, groups=(groups[0], dataclasses.replace(groups[1], recent=(), entered=0)))
@@ -155,7 +155,7 @@ def test_roots_of_calls_that_nothing_numbers_are_not_compared() -> None:
     assert not verdict.is_proof
 
 
-def test_a_circle_in_which_somebody_was_not_heard_is_no_proof() -> None:
+def test_a_circle_in_which_a_process_has_not_answered_is_no_proof() -> None:
     ranks = (0, 1)
     one = head(0, member("a", ranks, entry(1, group="a")), member("b", ranks), waits=(in_collective("a", 1),))
     other = head(1, member("a", ranks), member("b", ranks, entry(1, group="b")), waits=(in_collective("b", 1),))
@@ -168,7 +168,7 @@ def outside(text: str, age_s: float = 70.0, **more: object) -> Wait:
     return Wait(kind="outside", what="http", age_s=age_s, outside=wait)
 
 
-def test_whom_the_missing_one_waits_for_is_told_along_the_way() -> None:
+def test_the_process_that_the_missing_one_waits_for_is_reported_along_the_way() -> None:
     world = (0, 1)
     waits = head(0, member("0", world, entry(1)), waits=(in_collective("0", 1),))
     asks = head(1, member("0", world), waits=(outside("an HTTP answer of 127.0.0.1:8000", address="127.0.0.1:8000"),))
@@ -180,14 +180,14 @@ def test_whom_the_missing_one_waits_for_is_told_along_the_way() -> None:
     assert chain in verdict.headline
 
 
-def test_a_run_that_stands_in_queues_only_is_told() -> None:
+def test_a_run_that_stands_in_queues_only_is_reported() -> None:
     heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
     assert found(*heads).kind == "standstill"
     assert decide(heads[0], dataclasses.replace(heads[1], still_s=1.0, waits=())) is None
 
 
 @pytest.mark.parametrize("fate", ["silent", "stopped", "unreachable", "never-came", "unwatched"])
-def test_a_run_that_stands_in_queues_is_not_said_to_stand_while_one_of_it_is_unheard(fate: Fate) -> None:
+def test_a_run_that_stands_in_queues_is_not_said_to_stand_while_a_process_has_not_answered(fate: Fate) -> None:
     """It may be at work on what the others wait for."""
     heads = [head(rank, waits=(outside("queue.get: the queue is empty"),)) for rank in (0, 1)]
     assert decide(*heads, absent=(AbsentProcess(name="rank 2", rank=2, world="w", fate=fate),)) is None
@@ -229,7 +229,7 @@ def test_a_suspicion_is_due_at_the_timeout_of_what_is_waited_in() -> None:
     assert "(in 1730 s), when the timeout of the default group is over" in verdict.text
 
 
-def test_of_two_groups_that_stall_only_one_is_told_of_at_a_time() -> None:
+def test_of_two_groups_that_stall_only_one_is_reported_at_a_time() -> None:
     groups = {name: member(name, ranks) for name, ranks in (("a", (0, 1)), ("b", (2, 3)))}
     calls = {
         name: dataclasses.replace(group, recent=(entry(1, group=name),), entered=1) for name, group in groups.items()
@@ -264,14 +264,14 @@ def test_one_that_still_looks_for_the_store_of_a_world_is_on_its_way_in() -> Non
     assert (verdict.kind, verdict.is_proof) == ("stuck-call", False)
 
 
-def test_nobody_is_ended_before_a_wait_that_the_missing_one_has_declared() -> None:
+def test_no_process_is_ended_before_a_wait_that_the_missing_one_has_declared() -> None:
     group = dataclasses.replace(member("0", (0, 1), entry(1)), timeout_s=50.0)
     uploads = declared("upload", "", deadline_s=600.0)
     verdict = found(head(0, member("0", (0, 1)), waits=(uploads,)), head(1, group, waits=(in_collective("0", 1),)))
     assert (verdict.missing, verdict.due_in_s) == (("rank 0",), 530.0)
 
 
-def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
+def test_a_stall_is_over_when_those_that_waited_say_so() -> None:
     called = member("0", (0, 1), entry(1))
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
@@ -281,7 +281,7 @@ def test_a_stall_is_over_when_those_who_waited_say_so() -> None:
     assert is_over(WaitGraph(heads=[overlaps, late], stall_after_s=STALL_S), verdict)
 
 
-def test_a_stall_is_not_over_because_who_waited_is_too_busy_to_answer() -> None:
+def test_a_stall_is_not_over_because_the_waiting_rank_is_too_busy_to_answer() -> None:
     """On a machine with too much to do a process uses time, so it moves, and says nothing of its waits."""
     called = member("0", (0, 1), entry(1))
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
@@ -294,7 +294,7 @@ def test_a_stall_is_not_over_because_who_waited_is_too_busy_to_answer() -> None:
     assert not is_over(WaitGraph(heads=[busy, late], stall_after_s=STALL_S), verdict)
 
 
-def test_nobody_is_said_to_have_come_who_has_not() -> None:
+def test_no_rank_is_said_to_have_come_that_has_not() -> None:
     called = member("0", (0, 1), entry(1))
     waits, late = head(0, called, waits=(in_collective("0", 1),)), head(1, member("0", (0, 1)))
     verdict = found(waits, late)
@@ -302,13 +302,13 @@ def test_nobody_is_said_to_have_come_who_has_not() -> None:
     words = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
     timed_out = AbsentProcess(name="rank 0", rank=0, world="w", fate="raised", text=words, head=waits)
 
-    def told(*heads: ProcessSnapshot, absent: tuple[AbsentProcess, ...] = ()) -> str:
+    def end_text(*heads: ProcessSnapshot, absent: tuple[AbsentProcess, ...] = ()) -> str:
         ending = how_it_ended(WaitGraph(heads=heads, absent=absent, stall_after_s=STALL_S), verdict)
         return ending.what + ending.why
 
-    assert told(overlaps, came) == "it moves again: rank 1 came"
-    assert told(overlaps, late) == "it moves again: rank 0 went on without rank 1"
-    assert told(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
+    assert end_text(overlaps, came) == "it moves again: rank 1 came"
+    assert end_text(overlaps, late) == "it moves again: rank 0 went on without rank 1"
+    assert end_text(late, absent=(timed_out,)) == f"the wait has failed: rank 0 raised {words}; rank 1 has not come"
 
 
 def test_a_wait_for_an_unknown_producer_has_not_ended_well_while_its_timeout_may_be_raising() -> None:
@@ -351,7 +351,7 @@ def test_a_receive_from_any_rank_is_no_call_that_all_are_in() -> None:
     assert (late.kind, late.is_proof) == ("straggler", False)
 
 
-def test_a_missing_rank_that_is_in_a_call_of_torch_is_told_with_that() -> None:
+def test_a_missing_rank_that_is_in_a_call_of_torch_is_reported_with_that() -> None:
     """Groups that are made in another order have other names, and their members look for each other in vain."""
     world, pair = (0, 1, 2), member("1", (0, 1), entry(1, group="1", done=True))
     call = Wait(kind="rendezvous", what="new_group", age_s=70.0, peers=(0, 1), on="ranks 0-1")
@@ -367,7 +367,7 @@ def test_a_missing_rank_that_is_in_a_call_of_torch_is_told_with_that() -> None:
     assert "make the groups in the same order on every rank" in verdict.advice
 
 
-def test_of_one_that_has_not_answered_yet_nobody_says_that_it_moves() -> None:
+def test_a_rank_that_has_not_answered_yet_is_not_said_to_move() -> None:
     """It may hold the GIL and compute, or hang there: that is known after several looks."""
     silent = head(1, still_s=0.0, threads=(), is_heard=False, notes=("rank 1 does not answer (1 of 3 looks)",))
     verdict = found(head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),)), silent)
@@ -377,7 +377,7 @@ def test_of_one_that_has_not_answered_yet_nobody_says_that_it_moves() -> None:
     assert "py-spy dump --native" in verdict.advice
 
 
-def test_a_death_is_told_once_in_whatever_call_it_is_met() -> None:
+def test_a_death_is_reported_once_in_whatever_call_it_is_met() -> None:
     death = Verdict(
         kind="dead-peer", certainty="proof", headline="", stalled_s=1.0, time_s=0.0, group="0", missing=("rank 1",)
     )

@@ -1,4 +1,4 @@
-"""A thread that waits for the other side of a connection is told with the address of that side."""
+"""A thread that waits for the other side of a connection is reported with the address of that side."""
 
 import http.client
 import os
@@ -40,7 +40,7 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def test_http_client_tells_host_and_timeout(silent: str) -> None:
+def test_http_client_is_reported_with_host_and_timeout(silent: str) -> None:
     def ask() -> None:
         connection = http.client.HTTPConnection("localhost", port_of(silent), timeout=30)
         connection.request("GET", "/")
@@ -106,7 +106,7 @@ def test_httpx_that_has_no_connection_left(silent: str) -> None:
     assert (wait.kind, wait.address) == ("http", silent)
 
 
-def test_openai_is_told_by_its_name(silent: str) -> None:
+def test_openai_is_reported_by_its_name(silent: str) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(api_key="none", base_url=f"http://{silent}/", max_retries=0)
     wait = standing(lambda: client.chat.completions.create(model="m", messages=[]), "(openai")
@@ -124,7 +124,7 @@ def test_files_over_sockets_and_connections(silent: str, full: str) -> None:
     assert (wait.kind, wait.address, wait.timeout_s) == ("socket", full, 9)
 
 
-def test_accept_tells_the_own_address() -> None:
+def test_accept_is_reported_with_the_own_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         wait = standing(listener.accept, "somebody who connects")
         assert (wait.kind, wait.address) == ("socket", f"127.0.0.1:{listener.getsockname()[1]}")
@@ -134,7 +134,7 @@ def test_accept_tells_the_own_address() -> None:
 @on_linux
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_a_call_of_c_in_the_users_own_frame(silent: str, timeout: float | None) -> None:
-    """There is no frame below the user's; the kernel tells the descriptor."""
+    """There is no frame below the user's; the kernel knows the descriptor."""
     with socket.create_connection(("127.0.0.1", port_of(silent))) as connection:
         connection.settimeout(timeout)
         wait = standing(lambda: connection.recv(10), "a socket to")
@@ -143,7 +143,7 @@ def test_a_call_of_c_in_the_users_own_frame(silent: str, timeout: float | None) 
 
 
 @on_linux
-def test_a_send_that_nobody_reads(silent: str) -> None:
+def test_a_send_that_no_process_reads(silent: str) -> None:
     with socket.create_connection(("127.0.0.1", port_of(silent))) as connection:
         wait = standing(lambda: connection.sendall(bytes(100_000_000)), "room to send to")
         assert (wait.kind, wait.address) == ("socket", silent)
@@ -168,7 +168,7 @@ def test_waits_for_several(silent: str, how: str) -> None:
 
 
 @on_linux
-def test_pipes_tell_the_child_at_the_other_end() -> None:
+def test_pipes_name_the_child_at_the_other_end() -> None:
     reader, writer = os.pipe()
     go = threading.Event()
     thread = start(lambda: go.wait(30) and os.read(reader, 1))
@@ -191,7 +191,7 @@ def test_pipes_tell_the_child_at_the_other_end() -> None:
 
 
 @on_linux
-def test_files_are_told_with_their_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_reported_with_their_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_locks, "LOCAL", frozenset())  # a pipe stands for a server that does not answer
     fifo = tmp_path / "with space"
     os.mkfifo(fifo)

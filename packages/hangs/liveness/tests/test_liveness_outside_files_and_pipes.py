@@ -1,4 +1,4 @@
-"""Locks of files, pipes that are full, workers that are gone: told with the process that is to look at."""
+"""Locks of files, pipes that are full, workers that are gone: reported with the process to look at."""
 
 import contextlib
 import multiprocessing
@@ -63,9 +63,7 @@ def test_a_lock_of_filelock_which_asks_again_and_again(tmp_path: Path) -> None:
         assert standing(lambda: filelock.FileLock(path).acquire(timeout=50), "timeout 50 s").timeout_s == 50
 
 
-def test_a_file_system_that_may_stand_still_is_not_asked_for_a_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_may_hang_is_not_asked_for_a_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_locks, "file_system", lambda path: "nfs4")
     monkeypatch.setattr(file_locks.os, "lstat", lambda path: pytest.fail("a server was asked"))
     assert file_locks._status(str(tmp_path)) is None
@@ -80,7 +78,7 @@ def test_the_file_that_a_killed_build_of_an_extension_has_left(tmp_path: Path) -
     path.unlink()
 
 
-def test_a_named_pipe_that_nobody_opens_is_no_slow_file_system(tmp_path: Path) -> None:
+def test_a_named_pipe_that_no_process_opens_is_no_slow_file_system(tmp_path: Path) -> None:
     path = tmp_path / "commands"
     os.mkfifo(path)
     wait = standing(lambda: path.open("rb").read(1), "opens the other end")
@@ -202,7 +200,7 @@ def test_the_lock_of_a_caller_is_not_the_lock_that_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("call", [lambda: signal.sigwait({signal.SIGUSR1}), signal.pause], ids=["sigwait", "pause"])
-def test_a_signal_that_nobody_sends(call: Callable[[], object]) -> None:
+def test_a_signal_that_is_never_sent(call: Callable[[], object]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
@@ -214,10 +212,10 @@ def test_a_signal_that_nobody_sends(call: Callable[[], object]) -> None:
 
 def test_a_program_that_is_through_and_lives_on_for_a_thread() -> None:
     code = "import threading; threading.Thread(target=threading.Event().wait, name='saver').start()"
-    assert "the thread 'saver', as its main thread has ended" in told_at_the_end(code)
+    assert "the thread 'saver', as its main thread has ended" in output_of(code)
 
 
-def told_at_the_end(code: str) -> str:
+def output_of(code: str) -> str:
     """What a watcher in a program says of its main thread once that has ended."""
     watcher = """
 import os, sys, threading, time

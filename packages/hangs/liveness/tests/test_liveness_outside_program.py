@@ -1,4 +1,4 @@
-"""Nothing of the program is called or kept when it is read; a person, the interpreter, and Ray are told too."""
+"""Nothing of the program is called or kept when it is read; a person, the interpreter, and Ray are reported too."""
 
 import asyncio
 import concurrent.futures
@@ -86,13 +86,13 @@ def test_texts_are_cut_and_are_exact() -> None:
         def __str__(self) -> str:
             raise Trap
 
-    told = peek.text(Text("x" * 1000))
-    assert type(told) is str
-    assert len(told) == peek.MAX_TEXT + 1
+    text = peek.text(Text("x" * 1000))
+    assert type(text) is str
+    assert len(text) == peek.MAX_TEXT + 1
 
 
 class TrappedQueue(queue.Queue[int]):
-    """A queue whose size is a question to somebody else."""
+    """A queue whose size is a question to another process."""
 
     def __getattribute__(self, name: str) -> Any:
         if threading.current_thread().name == "MainThread":
@@ -100,7 +100,7 @@ class TrappedQueue(queue.Queue[int]):
         return super().__getattribute__(name)
 
 
-def test_a_queue_that_guards_itself_is_told_all_the_same() -> None:
+def test_a_queue_that_guards_itself_is_reported_all_the_same() -> None:
     held: list[TrappedQueue] = []
     thread = start(lambda: (held.append(TrappedQueue()), held[0].get()))
     wait = until(lambda: wait_of(thread))
@@ -180,9 +180,9 @@ def test_no_frame_is_no_wait() -> None:
     assert not may_act(None), "a thread that has ended"
 
 
-def test_what_is_told_travels() -> None:
-    told = wire.OutsideWait(kind="http", text="an answer", address="h:1", timeout_s=1.5)
-    head = wire.ThreadSnapshot(name="MainThread", outside=told)
+def test_what_is_reported_travels() -> None:
+    wait = wire.OutsideWait(kind="http", text="an answer", address="h:1", timeout_s=1.5)
+    head = wire.ThreadSnapshot(name="MainThread", outside=wait)
     assert wire.from_data(wire.ThreadSnapshot, json.loads(json.dumps(wire.to_data(head)))) == head
 
 
@@ -200,13 +200,13 @@ def test_a_library_that_changed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @on_linux
-def test_a_sleep_is_told_with_what_is_left_of_it() -> None:
+def test_a_sleep_is_reported_with_what_is_left_of_it() -> None:
     wait = standing(lambda: time.sleep(50), "a sleep")
     assert wait.kind == "sleep"
     assert 0 <= int(wait.text.split(", ")[1].split()[0]) <= 50
 
 
-def told_apart(kind: str, code: str, *, text: str = "", stdin: int = subprocess.PIPE) -> str:
+def wait_in(kind: str, code: str, *, text: str = "", stdin: int = subprocess.PIPE) -> str:
     watcher = with_watcher(code)
     process = subprocess.Popen(
         [sys.executable, "-c", watcher, kind, text], stdin=stdin, stdout=subprocess.PIPE, text=True
@@ -214,9 +214,9 @@ def told_apart(kind: str, code: str, *, text: str = "", stdin: int = subprocess.
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if "TOLD " in line:
-                return line.partition("TOLD ")[2].strip()
-        raise AssertionError(f"no {kind} was told")
+            if "WAIT " in line:
+                return line.partition("WAIT ")[2].strip()
+        raise AssertionError(f"no {kind} was reported")
     finally:
         process.kill()
         process.wait()
@@ -236,7 +236,7 @@ def with_watcher(code: str) -> str:
         "        time.sleep(0.1)\n"
         "        wait = outside_wait(current_frames().get(main.ident), main.native_id)\n"
         "        if wait is not None and wait.kind == sys.argv[1] and sys.argv[2] in wait.text:\n"
-        "            print('\\nTOLD', wait.text, '|', wait.on, flush=True)\n"
+        "            print('\\nWAIT', wait.text, '|', wait.on, flush=True)\n"
         "            os._exit(0)\n"
         "    os._exit(1)\n"
         "threading.Thread(target=watch, daemon=True).start()\n" + code
@@ -246,33 +246,33 @@ def with_watcher(code: str) -> str:
 @on_linux
 @pytest.mark.parametrize("code", ["input()", "sys.stdin.readline()"])
 def test_the_standard_input_as_a_pipe(code: str) -> None:
-    assert told_apart("terminal", code).startswith("its standard input, a pipe")
+    assert wait_in("terminal", code).startswith("its standard input, a pipe")
 
 
 @on_linux
 def test_the_standard_input_as_a_terminal() -> None:
     outer, inner = os.openpty()
     try:
-        assert told_apart("terminal", "input()", stdin=inner).startswith("its standard input, the terminal /dev/pts/")
+        assert wait_in("terminal", "input()", stdin=inner).startswith("its standard input, the terminal /dev/pts/")
     finally:
         os.close(outer)
         os.close(inner)
 
 
-def test_a_debugger_tells_the_line_where_it_has_stopped() -> None:
+def test_a_debugger_is_reported_with_the_line_where_it_has_stopped() -> None:
     code = "def train():\n    breakpoint()\n    return 1\ntrain()\n"
-    told = told_apart("debugger", code, text="<string>")
-    assert told.startswith("a person: it is stopped in a debugger at <string>:")
+    line = wait_in("debugger", code, text="<string>")
+    assert line.startswith("a person: it is stopped in a debugger at <string>:")
 
 
-def test_an_import_tells_the_innermost_module(tmp_path: Path) -> None:
+def test_an_import_is_reported_with_the_innermost_module(tmp_path: Path) -> None:
     (tmp_path / "outer_module.py").write_text("import inner_module\n")
     (tmp_path / "inner_module.py").write_text("x = 0\nwhile True:\n    x += 1\n")
     code = f"sys.path.insert(0, {str(tmp_path)!r})\nimport outer_module\n"
-    assert told_apart("import", code, text="inner") == "the import of inner_module | inner_module"
+    assert wait_in("import", code, text="inner") == "the import of inner_module | inner_module"
 
 
-def test_an_import_that_another_thread_has_begun_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_another_thread_has_begun_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "module_that_waits.py").write_text("import threading\nthreading.Event().wait(20)\n")
     start(lambda: __import__("module_that_waits"), "loader")
@@ -298,13 +298,13 @@ ray.{call}
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Ray is not installed there")
 @pytest.mark.parametrize("call", ["get(reference, timeout=55)", "wait([reference], timeout=55)"])
-def test_ray_objects_are_told_by_their_ids(call: str) -> None:
+def test_ray_objects_are_reported_by_their_ids(call: str) -> None:
     pytest.importorskip("ray")
-    told = told_apart("ray", RAY.format(call=call), text="timeout 55 s")
+    line = wait_in("ray", RAY.format(call=call), text="timeout 55 s")
     name = call.partition("(")[0]
-    assert told.startswith(f"ray.{name} of {'1 of ' if name == 'wait' else ''}1 object")
-    assert "timeout 55 s" in told
-    assert len(told.partition("| ")[2]) == 56, "an id of Ray has 28 bytes"
+    assert line.startswith(f"ray.{name} of {'1 of ' if name == 'wait' else ''}1 object")
+    assert "timeout 55 s" in line
+    assert len(line.partition("| ")[2]) == 56, "an id of Ray has 28 bytes"
 
 
 def idle_threads() -> Iterator[tuple[str, Callable[[], threading.Thread], Callable[[], object]]]:
@@ -328,7 +328,7 @@ def test_a_thread_that_waits_for_work_releases_nothing(which: str) -> None:
             end()
 
 
-def test_servers_may_act_for_whoever_asks_next() -> None:
+def test_servers_may_act_for_the_next_client() -> None:
     server = socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler)
     thread = start(server.serve_forever)
     until(lambda: acts(thread))

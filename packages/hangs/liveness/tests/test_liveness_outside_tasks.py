@@ -53,7 +53,7 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
-def test_the_main_task_is_told_first_and_others_after_it(in_loop: Any) -> None:
+def test_the_main_task_is_reported_first_and_others_after_it(in_loop: Any) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(asyncio.Queue[int]().get(), name="a rollout")]
         await asyncio.sleep(30)
@@ -90,8 +90,8 @@ def test_a_task_that_is_awaited_is_followed(in_loop: Any, how: str) -> None:
     assert wait.text.count(f"{__file__}:{line_of('await asyncio.Event().wait()')} in never") == 1 + (how == "gather")
 
 
-def test_a_task_that_has_failed_and_that_nobody_awaits_is_told(in_loop: Any) -> None:
-    """Its error is why the event is never set; asyncio tells of it only when the task is thrown away."""
+def test_a_task_that_has_failed_and_that_no_task_awaits_is_reported(in_loop: Any) -> None:
+    """Its error is why the event is never set; asyncio reports it only when the task is thrown away."""
 
     async def start_update(started: asyncio.Event) -> None:
         if not started.is_set():
@@ -149,7 +149,7 @@ def test_aiohttp(in_loop: Any, server: Any) -> None:
         assert wait.address == f"127.0.0.1:{port}"
 
 
-def test_a_stream_tells_its_peer(in_loop: Any, silent: str) -> None:
+def test_a_stream_names_its_peer(in_loop: Any, silent: str) -> None:
     async def main() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(silent.rpartition(":")[2]))
         try:
@@ -160,7 +160,7 @@ def test_a_stream_tells_its_peer(in_loop: Any, silent: str) -> None:
     assert in_loop(main, "data from").address == silent
 
 
-def test_a_process_tells_its_pid(in_loop: Any) -> None:
+def test_a_process_is_reported_with_its_pid(in_loop: Any) -> None:
     pids = []
 
     async def main() -> None:
@@ -206,7 +206,7 @@ def test_a_future_that_a_loop_of_another_thread_fills() -> None:
     assert isinstance(future, concurrent.futures.Future)
 
 
-def test_ten_thousand_tasks_are_told_by_a_few(in_loop: Any) -> None:
+def test_ten_thousand_tasks_are_reported_by_a_few(in_loop: Any) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(never()) for _ in range(10_000)]
         await asyncio.sleep(30)

@@ -1,4 +1,4 @@
-"""A thread that waits for another thread, or for a process of this host, is told with whom it waits for."""
+"""A thread that waits for another thread, or for a process of this host, is reported with what it waits for."""
 
 import concurrent.futures
 import multiprocessing
@@ -52,7 +52,7 @@ def full_queue(made: Any) -> Any:
     return made
 
 
-def test_queues_tell_what_they_hold() -> None:
+def test_queues_are_reported_with_what_they_hold() -> None:
     empty, full = queue.Queue[int](), full_queue(queue.Queue[int](2))
     wait = standing(lambda: empty.get(timeout=30), "queue.get")
     assert (wait.kind, wait.text, wait.timeout_s) == ("queue", "queue.get: the queue is empty, timeout 30 s", 30)
@@ -92,7 +92,7 @@ def leave_with_3() -> None:
     ],
     ids=["queue", "simple queue", "event", "pipe"],
 )
-def test_a_child_that_has_ended_is_told_with_what_was_to_come_from_it(wait_in: Callable[[], object], text: str) -> None:
+def test_a_child_that_has_ended_is_named_with_what_it_was_to_send(wait_in: Callable[[], object], text: str) -> None:
     child = FORK.Process(target=leave_with_3, name="engine")
     child.start()
     try:
@@ -107,7 +107,7 @@ def test_a_child_that_has_ended_is_told_with_what_was_to_come_from_it(wait_in: C
 
 
 @on_linux
-def test_a_child_that_has_ended_well_is_told_only_where_none_is_left() -> None:
+def test_a_child_that_has_ended_well_is_named_only_where_none_is_left() -> None:
     well, lives = FORK.Process(target=str, name="well"), FORK.Process(target=signal.pause, name="lives")
     for each in (well, lives):
         each.start()
@@ -115,8 +115,8 @@ def test_a_child_that_has_ended_well_is_told_only_where_none_is_left() -> None:
         until(lambda: pid_state(well.pid or 0) == "gone")
         assert "well" not in ended_children()
         lives.kill()
-        told = until(lambda: "lives" in (said := ended_children()) and said)
-        assert "'well'" in told
+        text = until(lambda: "lives" in (said := ended_children()) and said)
+        assert "'well'" in text
     finally:
         for each in (well, lives):
             each.kill()
@@ -133,10 +133,10 @@ def test_a_child_that_was_killed_beside_one_that_lives() -> None:
         assert "killed" not in ended_children()
         assert killed.pid
         os.kill(killed.pid, signal.SIGKILL)
-        told = until(lambda: "killed" in (said := ended_children()) and said)
-        assert f"'killed' (pid {killed.pid}) was ended by signal 9" in told
-        assert told.startswith("; of its ")
-        assert "lives" not in told
+        text = until(lambda: "killed" in (said := ended_children()) and said)
+        assert f"'killed' (pid {killed.pid}) was ended by signal 9" in text
+        assert text.startswith("; of its ")
+        assert "lives" not in text
         os.kill(lives.pid, signal.SIGSTOP)
         assert f"'lives' (pid {lives.pid}) is stopped" in until(lambda: "lives" in (said := ended_children()) and said)
     finally:
@@ -188,7 +188,7 @@ def test_a_lock_has_the_name_that_the_line_gives_it() -> None:
 
 
 @on_linux
-def test_a_lock_is_told_with_the_thread_that_stands_within_it(stop: threading.Event) -> None:
+def test_a_lock_is_reported_with_the_thread_that_stands_within_it(stop: threading.Event) -> None:
     """A lock of Python's does not know its owner; the line does that took it."""
 
     free = threading.Event()
@@ -273,7 +273,7 @@ def test_a_joined_thread_and_what_it_waits_for(stop: threading.Event) -> None:
     held.put(1)
 
 
-def test_threads_that_join_each_other_are_told_and_not_followed_for_ever() -> None:
+def test_threads_that_join_each_other_are_reported_and_not_followed_for_ever() -> None:
     threads: list[threading.Thread] = []
     ready = threading.Event()
     for at in range(2):
@@ -283,7 +283,7 @@ def test_threads_that_join_each_other_are_told_and_not_followed_for_ever() -> No
     assert wait.text.count("thread-") <= 6
 
 
-def test_a_future_tells_the_thread_that_works_on_it() -> None:
+def test_a_future_names_the_thread_that_works_on_it() -> None:
     held: queue.Queue[int] = queue.Queue()
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scorer") as executor:
         first, second = executor.submit(held.get), executor.submit(held.get)
@@ -299,7 +299,7 @@ def test_a_future_tells_the_thread_that_works_on_it() -> None:
         held.put(2)
 
 
-def test_a_future_of_processes_tells_those_that_are_gone() -> None:
+def test_a_future_of_processes_names_those_that_are_gone() -> None:
     executor = concurrent.futures.ProcessPoolExecutor(2, mp_context=FORK)
     try:
         future = executor.submit(time.sleep, 60)
@@ -330,7 +330,7 @@ def test_a_subprocess_that_writes_is_read() -> None:
 
 @on_linux
 @pytest.mark.parametrize("is_read_by_pid", [False, True])
-def test_a_secret_on_a_command_line_is_not_told(is_read_by_pid: bool) -> None:
+def test_a_secret_on_a_command_line_is_not_shown(is_read_by_pid: bool) -> None:
     words = ["sh", "-c", "sleep 60", "-H", "Authorization: Bearer hf_SECRET123"]
     with subprocess.Popen(words) as process:
         try:
@@ -343,7 +343,7 @@ def test_a_secret_on_a_command_line_is_not_told(is_read_by_pid: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "text"),
     [
         ("upload --token hf_1 --to hub", "upload --token *** --to hub"),
         ("upload --api-key=hf_1 --to hub", "upload --api-key=*** --to hub"),
@@ -354,13 +354,13 @@ def test_a_secret_on_a_command_line_is_not_told(is_read_by_pid: bool) -> None:
         ("python train.py --steps=5 config.toml", "python train.py --steps=5 config.toml"),
     ],
 )
-def test_words_that_look_like_keys_are_masked(command: str, told: str) -> None:
-    assert without_secrets(command) == told
+def test_words_that_look_like_keys_are_masked(command: str, text: str) -> None:
+    assert without_secrets(command) == text
 
 
 @on_linux
-def test_a_subprocess_whose_output_nobody_reads() -> None:
-    """The classic: who waits for its end is the one that should read."""
+def test_a_subprocess_whose_output_is_not_read() -> None:
+    """The classic: the process that waits for its end is the one that should read."""
     words = [sys.executable, "-c", "print('x' * 1_000_000)"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         wait = standing(lambda: process.wait(60), "nobody reads")

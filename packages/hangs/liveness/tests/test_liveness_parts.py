@@ -76,7 +76,7 @@ def test_a_declared_wait_ends_with_an_exception_too() -> None:
 
 
 class HeldUp(list[Callable[[], None]]):
-    """A list whose length all threads that ask for it are told at once."""
+    """A list whose length all threads that ask for it get at once."""
 
     def __init__(self, call: Callable[[], None], num_threads: int) -> None:
         super().__init__([call])
@@ -146,7 +146,7 @@ def test_waits_are_not_lost_while_two_threads_look() -> None:
         sys.setswitchinterval(interval_s)
 
 
-def test_a_stderr_that_nobody_reads_does_not_hold_up_the_monitor() -> None:
+def test_a_stderr_that_is_not_read_does_not_hold_up_the_monitor() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -166,7 +166,7 @@ def test_the_looks_are_close_enough_for_the_promise_of_two_seconds() -> None:
     assert 2 * read_settings(environment={}).tick_s <= 1.0
 
 
-def test_a_stack_is_told_without_torch_and_the_standard_library() -> None:
+def test_a_stack_is_reported_without_torch_and_the_standard_library() -> None:
     ready, free = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -186,7 +186,7 @@ def test_a_stack_is_told_without_torch_and_the_standard_library() -> None:
     assert not is_machinery("/home/me/train.py")
 
 
-def test_a_loop_that_polls_stands_still_and_new_lines_are_movement() -> None:
+def test_a_loop_that_polls_makes_no_progress_and_new_lines_are_movement() -> None:
     progress, stop, phase = ProgressTracker(longest_gap_s=60.0), threading.Event(), threading.Event()
 
     def poll() -> None:
@@ -329,32 +329,32 @@ def test_fates_by_pid() -> None:
 def test_an_exception_in_one_line_without_gloos_place() -> None:
     place = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
     text = f"{place} Connection closed by peer [::1]:1. This is typically caused by a"
-    told, stack = describe(RuntimeError(text))
-    assert (told, stack) == ("RuntimeError: Connection closed by peer [::1]:1.", ())
+    line, stack = describe(RuntimeError(text))
+    assert (line, stack) == ("RuntimeError: Connection closed by peer [::1]:1.", ())
 
 
-class ToldError(Exception):
+class NotedError(Exception):
     asked = 0
 
     def __str__(self) -> str:
-        ToldError.asked += 1
-        return "told"
+        NotedError.asked += 1
+        return "called"
 
 
 def test_an_exception_in_flight_is_read_without_its_code_and_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("checkcache", "lazycache", "updatecache", "getline"):
         monkeypatch.setattr(linecache, name, lambda *_: pytest.fail("a source file is looked for"))
-    error = ToldError("batch 7 is empty", 7, b"x", [ToldError()])
+    error = NotedError("batch 7 is empty", 7, b"x", [NotedError()])
     error.add_note("on shard 3")
     try:
         raise error from KeyError("no such shard")
-    except ToldError:
-        told = exception_in_flight(threading.get_ident())
+    except NotedError:
+        line = exception_in_flight(threading.get_ident())
         text, stack = describe(error)
-    name = f"{__name__}.ToldError"
-    assert told == f"{name}: batch 7 is empty, 7, x on shard 3 (raised at {stack[0]})"
+    name = f"{__name__}.NotedError"
+    assert line == f"{name}: batch 7 is empty, 7, x on shard 3 (raised at {stack[0]})"
     assert stack[0].function == test_an_exception_in_flight_is_read_without_its_code_and_without_a_file.__name__
-    assert (text, ToldError.asked) == (f"{name}: told on shard 3", 1), "asked by who describes the end alone"
+    assert (text, NotedError.asked) == (f"{name}: called on shard 3", 1), "called only where the end is described"
 
 
 @pytest.mark.nightly
@@ -397,7 +397,7 @@ def test_a_look_takes_no_lock_of_pythons_threads() -> None:
 
 
 def test_groups_of_offbeat_are_no_lines_of_the_reader() -> None:
-    """What stands around a collective hides whoever called it: a verdict has room for three lines."""
+    """What stands around a collective hides its caller: a verdict has room for three lines."""
     assert is_machinery("/env/lib/python3.11/site-packages/offbeat_mesh/_plain_data.py")
     assert not is_machinery("/env/lib/python3.11/site-packages/offbeat_engine_torch/_engine.py")
 

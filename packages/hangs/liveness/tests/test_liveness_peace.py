@@ -37,7 +37,7 @@ def two_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def two_broadcasts_at_once(rank: int) -> None:
-    """One of the world that goes on beside one of each half; the halves have roots of their own."""
+    """A group of the world that stays in use beside one of each half; the halves have roots of their own."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank % 2 == 0:
         time.sleep(PAUSE_S)
@@ -247,7 +247,7 @@ def test_ranks_that_enter_the_next_world_at_their_own_pace_are_left_in_peace(tmp
 
 
 @pytest.mark.nightly
-def test_who_tries_again_and_again_to_enter_is_not_at_the_end_of_its_timeout(tmp_path: Path) -> None:
+def test_a_rank_that_retries_to_enter_is_not_at_the_end_of_its_timeout(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
 
@@ -256,9 +256,9 @@ def test_who_tries_again_and_again_to_enter_is_not_at_the_end_of_its_timeout(tmp
         dist.destroy_process_group()
         end_s = time.monotonic() + 10
         while rank == 1 and time.monotonic() < end_s:
-            with contextlib.suppress(dist.DistError):  # nobody is there
+            with contextlib.suppress(dist.DistError):  # no other rank is there
                 dist.init_process_group("gloo", init_method=address, rank=1, world_size=2, timeout=timedelta(seconds=1))
-        time.sleep(max(0.0, end_s + 4 - time.monotonic()))  # nobody is gone before the last try is over
+        time.sleep(max(0.0, end_s + 4 - time.monotonic()))  # no rank is gone before the last try is over
 
     assert_in_peace(launch(body, 2, tmp_path, policy="abort"))
 
@@ -287,7 +287,7 @@ while len(tries) < 3 and time.monotonic() < end_s:
 process_groups.group_snapshots = fails
 dist.destroy_process_group()
 assert monitor._answer({"ask": "pids"}) == {}, "it does not say which"
-print(len(tries) >= 3, seen, monitor._error_notes.told_by("it"), dist.is_initialized())
+print(len(tries) >= 3, seen, monitor._error_notes.lines_for("it"), dist.is_initialized())
 """
 
 

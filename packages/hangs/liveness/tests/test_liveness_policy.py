@@ -1,4 +1,4 @@
-"""What is done about a stall under `abort`: healthy runs go on whatever they wait for, proofs end a run, gently."""
+"""What is done about a stall under `abort`: healthy runs continue whatever they wait for, proofs end a run, gently."""
 
 import ctypes
 import dataclasses
@@ -51,7 +51,7 @@ def declares_a_wait(rank: int) -> None:
     dist.barrier()
 
 
-def declares_a_wait_for_somebody_unwatched(rank: int) -> None:
+def declares_a_wait_for_an_unwatched_process(rank: int) -> None:
     if rank == 0:
         with liveness.waiting("reward", on="reward-server"):
             threading.Event().wait(PAUSE_S)
@@ -99,7 +99,7 @@ HEALTHY = {
     evaluates_in_a_subprocess: 2,
     sleeps: 3,
     declares_a_wait: 2,
-    declares_a_wait_for_somebody_unwatched: 2,
+    declares_a_wait_for_an_unwatched_process: 2,
     is_stopped_and_goes_on: 2,
     holds_the_gil: 2,
     saves_beside_its_evaluation: 2,
@@ -119,13 +119,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Programs:
         for number, body in enumerate(HEALTHY)
     ],
 )
-def test_a_healthy_run_that_pauses_goes_on_and_is_told_of_twice_at_most(body: Body, healthy: Programs) -> None:
+def test_a_healthy_run_that_pauses_continues_and_is_reported_twice_at_most(body: Body, healthy: Programs) -> None:
     outcome = healthy.outcome(body)
-    told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
-    assert outcome.exit_codes == [0] * HEALTHY[body], told
-    assert len(told) <= 2, told
+    lines = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
+    assert outcome.exit_codes == [0] * HEALTHY[body], lines
+    assert len(lines) <= 2, lines
     kinds = ("offbeat liveness: suspicion: ", "offbeat liveness: it moves again: ")
-    assert all(line.startswith(kinds) for line in told), told
+    assert all(line.startswith(kinds) for line in lines), lines
     assert not [each for each in outcome.verdicts if each.is_proof]
 
 
@@ -137,10 +137,10 @@ def pauses_again_and_again(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_pause_that_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
+def test_a_pause_that_comes_again_and_again_is_reported_once(tmp_path: Path) -> None:
     outcome = launch(pauses_again_and_again, 2, tmp_path, policy="abort")
-    told = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
-    assert [line.split(":")[1] for line in told] == [" suspicion", " it moves again"]
+    lines = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("offbeat liveness")]
+    assert [line.split(":")[1] for line in lines] == [" suspicion", " it moves again"]
 
 
 def test_a_suspicion_says_when_it_is_acted_upon(healthy: Programs) -> None:
@@ -228,14 +228,14 @@ def raises_alone(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_rank_that_nobody_waits_for_may_raise(tmp_path: Path) -> None:
+def test_a_rank_that_no_other_waits_for_may_raise(tmp_path: Path) -> None:
     outcome = launch(raises_alone, 2, tmp_path, policy="abort")
     assert outcome.exit_codes == [0, 1]
     assert outcome.verdicts == []
 
 
 def busy_beside_a_hang(rank: int) -> None:
-    """A thread with a group of its own goes on; the main threads are stuck."""
+    """A thread with a group of its own keeps running; the main threads are stuck."""
     side = dist.new_group([0, 1])
 
     def talk() -> None:
@@ -250,7 +250,7 @@ def busy_beside_a_hang(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_hang_is_told_though_another_thread_goes_on_communicating(tmp_path: Path) -> None:
+def test_a_hang_is_reported_though_another_thread_keeps_communicating(tmp_path: Path) -> None:
     verdict = launch(busy_beside_a_hang, 2, tmp_path, policy="strict", stall_after_s=2.0).verdicts[0]
     assert verdict.missing == ("rank 1",)
     assert verdict.group == "0"
@@ -295,61 +295,61 @@ def announcer() -> Announcer:
     return Announcer(Settings(), NoPeers(), DumpWriter(None), lambda: None, print, None)  # type: ignore[arg-type, return-value]
 
 
-def test_a_pause_is_told_again_when_it_lasts_twice_as_long_as_it_ever_did(
+def test_a_pause_is_reported_again_when_it_lasts_twice_as_long_as_it_ever_did(
     announcer: Announcer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def told_of(stalled_s: float, missing: str = "rank 1") -> int:
+    def reports(stalled_s: float, missing: str = "rank 1") -> int:
         late = verdict(stalled_s=stalled_s, time_s=time.time(), missing=(missing,))
         announcer.announce(late, ends_run=False, is_due=False)
         return capfd.readouterr().err.count("suspicion")
 
-    assert told_of(70.0) == 1
+    assert reports(70.0) == 1
     announcer.announce_end(Ending("it moves again"))
-    assert told_of(70.0, "rank 2") == 0, "each in its turn"
+    assert reports(70.0, "rank 2") == 0, "each in its turn"
     announcer.announce_end(Ending("it moves again"))
-    assert [told_of(80.0), told_of(100.0), told_of(139.0), told_of(141.0), told_of(200.0)] == [0, 0, 0, 1, 0]
+    assert [reports(80.0), reports(100.0), reports(139.0), reports(141.0), reports(200.0)] == [0, 0, 0, 1, 0]
 
 
-def test_that_a_wait_was_given_up_is_told_once_no_error_can_be_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has raised prints its error before it says so: until then it seems to go on."""
-    told: list[str] = []
+def test_that_a_wait_was_given_up_is_reported_once_no_error_can_be_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has raised prints its error before it reports it: until then it seems to continue."""
+    reported: list[str] = []
     now_s = [100.0]
     monkeypatch.setattr(_monitor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monitor = SimpleNamespace(
-        _open_since_s=float("inf"), _told=SimpleNamespace(announce_end=lambda ending: told.append(ending.what))
+        _open_since_s=float("inf"), _announcer=SimpleNamespace(announce_end=lambda end: reported.append(end.what))
     )
     for now_s[0], ending in ((100.0, Ending("went on", is_open=True)), (104.0, Ending("went on", is_open=True))):
         _monitor.Monitor._end_stall(cast("Any", monitor), ending)
-    assert told == []
+    assert reported == []
     _monitor.Monitor._end_stall(cast("Any", monitor), Ending("failed", has_failed=True))
     now_s[0] = 110.0
     _monitor.Monitor._end_stall(cast("Any", monitor), Ending("went on", is_open=True))
     now_s[0] = 115.0
     _monitor.Monitor._end_stall(cast("Any", monitor), Ending("went on", is_open=True))
-    assert told == ["failed", "went on"]
+    assert reported == ["failed", "went on"]
 
 
 def test_that_a_missing_rank_moves_is_no_news(announcer: Announcer, capfd: pytest.CaptureFixture[str]) -> None:
     """On a busy machine a rank that sleeps seems to, now and then; nor is it that the same rank stands again."""
-    told = []
+    counts = []
     for kind, seq in (("missing-member", 1), ("straggler", 1), ("missing-member", 1), ("missing-member", 2)):
         announcer.announce(verdict(kind=kind, seq=seq), ends_run=False, is_due=False)
         announcer._spoke_s -= 1000.0
-        told.append(capfd.readouterr().err.count("suspicion"))
-    assert told == [1, 0, 0, 1]
+        counts.append(capfd.readouterr().err.count("suspicion"))
+    assert counts == [1, 0, 0, 1]
 
 
-def test_who_only_reports_tells_the_others_when_the_time_is_over(
+def test_a_leader_that_only_reports_notifies_the_others_when_the_time_is_over(
     announcer: Announcer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[float] = []
+    sent: list[float] = []
     monkeypatch.setattr(
-        announcer, "_tell_others", lambda message, num_tries: told.append(message["verdict"]["due_in_s"])
+        announcer, "_send_to_others", lambda message, num_tries: sent.append(message["verdict"]["due_in_s"])
     )
     for due_in_s in (1700.0, 1000.0, -6.0, -60.0):
         found = verdict(due_in_s=due_in_s)
         announcer.announce(found, ends_run=must_end(found, "report"), is_due=must_end(found, "abort"))
-    assert told == [1700.0, -6.0]
+    assert sent == [1700.0, -6.0]
 
 
 LATE = verdict(kind="straggler")
@@ -376,17 +376,17 @@ def test_looks_must_agree_one_after_the_other(
 
 
 @pytest.mark.parametrize("policy", ["report", "abort"])
-def test_a_proof_is_told_once_however_long_it_stands(policy: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """On one side a look at a run that only reports, every few seconds; on the other what it tells the others."""
-    heard: list[Verdict] = []
-    told = Announcer(Settings(), NoPeers(), DumpWriter(None), lambda: None, print, heard.append)  # type: ignore[arg-type, return-value]
+def test_a_proof_is_reported_once_however_long_it_stands(policy: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """On one side a look at a run that only reports, every few seconds; on the other what it sends the others."""
+    seen: list[Verdict] = []
+    reporter = Announcer(Settings(), NoPeers(), DumpWriter(None), lambda: None, print, seen.append)  # type: ignore[arg-type, return-value]
     for seconds in (60.0, 65.0, 70.0):
         proof = dataclasses.replace(GONE, stalled_s=seconds, time_s=seconds)
         if policy == "report":
-            told.announce(proof, ends_run=False, is_due=True)
+            reporter.announce(proof, ends_run=False, is_due=True)
         else:
-            told.hear(proof, "rank 3", ends_run=True)
-    assert len(heard) == 1
+            reporter.receive(proof, "rank 3", ends_run=True)
+    assert len(seen) == 1
     assert capfd.readouterr().err.count("dead-peer") == 1
 
 
@@ -443,13 +443,13 @@ def feeder_raises(rank: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_thread_that_an_exception_has_ended_is_told_of(tmp_path: Path) -> None:
+def test_a_thread_that_an_exception_has_ended_is_reported(tmp_path: Path) -> None:
     text = launch(feeder_raises, 2, tmp_path).only.text
     assert "rank 0: its thread 'feeder' was ended by KeyError: 'no such shard' at" in text
 
 
-def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that one leads, and says at once that the others may go: its exit code is to come first."""
+def test_no_process_leaves_before_one_that_has_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that one leads, and sends `leave` to the others at once: its exit code is to come first."""
     left = threading.Event()
     monkeypatch.setattr(_announcer, "leave", left.set)
     is_going = threading.Event()
@@ -457,10 +457,10 @@ def test_nobody_leaves_before_a_process_that_has_failed_is_gone(monkeypatch: pyt
     stuck = ProcessSnapshot(key="vm:1", name="rank 0", waits=(Wait(kind="collective", what="all_reduce", age_s=9.0),))
     dumps: Any = SimpleNamespace(flush=lambda limit_s: None)
     ending = _announcer.Termination(cast("Peers", None), dumps, 10.0, lambda: stuck, is_going.is_set)
-    ending.hear_leave()  # of a suspicion that was told before, and ended nothing
+    ending.receive_leave()  # of a suspicion that was reported before, and ended nothing
     assert not ending._may_leave.is_set()
     ending.begin(leads=False, ends=True)
-    ending.hear_leave()
+    ending.receive_leave()
     assert not left.wait(0.5)
     is_going.clear()
     assert not left.wait(0.5), "its launcher may not have seen it yet"

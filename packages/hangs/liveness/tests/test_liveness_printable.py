@@ -18,7 +18,7 @@ from offbeat_liveness._process.snapshot import ProcessSnapshot, Wait
 CLEARS = "\x1b[2J"  # the screen of a terminal that obeys it
 
 
-def test_a_monitor_tells_names_as_escapes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_monitor_reports_names_as_escapes(capfd: pytest.CaptureFixture[str]) -> None:
     say(f"trainer{CLEARS} is idle")
     assert capfd.readouterr().err == "trainer\\x1b[2J is idle\n"
 
@@ -29,12 +29,12 @@ def test_dumps_of_whatever_names_are_shown_as_escapes(tmp_path: Path, capsys: py
     writer.write_head(ProcessSnapshot(key="vm:1", name=f"driver{CLEARS}", pid=1, time_s=time.time(), waits=(wait,)))
     assert writer.flush(20.0)
     assert main(["show", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "starved: driver\\x1b[2J waits in update\\x1b[2J for 'trainer\\x1b[2J'" in told
-    assert "\x1b" not in told
+    output = capsys.readouterr().out
+    assert "starved: driver\\x1b[2J waits in update\\x1b[2J for 'trainer\\x1b[2J'" in output
+    assert "\x1b" not in output
 
 
-def test_an_error_tells_a_path_as_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_shows_a_path_as_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path / CLEARS)]) == 2
     assert "\x1b" not in capsys.readouterr().err
 

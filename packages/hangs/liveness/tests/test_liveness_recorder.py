@@ -30,7 +30,7 @@ from offbeat_liveness._process.flight_recorder import read_entries
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 assert read_entries(call_sites=True)[0]["frames"]
-assert not [name for name in sys.modules if name.startswith("torch._inductor")], "nobody has asked for it"
+assert not [name for name in sys.modules if name.startswith("torch._inductor")], "nothing has asked for it"
 ended, seen = [], set()
 
 def look():
@@ -69,13 +69,13 @@ def read_when_still(recorder):
 def test_the_recorder_of_a_rank_that_moves_is_never_read():
     recorder, group = StillRecorder(), dist.new_group([0])
     read_when_still(recorder)
-    told = []
+    texts = []
     for used in (None, group, None, group):  # the first collective of a group is one of many
         dist.all_reduce(torch.ones(1), group=used)
-        told.append(recorder.status_text())
+        texts.append(recorder.status_text())
     at_rest = read_when_still(recorder)
     dist.destroy_process_group(group)
-    assert told == [None] * 4
+    assert texts == [None] * 4
     assert '"last_enqueued_collective":"2"' in at_rest
     assert recorder.status_text() is None
 
@@ -228,7 +228,7 @@ def a_recorder(entries: list[dict[str, Any]], last: int) -> dict[str, Callable[.
 
 def test_the_recorder_of_nccl_is_read_beside_that_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     binding = sys.modules["torch._C._distributed_c10d"]
-    monkeypatch.setattr(nccl_recorder, "HANDLER", "nobody's")  # a build of torch may have the real one
+    monkeypatch.setattr(nccl_recorder, "HANDLER", "unknown")  # a build of torch may have the real one
     monkeypatch.setattr(flight_recorder, "NCCL", nccl_recorder.NcclRecorder())
     both = entry_of(profiling_name="nccl:all_reduce", record_id=0, time_created_ns=900, collective_seq_id=1)
     late = entry_of(profiling_name="nccl:all_reduce", record_id=1, time_created_ns=1100)
@@ -293,7 +293,7 @@ print(len(frames), gc.isenabled())
 
 
 def test_a_collection_during_a_look_does_not_stop_the_process() -> None:
-    """With `sys._current_frames` itself Python 3.11 stands still here, every time."""
+    """With `sys._current_frames` itself Python 3.11 deadlocks here, every time."""
     ended = subprocess.run(
         [sys.executable, "-c", COLLECTED_WHILE_LOOKING], capture_output=True, text=True, timeout=60, check=False
     )

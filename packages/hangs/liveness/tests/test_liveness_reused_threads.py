@@ -15,7 +15,7 @@ MAX_TRIES = 100
 
 
 class Standing:
-    """A thread that stands in a wait until it is told to end."""
+    """A thread that stands in a wait until it is set to end."""
 
     def __init__(self) -> None:
         self.begun, self.ends = threading.Event(), threading.Event()

@@ -12,7 +12,7 @@ from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import read_verdicts
 
 LIMIT_S = 90
-STRANGER = """
+SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
 
@@ -72,14 +72,14 @@ def run(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[st
 
 
 def fatal_verdicts(directory: Path) -> list[Verdict]:
-    """Under load a straggler may be told before them."""
+    """Under load a straggler may be reported before them."""
     return [verdict for verdict in read_verdicts(directory / "dumps") if verdict.may_end]
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_a_strangers_deadlock_under_torchrun_is_named_and_the_job_ends(tmp_path: Path) -> None:
+def test_a_deadlock_of_an_unprepared_script_under_torchrun_is_named_and_the_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(STRANGER)
+    script.write_text(SCRIPT)
     ended = run([*TORCHRUN, "-m", "offbeat_liveness", "run", str(script)], tmp_path)
     assert ended.returncode != 0
     (verdict,) = fatal_verdicts(tmp_path)
@@ -259,7 +259,7 @@ def test_a_wrapped_script_has_no_thread_and_no_file_until_it_enters_a_world(tmp_
     assert ended.stdout == "([], []) False\nTrue\n", ended.stderr
 
 
-def test_a_wrapped_script_without_torch_is_told_so_once_and_runs(tmp_path: Path) -> None:
+def test_a_wrapped_script_without_torch_is_notified_once_and_runs(tmp_path: Path) -> None:
     """`-S` leaves out site-packages: an interpreter with nothing installed."""
     (tmp_path / "script.py").write_text("import offbeat_liveness\nwith offbeat_liveness.waiting('x'): print('ran')\n")
     source = str(Path(__file__).parents[1] / "src")

@@ -1,4 +1,4 @@
-"""Who is not of the run gets nowhere: no secret on the wire, nothing said twice, no memory, no thread for strangers."""
+"""Unknown clients get nowhere: no secret on the wire, no message accepted twice, no memory, no thread for them."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ class Counted:
 
     def _answer(self, message: Message) -> Message:
         self.num_answers += 1
-        return {"heard": message["ask"]}
+        return {"received": message["ask"]}
 
     def ping(self, secret: str = SECRET) -> Message | None:
         return ask(self.address, {"ask": "ping"}, secret, LIMIT_S)
@@ -71,36 +71,36 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_many_strangers_who_drip_bytes_cost_no_thread_and_no_memory(counted: Counted) -> None:
+def test_many_unknown_clients_that_drip_bytes_cost_no_thread_and_no_memory(counted: Counted) -> None:
     before = resident_bytes()
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(counted.connect()) for _ in range(200)]
-        for each in strangers:
+        clients = [stack.enter_context(counted.connect()) for _ in range(200)]
+        for each in clients:
             with contextlib.suppress(OSError):
                 each.sendall(b"x" * (HEADER_BYTES - 1))  # never the whole header
-        assert counted.ping() == {"heard": "ping"}, "those of the run are answered meanwhile"
-        assert len(counted.listener._strangers) <= MAX_UNPROVEN
+        assert counted.ping() == {"received": "ping"}, "those of the run are answered meanwhile"
+        assert len(counted.listener._pending) <= MAX_UNPROVEN
         assert num_own_threads() <= 1, "that of the answer may be about to end"
         assert resident_bytes() - before < 32 << 20
     assert counted.num_answers == 1
 
 
-def test_who_sends_without_end_is_cut_off_at_the_header(counted: Counted) -> None:
-    with counted.connect() as stranger, contextlib.suppress(ConnectionError):
+def test_a_client_that_sends_without_end_is_cut_off_at_the_header(counted: Counted) -> None:
+    with counted.connect() as client, contextlib.suppress(ConnectionError):
         for _ in range(1000):
-            stranger.sendall(bytes(1 << 16))
-        pytest.fail("62 MiB were taken from a stranger")
+            client.sendall(bytes(1 << 16))
+        pytest.fail("62 MiB were taken from an unknown client")
     assert counted.num_answers == 0
 
 
-def test_who_says_nothing_is_sent_away(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_nothing_is_disconnected(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "UNPROVEN_S", 0.2)
-    with counted.connect() as stranger:
-        assert len(stranger.recv(HELLO_BYTES)) == HELLO_BYTES
-        assert stranger.recv(1) == b"", "closed by the listener"
+    with counted.connect() as client:
+        assert len(client.recv(HELLO_BYTES)) == HELLO_BYTES
+        assert client.recv(1) == b"", "closed by the listener"
 
 
-def test_who_drips_the_body_is_cut_off(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_drips_the_body_is_cut_off(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "EXCHANGE_S", 0.3)
     question = side_channel.Question(encode({"ask": "ping", "x": "y" * 1000}), SECRET)
     with counted.connect() as insider:
@@ -127,7 +127,7 @@ def test_a_wrong_secret_is_not_answered(counted: Counted) -> None:
 
 @contextlib.contextmanager
 def recording(door: Address) -> Iterator[tuple[Address, list[bytes], list[bytes]]]:
-    """A stranger on the way between two, who writes down what goes either way."""
+    """A process between two others that records what goes either way."""
     server = socket.create_server(("127.0.0.1", 0))
     said: list[bytes] = []
     answered: list[bytes] = []
@@ -161,7 +161,7 @@ def recording(door: Address) -> Iterator[tuple[Address, list[bytes], list[bytes]
 
 def test_a_recorded_exchange_cannot_be_said_again_and_holds_no_secret(counted: Counted) -> None:
     with recording(counted.address) as (between, said, answered):
-        assert ask(between, {"ask": "ping"}, SECRET, LIMIT_S) == {"heard": "ping"}
+        assert ask(between, {"ask": "ping"}, SECRET, LIMIT_S) == {"received": "ping"}
     assert SECRET.encode() not in b"".join([*said, *answered])
     with counted.connect() as again:
         again.recv(HELLO_BYTES)
@@ -184,7 +184,7 @@ def test_a_recorded_exchange_cannot_be_said_again_and_holds_no_secret(counted: C
         thread.join(LIMIT_S)
 
 
-def test_a_stranger_that_listens_feeds_nobody() -> None:
+def test_an_unknown_process_that_listens_feeds_no_client() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         body = json.dumps({"addresses": []}).encode()
 
@@ -209,7 +209,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read(counted: Counted) 
     assert counted.num_answers == 0
 
 
-def test_a_thousand_who_come_at_once_are_all_answered(counted: Counted) -> None:
+def test_a_thousand_clients_at_once_are_all_answered(counted: Counted) -> None:
     replies = ask_all(dict.fromkeys(range(1000), counted.address), {"ask": "ping"}, SECRET, LIMIT_S)
     assert len(replies) == 1000
     end_s = time.monotonic() + LIMIT_S
@@ -218,7 +218,7 @@ def test_a_thousand_who_come_at_once_are_all_answered(counted: Counted) -> None:
     assert num_own_threads() == 0
 
 
-def test_without_a_secret_nobody_is_answered() -> None:
+def test_without_a_secret_no_client_is_answered() -> None:
     with contextlib.closing(Listener("127.0.0.1", lambda: "", lambda message: message)) as listener:
         assert ask(address_of(listener.host, listener.port), {"ask": "ping"}, "", 2.0) is None
 
@@ -248,14 +248,14 @@ def test_more_are_asked_than_there_are_descriptors(counted: Counted) -> None:
 
 def test_a_listener_outlives_a_lack_of_descriptors(counted: Counted) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as stranger:
+    with socket.socket() as client:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
-            stranger.connect((counted.listener.host, counted.listener.port))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
+            client.connect((counted.listener.host, counted.listener.port))
             time.sleep(0.3)  # for the listener to try, and fail
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert counted.ping() == {"heard": "ping"}
+        assert counted.ping() == {"received": "ping"}
 
 
 NO_SECRET = '{"ask": "ping", "secret": "é"}\n'.encode()
@@ -265,6 +265,6 @@ DEEP = b"[" * 200_000 + b"\n"
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_garbage_does_not_end_the_listener(counted: Counted) -> None:
     for garbage in (b"", b"\n", b"{not json\n", b"[1]\n", b"\xff\xfe\n", NO_SECRET, DEEP):
-        with counted.connect() as stranger:
-            stranger.sendall(garbage)
-    assert counted.ping() == {"heard": "ping"}
+        with counted.connect() as client:
+            client.sendall(garbage)
+    assert counted.ping() == {"received": "ping"}

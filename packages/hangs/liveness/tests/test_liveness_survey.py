@@ -1,4 +1,4 @@
-"""A look around: who does not answer is dead only after several looks without progress; large runs tell in brief."""
+"""A look around: a silent process is dead only after several looks without progress; large runs send summaries."""
 
 import contextlib
 import dataclasses
@@ -74,7 +74,7 @@ def fates(graph: WaitGraph) -> dict[str, str]:
 @pytest.mark.nightly
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_here", [True, False])
-def test_who_computes_without_answering_is_slow_however_often_one_looks(peers: Peers, is_here: bool) -> None:
+def test_a_process_that_computes_without_answering_is_slow_however_often_one_looks(peers: Peers, is_here: bool) -> None:
     machine = HOST if is_here else "another host"
     with a_silent_process(COMPUTES, machine) as address, a_witness(peers, machine):
         peers.learn(address)
@@ -109,7 +109,7 @@ def a_witness(peers: Peers, machine: str) -> Iterator[None]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(60)
-def test_who_is_silent_and_does_nothing_is_so_after_several_looks(peers: Peers) -> None:
+def test_a_process_that_does_nothing_is_silent_after_several_looks(peers: Peers) -> None:
     with a_silent_process(SLEEPS) as address:
         peers.learn(address)
         survey, seen = Survey(peers, None), []
@@ -130,7 +130,7 @@ def test_progress_begins_the_count_anew() -> None:
         silences.note(key, TreeUsage(cpu_s=cpu_s, time_s=time_s, num_processes=1))
         over.append(silences.is_over(key, "silent"))
     assert over == [False, False, True, False, False, True]
-    silences.heard([key])
+    silences.note_answers([key])
     assert not silences.is_over(key, "unreachable")
     assert silences.is_over(key, "killed")
     assert silences.stand_in(address, 7.0).still_s == 7.0
@@ -185,7 +185,7 @@ def test_ranks_of_a_group_come_through_as_they_are(ranks: tuple[int, ...]) -> No
 
 
 def test_an_operation_that_a_brief_head_has_forgotten_is_asked_for() -> None:
-    """Rank 1 did something else in place 5, and has gone on."""
+    """Rank 1 did something else in place 5, and has continued."""
     waits = [
         a_rank(rank, 4, *map(a_collective, range(1, 5)), a_collective(5, done=False), waits_in=5) for rank in (0, 2, 3)
     ]
@@ -200,7 +200,7 @@ def test_an_operation_that_a_brief_head_has_forgotten_is_asked_for() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_in_a_large_run_all_tell_in_brief_and_the_few_that_matter_in_full(
+def test_in_a_large_run_all_answer_in_brief_and_the_few_that_matter_in_full(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offbeat_liveness._network.survey.FIRST_CALL_S", 20.0)  # all of them are this one process
@@ -258,7 +258,7 @@ def test_keys_of_the_address_book_are_machine_and_pid(peers: Peers) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_who_waited_when_it_was_last_heard_is_still_in_that_wait(peers: Peers) -> None:
+def test_a_process_that_waited_when_it_last_answered_is_still_in_that_wait(peers: Peers) -> None:
     """A rank that a loaded machine lets answer late has come to the barrier that it said it is in."""
     in_barrier = Wait(kind="collective", what="barrier", age_s=7.0, group="0", seq=1)
     with a_silent_process(COMPUTES) as address:
@@ -273,7 +273,7 @@ def test_who_waited_when_it_was_last_heard_is_still_in_that_wait(peers: Peers) -
 
 
 def test_a_look_is_not_held_up_by_many_ranks_whose_queues_of_connections_are_full(peers: Peers) -> None:
-    """Native code that holds the GIL for long fills them: nobody takes what others have asked."""
+    """Native code that holds the GIL for long fills them: no thread accepts the others' questions."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as stack:
         door = server.getsockname()
         with contextlib.suppress(TimeoutError):

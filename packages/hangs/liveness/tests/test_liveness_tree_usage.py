@@ -60,7 +60,7 @@ def test_a_grandchild_that_writes_is_movement(tmp_path: Path) -> None:
         assert rates_until(process.pid, lambda each: each.io_bytes_per_s > MEBIBYTE).io_bytes_per_s > MEBIBYTE
 
 
-def test_those_who_sleep_do_not_move() -> None:
+def test_those_that_sleep_do_not_move() -> None:
     with a_tree("time.sleep(600)") as process:
         time.sleep(0.5)  # it has only just begun
         before = tree_usage(process.pid)
@@ -165,7 +165,7 @@ def test_children_are_found_where_the_kernel_does_not_list_them(monkeypatch: pyt
         assert tree_usage(process.pid).num_processes == 2
 
 
-def test_who_is_gone_has_used_nothing_and_rates_are_never_below_zero() -> None:
+def test_a_process_that_is_gone_has_used_nothing_and_rates_are_never_below_zero() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     gone = tree_usage(process.pid)

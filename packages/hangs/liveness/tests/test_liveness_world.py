@@ -95,7 +95,7 @@ def test_workers_of_agents_that_have_counted_different_restarts_find_each_other(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
-def test_after_a_restart_on_the_same_store_nobody_meets_the_dead(server: dist.TCPStore) -> None:
+def test_after_a_restart_on_the_same_store_no_rank_meets_the_dead(server: dist.TCPStore) -> None:
     """torchrun's agents keep their store, and with it what the workers before have written."""
     worlds = []
     for restarts in (0, 1):
@@ -134,7 +134,7 @@ def test_what_an_earlier_world_has_written_is_not_of_now() -> None:
     assert not stale.is_of_now(found)
 
 
-def test_who_took_an_old_token_takes_the_new_one_when_it_looks_again() -> None:
+def test_a_rank_that_took_an_old_token_takes_the_new_one_when_it_looks_again() -> None:
     store = dist.HashStore()
     old = World(store, 0, 2, "s", is_formed=True)
     late = World(store, 1, 2, "s", is_formed=True)
@@ -150,7 +150,7 @@ def test_who_took_an_old_token_takes_the_new_one_when_it_looks_again() -> None:
     assert not late.is_unsettled
 
 
-def test_who_waits_to_enter_takes_no_token_of_an_earlier_world() -> None:
+def test_a_rank_that_waits_to_enter_takes_no_token_of_an_earlier_world() -> None:
     store = dist.HashStore()
     World(store, 0, 2, "s", is_formed=True)
     early = World(store, 1, 2, "s", is_formed=False)
@@ -173,7 +173,7 @@ class CountingStore:
         return call
 
 
-def test_while_somebody_is_still_to_come_a_look_is_one_request_whatever_the_number_of_ranks() -> None:
+def test_while_a_rank_is_still_to_come_a_look_is_one_request_whatever_the_number_of_ranks() -> None:
     size = 200
     store = CountingStore(dist.HashStore())
     zero = World(store, 0, size, "s", is_formed=True)
@@ -194,7 +194,7 @@ def test_while_somebody_is_still_to_come_a_look_is_one_request_whatever_the_numb
     assert store.num_requests - before <= 2 + size
 
 
-def test_looks_become_rarer_while_somebody_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_become_rarer_while_a_rank_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat_liveness._network.job_store.HASTE_S", 0.0)
     world = World(dist.HashStore(), 0, 2, "s", is_formed=True)
     pauses = []
@@ -215,21 +215,21 @@ def test_all_keys_that_are_there_are_read() -> None:
     assert keys.get("a/1") == ""
 
 
-NOBODY = """
+NO_STORE = """
 import os, sys, time, threading
 import torch.distributed as dist
 import offbeat_liveness as liveness
 
 monitor = liveness.watch(stall_after_s=1)
 
-def tell():
+def show():
     end_s = time.monotonic() + 20
     while not monitor.head().notes and time.monotonic() < end_s:
         time.sleep(0.05)
     print(*monitor.head().notes, flush=True)
     os._exit(0)
 
-threading.Thread(target=tell, daemon=True).start()
+threading.Thread(target=show, daemon=True).start()
 def init_process_group(rank, world_size):  # stands for torch's own, whose trace on stderr is its own
     time.sleep(60)
 code = init_process_group.__code__
@@ -239,13 +239,13 @@ init_process_group(1, 2)
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_a_store_that_nobody_keeps_is_named_and_nothing_of_ours_is_on_stderr(tmp_path: Path) -> None:
+def test_a_store_that_is_gone_is_named_and_nothing_of_ours_is_on_stderr(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with ranks_of(NOBODY, a_worker(port, 1, restarts=0)) as (rank,):
+    with ranks_of(NO_STORE, a_worker(port, 1, restarts=0)) as (rank,):
         said = line_of(rank)
         _, errors = rank.communicate(timeout=LIMIT_S)
-    assert f"nobody answers at 127.0.0.1:{port}" in said
+    assert f"no process answers at 127.0.0.1:{port}" in said
     assert "socket.cpp" not in errors
     assert "TCPStore" not in errors
 
@@ -304,7 +304,7 @@ print([(wait.what, wait.on) for wait in monitor.head().waits])
 """
 
 
-def test_the_first_wait_of_a_world_is_told_with_its_key_however_soon_it_comes() -> None:
+def test_the_first_wait_of_a_world_is_reported_with_its_key_however_soon_it_comes() -> None:
     """The next look of the monitor, up to half a second later, would find a call that has begun unseen."""
     ran = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.strip() == "[('store.get', 'command/1')]"
@@ -329,7 +329,7 @@ print([wait.what for wait in liveness.current_monitor().head().waits])
 
 
 @pytest.mark.parametrize("begins", ["at once", "when needed"])
-def test_a_call_that_makes_a_group_is_told_as_the_program_made_it(begins: str) -> None:
+def test_a_call_that_makes_a_group_is_reported_as_the_program_made_it(begins: str) -> None:
     """It goes through a function of torch's that is replaced, and ranks are compared by the outer one."""
     ran = subprocess.run(
         [sys.executable, "-c", ENTERS, begins], capture_output=True, text=True, timeout=120, check=True

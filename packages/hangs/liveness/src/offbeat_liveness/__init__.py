@@ -1,4 +1,4 @@
-"""Says who waits for whom, where and why, when a distributed run stands still."""
+"""Monitor that reports which process waits for which, where and why, when a distributed run hangs."""
 
 from offbeat_liveness._diagnosis.verdict import Link, Party, Verdict
 from offbeat_liveness._monitor import Monitor

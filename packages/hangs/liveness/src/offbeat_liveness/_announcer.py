@@ -1,8 +1,8 @@
-"""Consequences of a verdict: it is told here and to all others, written down, and may end the run.
+"""Consequences of a verdict: it is reported here, sent to all others, written to disk, and may end the run.
 
-A process that is stuck in a wait cannot run anything any more, so it leaves with exit code 4. One that stands in no
-wait may be writing a checkpoint: it gets a SIGTERM if the program handles that, and in any case a time of grace. The
-stuck ones wait for it, because a launcher such as torchrun kills the others as soon as the first has gone.
+A process that is stuck in a wait cannot run anything any more, so it exits with code 4. One that is in no wait may be
+writing a checkpoint: it gets a SIGTERM if the program handles that, and in any case a grace period. The stuck ones
+wait for it, because a launcher such as torchrun kills the others as soon as the first has exited.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from offbeat_liveness._process.snapshot import ProcessSnapshot
 from offbeat_liveness._process.stacks import OwnThread
 from offbeat_liveness._settings import Settings
 
-TELL_S: Final = 0.5
+NOTIFY_S: Final = 0.5
 NUM_TRIES: Final = 3
 LONGER: Final = 2.0
-"""A pause that has come before is told again when it lasts so many times as long as it ever did."""
+"""A pause that has come before is reported again when it lasts so many times as long as it ever did."""
 QUIET_STALLS: Final = 10.0
-"""A suspicion that changes while the run still stands is told again after so many times `stall_after_s`."""
+"""A suspicion that changes while the run is still stalled is reported again after so many times `stall_after_s`."""
 EXIT_CODE: Final = 4  # the same as of a wait that is past its deadline, in all of offbeat
 STDERR: Final = 2
 FLUSH_S: Final = 0.3
@@ -46,13 +46,13 @@ FAILED_S: Final = 2.0
 HEIR_S: Final = 0.5
 SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
 STUCK_S: Final = 0.3
-"""A process that has stood in a wait of torch's for as long has nothing left to finish."""
+"""A process that has been in a wait of torch's for this long has nothing left to finish."""
 ROUNDS_S: Final = 3.0
-"""How much longer than the grace the others wait for the word of the process that leads."""
+"""How much longer than the grace period the others wait for the leader's message."""
 
 
 class Announcer:
-    """Tells the verdicts of a run in this process; the leader's tells them to the other processes too.
+    """Reporter of a run's verdicts in this process; the leader's sends them to the other processes too.
 
     Attributes:
         verdict: the newest on the run, None while nothing is stuck.
@@ -75,18 +75,18 @@ class Announcer:
         self._spoken: Verdict | None = None
         self._written: Verdict | None = None
         self._spoke_s = -1e9
-        self._is_speaker = False  # whoever told a stall tells its end
-        self._told: tuple[object, bool] | None = None  # what all were told of, and whether it ends the run
-        self._unheard: dict[Key, Address] = {}  # who has not answered to it
+        self._is_speaker = False  # the process that reported a stall reports its end
+        self._announced: tuple[object, bool] | None = None  # what was sent to all, and whether it ends the run
+        self._unanswered: dict[Key, Address] = {}  # the processes that have not answered it
         self._quiet_s = QUIET_STALLS * settings.stall_after_s
 
     def announce(self, verdict: Verdict, *, ends_run: bool, is_due: bool) -> None:
-        """As the leader: tell everybody, unless it is no news; a pause that comes again and again is told once.
+        """Send a verdict to all as the leader, unless it is no news; a recurring pause is reported once.
 
         Args:
             verdict: of this look.
             ends_run: this process's policy ends it now.
-            is_due: somebody's policy may: the others are told so, whatever the policy here.
+            is_due: another process's policy may: the others are notified of it, whatever the policy here.
         """
         is_known = self.verdict is not None and self.verdict.key == verdict.key
         verdict = dataclasses.replace(verdict, directory=str(self._settings.directory or ""))
@@ -98,27 +98,27 @@ class Announcer:
             self._spoken, self._spoke_s, self._is_speaker = verdict, time.monotonic(), True
         message = {"ask": "verdict", "verdict": verdict.to_data(), "leader": self._peers.own_name()}
         ends = ends_run or is_due
-        if self._told in ((verdict.key, True), (verdict.key, ends)):
-            if ends and self._unheard:
-                self._tell_others(message, num_tries=1)
+        if self._announced in ((verdict.key, True), (verdict.key, ends)):
+            if ends and self._unanswered:
+                self._send_to_others(message, num_tries=1)
             return
-        self._told, self._unheard = (verdict.key, ends), self._peers.running()
-        self._tell_others(message, num_tries=NUM_TRIES if ends else 1)
-        self._tell_program(verdict)
+        self._announced, self._unanswered = (verdict.key, ends), self._peers.running()
+        self._send_to_others(message, num_tries=NUM_TRIES if ends else 1)
+        self._notify_program(verdict)
         self._written = verdict
         self._dumps.write_verdict(verdict)
         self._dumps.write_head(self._read_head())
 
-    def _tell_others(self, message: Message, *, num_tries: int) -> None:
-        """Tell those again that were too busy to hear that the run is ended: they would stay behind."""
+    def _send_to_others(self, message: Message, *, num_tries: int) -> None:
+        """Send a message, again to those too busy to answer: else they would miss the end of the run."""
         for _ in range(num_tries):
-            heard = ask_all(self._unheard, message, self._peers.secret, TELL_S)
-            self._unheard = {key: each for key, each in self._unheard.items() if key not in heard}
-            if not self._unheard:
+            answered = ask_all(self._unanswered, message, self._peers.secret, NOTIFY_S)
+            self._unanswered = {key: each for key, each in self._unanswered.items() if key not in answered}
+            if not self._unanswered:
                 return
 
     def announce_end(self, ending: Ending) -> None:
-        """As the leader: tell how a stall has ended, where the suspicion was told."""
+        """Report as the leader how a stall has ended, where the suspicion was reported."""
         spoken = self._spoken if self._is_speaker else None
         stuck, passed_s = self._note_end()
         if stuck is None:
@@ -127,28 +127,28 @@ class Announcer:
             say(f"offbeat liveness: {ending.what} after {passed_s:.0f} s ({spoken.kind}){ending.why}")
         if self._written is not None and not ending.has_failed:
             self._dumps.write_verdict(dataclasses.replace(self._written, cleared_after_s=passed_s))
-        ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, TELL_S)
+        ask_all(self._peers.running(), {"ask": "moves"}, self._peers.secret, NOTIFY_S)
 
-    def hear(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
-        """Take in the leader's verdict; if this process leads next, it knows what was told."""
+    def receive(self, verdict: Verdict, leader: str, *, ends_run: bool) -> None:
+        """Take in the leader's verdict; if this process leads next, it knows what was reported."""
         self.verdict = self._spoken = self._written = verdict
         self._verdict_at_s = time.monotonic()
         self._spoke_s, self._is_speaker = time.monotonic(), False
-        if self._told == (verdict.key, ends_run):  # whoever was slow to answer is told again
+        if self._announced == (verdict.key, ends_run):  # a process that was slow to answer gets it again
             return
-        self._told, self._unheard = (verdict.key, ends_run), {}
+        self._announced, self._unanswered = (verdict.key, ends_run), {}
         if verdict.is_proof or ends_run:
             say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
-        self._tell_program(verdict)
+        self._notify_program(verdict)
         self._dumps.write_head(self._read_head())
 
-    def hear_movement(self) -> None:
-        """The leader says that the run moves again."""
+    def receive_movement(self) -> None:
+        """Note that the run moves again, as the leader says."""
         self._note_end()
 
     def _note_end(self) -> tuple[Verdict | None, float]:
         stuck, self.verdict, self._spoken, self._is_speaker = self.verdict, None, None, False
-        self._told, self._unheard = None, {}
+        self._announced, self._unanswered = None, {}
         self._quiet_s = QUIET_STALLS * self._settings.stall_after_s
         if stuck is None:
             return None, 0.0
@@ -162,14 +162,14 @@ class Announcer:
         if self._spoken is None:
             before_s = self._longest_s.get(verdict.topic)
             return before_s is None or verdict.stalled_s >= LONGER * before_s
-        is_known = is_known or self._spoken.key == verdict.key  # it was told, whatever was seen since
+        is_known = is_known or self._spoken.key == verdict.key  # it was reported, whatever was seen since
         if is_known or not verdict.may_end or time.monotonic() - self._spoke_s < self._quiet_s:
-            return False  # that a missing rank moves now is not told either
+            return False  # that a missing rank moves now is not reported either
         self._quiet_s *= LONGER
         return True
 
-    def _tell_program(self, verdict: Verdict) -> None:
-        """Call what `watch` was given; an error in it must not keep the policy from being carried out."""
+    def _notify_program(self, verdict: Verdict) -> None:
+        """Call the `on_verdict` given to `watch`; an error in it must not keep the policy from being carried out."""
         try:
             if self._on_verdict:
                 self._on_verdict(verdict)
@@ -180,19 +180,19 @@ class Announcer:
 def say(text: str) -> None:
     """Write to the process's stderr, past Python's buffers and locks, which a stuck thread may hold.
 
-    A pipe that nobody reads is given up after a while: the rest of what is to be done must not hang on it.
+    A pipe that no process reads is given up after a while: the rest of what is to be done must not hang on it.
     """
     data = (printable(text) + "\n").encode(errors="replace")
     with contextlib.suppress(OSError):
         while data and select.select([], [STDERR], [], SAY_S)[1]:
-            data = data[os.write(STDERR, data[: select.PIPE_BUF]) :]  # so much never blocks a pipe that takes any
+            data = data[os.write(STDERR, data[: select.PIPE_BUF]) :]  # never blocks on a pipe with room
 
 
 class Termination:
-    """Ends this process with the others, once.
+    """End of this process together with the others, which happens once.
 
     Args:
-        grace_s: how long a process that stands in no wait may go on.
+        grace_s: how long a process that is in no wait may keep running.
         is_going: whether a process that has failed is still on its way out: its exit code is to come first.
 
     Attributes:
@@ -211,14 +211,14 @@ class Termination:
         self._peers, self._dumps, self._grace_s = peers, dumps, grace_s
         self._read_head, self._is_going = read_head, is_going
         self._is_finishing = self._is_leading = False
-        self._is_given_up = self._has_somebody_gone = False
+        self._is_given_up = self._has_seen_exit = False
         self._may_leave = threading.Event()
 
     def begin(self, *, leads: bool, ends: bool) -> None:
-        """Do what is to be done, in a thread of its own.
+        """Start to end this process, in a thread of its own.
 
         Args:
-            leads: tell the others when to leave.
+            leads: notify the others when to exit.
             ends: this process ends too; with a policy that only reports it does not.
         """
         if self.has_begun or self._is_leading:
@@ -234,8 +234,8 @@ class Termination:
     def is_finishing(self) -> bool:
         return self._is_finishing
 
-    def hear_leave(self) -> None:
-        """The leader says that nobody has anything left to finish; without effect before the end has begun."""
+    def receive_leave(self) -> None:
+        """Note that no process has anything left to finish, as the leader says; no effect before the end has begun."""
         if self.has_begun:
             self._may_leave.set()
 
@@ -246,20 +246,19 @@ class Termination:
         self._may_leave.set()
 
     def wait_for_the_failed(self) -> None:
-        """Let a process that has failed be gone first, and its launcher see that.
+        """Wait until a process that has failed is gone, and its launcher has seen that.
 
-        torchrun looks ten times a second, and of two that have ended between two looks it takes the lower rank for the
-        cause.
+        torchrun polls ten times a second, and if two ranks end between two polls it takes the lower one for the cause.
         """
         end_s = time.monotonic() + FAILED_S
-        while time.monotonic() < end_s and self._is_somebody_going():
+        while time.monotonic() < end_s and self._is_failed_running():
             time.sleep(POLL_S)
-        if self._has_somebody_gone:
+        if self._has_seen_exit:
             time.sleep(SEEN_S)
 
-    def _is_somebody_going(self) -> bool:
+    def _is_failed_running(self) -> bool:
         is_going = self._is_going()
-        self._has_somebody_gone = self._has_somebody_gone or is_going
+        self._has_seen_exit = self._has_seen_exit or is_going
         return is_going
 
     def _run(self, leads: bool, ends: bool) -> None:
@@ -279,14 +278,14 @@ class Termination:
             leave()
 
     def _let_go(self, end_s: float) -> None:
-        """As the process that leads: tell everybody to leave, once nobody has anything left to finish."""
-        while time.monotonic() < end_s and not self._is_given_up and self._is_somebody_busy():
+        """Send `leave` to all as the leader, once no process has anything left to finish."""
+        while time.monotonic() < end_s and not self._is_given_up and self._is_any_process_busy():
             time.sleep(POLL_S)
         if not self._is_given_up:
             ask_all(self._peers.running(), {"ask": "leave"}, self._peers.secret, ASK_S)
 
     def _wait_for_word(self, end_s: float) -> None:
-        """Wait until the leader says so, or lead in its place if it is gone."""
+        """Wait until the leader sends `leave`, or lead in its place if it is gone."""
         while not self._may_leave.wait(HEIR_S) and time.monotonic() < end_s + ROUNDS_S:
             if self._is_first_of_those_left():
                 self._let_go(end_s)
@@ -305,20 +304,20 @@ class Termination:
             time.sleep(POLL_S)
 
     def _is_stuck(self) -> bool:
-        """Return whether a thread has stood in a wait of torch's for a moment, so that this process will not get on."""
+        """Return whether a thread has been in a wait of torch's for a moment, so that this process cannot continue."""
         waits = self._read_head().waits
         return any(wait.age_s >= STUCK_S and wait.kind not in ("outside", "declared") for wait in waits)
 
-    def _is_somebody_busy(self) -> bool:
+    def _is_any_process_busy(self) -> bool:
         """Return whether a process may still finish something, or one that has failed is on its way out."""
-        if self._is_somebody_going():
+        if self._is_failed_running():
             return True
         replies = ask_all(self._peers.running(), {"ask": "finishing"}, self._peers.secret, ASK_S)
         return any(reply.get("finishing") for reply in replies.values())
 
 
 def leave() -> None:
-    """End this process with exit code 4, whatever its threads stand in; flush what was printed if that is possible."""
+    """End this process with exit code 4, whatever its threads wait for; flush what was printed if that is possible."""
     flushing = OwnThread(_flush, "flush")
     with contextlib.suppress(RuntimeError):
         flushing.start()

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LivenessError as error:
         print(printable(f"offbeat-liveness: {error}"), file=sys.stderr)
         return USAGE_ERROR
-    except BrokenPipeError:  # whoever reads has seen enough, such as `head`; Python would complain once more at exit
+    except BrokenPipeError:  # the reader has seen enough, such as `head`; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     if options.command == "run":
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="offbeat-liveness", description="Says who waits for whom in a stuck run.")
+    parser = argparse.ArgumentParser(prog="offbeat-liveness", description="Report what a stuck run waits for.")
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="read the dumps of a run, dead or alive")
     show.add_argument("directory", metavar="DIR")
@@ -75,8 +75,8 @@ def _show(directory: Path, *, as_json: bool) -> str:
         return json.dumps(
             {"verdicts": [each.to_data() for each in verdicts], "heads": [to_data(each) for each in heads]}
         )
-    told = [each.text for each in verdicts] or ["no verdict: nothing was found stuck"]
-    return "\n".join([*told, "", "last heads:", *(_line(head) for head in heads)])
+    texts = [each.text for each in verdicts] or ["no verdict: nothing was found stuck"]
+    return "\n".join([*texts, "", "last heads:", *(_line(head) for head in heads)])
 
 
 def _verdict_of(heads: Sequence[ProcessSnapshot]) -> list[Verdict]:

@@ -53,9 +53,9 @@ def write_verdict(directory: Path, verdict: Verdict) -> None:
 
 
 class DumpWriter:
-    """Writes dumps from a thread of its own, which is there only while there is something to write.
+    """Writer of dumps from a thread of its own, which exists only while there is something to write.
 
-    So a folder that hangs holds up nobody. What waits is bounded: the newest snapshot of each process, and the newest
+    So a folder that hangs blocks no other thread. The queue is bounded: each process's newest snapshot, and the newest
     verdicts, which go first. Without a directory nothing is written.
     """
 

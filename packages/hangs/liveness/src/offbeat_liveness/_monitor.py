@@ -15,7 +15,7 @@ from offbeat_liveness._diagnosis.graph import LATE_S, WaitGraph
 from offbeat_liveness._diagnosis.proofs import find_failure, is_secondary
 from offbeat_liveness._diagnosis.verdict import Verdict
 from offbeat_liveness._dumps import DumpWriter
-from offbeat_liveness._farewells import MAX_CANDIDATES, MAX_LEFT, Farewells, Kind
+from offbeat_liveness._exit_notices import MAX_CANDIDATES, MAX_LEFT, ExitNotices, Kind
 from offbeat_liveness._network.job_store import Launcher
 from offbeat_liveness._network.peers import Peers
 from offbeat_liveness._network.side_channel import LOOPBACK, Address, Message, ask, ask_all
@@ -30,7 +30,7 @@ from offbeat_liveness._process.snapshot import ProcessSnapshot, from_data, to_da
 from offbeat_liveness._process.stacks import OwnThread, join_own_threads
 from offbeat_liveness._settings import POLICY, STALL_AFTER, Policy, Settings
 
-PING_S: Final = 0.8  # on a machine under load: who gets no answer leads, and two that lead speak twice
+PING_S: Final = 0.8  # on a machine under load: a process that gets no answer leads, and two leaders report twice
 SUSPENDED_S: Final = 3.0  # a monitor may be late by as much on a machine under load
 MEETING_S: Final = 3.0  # for addresses to come, on a machine under load
 CONFIRM_S: Final = 0.25
@@ -86,21 +86,21 @@ class Monitor:
         self._progress = ProgressTracker(max(SUSPENDED_S, settings.stall_after_s))
         self._peers = Peers(settings.directory, settings.name, self._answer)
         self._closed = threading.Event()
-        self._ends = Farewells(self._peers, self._closed)
+        self._ends = ExitNotices(self._peers, self._closed)
         self._survey = Survey(self._peers, settings.directory)
         self._dumps = DumpWriter(settings.directory)
-        self._told = Announcer(settings, self._peers, self._dumps, self.head, self._complain, on_verdict)
-        self._left_groups = LeftGroups(self._seat, self._join_at_once, self._complain_of)
+        self._announcer = Announcer(settings, self._peers, self._dumps, self.head, self._complain, on_verdict)
+        self._left_groups = LeftGroups(self._place_in_world, self._join_at_once, self._complain_of)
         self._error_notes = ErrorNotes()
         self._thread_errors = ThreadErrors(self._error_notes)
-        self._ending = Termination(self._peers, self._dumps, settings.grace_s, self.head, self._ends.is_somebody_going)
+        self._ending = Termination(self._peers, self._dumps, settings.grace_s, self.head, self._ends.is_failed_running)
         self._alarm = threading.Event()
         self._looking = threading.Lock()
         self._reading = threading.Lock()
         self._last_head: ProcessSnapshot | None = None
         self._last_read_s = -1e9
         self._looked_s = self._next_head_s = -1e9
-        self._open_since_s = math.inf  # since when nobody waits, and the missing one has not come
+        self._open_since_s = math.inf  # since when no process waits, while the missing one has not come
         self._is_leading = self._is_hooked = False
         self._joining = threading.Lock()
         self._error: BaseException | None = None
@@ -108,13 +108,13 @@ class Monitor:
         self._launcher = Launcher()
         self._crash_file = CrashFile(settings.directory) if settings.directory else None
         self._hook_torch()
-        self._exit_hook = ExitHook(self._tell_how_it_ended, self._error_notes)
+        self._exit_hook = ExitHook(self._report_end, self._error_notes)
         OwnThread(self._run).start()
 
     @property
     def verdict(self) -> Verdict | None:
         """The newest verdict on the run, None while nothing is stuck."""
-        return self._told.verdict
+        return self._announcer.verdict
 
     @property
     def is_closed(self) -> bool:
@@ -122,7 +122,7 @@ class Monitor:
         return self._closed.is_set()
 
     def head(self) -> ProcessSnapshot:
-        """Return what this process does now; one thread reads, and whoever asks meanwhile gets the same."""
+        """Return what this process does now; one thread reads, and all that ask meanwhile get the same snapshot."""
         asked_s = time.monotonic()
         with self._reading:
             if self._last_head is None or self._last_read_s < asked_s - FRESH_S:
@@ -140,7 +140,7 @@ class Monitor:
             stall_after_s=self.settings.stall_after_s,
         )
         problems = tuple(each for each in (self._peers.problem, self._launcher.problem()) if each)
-        notes = (*head.notes, *problems, *self._error_notes.told_by(head.name))
+        notes = (*head.notes, *problems, *self._error_notes.lines_for(head.name))
         return dataclasses.replace(head, notes=notes, left_groups=self._left_groups.all())
 
     def ask(self) -> Verdict | None:
@@ -150,7 +150,7 @@ class Monitor:
         to 2 s.
 
         Returns:
-            A verdict, which is not announced; None if nobody waits.
+            A verdict, which is not announced; None if no process waits.
         """
         return find_verdict(self._look_around(max(0.1, self.settings.stall_after_s / 10)))
 
@@ -163,17 +163,17 @@ class Monitor:
 
         Returns:
             Environment variables for that process, which calls `watch_if_invited`; they hold a secret. {} where
-            nobody can listen at `host`, which is said once.
+            this process cannot listen at `host`, which is logged once.
         """
         own = {STALL_AFTER: str(self.settings.stall_after_s), **({POLICY: policy} if policy else {})}
         try:
             return self._peers.invite(host).variables() | own
         except OSError as error:
-            self._complain(f"{self._peers.own_name()}: nobody can be invited to {host}: {error.strerror}")
+            self._complain(f"{self._peers.own_name()}: no process can be invited to {host}: {error.strerror}")
             return {}
 
     def close(self) -> None:
-        """Stop watching: the others hear nothing more of this process."""
+        """Stop watching: the others receive nothing more from this process."""
         self._unhook()
         self._alarm.set()
         self._peers.close()
@@ -181,7 +181,7 @@ class Monitor:
             self._crash_file.close()
 
     def forget(self) -> None:
-        """In a forked child: the threads are gone, the sockets are the parent's, and a lock may be held for ever."""
+        """Reset a forked child: the threads are gone, the sockets are the parent's, a lock may be held for ever."""
         self._closed = threading.Event()
         self._unhook()
         self._peers.forget()
@@ -211,7 +211,7 @@ class Monitor:
                 self._closed.wait(self.settings.tick_s)
 
     def _warn(self, text: str) -> None:
-        """Say once, on one process of this host, what all of them see."""
+        """Log once, on one process of this host, what all of them see."""
         if text and os.environ.get("LOCAL_RANK", "0") == "0":
             self._complain(text)
 
@@ -221,7 +221,7 @@ class Monitor:
             say(f"offbeat liveness: {text}")
 
     def _complain_of(self, what: str, error: Exception) -> None:
-        """Say once that something of the monitor's own has failed; the program goes on."""
+        """Log once that something of the monitor's own has failed; the program continues."""
         self._complain(f"pid {os.getpid()}: {what} failed: {type(error).__name__}: {error}")
 
     def _tick(self) -> None:
@@ -240,7 +240,7 @@ class Monitor:
             self._lead()
 
     def _examine(self) -> None:
-        """Something may be stuck: keep the state on disk fresh, and raise the alarm when it has lasted too long."""
+        """Keep the state on disk fresh while something may be stuck, and raise the alarm if that lasts too long."""
         head = self.head()
         self._dumps.write_head(head)
         oldest_s = max((wait.age_s for wait in head.waits), default=0.0)
@@ -251,11 +251,11 @@ class Monitor:
 
     @property
     def _pause_s(self) -> float:
-        """Between two looks of the leader at a run that stands still."""
+        """Seconds between two looks of the leader at a stalled run."""
         return min(DUMP_S, max(0.5, self.settings.stall_after_s / 4))
 
     def _join(self, waits_long: bool) -> None:
-        """In a thread of its own: the job's store may be slow or gone, and the watch must go on."""
+        """Join in a thread of its own: the job's store may be slow or gone, and the watch must continue."""
         if self._joining.acquire(blocking=False):
             try:
                 self._peers.keep_joined(waits_long=waits_long)
@@ -265,7 +265,7 @@ class Monitor:
                 self._joining.release()
 
     def _join_at_once(self) -> None:
-        """Be known in the world before it is left: a moment later there is nobody to tell where this process is."""
+        """Be known in the world before it is left: a moment later no process can be given this one's address."""
         if not self._closed.is_set() and self._joining.acquire(timeout=JOIN_AT_ONCE_S):
             try:
                 if self._peers.needs_to_join(waits_long=False):
@@ -292,7 +292,7 @@ class Monitor:
         return self._progress.has_thread_in_torch(half_s) or self._progress.still_s() >= half_s
 
     def _call_leader(self) -> None:
-        """Tell the lowest process that answers; that may be this one."""
+        """Notify the lowest process that answers; that may be this one."""
         leader = self._find_leader()
         message = {"ask": "lead", **self._peers.introduce()}
         if leader is None or "ok" not in (ask(leader, message, self._peers.secret, PING_S) or {}):
@@ -318,32 +318,32 @@ class Monitor:
             if self._ending.has_begun:
                 return
             self._looked_s = time.monotonic()
-            self._peers.hear_news()
+            self._peers.fetch_newcomers()
             verdict, graph = self._find()
             if verdict is not None:
                 self._open_since_s = math.inf
                 self._notify(verdict)
             elif self.verdict is not None and is_over(graph, self.verdict):
                 self._end_stall(how_it_ended(graph, self.verdict))
-            self._is_leading = self.verdict is not None  # else whoever still waits calls again
+            self._is_leading = self.verdict is not None  # else a process that still waits calls again
 
     def _end_stall(self, ending: Ending) -> None:
-        """Tell how a stall has ended; where that is open, once an error that torch may have raised had its time."""
+        """Report how a stall has ended; where that is open, once an error that torch may have raised had its time."""
         now_s = time.monotonic()
         self._open_since_s = min(self._open_since_s, now_s)
         if not ending.is_open or now_s - self._open_since_s >= LATE_S:
             self._open_since_s = math.inf
-            self._told.announce_end(ending)
+            self._announcer.announce_end(ending)
 
     def _notify(self, verdict: Verdict) -> None:
-        """Tell a verdict to all; each process whose policy says so ends itself, and this one says when."""
+        """Send a verdict to all; each process whose policy says so ends itself, and this one says when."""
         is_news = self.verdict is None or self.verdict.key != verdict.key
         if is_news and not verdict.is_proof and self._find_leader() is not None:
             self._call_leader()  # it was too slow to answer before, and is not now
             return
         ends = must_end(verdict, self.settings.policy)
         may_end_others = must_end(verdict, "abort")
-        self._told.announce(verdict, ends_run=ends, is_due=may_end_others)
+        self._announcer.announce(verdict, ends_run=ends, is_due=may_end_others)
         if ends or may_end_others:
             self._ending.begin(leads=True, ends=ends and self._error is None)
 
@@ -372,7 +372,7 @@ class Monitor:
         graph = self._look_around(self.settings.stall_after_s)
         return find_verdict(graph), graph
 
-    def _seat(self) -> tuple[str, int] | None:
+    def _place_in_world(self) -> tuple[str, int] | None:
         rank = self._peers.rank
         return (self._peers.world, rank) if self._peers.world and rank is not None else None
 
@@ -391,39 +391,39 @@ class Monitor:
         if sender:
             self._peers.learn(sender)
         if kind == "head":
-            return self._tell_head(in_brief=bool(message.get("brief")))
+            return self._reply_with_head(in_brief=bool(message.get("brief")))
         if kind == "lead":
             self._alarm.set()
         elif kind == "pids":
             return states_of_pids(message["pids"])
         elif kind in ("farewell", "last words"):
-            self._hear_end(message, kind)
+            self._receive_end(message, kind)
         elif kind == "verdict":
             verdict = from_data(Verdict, message["verdict"])
             ends = must_end(verdict, self.settings.policy)
-            self._told.hear(verdict, str(message["leader"]), ends_run=ends)
-            if ends and self._error is None:  # who has failed ends by itself
+            self._announcer.receive(verdict, str(message["leader"]), ends_run=ends)
+            if ends and self._error is None:  # a process that has failed ends by itself
                 self._ending.begin(leads=False, ends=True)
         elif kind == "finishing":
             return {"finishing": self._ending.is_finishing()}
         elif kind == "leave":
-            self._ending.hear_leave()
+            self._ending.receive_leave()
         elif kind == "moves":
-            self._told.hear_movement()
+            self._announcer.receive_movement()
         return {"ok": True, "world": self._peers.world}
 
-    def _tell_head(self, *, in_brief: bool) -> dict[str, Any]:
-        """Return whoever asks has found a stall, so it is written to disk as well."""
+    def _reply_with_head(self, *, in_brief: bool) -> dict[str, Any]:
+        """Return this process's snapshot; a process that asks has found a stall, so it is written to disk as well."""
         head = self.head()
         self._dumps.write_head(head)
         return head_answer(
             dataclasses.replace(head, left=tuple(self._ends.left.values())[-MAX_LEFT:]), in_brief=in_brief
         )
 
-    def _tell_how_it_ended(self, error: BaseException | None, is_certain: bool) -> None:
-        """Tell the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
+    def _report_end(self, error: BaseException | None, is_certain: bool) -> None:
+        """Notify the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
         if not is_certain:
-            self._tell_last_words(error)
+            self._report_last_words(error)
             return
         if self._ending.has_begun:
             self._end_with_the_others(error)
@@ -440,8 +440,8 @@ class Monitor:
         self._ending.give_up()
         self._stop()
 
-    def _tell_last_words(self, error: BaseException | None) -> None:
-        """Tell what this process may end with; a lost peer is looked for at once, as there may be no later look."""
+    def _report_last_words(self, error: BaseException | None) -> None:
+        """Report what this process may end with; a lost peer is looked for at once, as there may be no later look."""
         if self._ending.has_begun:
             if error is not None and is_secondary(describe(error)[0]) and not self._ending.is_finishing():
                 self._end_with_the_others(error)
@@ -458,7 +458,7 @@ class Monitor:
             self._error = None
 
     def _end_with_the_others(self, error: BaseException | None) -> None:
-        """The run is being ended: who ends by itself does so its own way, who was set free by others' end does not."""
+        """End while the run is being ended: by itself in its own way, unless only the others' end has set it free."""
         if error is not None and is_secondary(describe(error)[0]):
             self._ending.wait_for_the_failed()
             self._dumps.flush(DUMPS_S)
@@ -484,13 +484,13 @@ class Monitor:
             message = {"ask": kind, "head": to_data(head), "look": True}
             ask(leader, message, self._peers.secret, FAILURE_S)
 
-    def _hear_end(self, message: Message, kind: Kind) -> None:
-        self._ends.hear(from_data(ProcessSnapshot, message["head"]), kind, self._look_at_failure)
+    def _receive_end(self, message: Message, kind: Kind) -> None:
+        self._ends.receive(from_data(ProcessSnapshot, message["head"]), kind, self._look_at_failure)
         if message.get("look"):
             self._look_at_failure()
 
     def _look_at_failure(self) -> None:
-        """Say at once that a process has failed, if others depend on it: the stall that follows would be said later."""
+        """Report a failure at once if others depend on the process: the stall that follows would be reported later."""
         time.sleep(FELLOWS_S)
         with self._looking:
             is_explained = self.verdict is not None and self.verdict.is_proof

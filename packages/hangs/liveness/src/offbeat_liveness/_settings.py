@@ -30,7 +30,7 @@ class Settings:
             or suspected and the timeout of what is waited in is over; "strict" ends it on a suspicion too.
         directory: where dumps are written; none without it.
         name: of this process; "" means "rank N" once the rank is known.
-        grace_s: how long a process that stands in no wait may go on with what it does when a run is ended, >= 0.
+        grace_s: how long a process that stands in no wait may keep running when a run is ended, >= 0.
     """
 
     stall_after_s: float = DEFAULT_STALL_AFTER_S

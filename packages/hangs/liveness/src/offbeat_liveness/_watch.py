@@ -135,7 +135,7 @@ def watch_if_invited(name: str) -> Monitor | None:
         name: of this process, such as "rollout-0".
 
     Returns:
-        None where nobody has invited this process.
+        None where no process has invited this one.
     """
     if take_invitation() is None:
         return None
@@ -169,17 +169,17 @@ def _begin() -> None:
             _be_pending(None)
             try:
                 _MONITORS[:] = [Monitor(settings)]
-            except (OSError, RuntimeError) as error:  # no thread to be had: the program goes on without us
+            except (OSError, RuntimeError) as error:  # no thread to be had: the program continues without us
                 say(f"offbeat liveness: pid {os.getpid()} is not watched: {error}")
 
 
 def current_monitor() -> Monitor | None:
-    """Return the monitor of this process, None while nobody watches it."""
+    """Return the monitor of this process, None while it is not watched."""
     return _MONITORS[-1] if _MONITORS and not _MONITORS[-1].is_closed else None
 
 
 def _watch_child() -> None:
-    """In a forked child: the parent's threads, waits and world are not its own."""
+    """Reset a forked child: the parent's threads, waits and world are not its own."""
     ledger.LEDGER.clear()
     process_groups.disown_world()
     parents = _MONITORS.copy()

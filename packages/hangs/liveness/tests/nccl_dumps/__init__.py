@@ -149,7 +149,7 @@ def missing_member() -> list[Dump]:
 
 
 def crossed_groups() -> list[Dump]:
-    """Rank 0 is in its second call of "tp" and rank 1 in its second of "dp", which comes first for nobody else."""
+    """Rank 0 is in its second call of "tp" and rank 1 in its second of "dp", which comes first for no other."""
     ranks = ranks_of(2, tp=[0, 1], dp=[0, 1])
     for each in ranks:
         each.collective("all_reduce", "tp")

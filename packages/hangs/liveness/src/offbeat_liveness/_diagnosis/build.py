@@ -1,4 +1,4 @@
-"""Fills in what every verdict has: who takes part, in what words, and when a suspicion is acted upon. Pure."""
+"""Builder of what every verdict has: its parties, their texts, and when a suspicion is acted upon. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -121,16 +121,16 @@ def parties_of(graph: WaitGraph, head: ProcessSnapshot, wait: Wait | None, threa
     if head.state == "failed":
         doing = f"out with {head.error}"
         return [Party(name=head.name, rank=head.rank, part="dead", doing=doing, stack=head.error_stack)]
-    mine = _told_wait(graph, head, wait)
+    mine = _reported_wait(graph, head, wait)
     if mine is not None:
         doing = f"in {call_text(mine, group_of(head, mine))}{_in_flight(head, mine.thread)}"
         first = Party(name=head.name, rank=head.rank, part="waits", doing=doing, for_s=mine.age_s, stack=mine.stack)
         return [first, *_beside(graph, head, mine.thread)]
-    told = head.threads[0].name if head.threads else ""
-    return [_outside_party(graph, head, thread), *_beside(graph, head, told)]
+    first_name = head.threads[0].name if head.threads else ""
+    return [_outside_party(graph, head, thread), *_beside(graph, head, first_name)]
 
 
-def _told_wait(graph: WaitGraph, head: ProcessSnapshot, wait: Wait | None) -> Wait | None:
+def _reported_wait(graph: WaitGraph, head: ProcessSnapshot, wait: Wait | None) -> Wait | None:
     waits = [each for each in head.waits if _is_sure(each) or (wait is not None and not _is_sure(wait))]
     settled = [each for each in waits if each.age_s >= SETTLED * graph.stall_after_s]
     same = [each for each in waits if wait and (each.what, each.group) == (wait.what, wait.group)]
@@ -150,10 +150,10 @@ def _outside_party(graph: WaitGraph, head: ProcessSnapshot, thread: str) -> Part
     return Party(name=head.name, rank=head.rank, part="missing", doing=doing, for_s=head.still_s, stack=stack)
 
 
-def _beside(graph: WaitGraph, head: ProcessSnapshot, told: str) -> Iterator[Party]:
-    """Yield the threads of a process, but the one that is told already, that stand in something."""
+def _beside(graph: WaitGraph, head: ProcessSnapshot, reported: str) -> Iterator[Party]:
+    """Yield the threads of a process that stand in something, but the one that is reported already."""
     for thread in head.threads:
-        if thread.name == told or thread.still_s < SETTLED * graph.stall_after_s:
+        if thread.name == reported or thread.still_s < SETTLED * graph.stall_after_s:
             continue
         inner = next((each for each in head.waits if each.thread == thread.name and each.outside is None), None)
         what = f"is in {call_text(inner, group_of(head, inner))}" if inner is not None else ""
@@ -199,7 +199,7 @@ def _last_entered(head: ProcessSnapshot) -> str:
 
 
 def call_text(wait: Wait, group: GroupSnapshot | None) -> str:
-    """Return a wait in words."""
+    """Return the text for a wait."""
     if wait.outside is not None:
         return f"a wait for {wait.outside.text}"
     if wait.kind == "rendezvous" and wait.on:
@@ -242,7 +242,7 @@ def outside_chain(graph: WaitGraph, name: str, *, among: Sequence[str] = ()) -> 
         store, outside = store_wait_of(head), outside_of(head)
         others = graph.other_side(head, outside) if outside is not None else []
         subject = ", which" if parts else first
-        if store is not None:  # whoever has the store need not be the one that is to set the key
+        if store is not None:  # the process with the store need not be the one that is to set the key
             place = f", a key of the store in {others[0]}" if others else ""
             parts.append(f"{subject} is in {call_text(store, None)}{place}")
             break
@@ -256,7 +256,7 @@ def outside_chain(graph: WaitGraph, name: str, *, among: Sequence[str] = ()) -> 
 
 
 def store_wait_of(head: ProcessSnapshot) -> Wait | None:
-    """Find a wait of its main thread for a key; the kernel only tells that it waits for the socket to the store."""
+    """Find a wait of its main thread for a key; the kernel only knows that it waits for the socket to the store."""
     threads = {each.name for each in leading(head.threads)}
     return next((each for each in head.waits if each.kind == "store" and each.thread in threads), None)
 
@@ -357,18 +357,18 @@ def build_verdict(
 ) -> Verdict:
     """Fill in what every kind of verdict has.
 
-    `edges` are the part of the graph that matters, `edge` the one that tells the group, the operation and who waits.
-    Parties are told in this order: `first`, made by the caller, `missing`, `involved`, who has arrived, `everybody`.
+    `edges` are the part of the graph that matters, `edge` the one with the group, the operation and the waiter. Parties
+    are listed in this order: `first`, made by the caller, `missing`, `involved`, the arrived ones, `everybody`.
     """
     group, wait = edge.group, edge.wait
     arrived = in_order({*companions(graph, edge), edge.waiter, *arrived} - set(missing))
-    told = {party.name for party in first}
+    listed = {party.name for party in first}
     names = in_order({*missing, *involved, *({edge.target} - {""})}) + arrived
     names += [head.name for head in graph.heads if everybody]
     parties = [
         party
         for name in dict.fromkeys(names)
-        if name not in told and name in graph.by_name
+        if name not in listed and name in graph.by_name
         for party in parties_of(graph, graph.by_name[name], wait if name in arrived else None, edge.thread)
     ]
     due_in_s, due_to = _due(graph, kind, edges, edge, missing)
@@ -413,7 +413,7 @@ def _due(
 
 
 def due(wait: Wait, group: GroupSnapshot | None) -> tuple[float | None, str]:
-    """When the timeout of what is waited in is over, in seconds from now, and whose timeout it is."""
+    """Return when the timeout of what is waited in is over, in seconds from now, and whose timeout it is."""
     if wait.kind == "declared":
         return _left_s(wait, wait.deadline_s), f"when the deadline of {wait.what} is over"
     if wait.outside is not None:

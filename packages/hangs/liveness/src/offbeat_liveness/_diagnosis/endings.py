@@ -20,8 +20,8 @@ class Ending:
     Args:
         what: for people, to be followed by how long it took: "it moves again: rank 0 came".
         why: the rest of that sentence.
-        has_failed: an error has ended those who waited, such as torch's own at its timeout.
-        is_open: the wait is over, but what has ended it may only be about to be heard: an error of the waiters, or the
+        has_failed: an error has ended those that waited, such as torch's own at its timeout.
+        is_open: the wait is over, but what has ended it may not have been reported yet: an error of the waiters, or the
             orderly end of one that is gone.
     """
 
@@ -41,7 +41,7 @@ def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
 
 
 def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
-    """Say how a stall that is over has ended: it may be by an error of those who waited, or without the missing one."""
+    """Return how a stall that is over has ended: maybe by an error of those that waited, or without the missing one."""
     failed = _failed(graph, verdict)
     others = {*verdict.missing} - {each.name for each in failed}
     away = in_order(name for name in others if _has_not_come(graph, name, verdict))
@@ -55,7 +55,7 @@ def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
         what = f"it moves again: {join_names(verdict.arrived)} went on without {join_names(away)}"
         return Ending(what=what, is_open=True)
     if not verdict.missing:
-        # Nobody can be asked whether the producer came, and a call's own timeout looks like its end until the error
+        # No process can be asked whether the producer came, and a call's own timeout looks like its end until the error
         # that it raises has left the program.
         return Ending(what=ENDED_WELL, is_open=verdict.due_in_s is not None)
     return Ending(what=f"it moves again: {join_names(verdict.missing)} came")

@@ -1,4 +1,4 @@
-"""The wait-for graph: from what each process says of itself, who waits for whom. Pure: no clock, no torch."""
+"""The wait-for graph: which process waits for which, from the snapshots of each. Pure: no clock, no torch."""
 
 import dataclasses
 from collections import deque
@@ -23,7 +23,7 @@ Fate = Literal[
 ]
 Obstacle = tuple[str, Collective | None, "Reason"]
 Reason = Literal[
-    "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "nobody"
+    "absent", "left", "not-entered", "unknown", "other-op", "other-shape", "peer", "producer", "outside", "none"
 ]
 SETTLED: Final = 0.25  # share of stall_after_s after which a wait, or a quiet process, counts as standing
 BUSY: Final = 0.25  # share of a core from which a process without new lines counts as computing
@@ -34,7 +34,7 @@ COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
 ENDED: Final = ("killed", "crashed", "raised", "exited")
 """Fates that are certain: its host has said that the process is gone, or it has said so itself."""
 LATE_S: Final = 5.0
-"""By so much may torch, or the program, be late with an error that is due; what waits is acted upon after it."""
+"""How late torch, or the program, may be with an error that is due; a verdict is acted upon after that."""
 MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
 # Rendezvous at which the members of a world, or of the group to be made, meet each other.
 MEETINGS: Final = frozenset(
@@ -56,7 +56,7 @@ class AbsentProcess:
     """A process that gave no answer.
 
     Args:
-        name, rank, world: who it is.
+        name, rank, world: its identity.
         fate: killed (gone without a word), crashed (ended by native code, as its last words say), exited (left without
             an error), left (runs, and has destroyed the group), raised, stopped (SIGSTOP or a debugger), silent (its
             pid is there, its monitor does not answer), unreachable (another host that cannot be asked), never-came,
@@ -77,7 +77,7 @@ class AbsentProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """`waiter` cannot go on before `target` acts.
+    """`waiter` cannot continue before `target` acts.
 
     Args:
         waiter, target: names of processes.
@@ -101,14 +101,14 @@ class Edge:
 
     @property
     def thread(self) -> str:
-        """Name of the thread of the target that is expected: ranks run one program, so where its group does not tell,
+        """Name of the target's thread that is expected: ranks run one program, so where its group does not show it,
         the thread named as the one that waits.
         """
         return self.actor or self.wait.thread
 
     @property
     def is_binding(self) -> bool:
-        """Return whether the waiter cannot go on without the target: no deadline of its own is left to expire.
+        """Return whether the waiter cannot continue without the target: no deadline of its own is left to expire.
 
         The timeouts of torch's groups do not count: a program that meets one has failed.
         """
@@ -141,7 +141,7 @@ class WaitGraph:
     _obstacles: dict[Any, list[Obstacle]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Two worlds may both have a rank 0, and all ranks may have been given one name: tell them apart."""
+        """Make names unique: two worlds may both have a rank 0, and all ranks may have been given one name."""
         places: dict[str, set[tuple[str, int | None]]] = {}
         everybody: list[ProcessSnapshot | AbsentProcess] = [*self.heads, *self.absent]
         for each in everybody:
@@ -234,7 +234,7 @@ class WaitGraph:
         return {edge.target for wait in head.waits for edge in self._edges_of(head, wait) if edge.is_binding}
 
     def _is_held_up(self, head: ProcessSnapshot, wait: Wait) -> bool:
-        """Return whether a thread stands in a wait, rather than going on beside an operation that it has posted.
+        """Return whether a thread stands in a wait, and does not just run beside an operation that it has posted.
 
         A process that computes beside an operation of gloo is not in it; a host that waits for a device may use a whole
         core.
@@ -281,7 +281,7 @@ class WaitGraph:
         return is_away and thread.still_s >= SETTLED * self.stall_after_s
 
     def _members(self, world: str, ranks: Iterable[int]) -> list[str]:
-        """Names of ranks in a world; "rank N" for one that nobody knows."""
+        """Return names of ranks in a world; "rank N" for an unknown one."""
         return [self.name_by_rank.get((world, rank), f"rank {rank}") for rank in ranks]
 
     def _edges_of(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
@@ -302,7 +302,7 @@ class WaitGraph:
             yield from self._producer_edges(head, wait)
 
     def _producer_edges(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
-        """Any of a role may act; who has ended in order is of no interest while another may."""
+        """Yield edges to all of a role, as any of them may act; one that has ended in order only if no other may."""
         targets = [name for name in self._named(wait.on) or [wait.on] if name != head.name]
         fates = {name: self.absent_by_name[name].fate for name in targets if name in self.absent_by_name}
         may_act = [name for name in targets if fates.get(name) not in ENDED]
@@ -328,7 +328,7 @@ class WaitGraph:
     def _in_the_way(
         self, head: ProcessSnapshot, group: GroupSnapshot, seq: int, mine: Collective | None
     ) -> list[Obstacle]:
-        """Members that hold up one collective, absent and idle ones first; who waits in it alike shares the answer."""
+        """Return members that hold up one collective, absent and idle ones first; alike waits share the answer."""
         alike = (mine.op, mine.inputs, mine.outputs) if mine else None
         key = (head.world, group.key, seq, alike)
         if key not in self._obstacles:
@@ -373,7 +373,7 @@ class WaitGraph:
         return _compare(theirs, seq, mine, "absent" if name not in self.by_name else None)
 
     def _meeting_edges(self, head: ProcessSnapshot, wait: Wait) -> Iterator[Edge]:
-        """Everybody who should be in the same call and is not; nothing numbers these calls."""
+        """Yield edges to all that should be in the same call and are not; nothing numbers these calls."""
         group = _group_named(head, wait.group)
         ranks = wait.peers or (group.ranks if group else range(head.world_size))
         for name in self._members(head.world, ranks):
@@ -383,7 +383,7 @@ class WaitGraph:
                 continue
             if name != head.name and not there:
                 reason: Reason = "absent" if other is None else "not-entered"
-                # Who has left a world may be on its way into the next, which its store may know by the same name.
+                # A process that left a world may be entering the next, which its store may know by the same name.
                 if other is not None and wait.what != ENTRY and _has_left_world(other, head):
                     reason = "left"
                 actor = self._actor(name, group)
@@ -400,26 +400,26 @@ def _meet(one: Wait, other: Wait) -> bool:
     """Return whether two processes are in one rendezvous.
 
     On its way into a world a process looks for the store first, and only then for the others: ranks of one start may
-    stand in either, so where it looks tells no two worlds apart.
+    stand in either, so where it looks does not distinguish two worlds.
     """
     call, other_call = ((each.kind, each.what, each.group) for each in (one, other))
     return call == other_call and (one.on == other.on or one.what == ENTRY)
 
 
-def is_unheard(head: ProcessSnapshot, wait: Wait) -> bool:
-    """Return whether the event loop that a declared wait is in does not turn, so that an answer would not be heard."""
+def is_loop_blocked(head: ProcessSnapshot, wait: Wait) -> bool:
+    """Return whether the event loop that a declared wait is in does not turn, so that no answer is received."""
     return wait.kind == "declared" and wait.thread == MAIN_THREAD and head.held_up_s > 0
 
 
 def unanswered_s(head: ProcessSnapshot, wait: Wait) -> float:
     """Return for how long a wait has lasted; of one that nothing can end, for how long that has been so."""
-    return min(wait.age_s, head.held_up_s) if is_unheard(head, wait) else wait.age_s
+    return min(wait.age_s, head.held_up_s) if is_loop_blocked(head, wait) else wait.age_s
 
 
 def _has_left_world(other: ProcessSnapshot, head: ProcessSnapshot) -> bool:
     """Return whether a process has destroyed the group of all ranks of another's world.
 
-    A side group of all ranks is not the world: whoever has left that has no group any more.
+    A side group of all ranks is not the world: a process that has left that has no group any more.
     """
     is_in_it = other.world == head.world and any(not group.is_foreign for group in other.groups)
     has_left = any(left.world == head.world and len(left.group.ranks) == head.world_size for left in other.left_groups)
@@ -437,7 +437,7 @@ def _has_made(other: ProcessSnapshot, head: ProcessSnapshot, ranks: Iterable[int
 
 
 def _full_name(each: ProcessSnapshot | AbsentProcess, places: set[tuple[str, int | None]]) -> str:
-    """Return a name, with what tells those apart who share it."""
+    """Return a name, with what distinguishes the processes that share it."""
     ranks, worlds = {rank for _, rank in places}, {world for world, _ in places}
     parts = [f"rank {each.rank}"] if len(ranks) > 1 else []
     parts += [f"world {each.world or 'none'}"] if len(worlds) > 1 else []
@@ -451,9 +451,9 @@ def _group_named(head: ProcessSnapshot, name: str) -> GroupSnapshot | None:
 def _compare(
     theirs_group: GroupSnapshot | None, seq: int, mine: Collective | None, gone: Literal["absent", "left"] | None
 ) -> tuple[Collective | None, Reason | None]:
-    """Why a member holds up collective `seq` of a group; no reason if it is in it, alike.
+    """Return why a member holds up collective `seq` of a group; no reason if it is in it, alike.
 
-    `theirs_group` is how far that member has come in the group, `mine` the collective of whoever waits if it is
+    `theirs_group` is how far that member has come in the group, `mine` the collective of the waiter if it is
     remembered, `gone` how the member went.
     """
     theirs = theirs_group.at(seq) if theirs_group else None
@@ -461,10 +461,10 @@ def _compare(
         if theirs_group.entered is None:
             return None, "unknown"
         if gone and theirs_group.entered >= seq:
-            return None, None  # it was in it, and nobody remembers whether that was over
+            return None, None  # it was in it, and whether that was over is unknown
     if theirs_group is None or (theirs is None and (theirs_group.entered or 0) < seq):
         return None, gone or "not-entered"
     if mine and theirs and (differs := difference(mine, theirs)):
         return theirs, differs
-    # Whoever left after its own part was over is not to blame; whoever died in the middle is.
+    # A member that left after its own part was over is not to blame; one that died in the middle is.
     return theirs, gone if gone and not (theirs and theirs.done) else None

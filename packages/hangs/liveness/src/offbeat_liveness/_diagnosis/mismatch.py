@@ -47,7 +47,7 @@ def _differ(op: str, mine: Sequence[str], theirs: Sequence[str]) -> bool:
     if are_of_one_type or op not in COPIES:
         return amounts != others
     if any(kind not in BYTES_OF for kind, _ in (*amounts, *others)):
-        return False  # nobody knows how long these are
+        return False  # their sizes are unknown
     return _num_bytes(amounts) != _num_bytes(others)
 
 

@@ -1,11 +1,11 @@
-"""Proofs: what cannot clear by waiting, whatever anybody does; who failed first; cycles of the wait-for graph. Pure.
+"""Proofs: what cannot clear by waiting; which process failed first; cycles of the wait-for graph. Pure.
 
 There are four kinds of proof, and only these end a run before the timeout of what is waited in:
 
 - a member is dead: its process has ended, or an exception is ending it, while others are in a wait for it;
 - members have issued different operations, shapes or roots at one place of one group's sequence;
-- a cycle of waits: everybody in it was heard, stands without a deadline of its own, and the thread that would have to
-  act is the one that stands;
+- a cycle of waits: every process in it has answered and waits without a deadline of its own, and the thread that would
+  have to act is the one that waits;
 - a member has left for good: it has destroyed the group, or ended in order, and others are in a wait for it.
 """
 
@@ -40,8 +40,8 @@ Steps = dict[Node, list[tuple[Node, Edge]]]
 # The fate that explains the others: an exception comes before the exits it leads to.
 FATE_ORDER: Final = ("raised", "crashed", "killed", "left", "exited")
 CERTAIN: Final = ("raised", "crashed", "killed")
-# What gloo, nccl's watchdog and torch's store say on a process whose peer went away: from an HTTP client or a queue the
-# same words tell of something outside the run.
+# What gloo, nccl's watchdog and torch's store report on a process whose peer went away: from an HTTP client or a queue
+# the same words mean something outside the run.
 SIGNS_OF_A_LOST_PEER: Final = (
     "Broken pipe",
     "Connection closed by peer",
@@ -124,11 +124,11 @@ def _way_back(start: Node, steps: Steps) -> list[Edge]:
 
 
 def find_failure(graph: WaitGraph) -> Verdict | None:
-    """Return who failed first, when a process fails and others depend on it: no wait need have lasted long.
+    """Return a verdict on the first failure, when others depend on the process: no wait need have lasted long.
 
-    Ranks of one torch world depend on each other; other processes on whom they wait for.
+    Ranks of one torch world depend on each other; other processes on those that they wait for.
 
-    None if every process failed on its own account, or nobody waited for one that did.
+    None if every process failed on its own account, or no process waited for one that did.
     """
     gone = _failed(graph)
     names = {each.name for each in gone}
@@ -287,7 +287,7 @@ def _mismatch(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 
 
 def _other_root(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """Members that name different roots for one collective; told by their stacks: no recorder has roots."""
+    """Find members that name different roots for one collective; known from their stacks: no recorder has roots."""
     for head, wait in graph.stalled:
         others = [
             (other, each)
@@ -295,7 +295,7 @@ def _other_root(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
             for each in other.waits
             if wait.root is not None
             and each.root is not None
-            and wait.seq > 0  # else nothing tells that it is the same call
+            and wait.seq > 0  # else nothing shows that it is the same call
             and (other.world, each.group, each.seq) == (head.world, wait.group, wait.seq)
             and each.root != wait.root
             and wait.kind == each.kind == "collective"
@@ -326,7 +326,7 @@ def _is_held(graph: WaitGraph, edge: Edge, following: Edge) -> bool:
 
 
 def cycle_verdict(graph: WaitGraph, cycle: Sequence[Edge], *, is_proof: bool) -> Verdict:
-    """Return what a cycle of waits is called, and who is in it; told from its lowest member on."""
+    """Return the verdict on a cycle of waits, which lists its members from the lowest on."""
     start = min(range(len(cycle)), key=lambda place: name_order(cycle[place].waiter))
     cycle = [*cycle[start:], *cycle[:start]]
     kinds, calls = {edge.wait.kind for edge in cycle}, {edge.wait.what for edge in cycle}

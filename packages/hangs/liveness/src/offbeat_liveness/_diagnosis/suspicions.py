@@ -22,27 +22,27 @@ from offbeat_liveness._diagnosis.build import (
     same_wait,
     waiters,
 )
-from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, MEETINGS, Edge, WaitGraph, is_unheard
+from offbeat_liveness._diagnosis.graph import COMPUTE_PATIENCE, ENDED, MEETINGS, Edge, WaitGraph, is_loop_blocked
 from offbeat_liveness._diagnosis.proofs import cycle_verdict, find_cycle
 from offbeat_liveness._diagnosis.verdict import Party, Verdict, VerdictKind, join_names, name_of_group
 from offbeat_liveness._process.snapshot import OutsideWait, ProcessSnapshot, Wait
 
 
 def find_blocked_loop(graph: WaitGraph) -> Verdict | None:
-    """Find a process that has declared that it waits for others, and cannot hear them: its event loop does not turn."""
-    head, wait = next((each for each in graph.stalled if is_unheard(*each)), (None, None))
+    """Find a process with a declared wait that cannot receive an answer: its event loop does not turn."""
+    head, wait = next((each for each in graph.stalled if is_loop_blocked(*each)), (None, None))
     if head is None or wait is None:
         return None
     doing = "in one callback of its event loop"
     place = f", at {wait.stack[0]}" if wait.stack else ""
     headline = f"{head.name} has been {doing} for {head.held_up_s:.0f} s{place}; it takes no answers meanwhile"
     party = Party(name=head.name, rank=head.rank, part="moving", doing=doing, for_s=head.held_up_s, stack=wait.stack)
-    edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody")
+    edge = Edge(waiter=head.name, target="", wait=wait, reason="none")
     return build_verdict(graph, "blocked-loop", headline, [], edge, first=[party])
 
 
 def find_suspicion(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
-    """Return what a stall may be, where nothing is proved; whoever has only posted an operation may be about to act."""
+    """Return what a stall may be, where nothing is proved; a process that only posted an operation may still act."""
     edges = [edge for edge in edges if not edge.wait.is_posted] or edges
     found = _absence(graph, edges) or _cycle(graph, edges)
     if found is not None:
@@ -55,15 +55,15 @@ def find_suspicion(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
 def _absence(graph: WaitGraph, edges: Sequence[Edge]) -> Verdict | None:
     reached = {edge.target: edge for edge in edges}
     gone = [each for each in graph.absent if each.name in reached]
-    strangers = [edge for edge in edges if edge.target not in graph.by_name and edge.target not in graph.absent_by_name]
-    if not gone and not strangers:
+    unknown = [edge for edge in edges if edge.target not in graph.by_name and edge.target not in graph.absent_by_name]
+    if not gone and not unknown:
         return None
-    if strangers and not gone and strangers[0].reason == "producer":
-        return _unknown_producer(graph, edges, strangers[0])
-    names = list(dict.fromkeys([each.name for each in gone] + [edge.target for edge in strangers]))
+    if unknown and not gone and unknown[0].reason == "producer":
+        return _unknown_producer(graph, edges, unknown[0])
+    names = list(dict.fromkeys([each.name for each in gone] + [edge.target for edge in unknown]))
     edge = reached[names[0]]
     fate = gone[0].fate if gone else "never-came"
-    ended = gone and gone[0].fate in ENDED  # while whoever waits for it has a deadline of its own
+    ended = gone and gone[0].fate in ENDED  # while the process that waits for it has a deadline of its own
     kind: VerdictKind = "dead-peer" if ended or fate in ("stopped", "silent") else "missing-member"
     headline = f"{are(names, FATES[fate])}; {waiters(graph, edge)} in {call_text(edge.wait, edge.group)}"
     first = [absent_party(each) for each in gone]
@@ -134,26 +134,26 @@ def _straggler(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) ->
 
 
 def _no_end(graph: WaitGraph) -> Verdict | None:
-    """Stalled waits that lead nowhere: nobody is missing, or nobody knows who should act."""
+    """Find a stalled wait that leads nowhere: no process is missing, or none is known that should act."""
     leading = {(edge.waiter, edge.wait) for edge in graph.edges if not _is_in_it_too(graph, edge)}
     for head, wait in graph.stalled:
         if (head.name, wait) not in leading:
-            edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody", group=group_of(head, wait))
+            edge = Edge(waiter=head.name, target="", wait=wait, reason="none", group=group_of(head, wait))
             unsure = wait.kind in ("store", "declared") or (wait.kind == "p2p" and not wait.peers)
-            found = _nobodys_turn(graph, head, edge) if unsure else _unending(graph, head, edge)
+            found = _wait_without_target(graph, head, edge) if unsure else _unending(graph, head, edge)
             if found is not None:
                 return found
     return None
 
 
 def _is_in_it_too(graph: WaitGraph, edge: Edge) -> bool:
-    """Return whether somebody of whom the recorder tells nothing stands in the same call, as its stack says."""
+    """Return whether a process about which the recorder says nothing is in the same call, by its stack."""
     head = graph.by_name.get(edge.target)
     return edge.reason == "unknown" and head is not None and any(same_call(each, edge.wait) for each in head.waits)
 
 
-def _nobodys_turn(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
-    """Return a wait that does not name who has to act: whoever moves may be about to."""
+def _wait_without_target(graph: WaitGraph, head: ProcessSnapshot, edge: Edge) -> Verdict | None:
+    """Return the verdict on a wait that does not name the process that has to act: any that moves may be about to."""
     wait = edge.wait
     what = wait.on or "a producer it does not name"
     if wait.kind == "store":
@@ -216,7 +216,7 @@ def _swapped_queue(graph: WaitGraph) -> tuple[str, Edge] | None:
                 wait = next((each for each in head.waits if each.kind == "collective"), None)
                 if wait is not None:
                     text = f"{one} has queued {_order_text(shared)}; {other} has queued them in another order"
-                    return text, Edge(waiter=one, target=other, wait=wait, reason="nobody", group=group_of(head, wait))
+                    return text, Edge(waiter=one, target=other, wait=wait, reason="none", group=group_of(head, wait))
     return None
 
 
@@ -250,12 +250,12 @@ def find_standstill(graph: WaitGraph) -> Verdict | None:
     if not is_all or is_new or any(graph.is_moving(head) for head in graph.heads):
         return None
     head, wait = max(standing, key=lambda each: each[1].age_s)
-    told = "; ".join(f"{name}{outside_chain(graph, name)}" for name in in_order(names)[:4])
-    edge = Edge(waiter=head.name, target="", wait=wait, reason="nobody")
+    chains = "; ".join(f"{name}{outside_chain(graph, name)}" for name in in_order(names)[:4])
+    edge = Edge(waiter=head.name, target="", wait=wait, reason="none")
     cycle = find_cycle(graph.outside_edges)
     if cycle:
         return cycle_verdict(graph, cycle, is_proof=False)
-    headline = f"nobody moves, and nobody is in a call of torch: {told}"
+    headline = f"nobody moves, and nobody is in a call of torch: {chains}"
     return build_verdict(graph, "standstill", headline, [], edge, everybody=True)
 
 

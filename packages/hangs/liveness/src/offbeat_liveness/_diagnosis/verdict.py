@@ -1,4 +1,4 @@
-"""A verdict: what is stuck, who waits for whom, where each stands, and what to change."""
+"""A verdict: what is stuck, which process waits for which, where each stands, and what to change."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ class Party:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One edge of the wait-for graph: `waiter` cannot go on before `on` acts, because of `what`."""
+    """One edge of the wait-for graph: `waiter` cannot continue before `on` acts, because of `what`."""
 
     waiter: str
     on: str
@@ -78,8 +78,8 @@ class Verdict:
             stopped), wait-cycle (a cycle that passes over something else than collectives), starved (a producer does
             nothing),
             straggler (slow, but moving), blocked-loop (one callback holds up the event loop of a process that waits for
-            others), stuck-call (everybody is in it, and it does not end), standstill (nobody is in a call of torch, and
-            no process moves).
+            others), stuck-call (all members are in it, and it does not end), standstill (no process is in a call of
+            torch, and none moves).
         certainty: a proof cannot clear by waiting, and is acted upon at once; a suspicion may be a pause that is as it
             should be, and is acted upon at the timeout of what is waited in.
         fate: of a dead peer, how it ended: killed, crashed, raised, exited.
@@ -92,7 +92,7 @@ class Verdict:
             involved.
         op, seq: the operation and its number in the group.
         arrived, missing: names of processes that are in the call, and of those that it waits for.
-        parties: who takes part in the stall; the guilty first.
+        parties: processes that take part in the stall; the guilty first.
         links: the wait-for graph, as far as it matters.
         advice: what to change, one line.
         notes: what could not be seen.
@@ -124,7 +124,7 @@ class Verdict:
 
     @property
     def topic(self) -> tuple[Any, ...]:
-        """Return what a pause that comes again and again has in common: not the number of the call, nor who is late."""
+        """Return what a recurring pause has in common each time: neither the number of the call nor the late rank."""
         return self.group, self.members, self.op
 
     @property
@@ -146,7 +146,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """For a person: what, who, where, since when, what to change."""
+        """Text for a person: what is stuck, which processes, where, since when, and what to change."""
         return printable("\n".join(_lines(self)))
 
     def __str__(self) -> str:
@@ -250,12 +250,12 @@ def _party_lines(parties: Sequence[Party]) -> list[str]:
         longest_s = max(each.for_s for each in same)
         since = f" for {longest_s:.{0 if longest_s >= 10 else 1}f} s" if longest_s >= 0.1 else ""
         lines.append(f"  {join_names(each.name for each in same)}: {doing}{since}")
-        lines += [f"      {site}" for site in _telling_sites(stack)]
+        lines += [f"      {site}" for site in _sites_to_show(stack)]
     hidden = len(together) - MAX_PARTIES
     return [*lines, f"  and {hidden} more; see the JSON"] if hidden > 0 else lines
 
 
-def _telling_sites(stack: tuple[CallSite, ...]) -> list[CallSite]:
+def _sites_to_show(stack: tuple[CallSite, ...]) -> list[CallSite]:
     """Return the innermost line, and the two innermost lines of the user's own files."""
     own = [each for each in stack if is_own(each.file)][:3]
     return own if not stack or stack[0] in own else [stack[0], *own[:2]]

@@ -1,1 +1,1 @@
-"""The other processes of the run: who they are, and what they say of themselves."""
+"""The other processes of the run: their addresses, and what they report about themselves."""

@@ -44,8 +44,8 @@ _TAKEN: Final[list[Invitation]] = []
 def take_invitation() -> Invitation | None:
     """Return the invitation that this process, or the one it is forked from, was started with.
 
-    Its secret is taken out of `os.environ`: whatever programs this process starts would inherit it, and whoever has
-    it may send this run verdicts.
+    Its secret is taken out of `os.environ`: the programs that this process starts would inherit it, and any process
+    that has it may send this run verdicts.
     """
     invitation = read_invitation()
     os.environ.pop(SECRET, None)
@@ -62,15 +62,15 @@ class AddressBook:
         rank, world_size: of this process; of a rank that the wrapper runs, at first as its environment promises.
         joined: the world of torch that this process is in, or enters; None before.
         invitation: that this process was started with.
-        heard: what the inviter has told of others.
+        from_inviter: addresses of others that the inviter has sent.
     """
 
     def __init__(self, name: str, answer: Answer) -> None:
         self._name, self._answer = name, answer
-        self._listeners: list[Listener] = []  # the last one's address is told
+        self._listeners: list[Listener] = []  # the last one's address is given to others
         self._listening = threading.Lock()
         self._book: dict[Key, Address] = {}
-        self.heard: dict[Key, Address] = {}
+        self.from_inviter: dict[Key, Address] = {}
         self.invitation = take_invitation()
         self.secret = self.invitation.secret if self.invitation else ""
         self.joined: World | None = None
@@ -83,7 +83,7 @@ class AddressBook:
         return self.joined.name if self.joined else self._promised
 
     def is_own_world(self, world: str) -> bool:
-        """Return whether a process that names its world so is of this one; it may not know the newest name yet."""
+        """Return whether a process that gives its world this name is in it; it may not know the newest name yet."""
         own = self.joined.names if self.joined else frozenset()
         return world in own | {self._promised} - {""}
 
@@ -91,7 +91,7 @@ class AddressBook:
         self._book[(address.machine, address.pid)] = address
 
     def known(self) -> dict[Key, Address]:
-        """Without what the inviter has told; a copy, since threads add to it."""
+        """Return the addresses but those from the inviter; a copy, since threads add to it."""
         return self._book.copy()
 
     def drop(self, key: Key) -> None:
@@ -106,9 +106,9 @@ class AddressBook:
         return me.name if me else self._name or f"pid {os.getpid()}"
 
     def others(self) -> dict[Key, Address]:
-        """Everybody known but this process, the lowest first."""
+        """Return all known processes but this one, the lowest first."""
         known = self.known()
-        for key, each in self.heard.items():
+        for key, each in self.from_inviter.items():
             if key not in known or known[key].rank is None:
                 known[key] = each
         known.pop((HOST, os.getpid()), None)
@@ -116,7 +116,7 @@ class AddressBook:
         return dict(sorted(known.items(), key=lambda item: item[1].order))
 
     def _with_own_world_name(self, address: Address) -> Address:
-        """With this process's name for their common world, which the other may call by an older one."""
+        """Return an address with this process's name for their common world; the other may use an older one."""
         return dataclasses.replace(address, world=self.world) if self.is_own_world(address.world) else address
 
     def running(self) -> dict[Key, Address]:
@@ -129,7 +129,7 @@ class AddressBook:
         }
 
     def listen(self, host: str = LOOPBACK) -> Listener:
-        """Listen; at one more address where others cannot reach those that there are."""
+        """Listen; at one more address where others cannot reach the existing ones."""
         with self._listening:
             if not is_loopback(host) and host not in {each.host for each in self._listeners}:
                 self._open(host)
@@ -173,11 +173,11 @@ class AddressBook:
 
 
 def _without_replaced(known: dict[Key, Address]) -> dict[Key, Address]:
-    """Without the dead of this machine whose name and rank somebody else has by now."""
-    holders = Counter(each.seat for each in known.values())
+    """Drop the dead processes of this machine whose name and rank another one has by now."""
+    holders = Counter(each.slot for each in known.values())
 
     def is_replaced(each: Address) -> bool:
-        shared = each.seat is not None and holders[each.seat] > 1
+        shared = each.slot is not None and holders[each.slot] > 1
         return shared and each.machine == HOST and pid_state(each.pid, each.born) == "gone"
 
     return {key: each for key, each in known.items() if not is_replaced(each)}

@@ -2,10 +2,10 @@
 
 The store is found as soon as the main thread tries to enter a world. Every rank reads the group's own store, so two
 worlds over one store do not meet. But the store may outlive its ranks: after a restart torchrun gives the new ones the
-same server, and what the old ones wrote is still there. (Agents count restarts each for itself, so their number tells
-nothing.) So rank 0 makes a token for each default group it enters, and writes it down; the others take it over, and
-write theirs beside it. What bears the token is of now. What does not may be of a rank that has not entered yet, or of
-one that is long gone: it counts once its owner has answered.
+same server, and what the old ones wrote is still there. (Each agent counts restarts for itself, so their number means
+nothing.) So rank 0 makes a token for each default group it enters, and writes it there; the others take it over, and
+write it beside their own entries. An entry with the token is current. One without it may belong to a rank that has not
+entered yet, or to one that is long gone: it counts once its owner has answered.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ CONNECT_S: Final = 1.0
 WORLD_PREFIX: Final = "default_pg"
 FIRST_GROUP: Final = "0"
 WORKER: Final = "OFFBEAT_LIVENESS_WORKER"  # pid of the process that the wrapper runs
-ORPHAN: Final = "nobody restarts its ranks any more, nor ends those that are left"
+ORPHAN: Final = "no agent restarts its ranks any more, or ends those that are left"
 JOB: Final = "OFFBEAT_LIVENESS_JOB"
 PREFIX: Final = "offbeat-liveness"
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 2.0
 HASTE_S: Final = 1.0  # in which most have come; pauses grow from then on
-RANKS_PER_S: Final = 256  # that may ask the store on and on
+RANKS_PER_S: Final = 256  # that may poll the store all the time
 RANKS_IN_HASTE_PER_S: Final = 4096
 
 
@@ -78,9 +78,9 @@ class Keys:
 
 
 def job_of(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what tells the job of this process from others that run beside it; "" where nothing does.
+    """Return what distinguishes the job of this process from others that run beside it; "" where nothing does.
 
-    Worlds of one job may have stores of their own, such as a trainer's and its engines', so the store does not tell.
+    Worlds of one job may have stores of their own, such as a trainer's and its engines', so the store does not.
     """
     known = ((name, environment.get(name, "")) for name in (JOB, "SLURM_JOB_ID", "RAY_JOB_ID", "TORCHELASTIC_RUN_ID"))
     name, value = next(((name, value) for name, value in known if value), ("", ""))
@@ -142,7 +142,7 @@ def early_world() -> tuple[Any, int, int] | None:
     host, port = _meeting_point(arguments.get("init_method"))
     if not host:
         return None
-    _check_somebody_is_at(host, port)
+    _check_listening(host, port)
     store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
     return distributed.PrefixStore(group_prefix, distributed.PrefixStore(WORLD_PREFIX, store)), rank, size
 
@@ -152,18 +152,18 @@ def is_reachable(store: Any) -> bool:
     host, port = getattr(store, "host", ""), getattr(store, "port", 0)
     try:
         if host and port:
-            _check_somebody_is_at(host, port)
+            _check_listening(host, port)
     except StoreUnreachableError:
         return False
     return True
 
 
-def _check_somebody_is_at(host: str, port: int) -> None:
+def _check_listening(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
         raise StoreUnreachableError(
-            f"nobody answers at {host}:{port}, where the job's store should be: {error}"
+            f"no process answers at {host}:{port}, where the job's store should be: {error}"
         ) from error
 
 
@@ -198,8 +198,8 @@ class World:
 
     Args:
         store: a connection of our own, under the prefix of the default group.
-        secret: to propose; the first one's is everybody's.
-        is_formed: the default group is there, so everybody is about to enter it; else it is still waited for.
+        secret: to propose; all use the first one's.
+        is_formed: the default group is there, so all ranks are about to enter it; else it is still waited for.
 
     Attributes:
         secret: what messages within the world are sealed with.
@@ -238,7 +238,7 @@ class World:
 
     @property
     def is_in_haste(self) -> bool:
-        """Return whether it is worth looking more often than once a tick."""
+        """Return whether to look more often than once a tick."""
         return self.is_unsettled and self._pause_s < LAST_PAUSE_S / 4
 
     @property
@@ -251,7 +251,7 @@ class World:
         self._hurries_until_s = time.monotonic() + HASTE_S
 
     def doubt(self) -> None:
-        """Rank 0 is of another world: the token that was taken over may have been that of an earlier one."""
+        """Note that rank 0 is of another world: the token that was taken over may have been that of an earlier one."""
         if self.rank != 0:
             self._is_confirmed = False
             self.begin_anew()
@@ -260,7 +260,7 @@ class World:
         self._is_confirmed = self._is_confirmed or (bool(self._token) and name == self._token)
 
     def take_token(self) -> bool:
-        """Take over what rank 0 has written; whether that is news. Before the group is there it may be an old one."""
+        """Take over the token of rank 0, return whether it is new. Before the group is there it may be an old one."""
         if self.rank == 0 or not self.is_formed:
             return False
         token = self._keys.get("token")
@@ -278,7 +278,7 @@ class World:
             self._keys.count(f"{self.name}/count", 1)
 
     def read(self, ranks: set[int], *, now: bool) -> list[Address]:
-        """Addresses of some ranks: once all have come, or after a while, or `now`; [] while it is too early."""
+        """Return addresses of some ranks: once all have come, or after a while, or `now`; [] while it is too early."""
         time_s = time.monotonic()
         self._next_s = time_s + self._pause_s
         slowest_s = max(LAST_PAUSE_S, self.size / RANKS_PER_S)

@@ -5,7 +5,7 @@
 - `FolderMeeting`: processes outside of torch.distributed, through files in the dump folder.
 - `InvitationMeeting`: a process that was started from a watched one, on whatever host, at the monitor of that one. It
   got two environment variables for this; such as a driver and its rollout engines.
-- `Peers.learn`: whoever sends a message says where it listens.
+- `Peers.learn`: each sender of a message says where it listens.
 """
 
 import math
@@ -38,7 +38,7 @@ from offbeat_liveness._process.process_groups import bottom
 from offbeat_liveness._process.snapshot import from_data
 
 SHARED: Final = (
-    "the dump folder {directory} is used by another job too ({who}, {job}; this one is {own}): each is "
+    "the dump folder {directory} is used by another job too ({other}, {job}; this one is {own}): each is "
     "watched by itself, but their dumps are mixed. Give each job its own folder; if they are one run, give both the "
     "same OFFBEAT_LIVENESS_JOB"
 )
@@ -69,7 +69,7 @@ class StoreMeeting:
         return group is not None and group is self._joined_group()
 
     def needs_to_join(self) -> bool:
-        """Return whether there is a group to join, or it is time to look for somebody who is missing."""
+        """Return whether there is a group to join, or it is time to look for a rank that is missing."""
         group = process_groups.default_group()
         if group is not None and group is not self._joined_group():
             return True
@@ -108,7 +108,7 @@ class StoreMeeting:
             c10d = sys.modules["torch.distributed.distributed_c10d"]
             store = c10d._get_default_store()
             if not is_reachable(store):  # a new connection would be tried for the store's own timeout
-                raise StoreUnreachableError("nobody answers where the job's store should be")
+                raise StoreUnreachableError("no process answers where the job's store should be")
             self._publish(store.clone(), int(group.rank()), int(group.size()), is_formed=True)
             self._joined_group = weakref.ref(group)
         elif group is None and self._book.joined is None and (waits_long or is_wrapped_rank()):
@@ -117,7 +117,7 @@ class StoreMeeting:
                 self._publish(*early, is_formed=False)
 
     def _publish(self, store: Any, rank: int, size: int, *, is_formed: bool) -> None:
-        """Write down where this process listens, and agree on a secret with whoever came first."""
+        """Publish where this process listens, and agree on a secret with the rank that came first."""
         book = self._book
         store.set_timeout(STORE_TIMEOUT)
         proposed = book.secret or (_dumps.shared_secret(self._directory) if self._directory else "")
@@ -145,7 +145,7 @@ class StoreMeeting:
         if waits_long:
             self._read_again_s = time.monotonic() + RETRY_S
         if not world.is_reachable():
-            raise StoreUnreachableError("nobody answers any more where the job's store was")
+            raise StoreUnreachableError("no process answers any more where the job's store was")
         if world.take_token():
             self._forget_ranks()
             world.write(book.describe_anew(book.listen()))
@@ -158,7 +158,7 @@ class StoreMeeting:
         self._greet_first(world)
 
     def _take_in(self, world: World, found: Sequence[Address]) -> None:
-        """Take in what was in the store, if it is of this world: those that may be of an earlier one are asked."""
+        """Take in addresses of this world from the store: those that may be of an earlier one are asked."""
         unsure = {number: each for number, each in enumerate(found) if not world.is_of_now(each)}
         there = ask_all(unsure, {"ask": "ping"}, self._book.secret, HELLO_S)
         for number, each in enumerate(found):
@@ -168,14 +168,14 @@ class StoreMeeting:
                 world.missing.discard(each.rank or 0)
 
     def _forget_rank(self, newer: Address) -> None:
-        """Forget who had the same rank in this world before."""
+        """Forget the process that had the same rank in this world before."""
         for key, each in self._book.known().items():
             is_same = each.rank == newer.rank and self._book.is_own_world(each.world)
             if is_same and key != (newer.machine, newer.pid):
                 self._book.drop(key)
 
     def _greet_first(self, world: World) -> None:
-        """Let rank 0 know of this process, and hear whether it is of the same world."""
+        """Introduce this process to rank 0, and learn whether that is of the same world."""
         first = next((each for each in self._book.known().values() if each.rank == 0), None)
         if world.rank == 0 or first is None or not self._book.is_own_world(first.world):
             return
@@ -184,7 +184,7 @@ class StoreMeeting:
             world.confirm(str(reply.get("world", "")))
 
     def _doubtful(self) -> set[int]:
-        """Ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
+        """Return ranks whose address leads nowhere: a host may take its own name for loopback, as Debian does."""
         return {each.rank for each in self._ranks_elsewhere() if each.rank is not None and is_loopback(each.host)}
 
     def _ranks_elsewhere(self) -> list[Address]:
@@ -193,7 +193,7 @@ class StoreMeeting:
         return [each for each in known if self._book.is_own_world(each.world)]
 
     def note_rank(self, address: Address) -> None:
-        """A rank of this world has come to be known by a message, or rank 0 speaks of another world."""
+        """Note that a rank of this world is known by a message, or that rank 0 names another world."""
         world = self._book.joined
         if world is None or address.rank is None:
             return
@@ -215,7 +215,7 @@ class StoreMeeting:
 
 
 def _no_group() -> Any:
-    """Stands for a weak reference before there is a group."""
+    """Stand in for a weak reference before there is a group."""
     return None
 
 
@@ -231,7 +231,7 @@ class FolderMeeting:
         self.problem = ""
 
     def join(self) -> None:
-        """Write down where this process listens, and read who else did."""
+        """Publish where this process listens, and read the addresses of the others."""
         book, directory = self._book, self._directory
         if not book.secret:
             book.secret = _dumps.shared_secret(directory)
@@ -250,9 +250,9 @@ class FolderMeeting:
         own = job_of()
         if own and each.job and each.job != own:
             if not self.problem:  # a job may have a thousand ranks
-                pid = f"pid {each.pid}"  # which is its name, too, before it has a rank
-                who = pid if each.name == pid else f"{each.name}, {pid}"
-                self.problem = SHARED.format(directory=self._directory, own=own, who=who, job=each.job)
+                pid = f"pid {each.pid}"  # also its name before it has a rank
+                other = pid if each.name == pid else f"{each.name}, {pid}"
+                self.problem = SHARED.format(directory=self._directory, own=own, other=other, job=each.job)
             return
         self._book.add(each)
         if self._book.joined and each.rank is not None and self._book.is_own_world(each.world):
@@ -263,22 +263,22 @@ class FolderMeeting:
 
 
 class InvitationMeeting:
-    """Processes that were started from watched ones: the starter's monitor tells each of the others."""
+    """Processes that were started from watched ones: the starter's monitor gives each the others' addresses."""
 
     def __init__(self, book: AddressBook, directory: Path | None) -> None:
         self._book, self._directory = book, directory
-        self._told: Address | None = None
+        self._sent: Address | None = None
         self._again_s = -math.inf
         self._host_answers = True
 
     def needs_to_meet(self, *, waits_long: bool) -> bool:
-        """Return whether the process that invited this one is to be told something, or asked for somebody."""
+        """Return whether the inviter is to be sent this process's address, or asked for those of others."""
         if self._book.invitation is None or time.monotonic() < self._again_s:
             return False
-        return waits_long or self._told is None or self._told != self._book.me()
+        return waits_long or self._sent is None or self._sent != self._book.me()
 
     def meet(self) -> None:
-        """Say where this process listens, and hear of the others; what is known stays if there is no answer."""
+        """Send where this process listens, and receive the others' addresses; known ones stay if there is no answer."""
         invitation = self._book.invitation
         assert invitation is not None
         mine = self._book.describe_anew(self._book.listen())
@@ -286,15 +286,15 @@ class InvitationMeeting:
         self._again_s, self._host_answers = time.monotonic() + RETRY_S, reply is not None
         if reply is not None:
             known = [from_data(Address, each) for each in reply.get("addresses", [])]
-            self._told, self._book.heard = mine, {(each.machine, each.pid): each for each in known}
+            self._sent, self._book.from_inviter = mine, {(each.machine, each.pid): each for each in known}
 
-    def hear_news(self) -> None:
-        """Ask for those who have come since, before a decision on all of them; not where nobody answered lately."""
+    def fetch_newcomers(self) -> None:
+        """Ask for newcomers before a decision on all processes; not where the inviter did not answer lately."""
         if self._book.invitation is not None and self._host_answers:
             self.meet()
 
     def invite(self, host: str) -> Invitation:
-        """Return where a process that is started from here meets the others; who was invited passes its invitation on.
+        """Return where a process started from here meets the others; an invited one passes its own invitation on.
 
         Raises:
             OSError: this process cannot listen at `host`.
@@ -310,10 +310,10 @@ class InvitationMeeting:
         return Invitation(listener.host, listener.port, book.secret)
 
     def greet(self, newcomer: Address) -> list[Address]:
-        """Take in an invited process, in place of a dead one of its name and rank; returns everybody known here."""
+        """Take in an invited process, in place of a dead one of its name and rank; return all known processes."""
         book, others = self._book, self._book.others()
         others.pop((newcomer.machine, newcomer.pid), None)
-        rivals = {key: each for key, each in others.items() if each.seat and each.seat == newcomer.seat}
+        rivals = {key: each for key, each in others.items() if each.slot and each.slot == newcomer.slot}
         for key in rivals.keys() - ask_all(rivals, {"ask": "ping"}, book.secret, RIVAL_S).keys():
             book.drop(key)
         book.add(newcomer)
@@ -336,7 +336,7 @@ class Peers(AddressBook):
         self._by_folder = FolderMeeting(self, directory) if directory is not None else None
         self._by_invitation = InvitationMeeting(self, directory)
         self.invite, self.greet = self._by_invitation.invite, self._by_invitation.greet
-        self.hear_news, self.is_meeting = self._by_invitation.hear_news, self._by_store.is_meeting
+        self.fetch_newcomers, self.is_meeting = self._by_invitation.fetch_newcomers, self._by_store.is_meeting
 
     @property
     def problem(self) -> str:
@@ -358,7 +358,7 @@ class Peers(AddressBook):
         return waits_long and (self._by_store.may_read_again() or self._by_folder is not None)
 
     def is_settled(self) -> bool:
-        """Return whether looks at the usual pace do: nothing is to be done at once."""
+        """Return whether looks at the usual pace suffice: nothing is to be done at once."""
         if self.joined is not None and self.joined.is_in_haste:
             return False
         if self._by_folder is not None and self.me() is None:
@@ -366,10 +366,10 @@ class Peers(AddressBook):
         return not flight_recorder.is_loaded() or self._by_store.is_joined()
 
     def keep_joined(self, *, waits_long: bool) -> None:
-        """Meet the others in every way that there is; called once a tick.
+        """Meet the others in every possible way; called once a tick.
 
         Args:
-            waits_long: the main thread has stood still for a while, maybe in init_process_group.
+            waits_long: the main thread has made no progress for a while, maybe in init_process_group.
         """
         self._by_store.join(waits_long=waits_long)
         if self._by_folder is not None:
@@ -392,7 +392,7 @@ class Peers(AddressBook):
             self._by_folder.close()
 
     def forget(self) -> None:
-        """In a forked child: nothing of this belongs to it, least of all the connection to the store."""
+        """Reset a forked child: nothing of this belongs to it, least of all the connection to the store."""
         self.joined = None
         for listener in self._listeners:
             listener.forget()

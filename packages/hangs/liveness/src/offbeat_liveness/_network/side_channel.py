@@ -148,7 +148,7 @@ def _mac(label: bytes, nonces: bytes, said: bytes, secret: str) -> bytes:
 class Address:
     """Address of the monitor of one process.
 
-    `born` tells it from a later bearer of its pid, `job` from processes of another job; "" where that is not known.
+    `born` distinguishes it from a later process with its pid, `job` from processes of another job ("" if unknown).
     """
 
     host: str
@@ -167,8 +167,8 @@ class Address:
         return self.rank is None, self.rank or 0, self.name, self.machine, self.pid
 
     @property
-    def seat(self) -> tuple[str, int | None] | None:
-        """Name and rank, which one process at a time has; None for those without a name of their own."""
+    def slot(self) -> tuple[str, int | None] | None:
+        """Name and rank, held by one process at a time; None for those without a name of their own."""
         is_named = self.name not in (f"rank {self.rank}", f"pid {self.pid}")
         return (self.name, self.rank) if is_named else None
 
@@ -197,14 +197,14 @@ class Endpoint(Protocol):
 
 
 class Listener:
-    """Answers the other monitors.
+    """Server that answers the other monitors.
 
-    One thread sleeps in a selector and reads the first bytes of all who connect. A message of the run then has a thread
+    One thread sleeps in a selector and reads the first bytes of all clients. A message of the run then has a thread
     of its own, since an answer may take a while (an investigation) and others must not wait for it.
 
     Args:
         host: address to bind; the port is chosen by the system.
-        secret: what a message must have been sealed with to be answered; nobody is while it is "".
+        secret: what a message must have been sealed with to be answered; none is while it is "".
     """
 
     def __init__(self, host: str, secret: Callable[[], str], answer: Answer) -> None:
@@ -212,7 +212,7 @@ class Listener:
         self._socket = socket.create_server((host, 0), backlog=1024)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
-        self._strangers: dict[socket.socket, _Unproven] = {}
+        self._pending: dict[socket.socket, _Unproven] = {}
         self._opened: deque[_Opened] = deque(maxlen=MAX_OPENED)
         self._num_answering, self._counting = 0, threading.Lock()
         self._takes_in = True
@@ -233,7 +233,7 @@ class Listener:
     def forget(self) -> None:
         """In a forked child: close the copies without disturbing the parent."""
         self._selector.close()
-        for each in (self._socket, self._wake, self._waker, *self._strangers):
+        for each in (self._socket, self._wake, self._waker, *self._pending):
             each.close()
 
     def _serve(self) -> None:
@@ -242,30 +242,30 @@ class Listener:
                 try:
                     self._step()
                 except (OSError, RuntimeError, ValueError):  # no descriptor or no thread to be had
-                    time.sleep(LACK_S)  # whoever falls silent may be ended
+                    time.sleep(LACK_S)  # a process that falls silent may be ended
         finally:
             self._selector.close()
-            for each in (self._wake, self._waker, *self._strangers):
+            for each in (self._wake, self._waker, *self._pending):
                 each.close()
 
     def _step(self) -> None:
-        oldest = next(iter(self._strangers.values()), None)
+        oldest = next(iter(self._pending.values()), None)
         wait_s = max(0.0, oldest.begun_s + self._patience_s - time.monotonic()) if oldest else None
         for chosen, _ in self._selector.select(wait_s):
             if self._is_closed:
                 return
             if chosen.fileobj is self._socket:
                 self._take_in()
-            elif chosen.fileobj in self._strangers:
-                self._read_on(self._strangers[chosen.fileobj])
+            elif chosen.fileobj in self._pending:
+                self._read_on(self._pending[chosen.fileobj])
         begun_s = time.monotonic() - self._patience_s
-        for late in [each for each in self._strangers.values() if each.begun_s <= begun_s]:
+        for late in [each for each in self._pending.values() if each.begun_s <= begun_s]:
             self._drop(late.connection).close()
-        self._take_in_if(len(self._strangers) < MAX_UNPROVEN)
+        self._take_in_if(len(self._pending) < MAX_UNPROVEN)
 
     @property
     def _patience_s(self) -> float:
-        return UNPROVEN_S if len(self._strangers) < MAX_UNPROVEN else CROWDED_S
+        return UNPROVEN_S if len(self._pending) < MAX_UNPROVEN else CROWDED_S
 
     def _take_in_if(self, has_room: bool) -> None:
         """Accept new connections if there is room; else they wait in the kernel."""
@@ -280,33 +280,33 @@ class Listener:
         greeting = hello()
         connection.setblocking(False)
         try:
-            connection.send(greeting)  # a new connection has room for so little
+            connection.send(greeting)  # a new connection has room for so few bytes
             self._selector.register(connection, selectors.EVENT_READ)
         except OSError:
             connection.close()
             return
-        self._strangers[connection] = _Unproven(connection, read_hello(greeting), time.monotonic())
+        self._pending[connection] = _Unproven(connection, read_hello(greeting), time.monotonic())
 
     def _drop(self, connection: socket.socket) -> socket.socket:
-        del self._strangers[connection]
+        del self._pending[connection]
         self._selector.unregister(connection)
         return connection
 
-    def _read_on(self, stranger: "_Unproven") -> None:
-        """Read no more than the header; what follows is read by the thread that answers, if there is to be one."""
-        connection = stranger.connection
+    def _read_on(self, client: "_Unproven") -> None:
+        """Read no more than the header; the thread that answers, if there is to be one, reads the rest."""
+        connection = client.connection
         try:
-            part = connection.recv(HEADER_BYTES - len(stranger.header))
+            part = connection.recv(HEADER_BYTES - len(client.header))
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        stranger.header += part
-        if part and len(stranger.header) < HEADER_BYTES:
+        client.header += part
+        if part and len(client.header) < HEADER_BYTES:
             return
         self._drop(connection)
         try:
-            opened = open_question(bytes(stranger.header), stranger.nonce, self._secret()) if part else None
+            opened = open_question(bytes(client.header), client.nonce, self._secret()) if part else None
         except RefusedError:
             opened = None
         if opened is None or len(self._opened) == MAX_OPENED:
@@ -318,7 +318,7 @@ class Listener:
     def _answer_in_a_thread(self) -> None:
         with self._counting:
             if self._num_answering == MAX_ANSWERING:
-                return  # one of these goes on with it
+                return  # one of these takes it next
             self._num_answering += 1
         try:
             OwnThread(self._answer_all, "answer").start()
@@ -363,7 +363,7 @@ class _Unproven:
 
 @dataclass(eq=False)
 class _Opened:
-    """A question of the run, of which only the header was read."""
+    """A question of the run; only its header has been read."""
 
     connection: socket.socket
     num_bytes: int
@@ -372,7 +372,7 @@ class _Opened:
 
 
 def _read_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> bytes:
-    """So many bytes; a sender that is not done at `end_s` is cut off."""
+    """Read exactly so many bytes; a sender that is not done at `end_s` is cut off."""
     data = bytearray()
     while len(data) < num_bytes:
         connection.settimeout(max(0.001, end_s - time.monotonic()))
@@ -392,7 +392,7 @@ def ask_all(doors: Mapping[Any, Endpoint], message: Message, secret: str, timeou
     """Ask many one question at once.
 
     Returns:
-        Replies by the keys of `doors`; without those who refused, failed, were late, or are not of this run.
+        Replies by the keys of `doors`; without those that refused, failed, were late, or are not of this run.
     """
     end_s = time.monotonic() + timeout_s
     body = encode(message)
@@ -403,7 +403,7 @@ def ask_all(doors: Mapping[Any, Endpoint], message: Message, secret: str, timeou
             while waiting and _begin(selector, *waiting[0], Question(body, secret)):
                 waiting.popleft()
             for chosen, _ in selector.select(left_s if selector.get_map() else min(left_s, LACK_S)):
-                _go_on(selector, chosen, replies)
+                _advance(selector, chosen, replies)
         for chosen in list(selector.get_map().values()):
             chosen.fileobj.close()  # type: ignore[union-attr]
     return replies
@@ -456,7 +456,7 @@ class _Exchange:
         return decode(check_body(data, self.digest))
 
 
-def _go_on(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, replies: dict[Any, Message]) -> None:
+def _advance(selector: selectors.BaseSelector, chosen: selectors.SelectorKey, replies: dict[Any, Message]) -> None:
     connection, each = chosen.fileobj, chosen.data
     assert isinstance(connection, socket.socket)
     try:

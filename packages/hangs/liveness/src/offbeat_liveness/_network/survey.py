@@ -1,7 +1,7 @@
-"""The leader's look at all processes: asks everybody at once, and finds out about those who do not answer.
+"""The leader's look at all processes: asks them all at once, and finds out about those that do not answer.
 
-In a small run all tell everything. In a large one all tell a summary (what the graph needs, without what only people
-read), and then the few tell everything whom a verdict will be about.
+In a small run all send full snapshots. In a large one all send a summary (what the graph needs, without what only
+people read), and then the few that a verdict will be about send full ones.
 
 A rank may hold the GIL for minutes in native code, or its host may be busy; then its monitor is silent and nothing is
 wrong. So silence counts only after several looks in which neither the process nor any descendant did anything.
@@ -39,13 +39,13 @@ OLDEST_WAITS: Final = 4
 PATIENT_LOOKS: Final = 3
 FORGOTTEN_S: Final = 60.0  # a look this long ago says nothing about now
 MOVING_CORES: Final = 0.05
-# A process that is there, or of which nothing is known, may be silent for a while and be well.
+# A process that exists, or about which nothing is known, may be silent for a while and be well.
 PATIENT_FATES: Final[frozenset[Fate]] = frozenset(("silent", "unreachable"))
 FIRST_CALL_S: Final = 0.7
 SECOND_CALL_S: Final = 0.5
-REFUSALS_S: Final = 0.5  # for asking who listens no more: a host that is busy answers late
+REFUSALS_S: Final = 0.5  # to find processes that listen no more: a busy host answers late
 CALL_S_PER_PEER: Final = 0.001
-FEW: Final = 64  # in a run of so many all tell everything at once
+FEW: Final = 64  # in a run of so many all send full snapshots at once
 MAX_WITH_LEFT: Final = 16
 FATE_BY_PID: Final[dict[str, Fate]] = {
     "runs": "silent", "stopped": "stopped", "gone": "killed", "unknown": "unreachable",
@@ -53,7 +53,7 @@ FATE_BY_PID: Final[dict[str, Fate]] = {
 
 
 def summarize(head: ProcessSnapshot) -> ProcessSnapshot:
-    """Without stacks but the innermost frames of the oldest wait, and without groups that were never used."""
+    """Drop stacks but the innermost frames of the oldest wait, and groups that were never used."""
     waiting = {wait.thread for wait in head.waits}
     return dataclasses.replace(
         head,
@@ -89,16 +89,16 @@ def summary_data(head: ProcessSnapshot) -> dict[str, Any]:
 
 
 def read_summary(data: Mapping[str, Any]) -> tuple[ProcessSnapshot, list[tuple[str, int]]]:
-    """Return a summary from its data; and the processes whose end that one was told, by host and pid."""
+    """Return a summary from its data; and the processes whose exit notices that one received, by host and pid."""
     groups = [{**each, "ranks": _ranks(each.get("ranks", ()))} for each in data.get("groups", ())]
     left = [(str(host), int(pid)) for host, pid in data.get("left_keys", ())]
     return from_data(ProcessSnapshot, {**data, "groups": groups}), left
 
 
 def choose_few(graph: WaitGraph) -> list[str]:
-    """Whose snapshots are to be read in full, of a graph of summaries.
+    """Choose from a graph of summaries the processes whose snapshots are to be read in full.
 
-    Who has waited longest, whom they wait for, and who may have differed there.
+    These are the ones that have waited longest, those they wait for, and those that may have differed there.
     """
     few: dict[str, None] = {}
     for head, wait in graph.stalled[:OLDEST_WAITS]:
@@ -111,7 +111,7 @@ def choose_few(graph: WaitGraph) -> list[str]:
 
 
 def _forgotten_by(graph: WaitGraph, head: ProcessSnapshot, wait: Wait) -> list[str]:
-    """Members that have entered the collective of a wait so long ago that their summary does not hold it."""
+    """Return members that have entered the collective of a wait so long ago that their summary does not hold it."""
     group = next((each for each in head.groups if each.name == wait.group), None)
     if wait.kind != "collective" or group is None:
         return []
@@ -182,12 +182,12 @@ class SilenceHistory:
     def __init__(self) -> None:
         self._by_key: dict[Key, Silence] = {}
 
-    def heard(self, keys: Iterable[Key]) -> None:
+    def note_answers(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._by_key.pop(key, None)
 
     def note(self, key: Key, *usages: TreeUsage | None) -> None:
-        """One look more in which a process gave no answer, and what it had used at some moments of it."""
+        """Count one more look in which a process gave no answer, with its usage at some moments of it."""
         known, now_s = self._by_key.get(key, Silence()), time.monotonic()
         if now_s - known.time_s > FORGOTTEN_S:
             known = Silence()
@@ -207,10 +207,10 @@ class SilenceHistory:
         return fate not in PATIENT_FATES or self._by_key.get(key, Silence()).num_looks >= PATIENT_LOOKS
 
     def stand_in(self, address: Address, still_s: float, *, is_leaving: bool = False) -> ProcessSnapshot:
-        """Return a snapshot for a process that cannot speak for itself: it counts as slow, not as dead.
+        """Return a snapshot for a process that does not answer: it counts as slow, not as dead.
 
         `still_s` is how long others have waited for it at most; `is_leaving` whether it listens no more, as a process
-        on its way out, whose monitor has ended.
+        that is exiting, whose monitor has ended.
         """
         known = self._by_key.get((address.machine, address.pid), Silence())
         note = f"{address.name} does not answer ({known.num_looks} of {PATIENT_LOOKS} looks)"
@@ -219,7 +219,7 @@ class SilenceHistory:
         elif known.is_moving:
             note = f"{address.name} does not answer, but computes: native code in it holds the GIL, or its host is busy"
         busy = max(known.busy, BUSY)
-        is_heard = is_leaving or known.is_moving  # what it does is known though it says nothing
+        is_heard = is_leaving or known.is_moving  # what it does is known although it does not answer
         return _snapshot_of(
             address, time_s=time.time(), still_s=still_s, busy=busy, notes=(note,), is_heard=is_heard, is_stand_in=True
         )
@@ -230,12 +230,12 @@ def head_answer(head: ProcessSnapshot, *, in_brief: bool) -> dict[str, Any]:
 
 
 class Survey:
-    """Asks all processes, and remembers from look to look who was silent."""
+    """Survey of all processes, which remembers from look to look those that were silent."""
 
     def __init__(self, peers: Peers, directory: Path | None) -> None:
         self._peers, self._directory = peers, directory
         self._silences = SilenceHistory()
-        self._said: dict[Key, ProcessSnapshot] = {}  # the last that each process said of itself
+        self._said: dict[Key, ProcessSnapshot] = {}  # the last snapshot that each process sent of itself
 
     def look(
         self,
@@ -249,9 +249,9 @@ class Survey:
 
         Args:
             own: snapshot of this process.
-            left: last snapshots of processes that have ended; filled up with what the others heard, and with the last
-                words of those that are gone.
-            last_words: what processes have said that may have been about to end.
+            left: last snapshots of processes that have ended; filled up with exit notices that the others received,
+                and with the last words of those that are gone.
+            last_words: last words of processes that may have been about to end.
             stall_after_s: what counts as too long.
         """
         others = self._peers.others()
@@ -267,7 +267,7 @@ class Survey:
             for key in quiet:
                 self._silences.note(key, before.get(key), after.get(key))
         left.update({key: last_words[key] for key in quiet if fates[key] == "killed" and key in last_words})
-        self._silences.heard(heads)
+        self._silences.note_answers(heads)
         self._said = {key: each for key, each in (self._said | heads).items() if key in others}
         heads |= self._stand_ins(quiet, fates, heads, left)
         if len(others) > FEW:
@@ -296,7 +296,7 @@ class Survey:
     def _call(
         self, addresses: Mapping[Key, Address], left: dict[Key, ProcessSnapshot], timeout_s: float
     ) -> dict[Key, ProcessSnapshot]:
-        """Snapshots of those who answer, summaries where they are many; fills up `left`."""
+        """Return snapshots of those that answer, summaries where they are many; fill up `left`."""
         in_brief = len(addresses) > FEW
         message = {"ask": "head", "brief": in_brief, **self._peers.introduce()}
         replies = ask_all(addresses, message, self._peers.secret, timeout_s + CALL_S_PER_PEER * len(addresses))
@@ -328,9 +328,9 @@ class Survey:
         others: Mapping[Key, Address],
         stall_after_s: float,
     ) -> dict[Key, ProcessSnapshot]:
-        """Second round of a large run: full snapshots of those whom a verdict may tell of."""
+        """Return full snapshots of those that a verdict may be about: the second round of a large run."""
         graph = WaitGraph(heads=[own, *heads.values()], stall_after_s=stall_after_s)
-        keys = {told.name: key for key, told in zip(heads, graph.heads[1:], strict=True)}
+        keys = {named.name: key for key, named in zip(heads, graph.heads[1:], strict=True)}
         few = {keys[name]: others[keys[name]] for name in choose_few(graph) if name in keys}
         found: dict[Key, ProcessSnapshot] = {}
         wanted = list(few)
@@ -345,11 +345,11 @@ class Survey:
         heads: Mapping[Key, ProcessSnapshot],
         left: Mapping[Key, ProcessSnapshot],
     ) -> dict[Key, ProcessSnapshot]:
-        """Snapshots for processes that have been silent in too few looks."""
+        """Return snapshots for processes that have been silent in too few looks."""
         still_s = max((wait.age_s for head in heads.values() for wait in head.waits), default=0.0)
         end_s = time.monotonic() + REFUSALS_S
         return {
-            key: self._as_last_heard(key)
+            key: self._as_last_seen(key)
             or self._silences.stand_in(
                 address,
                 still_s,
@@ -359,8 +359,8 @@ class Survey:
             if key not in left and not self._silences.is_over(key, fates[key])
         }
 
-    def _as_last_heard(self, key: Key) -> ProcessSnapshot | None:
-        """Return a process that waited when it was last heard still does, as far as is known."""
+    def _as_last_seen(self, key: Key) -> ProcessSnapshot | None:
+        """Return the last snapshot of a process if it waited in it: it still does, as far as is known."""
         head = self._said.get(key)
         if head is None or all(wait.kind == "outside" for wait in head.waits):
             return None
@@ -369,7 +369,7 @@ class Survey:
     def _ask_fates(
         self, quiet: Mapping[Key, Address], heads: Mapping[Key, ProcessSnapshot]
     ) -> tuple[dict[Key, Fate], dict[Key, TreeUsage]]:
-        """Fates by pid, and what those that run have used: looked up here, or by who answers on the same machine."""
+        """Return fates by pid, and the usage of those that run: read here, or by a process on the same machine."""
         fates: dict[Key, Fate] = {}
         usage: dict[Key, TreeUsage] = {}
         for machine in {each.machine for each in quiet.values()}:
@@ -422,7 +422,7 @@ def _absent(
 
 
 def _snapshot_of(address: Address, **said: Any) -> ProcessSnapshot:
-    """Make the snapshot of a process that does not speak for itself."""
+    """Make the snapshot of a process that does not answer."""
     head = ProcessSnapshot(
         key=f"{address.machine}:{address.pid}", name=address.name, rank=address.rank, world=address.world
     )
@@ -437,7 +437,7 @@ def _absent_by_own_word(head: ProcessSnapshot, address: Address) -> AbsentProces
 
 
 def _unknown(peers: Peers, heads: Sequence[ProcessSnapshot]) -> list[AbsentProcess]:
-    """Ranks of the world without an address: the world cannot have formed without them, unless they run no monitor."""
+    """Return ranks without an address: the world cannot have formed without them, unless they run no monitor."""
     fate: Fate = "unwatched" if any(head.groups for head in heads) else "never-came"
     return [
         AbsentProcess(name=f"rank {rank}", rank=rank, world=peers.world, fate=fate)

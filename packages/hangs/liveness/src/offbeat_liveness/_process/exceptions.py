@@ -1,6 +1,6 @@
 """Ends of a process, and exceptions that explain them: of its main thread, of its other threads, of native code.
 
-A process that is killed cannot say anything; that is how the others tell.
+A process that is killed cannot report anything; that is how the others recognize it.
 """
 
 import atexit
@@ -22,8 +22,8 @@ from offbeat_liveness._process.proc import HOST
 from offbeat_liveness._process.snapshot import CallSite
 from offbeat_liveness._process.stacks import OWN_THREADS, current_exceptions, main_thread_ident, readable
 
-Farewell = Callable[[BaseException | None, bool], None]
-"""Told the exception, if there is one, and whether the end is certain."""
+ReportEnd = Callable[[BaseException | None, bool], None]
+"""Called with the exception, if there is one, and whether the end is certain."""
 OUTERMOST: Final = ("<module>", "_run_module_as_main")
 """Functions that the interpreter calls to run a program: a script, or the module of `python -m`."""
 FINALIZERS: Final = "/multiprocessing/util.py"
@@ -38,7 +38,7 @@ NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 
 class ErrorNotes:
-    """Remembers the last errors that this process has survived: one of them may be why it does not go on."""
+    """Record of the last errors that this process has survived: one of them may be why it does not continue."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int]] = {}  # when last, and how often
@@ -49,29 +49,29 @@ class ErrorNotes:
         if len(self._seen) > MAX_REMEMBERED:
             self._seen.pop(next(iter(self._seen)), None)
 
-    def told_by(self, who: str) -> tuple[str, ...]:
-        """Lines for a verdict, each with the name of this process and how long ago it was."""
+    def lines_for(self, name: str) -> tuple[str, ...]:
+        """Return lines for a verdict, each with the name of this process and how long ago it was."""
         now_s = time.monotonic()
         return tuple(
-            f"{who}: {text}, {f'{count} times, the last ' if count > 1 else ''}{now_s - seen_s:.0f} s ago"
+            f"{name}: {text}, {f'{count} times, the last ' if count > 1 else ''}{now_s - seen_s:.0f} s ago"
             for text, (seen_s, count) in self._seen.copy().items()
         )
 
 
 class ExitHook:
-    """Calls `farewell` with how this process ends: the exception that ends its main thread, or None.
+    """Hook that calls `report_end` with how this process ends: the exception that ends its main thread, or None.
 
-    sys.excepthook tells of scripts; atexit of an orderly end; multiprocessing's children reach neither (before Python
-    3.13 they skip atexit, and they print exceptions themselves), so a finalizer of theirs tells, with the exception
-    that is in flight.
+    sys.excepthook is called for scripts, atexit at an orderly end; multiprocessing's children reach neither (before
+    Python 3.13 they skip atexit, and they print exceptions themselves), so a finalizer of theirs reports, with the
+    exception that is in flight.
 
-    Programs call these too, and go on: sys.excepthook to print an error that they have caught, atexit's functions
-    before they turn into another program. So an end is certain, and told once, only where the program's outermost frame
-    runs no more. All else are last words, which count once the process has gone.
+    Programs call these too, and keep running: sys.excepthook to print an error that they have caught, atexit's
+    functions before they turn into another program. So an end is certain, and reported once, only where the program's
+    outermost frame runs no more. All else are last words, which count once the process is gone.
     """
 
-    def __init__(self, farewell: Farewell, notes: ErrorNotes) -> None:
-        self._farewell, self._notes, self._is_said, self._pid = farewell, notes, False, os.getpid()
+    def __init__(self, report_end: ReportEnd, notes: ErrorNotes) -> None:
+        self._report_end, self._notes, self._is_said, self._pid = report_end, notes, False, os.getpid()
         self._reported: Description | None = None
         self._words_s = -LAST_WORDS_S
         self._hook = sys.excepthook
@@ -116,17 +116,17 @@ class ExitHook:
     def _say(self, error: BaseException | None) -> None:
         if not self._is_said and os.getpid() == self._pid:
             self._is_said = True
-            self._call_farewell(error, is_certain=True)
+            self._report(error, is_certain=True)
 
     def _say_last_words(self, error: BaseException | None) -> None:
         now_s = time.monotonic()
         if not self._is_said and os.getpid() == self._pid and now_s - self._words_s >= LAST_WORDS_S:
             self._words_s = now_s
-            self._call_farewell(error, is_certain=False)
+            self._report(error, is_certain=False)
 
-    def _call_farewell(self, error: BaseException | None, *, is_certain: bool) -> None:
+    def _report(self, error: BaseException | None, *, is_certain: bool) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
-            self._farewell(error, is_certain)
+            self._report_end(error, is_certain)
 
 
 def _is_main_thread() -> bool:
@@ -146,7 +146,7 @@ def _running_frames() -> list[FrameType]:
 def _has_ended_program(error: BaseException) -> bool:
     """Return whether an exception has left the outermost frame of the program, so that Python ends next.
 
-    Under `python -i` a person goes on in a console.
+    Under `python -i` a person continues in a console.
     """
     trace = error.__traceback__
     first = trace.tb_frame if trace is not None else None
@@ -165,7 +165,7 @@ def _is_ending() -> bool:
 
 
 def _is_console(caller: FrameType | None) -> bool:
-    """Return whether a console, pdb's too, has printed an error and goes on; at the end no code calls the hook."""
+    """Return whether a console, pdb's too, has printed an error and continues; at the end no code calls the hook."""
     return caller is not None and caller.f_globals.get("__name__") == "code"
 
 
@@ -217,8 +217,8 @@ class CrashFile:
     """Has faulthandler write to a file in the dump folder, unless the program uses faulthandler itself.
 
     It keeps the Python stack of a process that native code ends, as gloo does when more bytes come than a tensor holds.
-    A program that enables faulthandler later takes it over, and loses it when this is closed: Python does not tell
-    whose file it writes to.
+    A program that enables faulthandler later takes it over, and loses it when this is closed: Python does not say
+    which file it writes to.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -236,7 +236,7 @@ class CrashFile:
             self._path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """In a forked child: the file is the parent's."""
+        """Leave the file to the parent, in a forked child."""
         if self._file is not None:
             faulthandler.disable()
             self._file.close()
@@ -261,7 +261,7 @@ def read_crash(directory: Path | None, machine: str, pid: int) -> tuple[str, tup
     except OSError:
         return "", ()
     reason = REASON.search(text)
-    main_thread = text.rpartition("hread 0x")[2]  # told last; the one that crashed may be a thread without Python
+    main_thread = text.rpartition("hread 0x")[2]  # comes last; the one that crashed may be a thread without Python
     sites = [
         CallSite(file=each["file"], line=int(each["line"]), function=each["function"])
         for each in FRAME.finditer(main_thread)

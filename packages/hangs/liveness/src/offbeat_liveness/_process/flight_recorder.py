@@ -1,9 +1,9 @@
-"""Reads torch's flight recorder, which has written down each collective of this process already.
+"""Reader of torch's flight recorder, which has recorded each collective of this process already.
 
 What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
 
 - It is on by default (2000 entries for all groups together; `TORCH_FR_BUFFER_SIZE=0` turns it off) for gloo and nccl,
-  and it sees collectives whoever issues them, Python or C++ (DDP, FSDP, Megatron): group, operation, tensor sizes and
+  and it sees collectives of any caller, Python or C++ (DDP, FSDP, Megatron): group, operation, tensor sizes and
   dtypes, the number of the collective within its group (`collective_seq_id`), the time, the thread, and whether it is
   over (`retired`).
 - gloo: `state` is always "scheduled" and no start or completion times are given, so `retired` is all there is to go
@@ -15,17 +15,17 @@ What it gives in torch 2.13 (measured on gloo; for nccl as torch documents it):
   an entry is "scheduled" for ever, and then one entry that closes the region ("nccl:coalesced", or
   "nccl:ALLGATHER_coalesced"), which has the events and neither tensors nor an `op_id` of its own. It counts as a
   collective even where it closes a batch of p2p, and then bears the number of the last collective. So a region is read
-  as a whole: its state is that of its closing entry, its calls are what there is to tell.
+  as a whole: its state is that of its closing entry, its calls are the ones to report.
 - nccl: a dump of entries asks the device about each that is not over, which can take for ever: `nccl_recorder` asks
-  without standing still with it. A dump without entries asks nothing and takes no lock.
-- `pg_config` does not tell gloo groups apart, so the members of a group are taken from torch.distributed's own tables.
+  without hanging with it. A dump without entries asks nothing and takes no lock.
+- `pg_config` does not distinguish gloo groups, so members of a group are taken from torch.distributed's own tables.
 - Not recorded: root ranks and reduce operations, store waits, `monitored_barrier`, `new_group`,
   `init_process_group`, and anything outside torch.distributed.
 - There are two recorders: nccl's groups write into one of their own, which `_dump_nccl_trace*` reads and only builds
-  with nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what stands in both counts once. In
+  with nccl have; all others into the one of `_dump_fr_trace*`. Both are read, and what is in both counts once. In
   builds with another library of NVIDIA's interface the first holds that one's entries.
 
-It may be read only while the groups of this process stand still (`StillRecorder`). torch 2.13 writes its tables of
+It may be read only while the groups of this process are idle (`StillRecorder`). torch 2.13 writes its tables of
 groups under a lock and reads them without it: `dump` and `dump_json` walk `pg_config`, which each new group enters and
 one of the same name overwrites, and `pg_status`, which a group enters with its first collective, as a null pointer for
 a moment. A reader that meets such a write dies of SIGSEGV. Counters are words, and entries are copied under the lock.
@@ -35,8 +35,8 @@ counted the collective and before it writes. So while no count has changed for a
 A group enters `pg_config` without the GIL, at the end of its making: that is to have stood much longer.
 
 torch before 2.13 takes the GIL for the stack while it holds the recorder's lock. A reader with the GIL that waits for
-the lock would then stand still with the whole process, for ever; so there a thread that has counted is given longer to
-come by the GIL.
+the lock would then deadlock with the whole process, for ever; so there a thread that has counted is given longer to
+get the GIL.
 
 Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (collective, pointToPoint, startCoalescing,
 endCoalescing, initWork; its main branch after 2.13); 2.13.0, FlightRecorderDetail.hpp (recordWithResetEnabled,
@@ -130,9 +130,9 @@ def parse_transfers(entries: Iterable[RawEntry], members: Sequence[int] = ()) ->
 
 
 def _regions(entries: Iterable[RawEntry]) -> Iterator[Region]:
-    """Entries as they were launched, oldest first within each group; a closing entry without its calls is left out.
+    """Yield entries as they were launched, oldest first in each group; a closing entry without its calls is left out.
 
-    The ring has forgotten those calls then, and what the entry stands for cannot be told.
+    The ring has forgotten those calls then, so what the entry stands for is unknown.
     """
     waiting: dict[tuple[str, str], Region] = {}
     for entry in entries:
@@ -163,7 +163,7 @@ def _closes(entry: RawEntry) -> bool:
 
 
 def _may_be_coalesced(entry: RawEntry) -> bool:
-    """Return whether a device's backend has told nothing of an entry yet."""
+    """Return whether a device's backend has reported nothing about an entry yet."""
     return backend_of(entry) != "gloo" and entry["state"] == "scheduled" and not entry["retired"]
 
 
@@ -324,9 +324,9 @@ def _keep_inductor_out() -> None:
     """Keep torch from importing inductor to name the frames of compiled code while a run is stuck.
 
     Expected: a dump with stacks reads what was recorded. What happens in torch 2.13: its symboliser asks for
-    `torch._inductor`, which `torch.__getattr__` then imports (800 modules in 3 to 7 s). Where nobody has imported it,
-    there is no compiled code. So the symboliser is told that there is no such attribute, from the first dump on;
-    everybody else gets what torch gives. Can go when the symboliser looks into sys.modules itself.
+    `torch._inductor`, which `torch.__getattr__` then imports (800 modules in 3 to 7 s). Unless it has been imported
+    before, there is no compiled code. So from the first dump on the symboliser gets an AttributeError for it; all other
+    callers get what torch gives. Can go when the symboliser looks into sys.modules itself.
 
     Source: pytorch, torch/csrc/profiler/python/combined_traceback.cpp (appendSymbolized).
     """
@@ -381,7 +381,7 @@ class StillRecorder:
         return status_text() if self._is_still(frames) else None
 
     def entries(self) -> list[RawEntry] | None:
-        """Return what the recorder holds, with call sites; None if this process did not stand still for a moment."""
+        """Return what the recorder holds, with call sites; None if the groups were never idle for a moment."""
         give_up_s = time.monotonic() + self._patience_s
         while not self._is_still():
             if time.monotonic() >= give_up_s:
@@ -390,7 +390,7 @@ class StillRecorder:
         return read_entries(call_sites=True)
 
     def _is_still(self, frames: Mapping[int, FrameType] | None = None) -> bool:
-        """Return whether nobody makes a group, and none has counted, for a moment; about 1 µs for each group."""
+        """Return whether no thread makes a group, and no group has counted, for a moment; takes about 1 µs a group."""
         graph, now_s = _group_activity(frames), time.monotonic()
         if graph != self._seen:
             self.moved_s = now_s  # first: another thread may compare at any moment
@@ -400,7 +400,7 @@ class StillRecorder:
 
 
 def settled_s() -> float:
-    """Return how long nobody is to have counted before a recorder of this torch may be read."""
+    """Return for how long no group may have counted before a recorder of this torch may be read."""
     version = str(getattr(sys.modules.get("torch"), "__version__", "")).split(".")[:2]
     return CONTENDED_S if version in (["2", "11"], ["2", "12"]) else SETTLED_S
 

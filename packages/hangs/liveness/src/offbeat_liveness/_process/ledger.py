@@ -1,7 +1,7 @@
 """Waits that torch's flight recorder does not write down: declared waits, point-to-point, store waits.
 
 Of collectives only their `wait()` passes through here. Blocking calls of torch.distributed that are recorded nowhere
-(`monitored_barrier`, `new_group`, `init_process_group`) are read off the stack when a look is taken
+(`monitored_barrier`, `new_group`, `init_process_group`) are read from the stack when the monitor looks
 (`process_groups.torch_call`), so they cost nothing either.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 from offbeat_liveness._process.snapshot import WaitKind
 
 MAX_POSTED: Final = 256
-MAX_KEYS: Final = 4  # of one store wait that are told
+MAX_KEYS: Final = 4  # of one store wait that are reported
 P2P_CALLS: Final = ("send", "recv", "recv_anysource")
 STORE_CALLS: Final = ("get", "wait", "multi_get", "queue_pop", "queue_push")
 PATCHED: Final = "_offbeat_liveness"
@@ -133,7 +133,7 @@ class waiting:  # noqa: N801 - a context manager that reads as a verb, like cont
 
     Args:
         name: of the wait, such as "sample_queue.get".
-        on: who has to act: a process's name ("rollouter", "rank 3") or a role that several names begin with.
+        on: what has to act: a process's name ("rollouter", "rank 3") or a role that several names begin with.
         deadline_s: how long it may last while its producer moves; 10 × stall_after_s without it.
 
     Example:

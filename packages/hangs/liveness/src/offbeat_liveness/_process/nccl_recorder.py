@@ -1,17 +1,17 @@
-"""Asks torch's recorder of nccl for its entries, and does not stand still with it.
+"""Reader of torch's recorder of nccl, which does not hang with it.
 
-What its entries are, only the device knows: a dump queries the CUDA events of all that are not over. Torch's source
+Only the device knows the state of its entries: a dump queries the CUDA events of all that are not over. Torch's source
 says of such a query that it "can hang if another thread is holding the CUDA global context lock", as
 `cudaStreamSynchronize` does, which is what a stuck process stands in. The Python functions (`_dump_nccl_trace`) keep
-the GIL meanwhile: the whole process would stand still for its monitor's question, and then be blamed for it.
+the GIL meanwhile: the whole process would hang because of its monitor's question, and then be blamed for it.
 
 So it is asked through torch's own server of such questions (`_WorkerServer`), whose threads are C++ and hold no GIL:
 over a socket in a folder that only this user can enter, made at the first question (torch then says "Server
-listening" on stderr, once). Who gets no answer for `ANSWER_S` goes on without, and does not ask again before the answer
-has come. While nccl's counters stand still the entries do too, so they are asked for every `FRESH_S` at most.
+listening" on stderr, once). If no answer comes for `ANSWER_S`, the monitor continues without, and does not ask again
+before it has come. While nccl's counters do not change the entries do not either, so it asks every `FRESH_S` at most.
 
 A dump reads two tables without their lock (see `flight_recorder`). Without the GIL, a thread that uses a group of nccl
-for the very first time within those microseconds could meet it there; whoever asks has seen nobody move for a while.
+for the very first time within those microseconds could meet it there; but the monitor asks only after a quiet while.
 
 Source: pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (finishedGPUExecutionInternal), FlightRecorderCuda.cpp
 (dump_nccl_trace_pickle), init.cpp (_dump_nccl_trace), and FlightRecorderDetail.hpp of 2.13 (dump_entries).
@@ -128,14 +128,14 @@ class NcclRecorder:
                 _remove(folder, os.getpid())
                 raise
             atexit.register(_remove, folder, os.getpid())
-            # Its destructor waits for its threads, one of which may wait for a device for ever: so nobody destroys it.
+            # Its destructor waits for its threads, and one may wait for a device for ever: so it is never destroyed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
             self.folder, self._path = folder, path
         return self._path
 
 
 def remove_folder() -> None:
-    """Take the socket's folder away, for who leaves without Python's own end."""
+    """Remove the socket's folder, for a process that exits without Python's own finalization."""
     if NCCL.folder:
         _remove(NCCL.folder, os.getpid())
 

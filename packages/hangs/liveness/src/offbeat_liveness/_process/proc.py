@@ -31,7 +31,7 @@ MAX_PORTS: Final = 64
 
 
 def _name_host() -> str:
-    """Name of this host, with what tells it from another of that name: only where it is the same may pids be compared.
+    """Return a name of this host that no other one of that name has: only where it is the same may pids be compared.
 
     Source: proc_sys_kernel(5), random/boot_id; namespaces(7), /proc/pid/ns/pid.
     """
@@ -51,7 +51,7 @@ def pid_state(pid: int, born: int = 0) -> PidState:
 
 
 def state_and_letter(pid: int, born: int = 0) -> tuple[PidState, str]:
-    """`pid_state`, and the kernel's letter: S and D wait, R is on a core or ready for one; "?" where it is not told.
+    """Return `pid_state`, and the kernel's letter: S and D wait, R is on a core or ready for one; "?" if unknown.
 
     Source: proc_pid_stat(5): state is field 3, the first after the name in parentheses; starttime is field 22.
     """
@@ -68,7 +68,7 @@ def state_and_letter(pid: int, born: int = 0) -> tuple[PidState, str]:
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:
-    """Seconds that a thread has run or been ready to run; 0 where the platform does not tell.
+    """Return seconds that a thread has run or been ready to run; 0 where the platform does not report them.
 
     Waiting for a core counts: on a crowded machine a thread that computes may get little of one.
 
@@ -84,33 +84,33 @@ def thread_cpu_s(pid: int, thread: int) -> float:
 def is_at_work(pid: int, thread: int) -> bool:
     """Return whether a thread runs or is ready to (R), or waits in the kernel for a disk or network file system (D).
 
-    Its CPU alone does not tell: the kernel counts the time on a run queue when it ends, and on a crowded machine that
-    takes seconds (measured: nothing for 1.8 s, then all of it). No where the platform is silent.
+    Its CPU time alone does not show it: the kernel counts the time on a run queue when it ends, and on a crowded
+    machine that takes seconds (measured: nothing for 1.8 s, then all of it). False where the platform reports nothing.
     """
     fields = _stat_or_nothing(f"{pid}/task/{thread}")
     return bool(fields) and fields[STATE] in AT_WORK
 
 
 def birth(pid: int) -> int:
-    """When a process started, in the kernel's clock ticks; 0 where the platform does not tell."""
+    """Return when a process started, in the kernel's clock ticks; 0 where the platform does not report it."""
     fields = _stat_or_nothing(str(pid))
     return int(fields[BORN]) if fields else 0
 
 
 def birth_of_thread(thread: int) -> int:
-    """When a thread of this process started, likewise."""
+    """Return when a thread of this process started, likewise."""
     fields = _stat_or_nothing(f"self/task/{thread}")
     return int(fields[BORN]) if fields else 0
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a child that has not been waited for yet, a signal below 0; None where it is not told.
+    """Return the exit code of a child that has not been waited for yet, a signal below 0; None where it is unknown.
 
     Source: proc_pid_stat(5): exit_code is field 52, in the form of waitpid.
     """
     fields = _stat_or_nothing(str(pid))
-    is_told = len(fields) > EXIT and fields[STATE] in DEAD
-    return os.waitstatus_to_exitcode(int(fields[EXIT])) if is_told else None
+    has_code = len(fields) > EXIT and fields[STATE] in DEAD
+    return os.waitstatus_to_exitcode(int(fields[EXIT])) if has_code else None
 
 
 def _stat_fields(task: str) -> list[bytes]:
@@ -119,7 +119,7 @@ def _stat_fields(task: str) -> list[bytes]:
 
 
 def _stat_or_nothing(task: str) -> list[bytes]:
-    """`_stat_fields`; [] where the process is gone, or the platform does not tell."""
+    """Return `_stat_fields`; [] where the process is gone, or the platform does not report them."""
     with contextlib.suppress(OSError):
         return _stat_fields(task)
     return []
@@ -146,7 +146,7 @@ class TcpSocket(NamedTuple):
 
 
 def tcp_sockets() -> Iterator[TcpSocket]:
-    """All of this network namespace; none where the platform does not tell.
+    """Yield all sockets of this network namespace; none where the platform does not report them.
 
     Source: proc_pid_net(5), tcp: local address, remote address and state are fields 1, 2 and 3, the inode field 9.
     """
@@ -159,9 +159,9 @@ def tcp_sockets() -> Iterator[TcpSocket]:
 
 
 def listening_ports() -> tuple[int, ...]:
-    """Return those of this process in order, so that whoever waits for an answer from one is led here.
+    """Return the ports of this process in order, by which a wait for an answer from one is traced to it.
 
-    None where the platform does not tell.
+    Empty where the platform does not report them.
     """
     own = set(_own_sockets())
     ports = {
@@ -189,7 +189,7 @@ class TreeUsage:
             send() and recv() is not counted by the kernel, and what is read from memory does not count.
         at_work: a thread is on a core or ready for one (R), or in the kernel for a disk or a network file system (D).
         time_s: monotonic seconds of this look.
-        num_processes: that were found; 0 where the platform does not tell.
+        num_processes: that were found; 0 where the platform does not report them.
     """
 
     cpu_s: float = 0.0
@@ -286,7 +286,7 @@ def _read_children(pid: int, thread: int) -> list[bytes]:
     """Children that one thread has started; [] for a thread that has just ended.
 
     Raises:
-        FileNotFoundError: this kernel does not tell (CONFIG_PROC_CHILDREN).
+        FileNotFoundError: this kernel does not list them (CONFIG_PROC_CHILDREN).
     """
     try:
         return _read_bytes(f"/proc/{pid}/task/{thread}/children").split()

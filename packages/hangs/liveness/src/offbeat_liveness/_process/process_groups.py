@@ -81,7 +81,7 @@ LIBRARIES: Final = ("torch/distributed", "vllm/distributed/utils.py", OWN_FOLDER
 
 
 def name_group(group: Any, axes: Sequence[str]) -> None:
-    """Tell the monitor which mesh axes a process group spans, so that a verdict can name them.
+    """Pass the mesh axes that a process group spans to the monitor, so that a verdict can name them.
 
     Args:
         group: a torch ProcessGroup.
@@ -97,7 +97,7 @@ def recent_collectives() -> list[Collective]:
 
     Torch itself keeps 2000 unless TORCH_FR_BUFFER_SIZE says otherwise.
 
-    For a thread that issues them, or while nobody does: torch lets nobody read while another thread first uses a group.
+    For a thread that issues them, or while none does: torch allows no reads while another thread first uses a group.
     """
     return parse_entries(flight_recorder.read_entries()) if flight_recorder.is_loaded() else []
 
@@ -109,7 +109,7 @@ def settled_collectives(*, patience_s: float = PATIENCE_S) -> list[Collective] |
         patience_s: how long to wait for a moment in which no thread makes or uses a group.
 
     Returns:
-        None when there was no such moment: torch lets nobody read while another thread writes.
+        None when there was no such moment: torch allows no reads while another thread writes.
     """
     if not flight_recorder.is_loaded():
         return []
@@ -126,7 +126,7 @@ def default_group() -> Any:
 
 
 def disown_world() -> None:
-    """In a forked child: the world that came with the fork is the parent's, whatever torch says."""
+    """Reset a forked child: the world that came with the fork is the parent's, whatever torch says."""
     _INHERITED.clear()
     group = default_group()
     if group is not None:
@@ -192,7 +192,7 @@ def _group_snapshot(group: Any, name: str, backend: Any, entries: Sequence[RawEn
         axes=_AXES.get(group) or _described_axes(group),
         backend=backend_name,
         entered=_entered(group, backend_name, recent, counter, knows_all=knows_all and not is_silent),
-        recent=tuple(_worth_telling(recent)),
+        recent=tuple(_to_report(recent)),
         transfers=tuple(transfers[:RECENT]),
         timeout_s=timeout_of(backend),
         is_foreign=is_foreign,
@@ -286,15 +286,15 @@ def _backends(group: Any) -> dict[str, Any]:
 
 
 def _backend_name(backend: Any) -> str:
-    """As its entries have it."""
+    """Return the name of a backend as its entries have it."""
     try:
         return str(backend.name())
     except (RuntimeError, AttributeError):
         return ""
 
 
-def _worth_telling(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return the newest, and whatever is not over, however old."""
+def _to_report(collectives: Sequence[Collective]) -> list[Collective]:
+    """Return the newest collectives, and all that are not over, however old."""
     cut = max(0, len(collectives) - RECENT)
     pending = [each for each in collectives[:cut] if not each.done]
     return pending[:RECENT] + list(collectives[cut:])
@@ -321,23 +321,23 @@ def _world() -> Any:
 
 
 class LeftGroups:
-    """Remembers each group as it was when destroy_process_group was called.
+    """Record of each group as it was when destroy_process_group was called.
 
-    Whoever still waits in one of them for this process waits for ever.
+    A rank that still waits in one of them for this process waits for ever.
 
     Args:
-        seat: token of the world and rank of this process in it, None before they are known.
+        place_in_world: token of the world and rank of this process in it, None before they are known.
         before: called before a group is destroyed, for what cannot be done after it.
-        complain: told what has failed here; the call itself goes on as without it.
+        complain: called with what has failed here; the call itself continues as without it.
     """
 
     def __init__(
         self,
-        seat: Callable[[], tuple[str, int] | None],
+        place_in_world: Callable[[], tuple[str, int] | None],
         before: Callable[[], None],
         complain: Callable[[str, Exception], None],
     ) -> None:
-        self._seat, self._before, self._complain = seat, before, complain
+        self._place_in_world, self._before, self._complain = place_in_world, before, complain
         self._left: list[LeftGroup] = []
         self._is_closed = False
 
@@ -373,9 +373,9 @@ class LeftGroups:
     def _groups_before(self) -> list[LeftGroup]:
         try:
             self._before()
-            seat = self._seat()
-            if seat is not None and default_group() is not None:
-                return [LeftGroup(world=seat[0], rank=seat[1], group=each) for each in group_snapshots(None)]
+            place = self._place_in_world()
+            if place is not None and default_group() is not None:
+                return [LeftGroup(world=place[0], rank=place[1], group=each) for each in group_snapshots(None)]
         except Exception as error:  # noqa: BLE001 - this is a call of the program's
             self._complain("a look before destroy_process_group", error)
         return []
@@ -401,7 +401,7 @@ class TorchCall:
         group: its process group object; None means the default group.
         peer: global rank of the other side, root or source, if the call has one.
         arguments: its local names, as they are now.
-        place: "host:port" or path of the store that it meets the others at, if the stack tells.
+        place: "host:port" or path of the store that it meets the others at, if the stack shows it.
         invited: the ranks that the innermost call of its kind was asked for: those of a new group.
     """
 

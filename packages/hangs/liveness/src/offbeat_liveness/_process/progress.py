@@ -26,7 +26,7 @@ Position = tuple[tuple[int, int], ...]
 class ThreadProgress:
     """Lines that one thread has been at since the last collective was issued or ended.
 
-    A loop that polls stands still: it shows no line that was not seen before.
+    A loop that polls makes no progress: it shows no line that was not seen before.
     """
 
     last: Position = ()
@@ -163,8 +163,8 @@ class ProgressTracker:
     def busy(self, worker: int = 0) -> float:
         """Share of the time since its last new line that its main thread or its worker has had work.
 
-        That is time on a core, or ready for one, or in the kernel for a disk: who writes a large file stands on one
-        line, uses no core, and is not stuck. What the looks have seen counts beside what the kernel has added up.
+        That is time on a core, or ready for one, or in the kernel for a disk: a thread that writes a large file stays
+        on one line, uses no core, and is not stuck. What the looks have seen counts beside the kernel's own sums.
         """
         self._sampled = {main_thread_ident(), worker}
         return max(self._thread_busy(ident) for ident in self._sampled)
@@ -194,7 +194,7 @@ class ProgressTracker:
         return max(self._thread_cpu_s(ident) - progress.cpu_s, progress.at_work_s) / passed_s if passed_s > 0 else 0.0
 
     def _thread_cpu_s(self, ident: int) -> float:
-        """CPU that a thread has used or waited for; of the whole process where the platform cannot tell."""
+        """CPU that a thread has used or waited for; of the whole process where the platform does not report it."""
         native_id = self._native_ids.get(ident)
         return (thread_cpu_s(os.getpid(), native_id) or time.process_time()) if native_id else 0.0
 

@@ -32,7 +32,7 @@ NUM_TRIES: Final = 2  # a new store of torch 2.13 gives the first try to reach i
 POLL_S: Final = 0.5  # a sleep that ends within this may be one of many that ask whether an operation is over
 OFF: Final = "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0): only sequence numbers and stacks are known"
 SILENT: Final = "torch's recorder of nccl did not answer: of its groups only sequence numbers are known"
-LOCKED: Final = 0.25  # share of stall_after_s after which a thread before a lock is told
+LOCKED: Final = 0.25  # share of stall_after_s after which a thread before a lock is reported
 MAX_LOCKED: Final = 8
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
@@ -158,7 +158,7 @@ class _Threads:
     def is_elsewhere(self, ident: int, backend: str) -> bool:
         """Return whether a thread that has posted an operation stands in something else: it may never wait for it.
 
-        Where that is a device's, nothing tells a thread that waits for the device from one that computes.
+        For a device's, a thread that waits for the device cannot be distinguished from one that computes.
         """
         frame = self.frame(ident)
         if frame is None or stands_in_torch(frame):
@@ -199,7 +199,7 @@ class _Threads:
 
 
 def _unlike(names: Mapping[int, str]) -> dict[int, str]:
-    """Names of threads, with their ident where several have the same: who is who is told by the name."""
+    """Return names of threads, with their ident where several share one: threads are identified by name."""
     counts = Counter(names.values())
     return {ident: name if counts[name] == 1 else f"{name} ({ident})" for ident, name in names.items()}
 
@@ -256,7 +256,7 @@ def _root(call: TorchCall | None, group: GroupSnapshot, entry: Collective) -> in
 
 
 def _stack_waits(groups: Sequence[GroupSnapshot], threads: _Threads) -> Iterator[Wait]:
-    """Calls that only the stack tells: rendezvous, monitored_barrier, and collectives while the recorder is off."""
+    """Yield calls that only the stack shows: rendezvous, monitored_barrier, and collectives without the recorder."""
     recorded = {group.name for group in groups if group.recent}
     written_down = {entry.thread: entry for entry in LEDGER.open_waits()}
     for ident, call in threads:
@@ -303,7 +303,7 @@ def _given_timeout_s(call: TorchCall) -> float | None:
 
 
 def _rendezvous(call: TorchCall, entry: Entry | None) -> dict[str, Any]:
-    """Making or ending groups; `on` is where a world meets, or who was asked into a group."""
+    """Return a wait in making or ending groups; `on` is where a world meets, or the ranks asked into a group."""
     place = (entry.on if entry is not None and entry.kind == "rendezvous" else "") or call.place
     asked = f"ranks {_in_short(call.invited)}" if call.invited and not place else ""
     ends = call.function == "destroy_process_group"

@@ -69,9 +69,9 @@ class GroupSnapshot:
     Args:
         name: torch's name of the group.
         ranks: global ranks of the members.
-        axes: mesh axes, if `name_group` told them.
+        axes: mesh axes, if `name_group` was given them.
         backend: such as "gloo".
-        entered: number of the last collective entered, 0 before the first; None where that cannot be told.
+        entered: number of the last collective entered, 0 before the first; None where it is unknown.
         recent: the last collectives, oldest first.
         transfers: point-to-point operations that the recorder has and that are not over, oldest first.
         timeout_s: torch's own, after which it ends a call of this group.
@@ -97,7 +97,7 @@ class GroupSnapshot:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | str]:
-        """Return what tells two groups of a world apart, on any rank.
+        """Return what distinguishes two groups of a world, on any rank.
 
         A group of another world by where its members meet.
         """
@@ -109,7 +109,7 @@ class GroupSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftGroup:
-    """A group that this process has destroyed: whoever still waits in it for this process waits for ever.
+    """A group that this process has destroyed: a rank that still waits in it for this process waits for ever.
 
     Args:
         world: token of the world it belonged to.
@@ -134,14 +134,14 @@ class Wait:
         group: torch's name of the group, for collectives, barriers and p2p.
         seq: number in the group; collectives only.
         peers: global ranks it needs, where the call itself says so (p2p).
-        root: global rank of the root or source of a collective, if the stack tells it.
+        root: global rank of the root or source of a collective, if the stack shows it.
         on: name of the producer of a declared wait, or the key of a store wait.
         deadline_s: of a declared wait.
-        timeout_s: torch's own for this call, counted from its start; None where it has none or that cannot be told.
+        timeout_s: torch's own for this call, counted from its start; None where it has none or it is unknown.
         stack: where the thread stands, innermost first; without torch's own frames.
         outside: of a wait outside torch, read off the frames.
         is_posted: the operation is pending, and its thread may only ask now and then whether it is over.
-        has_own_deadline: `timeout_s` was given to this very call, so the program may go on when it is over.
+        has_own_deadline: `timeout_s` was given to this very call, so the program may continue when it is over.
     """
 
     kind: WaitKind
@@ -190,7 +190,7 @@ class ThreadSnapshot:
         name: of the thread.
         still_s: how long it has shown no new line.
         stack: innermost first.
-        outside: what it waits for outside torch, if that can be told.
+        outside: what it waits for outside torch, if that is known.
         in_flight: the exception that it handles or cleans up after, one line; "" if there is none.
     """
 
@@ -205,7 +205,7 @@ MAIN_THREAD: Final = "MainThread"
 
 
 def leading(threads: Sequence[ThreadSnapshot]) -> list[ThreadSnapshot]:
-    """Return the worker of a process, which is told first, and its main thread."""
+    """Return the worker of a process, which is reported first, and its main thread."""
     return [each for number, each in enumerate(threads) if number == 0 or each.name == MAIN_THREAD]
 
 
@@ -220,7 +220,7 @@ class ProcessSnapshot:
         world: token of the world the rank counts in.
         world_size: processes in that world.
         pid, host: where it runs.
-        born: when it started, in the clock ticks of the kernel; tells it from a later bearer of its pid. 0 if unknown.
+        born: when it started, in the kernel's clock ticks; differs for a later process with its pid. 0 if unknown.
         time_s: when this was read, seconds since the epoch.
         state: running, finished (left without an error), failed (an exception ended its main thread).
         error: the exception of a failed process, one line.
@@ -231,19 +231,19 @@ class ProcessSnapshot:
         tree_busy: how many cores the whole process and its descendants have used since they were last looked at; at
             least 1 if they moved data.
         held_up_s: how long one callback has computed in the event loop of its main thread, at lines seen before; 0
-            where the loop turns, or its callback waits for something that can be told.
+            where the loop turns, or its callback waits for something that is known.
         waits: what it stands in, oldest first.
         groups: its process groups.
         threads: its worker, its main thread, and the threads that wait.
-        free_threads: names of the threads that stand in no wait and could set somebody else free.
+        free_threads: names of the threads that stand in no wait and could release another one.
         left_groups: those that it has destroyed.
         listens: ports at which this process accepts connections.
-        notes: what the monitor could not see, said once.
-        left: last snapshots of processes that have told this one of their end.
-        is_heard: False for one that has not answered this time. This is what it said before: it has come so far, but
-            may have gone on since.
-        is_stand_in: True where others have written this for a process that cannot speak for itself: they know whether
-            it uses time, and nothing of its waits.
+        notes: what the monitor could not see, reported once.
+        left: last snapshots of processes that have notified this one of their end.
+        is_heard: False for one that has not answered this time. This is its last answer: it has come so far, but may
+            have continued since.
+        is_stand_in: True where others have written this for a process that does not answer: they know whether it uses
+            time, and nothing of its waits.
     """
 
     key: str

@@ -37,7 +37,7 @@ def current_frames() -> dict[int, FrameType]:
 
     Expected: it returns. What happens up to Python 3.11: it makes objects while it holds the interpreter's lock of
     threads, and where that sets off the garbage collector, what is collected may want that lock again (as a
-    `threading.local` does) or hand the GIL to a thread that wants it. Then the whole process stands still, for ever
+    `threading.local` does) or hand the GIL to a thread that wants it. Then the whole process deadlocks, for ever
     (python/cpython#106883, not mended in 3.11). So the collector rests meanwhile, for microseconds. Python 3.12
     collects between instructions only. Can go with Python 3.11.
 
@@ -66,7 +66,7 @@ def _without_collector(look: Callable[[], T]) -> T:
 
 
 if _COLLECTS_ANYWHERE and hasattr(os, "register_at_fork"):
-    # Else a child born during a look would have no collector, and a lock that nobody holds any more.
+    # Else a child born during a look would have no collector, and a lock that no thread of it will release.
     os.register_at_fork(before=_LOOKING.acquire, after_in_parent=_LOOKING.release, after_in_child=_LOOKING.release)
 
 
@@ -101,8 +101,8 @@ def python_threads() -> list[threading.Thread]:
 def thread_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread but those of the watch, by thread ident.
 
-    A frame keeps what its function works on, a layer's weights for one, until nobody holds the frame. A thread of the
-    watch that held its own would do so in a circle, with all the others, until the garbage collector comes.
+    A frame keeps what its function works on, a layer's weights for one, until all references to it are gone. A thread
+    of the watch that held its own would do so in a cycle, with all the others, until the garbage collector runs.
     """
     own = {each.ident or 0 for each in python_threads() if each.name.startswith(OWN_THREADS)}
     frames = current_frames()
@@ -114,7 +114,7 @@ def thread_frames() -> dict[int, FrameType]:
 def native_ids() -> dict[int, int]:
     """Return the kernel's number of each of Python's threads, by ident.
 
-    The main thread's is the process's: after os.fork() Python goes on telling that of the parent (up to 3.12).
+    The main thread's is the process's: after os.fork() Python keeps reporting that of the parent (up to 3.12).
     """
     known = {each.ident or 0: each.native_id or 0 for each in python_threads()}
     return known | ({main_thread_ident(): os.getpid()} if sys.platform == "linux" else {})
@@ -144,7 +144,7 @@ def _other_own_threads() -> list[threading.Thread]:
 def stack_of(frame: FrameType | None) -> tuple[CallSite, ...]:
     """Return the frames that a reader can act on, innermost first: no torch, no standard library, nothing of our own.
 
-    A thread that stands in nothing else (a torch thread) is told with all of its frames.
+    A thread that stands in nothing else (a torch thread) is reported with all of its frames.
     """
     sites = []
     while frame is not None:

@@ -53,14 +53,14 @@ REPORTERS: Final = (
     "/wandb/", "/tensorboard/", "/tensorboardX/", "/tqdm/", "/sentry_sdk/", "/prometheus_client/", "/opentelemetry/",
     "/ipykernel/heartbeat.py", "/zmq/utils/garbage.py", "/_pydevd_bundle/", "/debugpy/",
 )  # fmt: skip
-"""Packages whose threads only carry away what the program has said."""
+"""Packages whose threads only carry away what the program has reported."""
 
 
 def outside_wait(frame: FrameType | None, native_id: int | None = None) -> OutsideWait | None:
-    """Return what a thread waits for; None where it computes, or where that cannot be told.
+    """Return what a thread waits for; None where it computes, or where that is unknown.
 
-    Nothing of the program is called, and nothing is asked that could stand still in its turn. The thread may run on
-    meanwhile: what is told is what it stood in when the frame was taken.
+    Nothing of the program is called, and nothing is asked that could hang in its turn. The thread may keep running
+    meanwhile: the result is what it was in when the frame was taken.
 
     Args:
         frame: the thread's innermost one; it is not held afterwards.
@@ -178,7 +178,7 @@ def may_act(frame: FrameType | None) -> bool:
 
     False for a thread that is idle by construction: a worker of a pool that waits for work, a feeder of a queue, a loop
     that flushes, an event loop without a task or a socket. True for all others, and where in doubt: a server's thread
-    does what whoever asks it next wants done.
+    may do anything for the next client.
     """
     try:
         return _may_act(frame)
@@ -208,7 +208,7 @@ def _may_act(frame: FrameType | None) -> bool:
 
 
 def _loop_may_act(loop: object) -> bool:
-    """With a task, a callback that is ready, a timer, or something to read beside its own wake-up."""
+    """Return whether a loop has a task, a callback that is ready, a timer, or a socket beside its own wake-up."""
     if peek.size(peek.path(loop, "_selector._fd_to_key")) != 1:
         return True
     waiting = (peek.size(peek.attribute(loop, name)) for name in ("_ready", "_scheduled"))

@@ -1,4 +1,4 @@
-"""Children of multiprocessing: which they are, how those have ended that may still be waited for, and who writes."""
+"""Children of multiprocessing: how those that may still be waited for have ended, and which of them write."""
 
 import sys
 from typing import Final
@@ -7,7 +7,7 @@ from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.other_processes import written_by
 from offbeat_liveness._process.proc import exit_code, pid_state
 
-MAX_ENDED: Final = 4  # that are told
+MAX_ENDED: Final = 4  # that are named
 STREAMS: Final = ("pipe:", "socket:")
 WELL: Final = "has ended with exit code 0"
 
@@ -20,20 +20,20 @@ def pid_of(process: object) -> int:
 def ended_children() -> str:
     """Name the children of multiprocessing's that have ended or are stopped, as the rest of a sentence.
 
-    What they were to do is not done. One that has ended well is told where none is left. Those are forgotten that
-    somebody has asked for since, or that were there before the last child was started.
+    What they were to do is not done. One that has ended well is named only where none is left. multiprocessing forgets
+    those whose end the program has asked for, or that had ended before the last child was started.
     """
     module = sys.modules.get("multiprocessing.process")
     children = [(each, pid) for each in peek.members(getattr(module, "_children", None)) if (pid := pid_of(each))]
     states = {pid: pid_state(pid) for _, pid in children}
     is_alone = all(state == "gone" for state in states.values())
     ends = [(each, pid, _end_of(each, pid)) for each, pid in children if states[pid] in ("gone", "stopped")]
-    told = [(each, pid, end) for each, pid, end in ends if is_alone or end != WELL]
-    if not told:
+    named = [(each, pid, end) for each, pid, end in ends if is_alone or end != WELL]
+    if not named:
         return ""
-    share = "its child" if len(told) == len(children) == 1 else f"of its {len(children)} children,"
-    words = [f"{peek.text(peek.attribute(each, '_name'))!r} (pid {pid}) {end}" for each, pid, end in told[:MAX_ENDED]]
-    return f"; {share} {', '.join(words)}" + (f" and {len(told) - MAX_ENDED} more" * (len(told) > MAX_ENDED))
+    share = "its child" if len(named) == len(children) == 1 else f"of its {len(children)} children,"
+    words = [f"{peek.text(peek.attribute(each, '_name'))!r} (pid {pid}) {end}" for each, pid, end in named[:MAX_ENDED]]
+    return f"; {share} {', '.join(words)}" + (f" and {len(named) - MAX_ENDED} more" * (len(named) > MAX_ENDED))
 
 
 def troubled_children() -> str:
@@ -45,11 +45,11 @@ def _writing_children() -> str:
     """Name the children that stand in a write to a pipe or a socket: this process may be the one that should read."""
     module = sys.modules.get("multiprocessing.process")
     children = [(each, pid) for each in peek.members(getattr(module, "_children", None)) if (pid := pid_of(each))]
-    told = [(each, pid) for each, pid in children if any(name.startswith(STREAMS) for name in written_by(pid))]
-    if not told:
+    named = [(each, pid) for each, pid in children if any(name.startswith(STREAMS) for name in written_by(pid))]
+    if not named:
         return ""
-    words = [f"{peek.text(peek.attribute(each, '_name'))!r} (pid {pid})" for each, pid in told[:MAX_ENDED]]
-    share = "its child" if len(told) == len(children) == 1 else f"of its {len(children)} children,"
+    words = [f"{peek.text(peek.attribute(each, '_name'))!r} (pid {pid})" for each, pid in named[:MAX_ENDED]]
+    share = "its child" if len(named) == len(children) == 1 else f"of its {len(children)} children,"
     return f"; {share} {', '.join(words)} waits too, for room to write what nobody reads"
 
 

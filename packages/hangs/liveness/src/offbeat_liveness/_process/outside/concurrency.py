@@ -58,7 +58,7 @@ def _process_queue(frame: FrameType, look: Look) -> OutsideWait | None:
     return timed_wait("queue", f"multiprocessing.Queue.{name}: {filling}{served}", timeout)
 
 
-def _nobody(text: str) -> Callable[[FrameType, Look], OutsideWait]:
+def _lock_wait(text: str) -> Callable[[FrameType, Look], OutsideWait]:
     return lambda frame, look: timed_wait("lock", text, peek.local(frame, "timeout"))
 
 
@@ -90,7 +90,7 @@ def _join_thread(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _last_threads(frame: FrameType, look: Look) -> OutsideWait | None:
-    """At the end of the program, which threads that are no daemons keep alive."""
+    """Return a wait at the end of the program, which threads that are no daemons keep alive."""
     alive = [each for each in python_threads() if peek.attribute(each, "_daemonic") is False]
     others = [each for each in alive if peek.integer(peek.attribute(each, "_ident")) != main_thread_ident()]
     if not others:
@@ -184,10 +184,10 @@ def workers(owners: Sequence[object], what: str, *, timeout: object = None, rest
     if not pids:
         return None
     gone = [pid for pid in pids if pid_state(pid) == "gone"]
-    told = ", ".join(map(str, pids[:MAX_PIDS])) + (", …" if len(pids) > MAX_PIDS else "")
+    listed = ", ".join(map(str, pids[:MAX_PIDS])) + (", …" if len(pids) > MAX_PIDS else "")
     lost = f" ({', '.join(map(str, gone))} {'is' if len(gone) == 1 else 'are'} gone)" if gone else ""
     noun = f"{what.removesuffix('s')}, pid" if len(pids) == 1 else f"{what}, pids"
-    text = f"{len(pids)} {noun} {told}{lost}{rest}"
+    text = f"{len(pids)} {noun} {listed}{lost}{rest}"
     return timed_wait("process", text, timeout, pid=gone[0] if gone else pids[0])
 
 
@@ -223,7 +223,7 @@ def _data_loader(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
-    """Return a result of a pool, whose members are `_pool` of the pool; or its end, where `self` is the pool."""
+    """Return a wait for a result of a pool, whose `_pool` holds its workers; or for its end, if `self` is the pool."""
     owner, timeout = peek.local(frame, "self"), peek.local(frame, "timeout")
     held = peek.attribute(owner, "_pool")
     pool = owner if type(held) is list else held
@@ -236,8 +236,8 @@ def _process_pool(frame: FrameType, look: Look) -> OutsideWait | None:
 def _replaced(pool: object, members: Sequence[object]) -> str:
     """Name the workers that a Pool has started in the place of others, as the rest of a sentence.
 
-    A Pool starts its first workers, and then the thread that replaces those that end. What one worked on that has died
-    is given to nobody, and its result never comes. Workers that end as they should, after so many tasks, lose none.
+    A Pool starts its first workers, and then the thread that replaces those that end. The task of one that has died is
+    given to no other, and its result never comes. Workers that end as they should, after so many tasks, lose none.
     """
     keeper = peek.integer(peek.path(pool, "_worker_handler._native_id"))
     since = birth_of_thread(keeper) if keeper else 0
@@ -246,10 +246,10 @@ def _replaced(pool: object, members: Sequence[object]) -> str:
     later = [pid for pid in map(pid_of, members) if pid and birth(pid) > since]
     if not later:
         return ""
-    told = ", ".join(map(str, later[:MAX_PIDS]))
+    listed = ", ".join(map(str, later[:MAX_PIDS]))
     if len(later) == 1:
-        return f"; pid {told} is in place of one that died, whose task is lost"
-    return f"; pids {told} are in place of others that died, whose tasks are lost"
+        return f"; pid {listed} is in place of one that died, whose task is lost"
+    return f"; pids {listed} are in place of others that died, whose tasks are lost"
 
 
 def _pool_of_threads(owners: Sequence[object], timeout: object) -> OutsideWait | None:
@@ -267,10 +267,10 @@ def _spawned(frame: FrameType, look: Look) -> OutsideWait | None:
 def _manager(frame: FrameType, look: Look) -> OutsideWait | None:
     owner, method = peek.local(frame, "self"), peek.text(peek.local(frame, "methodname"))
     pid = pid_of(peek.path(owner, "_manager._process"))
-    told = f" (pid {pid}, {state_of(pid)})" if pid else ""
+    state = f" (pid {pid}, {state_of(pid)})" if pid else ""
     address: Any = peek.path(owner, "_token.address")
     place = peek.text(address) if type(address) is not tuple else f"{peek.text(address[0])}:{address[1]}"
-    return timed_wait("process", f"{peek.type_name(owner)}.{method} of a manager{told}", pid=pid, address=place)
+    return timed_wait("process", f"{peek.type_name(owner)}.{method} of a manager{state}", pid=pid, address=place)
 
 
 def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
@@ -289,7 +289,7 @@ def _ray_get(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _object_id(reference: Any) -> str:
-    """By C of Ray's own class, which asks no server."""
+    """Return the id of an object by the C code of Ray's own class, which asks no server."""
     kind = getattr(sys.modules.get("ray._raylet"), "ObjectRef", None)
     return "?" if kind is None or not issubclass(type(reference), kind) else peek.text(kind.hex(reference))
 
@@ -305,12 +305,12 @@ RULES: Final = (
     Rule(
         "/threading.py",
         ("Condition.wait", "Condition.wait_for"),
-        _nobody("threading.Condition.wait: nobody has notified it"),
+        _lock_wait("threading.Condition.wait: nobody has notified it"),
         reach=1,
     ),
-    Rule("/threading.py", ("Event.wait",), _nobody("threading.Event.wait: nobody has set it")),
+    Rule("/threading.py", ("Event.wait",), _lock_wait("threading.Event.wait: nobody has set it")),
     Rule("/threading.py", ("Barrier.wait",), _barrier, reach=5),
-    Rule("/threading.py", ("Semaphore.acquire",), _nobody("threading.Semaphore.acquire: nobody has released it")),
+    Rule("/threading.py", ("Semaphore.acquire",), _lock_wait("threading.Semaphore.acquire: nobody has released it")),
     Rule("/threading.py", ("Condition.__enter__",), _lock_of_condition, reach=0),
     Rule("/threading.py", ("Thread.join",), _join_thread),
     Rule("/threading.py", ("_shutdown",), _last_threads),

@@ -19,7 +19,7 @@ from offbeat_liveness._process.stacks import is_own
 MAX_TASKS: Final = 1000
 MAX_CHAIN: Final = 64
 MAX_FOLLOWED: Final = 4
-MAX_TOLD: Final = 3
+MAX_REPORTED: Final = 3
 MAX_FRAMES: Final = 256
 PORTS: Final = {"http": 80, "https": 443}
 LOCKS: Final = ("Event.wait", "Lock.acquire", "Condition.wait", "Semaphore.acquire", "Barrier.wait")
@@ -74,7 +74,7 @@ def _tasks_of(loop: object) -> list[Any]:
 
 
 def _loop_runs(frame: FrameType, look: Look) -> OutsideWait | None:
-    """In `BaseEventLoop._run_once`: the task that the program runs lies in an outer frame."""
+    """Return the wait in `BaseEventLoop._run_once`: the task that the program runs lies in an outer frame."""
     loop = peek.local(frame, "self")
     main = next(
         (
@@ -88,7 +88,7 @@ def _loop_runs(frame: FrameType, look: Look) -> OutsideWait | None:
 
 
 def _runner(frame: FrameType, look: Look) -> OutsideWait | None:
-    """In `asyncio.Runner.run` itself: a loop that is written in C, such as uvloop's, has no frames."""
+    """Return the wait in `asyncio.Runner.run` itself: a loop written in C, such as uvloop's, has no frames."""
     return tasks_wait(peek.attribute(peek.local(frame, "self"), "_loop"), peek.local(frame, "task"))
 
 
@@ -102,30 +102,30 @@ def tasks_wait(loop: object, main: object) -> OutsideWait | None:
     if not tasks:
         return None
     seen: set[int] = set()
-    told = [(task, task_wait(task, seen)) for task in tasks if len(seen) < MAX_TOLD and id(task) not in seen]
-    first = next((wait for _, wait in told if wait.address or wait.pid), told[0][1])
-    lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in told)
+    waits = [(task, task_wait(task, seen)) for task in tasks if len(seen) < MAX_REPORTED and id(task) not in seen]
+    first = next((wait for _, wait in waits if wait.address or wait.pid), waits[0][1])
+    lines = "; ".join(f"task {_name(task)!r} awaits {wait.text}" for task, wait in waits)
     left = number - len(seen)
     more = f"; and {left} more {'task' if left == 1 else 'tasks'}" if left > 0 else ""
-    timeout_s = told[0][1].timeout_s
+    timeout_s = waits[0][1].timeout_s
     return _wait(
-        lines + more + _failures(loop), on=_name(told[0][0]), pid=first.pid, address=first.address, timeout=timeout_s
+        lines + more + _failures(loop), on=_name(waits[0][0]), pid=first.pid, address=first.address, timeout=timeout_s
     )
 
 
 def _failures(loop: object) -> str:
-    """Say what tasks have failed with, as the rest of a sentence: they may be what the others wait for."""
+    """Describe the errors of failed tasks, as the rest of a sentence: the others may wait for these tasks."""
     failed = sorted(_failed_tasks(loop)[:MAX_TASKS], key=_name)
-    told = []
-    for task in failed[:MAX_TOLD]:
+    texts = []
+    for task in failed[:MAX_REPORTED]:
         text, stack = read_exception(peek.attribute(task, "_exception"))
-        told.append(f"; task {_name(task)!r} has failed with {text}{f' at {stack[0]}' if stack else ''}, unnoticed")
-    more = f"; and {len(failed) - MAX_TOLD} more have failed" if len(failed) > MAX_TOLD else ""
-    return "".join(told) + more
+        texts.append(f"; task {_name(task)!r} has failed with {text}{f' at {stack[0]}' if stack else ''}, unnoticed")
+    more = f"; and {len(failed) - MAX_REPORTED} more have failed" if len(failed) > MAX_REPORTED else ""
+    return "".join(texts) + more
 
 
 def task_wait(task: object, seen: set[int]) -> OutsideWait:
-    """Return what one task awaits; tasks that it awaits are followed. Adds the ids of all that are told to `seen`."""
+    """Return what one task awaits; tasks that it awaits are followed. Adds the ids of all reported ones to `seen`."""
     seen.add(id(task))
     chain = _chain(peek.attribute(task, "_coro"))
     try:

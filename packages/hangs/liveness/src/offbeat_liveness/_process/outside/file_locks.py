@@ -1,7 +1,7 @@
-"""Locks of files: which process holds the one that a thread waits for, by what the kernel tells in /proc/locks.
+"""Locks of files: which process holds the one that a thread waits for, as the kernel reports it in /proc/locks.
 
-Source: proc_locks(5): "1: FLOCK  ADVISORY  WRITE 22957 fe:00:2172133 0 EOF"; who waits for a lock has its number and
-an arrow: "1: -> FLOCK  ADVISORY  WRITE 22958 fe:00:2172133 0 EOF". A lock of an open file description has the pid -1.
+Source: proc_locks(5): "1: FLOCK  ADVISORY  WRITE 22957 fe:00:2172133 0 EOF"; a waiter for a lock has its number and an
+arrow: "1: -> FLOCK  ADVISORY  WRITE 22958 fe:00:2172133 0 EOF". A lock of an open file description has the pid -1.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Final
 from offbeat_liveness._process.outside import peek
 from offbeat_liveness._process.outside.kernel_calls import read_proc
 from offbeat_liveness._process.outside.mounts import file_system
-from offbeat_liveness._process.outside.other_processes import told_process
+from offbeat_liveness._process.outside.other_processes import process_text
 from offbeat_liveness._process.outside.peek import Look, Rule, timed_wait
 from offbeat_liveness._process.snapshot import OutsideWait
 
@@ -26,7 +26,7 @@ KINDS: Final = {"lock": ("FLOCK",), "fcntl": ("POSIX",)}
 
 @dataclass(frozen=True)
 class FileLock:
-    """One line of /proc/locks; `number` joins a lock with those who wait for it."""
+    """One line of /proc/locks; `number` joins a lock with those that wait for it."""
 
     number: str
     kind: str
@@ -80,7 +80,7 @@ def held_by(pid: int) -> str:
         return ""
     if pid == os.getpid():
         return ", held by this process itself"
-    return f", held by pid {pid} ({told_process(pid)})"
+    return f", held by pid {pid} ({process_text(pid)})"
 
 
 def file_lock_wait(path: str, kind: str, pid: int, timeout: object = None) -> OutsideWait:

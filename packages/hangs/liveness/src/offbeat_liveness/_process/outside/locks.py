@@ -70,9 +70,9 @@ def holder_of(lock: object) -> str:
     """Return text such as ", held by the thread 'writer'"; "" where that is not known."""
     if type(lock) is not RLOCK:
         return ""
-    told_owner = RLOCK.__repr__(lock).partition("owner=")[2].partition(" ")[0]
+    owner = RLOCK.__repr__(lock).partition("owner=")[2].partition(" ")[0]
     threads = peek.thread_names()
-    return f", held by the thread {threads[int(told_owner)]!r}" if int(told_owner or 0) in threads else ""
+    return f", held by the thread {threads[int(owner)]!r}" if int(owner or 0) in threads else ""
 
 
 def _keeper(lock: object, name: str, waiter: FrameType) -> str:
@@ -91,11 +91,11 @@ def _keeper(lock: object, name: str, waiter: FrameType) -> str:
                 known = _named(frame, context) if context is not None else None
                 if context is not None and (known is None or lock is None or known is lock):
                     is_sure = known is not None and known is lock
-                    who = "this thread itself" if is_own else f"the thread {threads.get(ident, '?')!r}"
+                    holder = "this thread itself" if is_own else f"the thread {threads.get(ident, '?')!r}"
                     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
                     verb = "is held by" if is_sure else "seems to be held by"
                     if is_sure or not is_own or _owner(frame) == _owner(waiter):
-                        found.append((0 if is_sure else 1 if is_own else 2, f"{verb} {who} at {place}"))
+                        found.append((0 if is_sure else 1 if is_own else 2, f"{verb} {holder} at {place}"))
                         break
     finally:
         frames.clear()

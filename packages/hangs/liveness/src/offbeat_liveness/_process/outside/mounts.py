@@ -6,7 +6,7 @@ from offbeat_liveness._process.outside.kernel_calls import read_proc
 
 
 def file_system(path: str) -> str:
-    """Type of the file system that a path lies on, by the names of the mounts; "" where that is not told."""
+    """Return the type of the file system of a path, by the names of the mounts; "" if unknown."""
     best, kind = -1, ""
     for _, place, found in mounts():
         inside = path == place or path.startswith(place.rstrip("/") + "/")

@@ -1,4 +1,4 @@
-"""Other processes in words: their state, their command line without secrets, and whether they wait for a reader."""
+"""Texts about other processes: their state, command line without secrets, and whether they wait for a reader."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ MAX_THREADS: Final = 16
 SECRET: Final = re.compile(r"token(?!iz)|secret|passw|api.?key|authorization|bearer", re.IGNORECASE)
 FLAG: Final = re.compile(r"-[\w-]+")
 MASK: Final = "***"
-TOLD: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state is unknown"}
+STATE_TEXTS: Final = {"stopped": "is stopped", "gone": "is gone", "unknown": "its state is unknown"}
 
 
 def state_of(pid: int) -> str:
     """Describe what has become of a process; for one that lives, with the letter of its state."""
     state, letter = state_and_letter(pid)
     if state != "runs":
-        return TOLD[state]
+        return STATE_TEXTS[state]
     return f"runs: {letter}" + (", its output fills a pipe that nobody reads" if _waits_for_reader(pid) else "")
 
 
@@ -45,12 +45,12 @@ def _threads_of(pid: int) -> list[str]:
     return []
 
 
-def told_process(pid: int) -> str:
+def process_text(pid: int) -> str:
     return f"{command_of(pid)}, {state_of(pid)}"
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process, cut short and without secrets; "a process" where it is not told."""
+    """Return the command line of a process, cut short and without secrets; "a process" where it is unknown."""
     words = read_proc(f"/proc/{pid}/cmdline")[: 4 * MAX_COMMAND].replace("\0", " ")
     return cut_short(without_secrets(words)) or "a process"
 
@@ -61,16 +61,16 @@ def without_secrets(command: str) -> str:
     A word that names a secret is masked, and the word after it; of `--token` the word after it alone, of `TOKEN=abc`
     what follows the sign.
     """
-    told, is_secret = [], False
+    masked, is_secret = [], False
     for word in command.split():
         name, sign, value = word.partition("=")
         names_it = SECRET.search(word) is not None
         if is_secret or (names_it and not sign and not FLAG.fullmatch(word)):
-            told.append(MASK)
+            masked.append(MASK)
         else:
-            told.append(f"{name}={MASK}" if names_it and sign else word)
+            masked.append(f"{name}={MASK}" if names_it and sign else word)
         is_secret = names_it and (not sign or SECRET.search(value) is not None)
-    return " ".join(told)
+    return " ".join(masked)
 
 
 def cut_short(words: str) -> str:

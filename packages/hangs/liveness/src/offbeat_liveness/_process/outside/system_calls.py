@@ -1,7 +1,7 @@
 """Waits of a thread as the kernel sees them, for calls of C without a frame of Python, and on which descriptor.
 
-Nothing here touches a file system or a connection that may stand still: /proc is read, and a path on a disk of this
-machine is looked at.
+Nothing here touches a file system or a connection that may hang: only /proc is read, and the status of a path on a disk
+of this machine.
 
 Source: proc_pid_syscall(5): number of the call and its six arguments in hexadecimal, or "running".
 """
@@ -20,7 +20,7 @@ from offbeat_liveness._process.outside.file_locks import file_lock_wait, holder_
 from offbeat_liveness._process.outside.kernel_calls import CALLS, link_of, read_proc, syscall_words
 from offbeat_liveness._process.outside.locks import lock_wait
 from offbeat_liveness._process.outside.mounts import file_system, mounts
-from offbeat_liveness._process.outside.other_processes import command_of, state_of, told_process
+from offbeat_liveness._process.outside.other_processes import command_of, process_text, state_of
 from offbeat_liveness._process.proc import LISTENS, tcp_sockets
 from offbeat_liveness._process.snapshot import OutsideKind, OutsideWait
 
@@ -70,14 +70,14 @@ class Descriptor:
                 return f"connections to {self.own}"
             return f"a socket to {self.peer}" if self.peer else "a socket of this host"
         if self.kind == "pipe":
-            return f"a pipe that pid {self.holder} has too ({told_process(self.holder)})" if self.holder else "a pipe"
+            return f"a pipe that pid {self.holder} has too ({process_text(self.holder)})" if self.holder else "a pipe"
         if self.kind == "terminal":
             return f"the terminal {self.name}"
         return f"{self.name} ({self.file_system})" if self.file_system else self.name
 
 
 def descriptor_of(number: int) -> Descriptor | None:
-    """Return what a descriptor of this process is; None where it is closed or the platform does not tell."""
+    """Return what a descriptor of this process is; None where it is closed or the platform does not report it."""
     name = link_of(f"/proc/self/fd/{number}")
     if name.startswith("socket:["):
         return _socket_descriptor(name)
@@ -116,7 +116,7 @@ def _socket_descriptor(name: str) -> Descriptor:
 
 
 def _address(field: str) -> str:
-    """For one, "0100007F:1F40" is 127.0.0.1:8000: words of 32 bits in the order of the machine."""
+    """Parse such as "0100007F:1F40", which is 127.0.0.1:8000: words of 32 bits in the order of the machine."""
     words, _, port = field.partition(":")
     data = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
@@ -147,9 +147,9 @@ def _holds(pid: int, name: str) -> bool:
 
 
 def kernel_wait(frame: FrameType, native_id: int) -> OutsideWait | None:
-    """Return what a thread waits for in the kernel; None where it runs, or where the platform does not tell.
+    """Return what a thread waits for in the kernel; None where it runs, or where the platform does not report it.
 
-    Its innermost frame tells what a lock is called.
+    Its innermost frame has the name of a lock.
     """
     words = syscall_words(f"self/task/{native_id}")
     call = CALLS.get(words[0], "") if len(words) > 6 else ""

@@ -1,7 +1,7 @@
-"""Ends of processes of the run, as they tell them to the lowest that answer.
+"""Exit notices: what processes of the run report about their own end, to the lowest that answer.
 
-A farewell is an end for certain. Last words are those of a process that may go on, such as one that prints an error by
-sys.excepthook: they count once it has gone.
+A farewell is certain. Last words are those of a process that may keep running, such as one that prints an error by
+sys.excepthook: they count once it is gone.
 """
 
 import threading
@@ -16,8 +16,8 @@ from offbeat_liveness._process.proc import HOST, pid_state
 from offbeat_liveness._process.snapshot import ProcessSnapshot, to_data
 from offbeat_liveness._process.stacks import OwnThread
 
-FAREWELL_S: Final = 0.2
-MAX_FAREWELL_PEERS: Final = 3
+NOTICE_S: Final = 0.2
+MAX_NOTIFIED: Final = 3
 MAX_CANDIDATES: Final = 16
 MAX_LEFT: Final = 64
 GONE_S: Final = 2.0  # within which a process is gone that has reported an error because it ends
@@ -25,8 +25,8 @@ LOOK_S: Final = 0.05
 Kind = Literal["farewell", "last words"]
 
 
-class Farewells:
-    """Record of what this process has heard of the end of others, and the way it tells its own.
+class ExitNotices:
+    """Record of the exit notices of others that this process has received, and the sender of its own.
 
     Attributes:
         left: last snapshots of processes that have ended.
@@ -39,19 +39,19 @@ class Farewells:
         self._peers, self._closed = peers, closed
 
     def notify(self, head: ProcessSnapshot, kind: Kind) -> None:
-        """Tell the lowest processes that answer how this one ends, or may end."""
-        told = 0
+        """Notify the lowest processes that answer how this one ends, or may end."""
+        num_notified = 0
         for address in list(self._peers.running().values())[:MAX_CANDIDATES]:
-            reply = ask(address, {"ask": kind, "head": to_data(head)}, self._peers.secret, FAREWELL_S)
-            told += reply is not None
-            if told == MAX_FAREWELL_PEERS:
+            reply = ask(address, {"ask": kind, "head": to_data(head)}, self._peers.secret, NOTICE_S)
+            num_notified += reply is not None
+            if num_notified == MAX_NOTIFIED:
                 return
 
-    def hear(self, head: ProcessSnapshot, kind: Kind, when_gone: Callable[[], None]) -> None:
+    def receive(self, head: ProcessSnapshot, kind: Kind, when_gone: Callable[[], None]) -> None:
         """Take in how another process ends.
 
         Args:
-            head: of that process, as it says itself.
+            head: that process's snapshot of itself.
             kind: whether its end is certain.
             when_gone: called, in a thread of its own, if one that has failed by its last words is gone soon after.
         """
@@ -73,7 +73,7 @@ class Farewells:
                 when_gone()
                 return
 
-    def is_somebody_going(self) -> bool:
+    def is_failed_running(self) -> bool:
         """Return whether a process that has failed is still on its way out."""
         return any(
             head.state == "failed" and head.host == HOST and pid_state(head.pid, head.born) == "runs"

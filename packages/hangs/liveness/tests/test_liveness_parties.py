@@ -1,4 +1,4 @@
-"""What a verdict tells of each process: all of its threads that stand in something, and what to do about it."""
+"""What a verdict reports about each process: all of its threads that stand in something, and what to do about it."""
 
 import dataclasses
 from typing import get_args
@@ -21,7 +21,7 @@ NOTIFIED = OutsideWait(kind="lock", text="threading.Condition.wait: nobody has n
 STATE_LOCK = OutsideWait(kind="lock", text="the lock state_lock", on="state_lock")
 
 
-def test_the_main_thread_is_told_beside_the_one_that_stands_in_a_collective() -> None:
+def test_the_main_thread_is_reported_beside_the_one_that_stands_in_a_collective() -> None:
     collects = Wait(
         kind="collective", what="all_reduce", age_s=70.0, thread="collector", group="side", seq=1, stack=(COLLECT,)
     )
@@ -31,15 +31,15 @@ def test_the_main_thread_is_told_beside_the_one_that_stands_in_a_collective() ->
     )
     one = head(1, member("0", (0, 1), entry(1)), member("side", (0, 1)), waits=(in_collective("0", 1),))
     verdict = found(zero, one)
-    told = [(each.doing, each.stack) for each in verdict.parties if each.name == "rank 0"]
-    assert told[0][1] == (COLLECT,)
-    assert told[1:] == [
+    parties = [(each.doing, each.stack) for each in verdict.parties if each.name == "rank 0"]
+    assert parties[0][1] == (COLLECT,)
+    assert parties[1:] == [
         ("its thread 'MainThread' waits for threading.Condition.wait: nobody has notified it", (DRAIN,))
     ]
     assert "  rank 0: its thread 'MainThread' waits for" in verdict.text
 
 
-def test_a_thread_before_a_lock_is_told_beside_a_main_thread_outside_torch() -> None:
+def test_a_thread_before_a_lock_is_reported_beside_a_main_thread_outside_torch() -> None:
     asleep = OutsideWait(kind="future", text="a concurrent.futures.Future (pending)")
     away = dataclasses.replace(
         head(0, member("0", (0, 1))), threads=(thread("MainThread", asleep), thread("server", STATE_LOCK))
@@ -60,7 +60,7 @@ def test_a_thread_before_a_lock_does_not_speak_for_the_main_thread() -> None:
     assert f"it waits for {disk.text}; rank 1" in verdict.headline
 
 
-def test_a_rank_that_waits_for_a_key_is_told_with_it_whoever_has_the_store() -> None:
+def test_a_rank_that_waits_for_a_key_is_reported_with_it_wherever_the_store_is() -> None:
     """The kernel only sees that it waits for a socket."""
     key = Wait(kind="store", what="store.get", age_s=70.0, on="cmd/1")
     socket = OutsideWait(kind="socket", text="a socket to 127.0.0.1:29777", address="127.0.0.1:29777")
