@@ -1,4 +1,4 @@
-"""Names of ranks and groups tell their axes; the axis rule decides on them."""
+"""Names of ranks and groups show their axes; the axis rule decides on them."""
 
 import pytest
 

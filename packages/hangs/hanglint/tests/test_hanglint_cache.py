@@ -56,7 +56,7 @@ def test_a_place_that_cannot_be_written_keeps_nothing_and_says_nothing(tmp_path:
     assert FactCache(None, "1").read(b"a", "m") is None
 
 
-def test_many_who_write_one_entry_leave_it_whole(tmp_path: Path) -> None:
+def test_many_processes_that_write_one_entry_leave_it_whole(tmp_path: Path) -> None:
     def work(_: int) -> object:
         cache = FactCache(tmp_path, "1")
         cache.write(b"a", "m", ["x" * 10_000])

@@ -121,7 +121,7 @@ def test_a_mistake_is_said_in_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_whoever_stops_reading_sees_no_traceback(project: Path) -> None:
+def test_a_reader_that_stops_sees_no_traceback(project: Path) -> None:
     (project / "src" / "loss.py").write_text(WRONG + "\n\n".join(WRONG.partition("\n\n\n")[2] for _ in range(3_000)))
     command = [sys.executable, "-m", "offbeat_hanglint", "src", "--no-cache"]
     with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -188,7 +188,7 @@ def test_confidence_is_a_threshold_and_what_is_below_it_is_counted(project: Path
     assert "not said: 1 less sure (--confidence low)" in unsaid.stdout
 
 
-def test_a_suppression_needs_a_reason_and_one_in_vain_is_told(project: Path) -> None:
+def test_a_suppression_needs_a_reason_and_one_in_vain_is_reported(project: Path) -> None:
     path = project / "src" / "loss.py"
     path.write_text(WRONG.replace("(loss)\n", "(loss)  # hanglint: ignore[HL001] a world of one\n"))
     quiet = run(project)

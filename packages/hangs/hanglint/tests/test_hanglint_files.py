@@ -59,7 +59,7 @@ def test_links_in_a_circle_pipes_and_broken_links_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
-def test_a_folder_that_may_not_be_entered_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_entered_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "a.py", "closed/b.py")
     (tmp_path / "closed").chmod(0)
     files, unreadable = find_files([tmp_path])

@@ -50,7 +50,7 @@ def is_split():
     assert high(tmp_path, code.format("rank > 0")) == ["HL001"]
 
 
-TOLD = """import torch.distributed as dist
+KNOWN_BY_NAME = """import torch.distributed as dist
 from mmengine.dist import get_dist_info
 
 def report(value):
@@ -69,7 +69,7 @@ def report(value):
     ],
 )
 def test_a_rank_among_the_values_of_a_function_elsewhere_is_known_by_its_name(tmp_path, names, test, rules):
-    assert high(tmp_path, TOLD.format(names, test)) == rules
+    assert high(tmp_path, KNOWN_BY_NAME.format(names, test)) == rules
 
 
 READER = """import torch.distributed as dist
@@ -179,7 +179,7 @@ def report(value, rank):
 @pytest.mark.parametrize(
     "test", ["dist.get_world_size() == 1", "not dist.get_world_size() > 1", "each.world_size <= 1 and each.is_whole"]
 )
-def test_a_collective_of_one_process_waits_for_nobody(tmp_path, test):
+def test_a_collective_of_one_process_waits_for_no_other(tmp_path, test):
     assert high(tmp_path, ALONE.format(test)) == []
 
 

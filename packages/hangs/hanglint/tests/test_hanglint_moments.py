@@ -53,15 +53,15 @@ def test_the_garbage_collector_comes_at_another_moment_on_each_rank(tmp_path, do
 HOOK = """import sys
 import torch.distributed as dist
 
-def tell(kind, error, trace):
-    told = [None] * dist.get_world_size()
+def notify(kind, error, trace):
+    found = [None] * dist.get_world_size()
     {0}
 
-sys.excepthook = tell
+sys.excepthook = notify
 """
 
 
-@pytest.mark.parametrize(("does", "rules"), [("dist.all_gather_object(told, error)", ["HL013"]), ("print(error)", [])])
+@pytest.mark.parametrize(("does", "rules"), [("dist.all_gather_object(found, error)", ["HL013"]), ("print(error)", [])])
 def test_a_hook_for_exceptions_gathers_nothing(tmp_path, does, rules):
     assert said(tmp_path, HOOK.format(does)) == rules
 

@@ -56,7 +56,7 @@ def report(root: Path, *said: Said, **counts: Any) -> Report:
     return Report(root=root, said=said, unreadable=(), warnings=(), **given)
 
 
-def test_text_shows_the_guard_and_the_call_who_goes_where_the_path_and_the_change(tmp_path: Path) -> None:
+def test_text_shows_the_guard_the_call_which_ranks_go_where_the_path_and_the_change(tmp_path: Path) -> None:
     text = as_text(report(tmp_path, Said(FINDING, "error", "0"), num_files=1, num_lines=12))
     path = tmp_path / "src" / "loss.py"
     assert text.splitlines() == [
@@ -85,20 +85,20 @@ def test_text_names_files_as_the_current_folder_sees_them(tmp_path: Path, monkey
 
 
 def test_what_is_read_cannot_command_the_terminal(tmp_path: Path) -> None:
-    told = report(tmp_path, Said(replace(FINDING, message="bell \a and \x1b]0;title\x07"), "error", "0"))
+    shown = report(tmp_path, Said(replace(FINDING, message="bell \a and \x1b]0;title\x07"), "error", "0"))
     (tmp_path / "src" / "loss.py").write_text(
         SOURCE.replace("reduce_tracker(losses)", "reduce_tracker('\x1b[2J\u202e')")
     )
-    text = as_text(told)
+    text = as_text(shown)
     assert not re.search(r"[^\n -~]", text), "only printable characters and ends of lines"
     assert r"\x1b[2J\u202e" in text
 
 
 def test_colour_changes_nothing_but_colour(tmp_path: Path) -> None:
-    told = report(tmp_path, Said(FINDING, "error", "0"))
-    coloured = as_text(told, is_coloured=True)
+    shown = report(tmp_path, Said(FINDING, "error", "0"))
+    coloured = as_text(shown, is_coloured=True)
     assert "\x1b[1;31m" in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == as_text(told)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == as_text(shown)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_colour_changes_nothing_but_colour(tmp_path: Path) -> None:
     ids=["no file", "past its end", "end before start", "long", "no text"],
 )
 def test_odd_places_are_shown_in_every_form(tmp_path: Path, change: dict[str, Any]) -> None:
-    told = report(tmp_path, Said(replace(FINDING, **change), "error", "0"))
-    assert len(as_text(told).splitlines()) < 30
-    assert as_github(told).count("\n") == 2
-    json.loads(as_json(told))
-    json.loads(as_sarif(told, Config(root=tmp_path)))
+    shown = report(tmp_path, Said(replace(FINDING, **change), "error", "0"))
+    assert len(as_text(shown).splitlines()) < 30
+    assert as_github(shown).count("\n") == 2
+    json.loads(as_json(shown))
+    json.loads(as_sarif(shown, Config(root=tmp_path)))
 
 
 def test_the_keys_of_json_stay(tmp_path: Path) -> None:
-    told = replace(report(tmp_path, Said(FINDING, "error", "f00d")), unreadable=(Unreadable("b.py", "no text"),))
-    data = json.loads(as_json(told))
+    shown = replace(report(tmp_path, Said(FINDING, "error", "f00d")), unreadable=(Unreadable("b.py", "no text"),))
+    data = json.loads(as_json(shown))
     assert data["version"] == 1, "a key that goes or changes its meaning raises the version"
     assert set(data) == {"version", "root", "findings", "unreadable", "warnings", "statistics"}
     assert data["findings"] == [
@@ -149,10 +149,10 @@ def test_the_keys_of_json_stay(tmp_path: Path) -> None:
 
 def test_sarif_has_what_the_standard_requires(tmp_path: Path) -> None:
     """Required properties and references of SARIF 2.1.0, sections 3.13 to 3.52."""
-    told = report(
+    shown = report(
         tmp_path, Said(FINDING, "error", "f00d"), Said(replace(FINDING, path="/else where/x.py"), "note", "1")
     )
-    log = json.loads(as_sarif(told, Config(root=tmp_path, levels={"HL051": "off"})))
+    log = json.loads(as_sarif(shown, Config(root=tmp_path, levels={"HL051": "off"})))
     assert log["version"] == "2.1.0"
     (run,) = log["runs"]
     driver = run["tool"]["driver"]
@@ -205,10 +205,10 @@ def test_an_annotation_says_nothing_to_the_terminal_of_the_log(tmp_path: Path) -
 
 def test_statistics_count_by_rule_and_say_what_was_not_read(tmp_path: Path) -> None:
     low = replace(FINDING, rule="HL060", confidence="low")
-    told = report(
+    shown = report(
         tmp_path, Said(FINDING, "error", "0"), Said(FINDING, "error", "1"), Said(low, "error", "2"), num_gone=3
     )
-    text = statistics(replace(told, unreadable=(Unreadable("b.py", "permission denied"),)))
+    text = statistics(replace(shown, unreadable=(Unreadable("b.py", "permission denied"),)))
     assert re.search(r"HL002\s+call-under-rank-guard\s+2\s+2\s+0\s+0\n", text)
     assert re.search(r"HL060\s+unbounded-ray-wait\s+1\s+0\s+0\s+1\n", text)
     assert "3 of the baseline are no longer found" in text

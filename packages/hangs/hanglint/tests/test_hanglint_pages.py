@@ -45,7 +45,7 @@ def test_a_page_is_headed_and_says_how_sure_it_is(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_a_page_begins_with_the_highest_confidence_that_its_rule_gives(rule: Rule) -> None:
-    """The registry is what SARIF tells of a rule; a page that says less, or more, contradicts it."""
+    """The registry is what SARIF says about a rule; a page that says less, or more, contradicts it."""
     said = page(rule.id).partition("\n## How sure\n")[2]
     first, *others = re.findall(r"\b(high|medium|low)\b", said.lower())
     assert said.lstrip().lower().startswith(first)

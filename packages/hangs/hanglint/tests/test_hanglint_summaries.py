@@ -72,7 +72,7 @@ def test_a_librarys_collectives_are_written_and_then_known(library: Path, tmp_pa
     assert not (library / "imported").exists()
 
 
-def test_a_summary_says_where_a_function_is_over_which_axes_and_who_names_the_group(library: Path) -> None:
+def test_a_summary_says_where_a_function_is_over_which_axes_and_what_names_the_group(library: Path) -> None:
     data = tomllib.loads(run("--summarise-installed", library).stdout)
     functions = {
         name: (entry["modules"], how) for entry in data["collectives"] for name, how in entry["functions"].items()

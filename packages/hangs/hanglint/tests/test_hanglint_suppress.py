@@ -96,7 +96,7 @@ def test_one_without_a_reason_or_a_form_suppresses_nothing_and_is_a_finding(comm
     assert said in unexplained(suppression).message
 
 
-def test_one_that_suppresses_nothing_is_told() -> None:
+def test_one_that_suppresses_nothing_is_reported() -> None:
     used, unused = read("a = 1  # hanglint: ignore[HL001] why not\nb = 2  # hanglint: ignore[HL001] why not\n")
     assert split([finding(1)], [used, unused])[2] == [unused]
 

@@ -38,7 +38,7 @@ def test_a_socket_that_is_asked_first_is_not_waited_for(tmp_path, line, waits):
     assert ("HL061" in rules(tmp_path, ASKS.format(line))) == waits
 
 
-def test_a_socket_that_somebody_else_has_made_may_have_a_timeout(tmp_path):
+def test_a_socket_made_elsewhere_may_have_a_timeout(tmp_path):
     made = "import zmq\n\ndef ask({0}):\n    {1}\n    return socket.recv()\n"
     assert "HL061" not in rules(tmp_path, made.format("socket", "socket.send(b'')"))
     assert "HL061" in rules(tmp_path, made.format("context", "socket = context.socket(zmq.REQ)"))

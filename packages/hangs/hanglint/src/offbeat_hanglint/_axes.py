@@ -1,7 +1,7 @@
 """Axes that a name speaks of: names of ranks, of predicates about ranks, and of groups.
 
 An axis is "dp", "cp", "tp", "pp", "ep" or one of three general ones: "world" (a rank among all), "node" (a rank within
-its machine) and "rank" (a rank within a group that nothing tells more of).
+its machine) and "rank" (a rank within a group about which nothing else is known).
 """
 
 import re
@@ -136,7 +136,7 @@ def words(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=100_000)
 def rank_axes(name: str) -> Axes:
-    """Axes on which a value of this name depends; none if the name tells of no rank. `name` has no dots."""
+    """Return axes on which a value of this name depends; none if it is no name of a rank. `name` has no dots."""
     if _STAGE.search(name.lower()):
         return frozenset(("pp",))
     parts = words(name)
@@ -152,14 +152,14 @@ def rank_axes(name: str) -> Axes:
     return _axes_of(parts, leader=False)
 
 
-# Whose `rank` is that of a matrix, and whose `should_save` is that of a step.
+# Holders whose `rank` is that of a matrix, and holders whose `should_save` is that of a step.
 _HOLDERS_OF_OTHERS: Final = frozenset(("lora", "peft", "adapter", "svd", "dora", "galore"))
 _HOLDERS_OF_STEPS: Final = frozenset(("control", "state"))
 
 
 @lru_cache(maxsize=100_000)
 def attribute_axes(text: str) -> Axes:
-    """As `rank_axes` of the last name in a dotted text; `config.lora.rank` and `control.should_save` tell no rank."""
+    """Return `rank_axes` of the last name in a dotted text; none for `config.lora.rank` and `control.should_save`."""
     holder, _, last = text.rpartition(".")
     held_by = set(words(holder.rpartition(".")[2]))
     if (held_by & _HOLDERS_OF_OTHERS and last == "rank") or (held_by & _HOLDERS_OF_STEPS and last == "should_save"):

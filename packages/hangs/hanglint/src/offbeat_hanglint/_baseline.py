@@ -20,14 +20,14 @@ _SPACE: Final = re.compile(r"\s+")
 
 
 def fingerprint(finding: Finding, source_line: str) -> str:
-    """16 hexadecimal digits for what a finding is about; alike for findings on two lines of one text in one function.
+    """Return 16 hexadecimal digits for the subject of a finding; alike for two lines of one text in one function.
 
     Args:
         finding: its path is relative to the project's root.
         source_line: the text of its line.
     """
-    told = (finding.rule, finding.path, finding.function, _SPACE.sub("", source_line.partition(" # hanglint:")[0]))
-    return hashlib.sha256("\0".join(told).encode("utf-8", "backslashreplace"), usedforsecurity=False).hexdigest()[:16]
+    about = (finding.rule, finding.path, finding.function, _SPACE.sub("", source_line.partition(" # hanglint:")[0]))
+    return hashlib.sha256("\0".join(about).encode("utf-8", "backslashreplace"), usedforsecurity=False).hexdigest()[:16]
 
 
 def read_baseline(path: Path) -> Counter[str]:
@@ -58,7 +58,7 @@ def read_baseline(path: Path) -> Counter[str]:
 def write_baseline(path: Path, findings: Sequence[tuple[Finding, str]]) -> None:
     """Write findings, each with its fingerprint, without line numbers: the file changes only when findings do.
 
-    A number behind a fingerprint, which tells findings of one text apart, is left out: they are counted.
+    A number behind a fingerprint, which distinguishes findings of one text, is left out: they are counted.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         _say(str(error))
         return USER_ERROR
-    except BrokenPipeError:  # whoever reads has seen enough, such as `head`
+    except BrokenPipeError:  # the reader has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDINGS
     except KeyboardInterrupt:

@@ -60,7 +60,7 @@ def _in_processes(
 
     pool = ProcessPoolExecutor(num_jobs)
     try:
-        with _interrupts_wait():  # an interrupt half-way through a start leaves a process that nobody ends
+        with _interrupts_wait():  # an interrupt half-way through a start leaves a process running for ever
             found = pool.map(read, files, chunksize=FILES_AT_A_TIME)
         yield from found
     except BrokenProcessPool as error:
@@ -71,7 +71,7 @@ def _in_processes(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C is heard at the end; processes that are started inside never hear it."""
+    """Delay Ctrl-C until the end; processes that are started inside never receive it."""
     import signal
 
     if not hasattr(signal, "pthread_sigmask"):

@@ -115,7 +115,7 @@ class FindingFilter:
         return [each for source in self._files for each in read_suppressions(source.path, _content(source.file))]
 
     def fingerprint(self, finding: Finding) -> str:
-        """By which a baseline knows it."""
+        """Return the identity by which a baseline knows a finding."""
         return fingerprint(finding, self._lines.line(finding.path, finding.line))
 
     def unsuppressed(self, analysis: Analysis) -> tuple[list[Finding], int, list[Suppression]]:

@@ -1,7 +1,7 @@
 """Comments that say of a finding that it is known: `# hanglint: ignore[HL012] the reason`.
 
 One counts for the line it stands on, or, alone on its line, for the next line of code. On a `def` it counts for the
-whole function. Without a reason it is a finding itself, HL000: whoever reads it in a year must know why.
+whole function. Without a reason it is a finding itself, HL000: a reader in a year must know why.
 """
 
 import ast

@@ -25,12 +25,12 @@ def _annotation(said: Said) -> str:
         "endLine": str(max(finding.line, finding.end_line)),
         "title": f"hanglint {finding.rule} ({finding.confidence})",
     }
-    told = [finding.message]
-    told += [f"Ranks: {finding.ranks}"] if finding.ranks else []
-    told += [f"  {step.path}:{step.line} {step.what}" for step in finding.steps]
-    told += [f"Mend: {finding.advice}"] if finding.advice else []
+    lines = [finding.message]
+    lines += [f"Ranks: {finding.ranks}"] if finding.ranks else []
+    lines += [f"  {step.path}:{step.line} {step.what}" for step in finding.steps]
+    lines += [f"Mend: {finding.advice}"] if finding.advice else []
     given = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
-    return f"::{_COMMANDS[said.level]} {given}::{printable(_data(chr(10).join(told)))}"
+    return f"::{_COMMANDS[said.level]} {given}::{printable(_data(chr(10).join(lines)))}"
 
 
 def _data(text: str) -> str:

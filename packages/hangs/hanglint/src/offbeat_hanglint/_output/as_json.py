@@ -1,4 +1,4 @@
-"""For programs. `version` is raised when a key changes its meaning or goes; keys may come without that."""
+"""Output for programs. `version` is raised when a key changes its meaning or goes; keys may come without that."""
 
 import json
 from collections.abc import Mapping

@@ -63,7 +63,7 @@ def _rule(rule: Rule, config: Config) -> Mapping[str, Any]:
 
 def _result(said: Said) -> Mapping[str, Any]:
     finding = said.finding
-    told = [
+    lines = [
         finding.message,
         f"Ranks: {finding.ranks}" if finding.ranks else "",
         f"Mend: {finding.advice}" if finding.advice else "",
@@ -75,7 +75,7 @@ def _result(said: Said) -> Mapping[str, Any]:
         "ruleId": finding.rule,
         "ruleIndex": _INDEX[finding.rule],
         "level": said.level,
-        "message": {"text": "\n".join(line for line in told if line)},
+        "message": {"text": "\n".join(line for line in lines if line)},
         "locations": [_location(finding.path, region, function=finding.function)],
         "partialFingerprints": {FINGERPRINT: said.fingerprint},
         "properties": {"confidence": finding.confidence, "ranks": finding.ranks, "advice": finding.advice},

@@ -1,4 +1,4 @@
-"""For people: each finding with its source, which ranks go where, the path of calls, and the change that mends it."""
+"""Output for people: each finding with its source, which ranks go where, the path of calls, and how to mend it."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -216,8 +216,8 @@ class Dependence:
             deeper = self.of_variable(caller, atom, depth)
         if axes:
             ranks = {tag: why for tag, why in deeper.items() if tag not in LOCAL}
-            is_telling = axes == WORLD or not ranks.keys() & {"world", "node", "rank"}
-            return ranks if ranks and is_telling else dict.fromkeys(axes, atom)
+            is_precise = axes == WORLD or not ranks.keys() & {"world", "node", "rank"}
+            return ranks if ranks and is_precise else dict.fromkeys(axes, atom)
         return deeper
 
     def of_call(self, caller: int, atom: str, depth: int = 0) -> Depends:

@@ -7,7 +7,7 @@ from typing import Final
 from offbeat_hanglint._axes import rank_axes
 
 MAX_TEXT: Final = 120
-# More tests than that around one call of an expression tell nothing more.
+# More tests than that around one call of an expression add no information.
 MAX_TESTS: Final = 4
 # Where an argument chooses whose rank is asked for: `dist.get_rank(group)`, `mesh.get_local_rank("tp")`.
 _ASKS_FOR_RANK: Final = frozenset(
@@ -246,7 +246,7 @@ _PASSES_ON: Final = frozenset(
 
 
 def is_passing_on(node: ast.Call) -> bool:
-    """Return whether what a call returns tells its arguments: `int(os.environ["RANK"])` does, a sampler does not."""
+    """Return whether a call's result reveals its arguments: `int(os.environ["RANK"])` does, a sampler does not."""
     name = (
         node.func.attr
         if isinstance(node.func, ast.Attribute)

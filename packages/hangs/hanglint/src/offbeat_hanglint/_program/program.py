@@ -332,7 +332,7 @@ class Program:
         return self._by_method_name(rest, function.class_name)
 
     def _by_method_name(self, callee: str, own_class: str) -> tuple[Target, ...]:
-        """By a name that few classes have; not of the caller's own class, which would be called on `self`."""
+        """Find methods by a name that few classes have; not of the caller's own, which would be called on `self`."""
         found = [
             f
             for f in self._methods.get(callee.rsplit(".", 1)[-1], ())

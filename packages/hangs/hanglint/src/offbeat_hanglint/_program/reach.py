@@ -90,7 +90,7 @@ class Reach:
                     queued.add(caller)
 
     def _take(self, caller: int, call: CallFact, function: int, is_sure: bool) -> bool:
-        """Add what `function` reaches to its caller. Returns whether that told anything new."""
+        """Add what `function` reaches to its caller. Return whether any of it is new."""
         own = self.of[caller]
         changed = False
         for entry in tuple(self.of[function].values()):

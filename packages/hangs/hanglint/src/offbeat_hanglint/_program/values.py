@@ -67,7 +67,7 @@ class Values:
             return
         if isinstance(target, ast.Name):
             self.view.assigned.setdefault(name, []).append(value)
-        depends = self.depends(value) | conditions(guard) or self._told_by_name(name, value)
+        depends = self.depends(value) | conditions(guard) or self._known_by_name(name, value)
         is_agreed = self.agrees(value)
         if not depends and (is_agreed or self._reads_agreed(value)):
             self.agreed.add(name)
@@ -80,7 +80,7 @@ class Values:
             depends = {"fill": name}
         self.environment[name] = depends
 
-    def _told_by_name(self, name: str, value: ast.expr) -> Depends:
+    def _known_by_name(self, name: str, value: ast.expr) -> Depends:
         """Read a rank from its name where a function outside of the tree returns it: `rank, size = get_dist_info()`."""
         if not element_of_call(value) or "rank" not in words(name)[-1:]:
             return {}
@@ -183,7 +183,7 @@ class Values:
         return found | {tag: why for tag, why in inner.items() if tag not in LOCAL}
 
     def _element(self, node: ast.Subscript) -> Depends | None:
-        """Return the dependence of one of the values of a call; None where the function does not tell them apart."""
+        """Return the dependence of one of the values of a call; None where the function has them all alike."""
         index = node.slice.value  # type: ignore[attr-defined]
         return self.view.dependence.of_element(self.view.index, dotted(node.value), index)
 
@@ -210,7 +210,7 @@ class Values:
         return {"data": text} if is_data_name(last) else {}
 
     def _constant(self, node: ast.Name | ast.Attribute) -> Depends:
-        """Tell a rank that a module keeps, `RANK = int(os.environ["RANK"])`; other constants are the same everywhere.
+        """Find a rank that a module keeps, `RANK = int(os.environ["RANK"])`; other constants are the same everywhere.
 
         Its name and what it is made of must both say so: there is a rank of matrices too.
         """

@@ -68,7 +68,7 @@ def views(
         wanted = {
             i
             for i, f in enumerate(file.functions)
-            if reach.of[first + i] or f.is_async or file.sets_hooks or _is_telling(f, program.placing_classes)
+            if reach.of[first + i] or f.is_async or file.sets_hooks or _is_relevant(f, program.placing_classes)
         }
         if not wanted:
             continue
@@ -104,7 +104,7 @@ def _functions(tree: ast.Module) -> Iterator[ast.Module | ast.FunctionDef | ast.
             ][::-1]
 
 
-def _is_telling(function: FunctionFact, placing: frozenset[str]) -> bool:
+def _is_relevant(function: FunctionFact, placing: frozenset[str]) -> bool:
     """Return whether a function, by its names, waits, sends, computes a source, hands on or takes resources."""
     if ("src" in function.name and "rank" in function.name) or "send" in function.name:
         return True

@@ -140,7 +140,7 @@ def _swallow_finding(view: FunctionView, handler: ast.ExceptHandler, event: Even
     )
     return finding(
         view, "HL012", confidence, handler,
-        f"{caught or 'an error'} of one rank is swallowed around {what_is_called(event)}, and the rank goes on alone",
+        f"{caught or 'an error'} of one rank is swallowed around {what_is_called(event)}; the rank continues alone",
         f"The rank whose error is caught skips `{reached.kind}` over "
         f"{axes_text(reached.axes)}; the others wait there, or meet its next collective.",
         "Raise again, or let all ranks agree (all_reduce a flag) whether the step counts.",
@@ -221,7 +221,7 @@ def _teardown(view: FunctionView) -> Iterator[Finding]:
 
 
 def _hooks(view: FunctionView) -> Iterator[Finding]:
-    """HL013: `sys.excepthook = tell_all`, a function that is called on the rank that has raised, and on no other."""
+    """HL013: `sys.excepthook = notify_all`, a function that is called only on the rank that has raised."""
     for statement, _ in view.statements:
         if not isinstance(statement, ast.Assign) or dotted(statement.targets[0]) not in HOOKS:
             continue

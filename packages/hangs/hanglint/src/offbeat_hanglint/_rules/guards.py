@@ -228,7 +228,7 @@ def _judge_implicit(view: FunctionView, event: Event, guard: Guard) -> Finding |
         )
         ranks = (
             f"Ranks for which the condition on {tags_text(guard.depends)} "
-            "holds enter it; the others go on to their next collective."
+            "holds enter it; the others proceed to their next collective."
         )
         advice = "Run it on all ranks, or on the unwrapped module with parameters that are whole on this rank."
         return finding(view, rule, "low", event.node, message, ranks, advice, steps_of(view, guard, event, hit))
@@ -269,7 +269,7 @@ def _leader_work(view: FunctionView) -> Iterator[Finding]:
             view, "HL005", "low", work,
             f"one rank runs `{dotted(work.func)}` while the others already wait in `{kind}`",
             f"The rank that passes the condition works; the others wait in `{kind}` until its timeout.",
-            "Give the wait a timeout that covers the work, or let all ranks do it; if the work fails, tell the others.",
+            "Give the wait a timeout that covers the work, or let all ranks do it; on failure, notify the others.",
             steps_of(view, around, after, after.explicit[0]),
         )  # fmt: skip
 

@@ -70,7 +70,7 @@ def check(view: FunctionView) -> Iterator[Finding]:
 
 
 def _micro_batches(view: FunctionView) -> Iterator[Finding]:
-    """HL020: a schedule is told a number of micro-batches that is the length of a list of this rank's own."""
+    """HL020: a schedule is given a number of micro-batches that is the length of a list of this rank's own."""
     for node, callee, _ in view.calls:
         given = next((k.value for k in node.keywords if k.arg in ("num_microbatches", "num_micro_batches")), None)
         value = view.value_of(given.id, given) if isinstance(given, ast.Name) else given
@@ -123,7 +123,7 @@ def _while(view: FunctionView, event: Event, guard: Guard) -> Finding | None:
         return None
     hit = event.explicit[0]
     confidence: Confidence = "medium" if hit.is_sure and "time" in local and hit.axes != UNKNOWN else "low"
-    return _uneven_finding(view, event, guard, confidence, f"the loop goes on by {tags_text(local)} ({why(local)})")
+    return _uneven_finding(view, event, guard, confidence, f"the rounds depend on {tags_text(local)} ({why(local)})")
 
 
 def _uneven(view: FunctionView, event: Event, guard: Guard, container: ast.expr) -> Finding | None:
@@ -165,7 +165,7 @@ def _uneven(view: FunctionView, event: Event, guard: Guard, container: ast.expr)
 
 
 def _is_distributed(view: FunctionView) -> bool:
-    """Return whether a file has to do with distributed training, as far as its imports tell."""
+    """Return whether a file has to do with distributed training, as far as its imports show."""
     words_of = ("distributed", "fsdp", "accelerate", "deepspeed", "parallel", "dist_utils")
     return any(word in name.lower() for name in view.file.imports.values() for word in words_of)
 
@@ -280,7 +280,7 @@ def _entry_finding(view: FunctionView, event: Event, guard: Guard, filled: str) 
 
 
 def _breaks(view: FunctionView) -> Iterator[Finding]:
-    """HL010: a loop left where this rank's data say so, while the others go on to the next round's collective."""
+    """HL010: a loop left where this rank's data say so, while the others proceed to the next round's collective."""
     seen: set[int] = set()
     for left in view.exits:
         if (

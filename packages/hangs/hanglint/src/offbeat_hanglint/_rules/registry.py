@@ -155,7 +155,7 @@ RULES: Final = (
     Rule(
         "HL064",
         "dropped-remote-call",
-        "Remote calls are started and their results dropped, so that nobody waits for them or sees them fail.",
+        "Remote calls are started and their results dropped, so that no code waits for them or sees them fail.",
         "low",
     ),
     Rule("HL065", "unbounded-cluster-start", "A cluster is started or joined without stating its resources.", "low"),

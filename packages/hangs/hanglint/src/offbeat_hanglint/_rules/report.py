@@ -42,7 +42,7 @@ def is_test(path: str) -> bool:
 
 
 def axes_text(axes: Axes | str) -> str:
-    """Axes in words: "dp and cp", "all ranks"."""
+    """Return the text for axes: "dp and cp", "all ranks"."""
     if isinstance(axes, str) or axes == UNKNOWN:
         return "a group that the code does not name"
     if axes == WORLD or "world" in axes:
@@ -57,7 +57,7 @@ def why(depends: Depends) -> str:
 
 
 def tags_text(depends: Depends) -> str:
-    """Return what a condition depends on, in words."""
+    """Return the text for what a condition depends on."""
     words = {
         "world": "the rank",
         "node": "the rank within the node",

@@ -75,7 +75,7 @@ def _shape_confidence(reason: str, is_plain: bool) -> Confidence:
 
 
 def ragged(view: FunctionView, node: ast.expr, depth: int = 0) -> tuple[str, bool]:
-    """Why a tensor's size depends on the rank's data, and whether that is plain to see."""
+    """Return why a tensor's size depends on the rank's data, and whether that is plain to see."""
     if depth > 6:
         return "", False
     if isinstance(node, ast.Call):
@@ -200,7 +200,7 @@ def _send_lists(view: FunctionView) -> Iterator[Finding]:
                 view, "HL033", "low", statement,
                 f"`{appended[0].removesuffix('.append')}`, which is sent, takes an entry only where a condition holds",
                 "The receiver posts a receive for each entry; for those that are left out it waits for ever.",
-                "Append in both cases, or tell the receiver how many will come.",
+                "Append in both cases, or send the receiver the number of entries first.",
             )  # fmt: skip
             return
 

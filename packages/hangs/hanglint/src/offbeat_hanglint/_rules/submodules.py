@@ -248,8 +248,8 @@ def _handler(view: FunctionView) -> Iterator[Finding]:
     yield finding(
         view, "HL011", "low", event.node,
         f"a request that fails after {what_is_called(event)} fails on this rank only",
-        "The other ranks have been told to start and wait in the collectives that follow.",
-        "Check the whole request before the first collective, and tell the others when it fails.",
+        "The other ranks have been ordered to start and wait in the collectives that follow.",
+        "Check the whole request before the first collective, and notify the others when it fails.",
         steps_of(view, None, event, hit),
     )  # fmt: skip
 
@@ -273,13 +273,13 @@ def control_message(view: FunctionView, event: Event) -> bool:
 
 
 def check_control(view: FunctionView) -> Iterator[Finding]:
-    """HL032: a server on one rank tells only one axis of the others what to do."""
+    """HL032: a server on one rank sends its commands to one axis of the others only."""
     for event in view.events:
         if control_message(view, event):
             hit = event.reached[0]
             yield finding(
                 view, "HL032", "low", event.node,
-                f"the server tells the others what to do by a broadcast over {axes_text(hit.axes)} only",
+                f"the server sends its commands to the others by a broadcast over {axes_text(hit.axes)} only",
                 "Ranks of the same model that are not in that group "
                 "(other pipeline stages) wait for the message for ever.",
                 "Broadcast over all ranks of the model, from the server's global rank.",

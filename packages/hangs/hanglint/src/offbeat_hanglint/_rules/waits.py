@@ -124,7 +124,7 @@ def _ray(view: FunctionView, node: ast.Call, callee: str) -> Iterator[Finding]:
         yield finding(
             view, "HL065", "low", node, "`ray.init` does not say how many CPUs the cluster has",
             "Where the process may use fewer CPUs than the machine has, "
-            "Ray starts a worker per CPU and start-up may stand still.",
+            "Ray starts a worker per CPU and start-up may hang.",
             "Pass `num_cpus=` from the configuration.",
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _wait(view: FunctionView, node: ast.Call, callee: str, guard: Guard | None) 
 
 
 def _never_blocks(node: ast.Call, socket: str, guard: Guard | None) -> bool:
-    """Return whether a socket is read only when it has data: told not to block, or after `socket.poll(...)`."""
+    """Return whether a socket is read only when it has data: set not to block, or after `socket.poll(...)`."""
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     if any(flag in ast.unparse(argument) for argument in given for flag in ("DONTWAIT", "NOBLOCK")):
         return True
@@ -188,7 +188,7 @@ def _never_blocks(node: ast.Call, socket: str, guard: Guard | None) -> bool:
 def _socket_confidence(view: FunctionView, socket: str, parts: set[str], guard: Guard | None) -> Confidence:
     """Return whether a wait is a server's, for its next request: one for an answer needs a deadline.
 
-    Whoever has made the socket may have given it a timeout, if it was not this function or its class.
+    Code that made the socket may have given it a timeout, if it was not this function or its class.
     """
     loops = [g.node for g in (guard.chain() if guard else ()) if g.kind == "loop"]
     if any(isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) for loop in loops):
@@ -260,7 +260,7 @@ def _blocking_target(view: FunctionView, callee: str) -> str:
 
 
 def _one_task_awaited(view: FunctionView) -> Iterator[Finding]:
-    """HL063: of several tasks only one is awaited; if another fails, nobody sees it."""
+    """HL063: of several tasks only one is awaited; if another fails, no code sees it."""
     if not view.fact.is_async:
         return
     tasks: dict[str, ast.stmt] = {}
@@ -356,7 +356,7 @@ def _is_set(view: FunctionView, name: str) -> bool:
 
 
 def _dropped(view: FunctionView) -> Iterator[Finding]:
-    """HL064: remote calls whose results nobody keeps, or answers that are dropped."""
+    """HL064: remote calls whose results are not kept, or answers that are dropped."""
     for statement, _ in view.statements:
         value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
         if value is None or not isinstance(value, ast.Call):
@@ -370,8 +370,8 @@ def _dropped(view: FunctionView) -> Iterator[Finding]:
         if callee.endswith(".remote") and isinstance(statement, ast.Expr):
             yield finding(
                 view, "HL064", "low", statement,
-                f"the result of `{callee}` is dropped, so nobody waits for it or sees it fail",
-                "The caller goes on as if the call were done; if it failed, others wait for what it should have done.",
+                f"the result of `{callee}` is dropped, so no code waits for it or sees it fail",
+                "The caller continues as if the call was done; if it failed, others wait for what it should have done.",
                 "Keep the reference and wait for it with a timeout.",
             )  # fmt: skip
         elif isinstance(statement, ast.Assign) and view.program.full_name(view.file, callee).rsplit(".", 1)[-1] in (
