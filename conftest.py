@@ -1,4 +1,4 @@
-"""Settings for all tests: a property is no stopwatch, and Ctrl-C and a hangup are heard as at a terminal."""
+"""Settings for all tests: a property test has no deadline, and Ctrl-C and a hangup arrive as at a terminal."""
 
 import signal
 

@@ -272,7 +272,7 @@ for launcher, tags in {"local": ["nightly"], "ray": ["ray", "nightly"]}.items():
 
 @nox.session(tags=["nightly"], default=False)
 def sight(session: nox.Session) -> None:
-    """A tiny vision-language model learns from drawn figures what only the picture tells."""
+    """A tiny vision-language model learns from drawn figures what only the picture shows."""
     pytest(session, "sight", "tests/nightly/test_learns_to_see.py", "-rP")
 
 

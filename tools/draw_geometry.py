@@ -36,7 +36,7 @@ NUM_TRIES = 1000
 
 @dataclass(frozen=True)
 class Problem:
-    """A figure in the unit square, y upwards, with what is asked of it.
+    """A figure in the unit square, y upwards, with the quantity that it asks for.
 
     Args:
         key: kind and numbers; two problems with one key ask the same.
@@ -55,7 +55,7 @@ class Problem:
 
 
 def right_triangle(rng: random.Random) -> Problem:
-    """Two legs are given; the hypotenuse is asked."""
+    """Draw a right triangle: two legs are given, and the problem asks for the hypotenuse."""
     a, b = rng.randint(2, 12), rng.randint(2, 12)
     width, height = 0.7 * a / max(a, b), 0.7 * b / max(a, b)
     corners = ((0.15, 0.15), (0.15 + width, 0.15), (0.15, 0.15 + height))
@@ -64,7 +64,7 @@ def right_triangle(rng: random.Random) -> Problem:
 
 
 def triangle_angle(rng: random.Random) -> Problem:
-    """Two angles are given; the third is asked."""
+    """Draw a triangle: two angles are given, and the problem asks for the third."""
     first, second = rng.randint(35, 80), rng.randint(35, 80)
     # As wide as the picture allows: the height over the base is 1 / (cot first + cot second).
     left, right = (1 / math.tan(math.radians(angle)) for angle in (first, second))
@@ -79,13 +79,13 @@ def triangle_angle(rng: random.Random) -> Problem:
 
 
 def rectangle_area(rng: random.Random) -> Problem:
-    """Two sides are given; the area is asked."""
+    """Draw a rectangle: two sides are given, and the problem asks for the area."""
     a, b = rng.randint(2, 12), rng.randint(2, 12)
     return _rectangle(f"rectangle_area {a} {b}", a, b, "Find the area of the rectangle.", str(a * b))
 
 
 def rectangle_perimeter(rng: random.Random) -> Problem:
-    """Two sides are given; the perimeter is asked."""
+    """Draw a rectangle: two sides are given, and the problem asks for the perimeter."""
     a, b = rng.randint(2, 12), rng.randint(2, 12)
     return _rectangle(f"rectangle_perimeter {a} {b}", a, b, "Find the perimeter of the rectangle.", str(2 * (a + b)))
 
@@ -160,7 +160,7 @@ def draw(problem: Problem, size_px: int) -> bytes:
 
 
 def problems(rng: random.Random, kinds: list[str], num: int, taken: set[str]) -> Iterator[Problem]:
-    """`num` problems of the kinds in turn, none in `taken`, to which they are added only by the caller.
+    """Return `num` problems of alternating kinds, none of them in `taken`; only the caller adds them to it.
 
     Raises:
         SystemExit: the kind has no further problem to ask.
@@ -177,7 +177,7 @@ def problems(rng: random.Random, kinds: list[str], num: int, taken: set[str]) ->
 
 
 def write(path: Path, rows: list[Problem], size_px: int) -> None:
-    """One Parquet file in the layout of geo3k."""
+    """Write one Parquet file in the layout of geo3k."""
     table = pa.Table.from_pylist(
         [
             {
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _different(rng: random.Random, kinds: list[str], num: int) -> list[Problem]:
-    """`num` problems, no two the same."""
+    """Return `num` problems, no two the same."""
     found: dict[str, Problem] = {}
     for problem in problems(rng, kinds, num, taken := set[str]()):
         found[problem.key] = problem
@@ -233,7 +233,7 @@ def _between(first: Point, second: Point, share: float = 0.5) -> Point:
 
 
 def _root(square: int) -> str:
-    """√square in LaTeX, simplified: 5, or 2 \\sqrt { 221 }, as geo3k writes it."""
+    """Return √square in LaTeX, simplified: 5, or 2 \\sqrt { 221 }, as geo3k writes it."""
     factor = max(n for n in range(1, math.isqrt(square) + 1) if square % (n * n) == 0)
     rest = square // (factor * factor)
     if rest == 1:

@@ -24,7 +24,7 @@ TWO_WORKERS: Final = {
     **dict.fromkeys(
         ("grpo-async-app", "liveness", "mesh", "objectives", "rollout-trtllm", "testing", "tools", "weightsync"), "load"
     ),
-    # Ranks wait for messages a third of the time; tests of a file go on from what others of it have saved.
+    # Ranks wait for messages a third of the time; tests of a file continue from what its other tests have saved.
     "engine-megatron-engine": "loadfile",
 }
 PER_TEST_TIMEOUT_S: Final = 120
@@ -101,7 +101,7 @@ def install_workspace(session: nox.Session, venv: Path) -> None:
 
 
 def guest_tests(package: Package) -> list[Path]:
-    """Folders `tests/on-KEY` of other packages: their tests that need this package's engine."""
+    """Return folders `tests/on-KEY` of other packages: their tests that need this package's engine."""
     found = [other.folder / "tests" / f"on-{package.key}" for other in PACKAGES]
     return [folder for folder in found if folder.is_dir()]
 
@@ -137,9 +137,9 @@ def pytest(
     bin_folder = bin_folder or shared_environment(session)
     junit = NOX / "junit" / f"{name}.xml"
     limits = ["-m", marks, f"--timeout={PER_TEST_TIMEOUT_S}"]
-    told = [f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
+    shown = [f"--junitxml={junit}", "--durations=5", "--durations-min=2"]
     workers = ["-n2", f"--dist={TWO_WORKERS[name]}"] if name in TWO_WORKERS and not IS_SIDE_BY_SIDE else []
-    run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *told, *arguments, *session.posargs, **extra)
+    run(session, bin_folder / "pytest", "--no-header", *workers, *limits, *shown, *arguments, *session.posargs, **extra)
     return junit
 
 

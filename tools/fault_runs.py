@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 PR_SET_PDEATHSIG: Final = 1
-# What torch says of the missing DNS, see `_fork_agent`.
+# Torch's message about the missing DNS, see `_fork_agent`.
 NO_NAME: Final = "[c10d] The hostname of the client socket cannot be retrieved"
 # How long the last rank may stay behind the others.
 LAST_RANK_S: Final = 3.0
-# How long what a rank has started may take to be gone after it was killed.
+# How long the children of a killed rank may take to end.
 CHILDREN_S: Final = 5.0
-# What the monitor's own lines begin with, and what its lines on the processes that do not tell in full hold.
+# The beginning of the monitor's own lines, and the text of its short lines, which only point to another rank's report.
 HEADLINE: Final = "offbeat liveness: "
 SUSPICION: Final = f"{HEADLINE}suspicion: "
 POINTER: Final = ", told in full by "
@@ -49,7 +49,7 @@ class Act:
 
     Args:
         at_s: when, in seconds from the start of the run.
-        rank: to whom.
+        rank: the rank it acts on.
         signal: sent to it; None sends none.
         text: typed at its terminal; a rank that is typed at has one.
     """
@@ -62,7 +62,7 @@ class Act:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRun:
-    """One program on so many ranks.
+    """One program and the number of ranks to run it on.
 
     Args:
         script: the program.
@@ -90,12 +90,12 @@ class FaultRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """One thing that the monitor has said on a rank's stderr, its first line.
+class Message:
+    """One message of the monitor on a rank's stderr: its first line.
 
     Args:
-        rank: on whose.
-        what: "proof", "suspicion", "clearing": that it moves again, or "failure": that those who waited were ended.
+        rank: the rank whose stderr it is on.
+        what: "proof", "suspicion", "clearing": it moves again, or "failure": the ranks that waited were ended.
         text: without the common beginning.
     """
 
@@ -127,10 +127,10 @@ class Observation:
     verdicts: tuple[tuple[float, dict[str, Any]], ...] = ()
 
     @property
-    def told(self) -> tuple[Told, ...]:
-        """Return what the monitors have said, each thing once: the lines that point to another rank's are left out."""
+    def messages(self) -> tuple[Message, ...]:
+        """Return the monitors' messages, each once: the lines that point to another rank's are left out."""
         lines = [(rank, line) for rank, output in self.outputs.items() for line in output.splitlines()]
-        return tuple(_told(rank, line) for rank, line in lines if HEADLINE in line and POINTER not in line)
+        return tuple(_message(rank, line) for rank, line in lines if HEADLINE in line and POINTER not in line)
 
     def first(self, *, proof: bool) -> tuple[float, dict[str, Any]] | None:
         """Return the first verdict that is a proof, or the first that is a suspicion."""
@@ -142,14 +142,14 @@ def is_proof(verdict: dict[str, Any]) -> bool:
     return verdict["kind"] != "straggler" and not verdict.get("text", "").startswith(SUSPICION)
 
 
-def _told(rank: int, line: str) -> Told:
-    text = line[line.index(HEADLINE) :]  # a prompt of the program may stand before it
+def _message(rank: int, line: str) -> Message:
+    text = line[line.index(HEADLINE) :]  # a prompt of the program may come before it
     if CLEARING in text:
-        return Told(rank=rank, what="clearing", text=text.removeprefix(HEADLINE))
+        return Message(rank=rank, what="clearing", text=text.removeprefix(HEADLINE))
     if text.startswith(FAILURE):
-        return Told(rank=rank, what="failure", text=text.removeprefix(HEADLINE))
+        return Message(rank=rank, what="failure", text=text.removeprefix(HEADLINE))
     is_suspicion = text.startswith((SUSPICION, f"{HEADLINE}straggler: "))
-    return Told(rank=rank, what="suspicion" if is_suspicion else "proof", text=text.removeprefix(HEADLINE))
+    return Message(rank=rank, what="suspicion" if is_suspicion else "proof", text=text.removeprefix(HEADLINE))
 
 
 def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Generator[tuple[FaultRun, Observation]]:
@@ -180,7 +180,7 @@ def run_faults(runs: Iterable[FaultRun], *, num_ranks_at_once: int = 8) -> Gener
 
 
 class Results:
-    """Runs many at a time, and hands out each result when it is asked for.
+    """A runner of many runs at a time, which returns each result on request.
 
     Args:
         wanted: all that will be asked for.
@@ -199,7 +199,7 @@ class Results:
         return self._ended[run]
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the runs that are still going."""
         self._runs.close()
 
 
@@ -253,7 +253,7 @@ def _fork_agent(run: FaultRun, folder: Path) -> int:
 
 
 def _agent(run: FaultRun, folder: Path) -> None:
-    """Fork the ranks, host their store, wait for them; nobody is left behind."""
+    """Fork the ranks, host their store, and wait for them; no process is left behind."""
     from torch._C._distributed_c10d import TCPStore
 
     read_end, write_end = os.pipe()
@@ -269,7 +269,7 @@ def _agent(run: FaultRun, folder: Path) -> None:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process in ranks:
                 ends[ranks[process]] = {"code": os.waitstatus_to_exitcode(status), "at_s": time.time()}
-                if len(ends) == run.size - 1:  # a rank alone cannot go on
+                if len(ends) == run.size - 1:  # a rank alone cannot continue
                     until_s = min(until_s, time.monotonic() + run.last_rank_s)
             elif to_do and time.monotonic() >= start_s + to_do[0].at_s:
                 _act(to_do.pop(0), {rank: process for process, rank in ranks.items() if rank not in ends}, terminals)
@@ -286,7 +286,7 @@ def _agent(run: FaultRun, folder: Path) -> None:
 
 
 def _kill_children_of(process: int) -> None:
-    """Kill what a rank has started and left behind, and return when it is gone, so that nothing is written any more."""
+    """Kill the processes that a rank has started and left behind, and return when they are gone and write no more."""
     until_s = time.monotonic() + CHILDREN_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < until_s:
@@ -315,7 +315,7 @@ def _fork_rank(
             if rank in terminals:
                 os.dup2(terminals[rank][1], 0)
                 sys.stdin = os.fdopen(0, "r", closefd=False)
-            _take_seat(run, rank, int(os.read(pipe[0], 5)))
+            _set_up_rank(run, rank, int(os.read(pipe[0], 5)))
             code = _run_as_main(run, rank, folder)
         except BaseException as error:  # noqa: BLE001 - the last frame of this process
             print(repr(error), file=sys.stderr)
@@ -327,7 +327,7 @@ def _fork_rank(
     return process
 
 
-def _take_seat(run: FaultRun, rank: int, port: int) -> None:
+def _set_up_rank(run: FaultRun, rank: int, port: int) -> None:
     """Set what torchrun would have set."""
     import torch
     from torch.distributed import distributed_c10d

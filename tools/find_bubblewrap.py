@@ -14,7 +14,7 @@ ADVICE: Final = "no bubblewrap found: looked for bwrap on PATH; install it (Debi
 
 
 def find() -> str:
-    """Path of bubblewrap, installed first where that is allowed.
+    """Return the path of bubblewrap, installed first where that is allowed.
 
     Raises:
         FileNotFoundError: it is not there and may not be installed; the text says what to install.
@@ -29,7 +29,7 @@ def find() -> str:
 
 
 def find_if_required() -> str | None:
-    """Path of bubblewrap, or None outside CI, where the tests that need it are skipped and stderr says so.
+    """Return the path of bubblewrap, or None outside CI, where its tests are skipped with a line on stderr.
 
     Raises:
         FileNotFoundError: it is not there although this is CI.

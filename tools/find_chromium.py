@@ -20,14 +20,14 @@ ADVICE: Final = (
 
 
 def on_path() -> str | None:
-    """Path of a browser that is already there."""
+    """Return the path of a browser that is already installed."""
     named = os.environ.get("OFFBEAT_CHROMIUM")
     found = [shutil.which(name) for name in ((named,) if named else NAMES)]
     return next((path for path in found if path), None)
 
 
 def find() -> str:
-    """Path of a Chromium, installed first where that is allowed.
+    """Return the path of a Chromium, installed first where that is allowed.
 
     Raises:
         FileNotFoundError: none is there and none may be installed; the text says what to install.
@@ -42,7 +42,7 @@ def find() -> str:
 
 
 def find_if_required() -> str | None:
-    """Path of a Chromium, or None outside CI, where the tests that need one are skipped and stderr says so.
+    """Return the path of a Chromium, or None outside CI, where its tests are skipped with a line on stderr.
 
     Raises:
         FileNotFoundError: none is there although this is CI, or not the one that $OFFBEAT_CHROMIUM names.
@@ -57,7 +57,7 @@ def find_if_required() -> str | None:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     try:
         print(find())
     except FileNotFoundError as error:

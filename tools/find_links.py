@@ -6,7 +6,7 @@ import subprocess
 
 
 def find_links() -> list[str]:
-    """Pip's `find-links`, from PIP_FIND_LINKS or its configuration; empty where there is none."""
+    """Return pip's `find-links`, from PIP_FIND_LINKS or its configuration; empty where there is none."""
     return (os.environ.get("PIP_FIND_LINKS") or _configured()).split()
 
 

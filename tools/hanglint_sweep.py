@@ -120,7 +120,7 @@ def table(swept: Sequence[Swept], top: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(sysconfig.get_path("purelib")))
     parser.add_argument("--top", type=int, default=12, help="rows of the table")

@@ -35,12 +35,12 @@ class HardwareTests:
 
     @property
     def key(self) -> str:
-        """Name of the session's parameter."""
+        """Return the name of the session's parameter."""
         return f"{self.package.key}-{self.device}"
 
     @property
     def folder(self) -> Path:
-        """Folder of the tests."""
+        """Return the folder of the tests."""
         return self.package.folder / "tests" / self.device
 
 
@@ -54,7 +54,7 @@ def hardware_tests(found: Iterable[Package]) -> list[HardwareTests]:
 
 
 def why_absent(tests: HardwareTests) -> str | None:
-    """None where the device is present, else the reason to skip."""
+    """Return None where the device is present, else the reason to skip."""
     try:
         done = subprocess.run(shlex.split(tests.probe), capture_output=True, text=True, check=False, timeout=60)
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def why_absent(tests: HardwareTests) -> str | None:
 
 
 def num_passed(junit: Path) -> int:
-    """Tests that passed, by a JUnit file: neither skipped nor failed."""
+    """Count the tests that passed according to a JUnit file: neither skipped nor failed."""
     suites = ElementTree.parse(junit).getroot().iter("testsuite")
     return sum(
         int(suite.get("tests", 0)) - sum(int(suite.get(kind, 0)) for kind in ("skipped", "failures", "errors"))

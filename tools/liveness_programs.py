@@ -32,16 +32,16 @@ class Program:
 
     @property
     def script(self) -> Path:
-        """The program."""
+        """Return the path of the program."""
         return self.folder / f"{self.name}.py"
 
     @property
     def title(self) -> str:
-        """The first line of its docstring."""
+        """Return the first line of its docstring."""
         return self.script.read_text().partition('"""')[2].partition('"""')[0].strip()
 
     def lines(self, tag: str) -> set[int]:
-        """Numbers of the lines with this mark."""
+        """Return the numbers of the lines with this mark."""
         numbered = enumerate(self.script.read_text().splitlines(), start=1)
         return {number for number, line in numbered if f"# {tag}" in line}
 
@@ -58,11 +58,11 @@ def _read_list(folder: Path) -> dict[str, Any]:
     return read
 
 
-# Who is guilty, by number of ranks.
+# The guilty ranks, by number of ranks.
 GUILTY: Final[dict[str, Callable[[int], set[int]]]] = {
     "first": lambda size: {0},
     "second": lambda size: {1},
-    "everybody": lambda size: set(range(size)),
+    "all": lambda size: set(range(size)),
     "all but first": lambda size: set(range(1, size)),
     "upper half": lambda size: set(range(size // 2, size)),
     "others of a replica": lambda size: set(range(size)) - set(range(0, size, max(2, size // 2))),
@@ -76,7 +76,7 @@ GUILTY: Final[dict[str, Callable[[int], set[int]]]] = {
 class Reason:
     """Why a verdict is a "proof", on which a job may be ended at once, or a "suspicion".
 
-    A suspicion is only said, and acted upon at the timeout of what is waited in.
+    A suspicion is only reported, and acted upon at the timeout of the call that waits.
     """
 
     certainty: Literal["proof", "suspicion"]
@@ -88,14 +88,14 @@ class Fault(Program):
     """One program that hangs or fails.
 
     Args:
-        example_of: class of the known hangs (A to F), or what else it stands for.
+        example_of: class of the known hangs (A to F), or the other kind that it is an example of.
         kinds: verdicts that are right.
         because: why it is a proof or a suspicion.
         guilty: ranks that the verdict may name as those to look at, by number of ranks.
-        sizes: numbers of ranks it makes sense with.
+        sizes: numbers of ranks that make sense for it.
         axes: mesh axes that the verdict must name, where the group is not the whole world.
         says: regular expressions that the verdict must hold: what a rank outside torch waits for, what hid an error.
-        ends: how it ends where nobody ends it: "timeout" of a call of torch, "well", or "never".
+        ends: how it ends if no process ends it: "timeout" of a call of torch, "well", or "never".
     """
 
     example_of: str
@@ -129,25 +129,25 @@ CATALOGUE: Final = _read_faults()
 """Every fault; tests, the table in docs/liveness-programs.md and its examples use these."""
 
 
-# Of a rank on its way out: where the error was raised.
+# For a rank that is ending: where the error was raised.
 RAISED: Final = re.compile(r"\(raised at ([^)]*)")
 CYCLES: Final = ("different-order", "wait-cycle")
-"""Verdicts in which nobody alone is to blame."""
+"""Verdicts in which no single rank is to blame."""
 
 
 def named_ranks(verdict: dict[str, Any]) -> set[int]:
-    """Ranks that a verdict names as missing."""
+    """Return ranks that a verdict names as missing."""
     return {int(name.removeprefix("rank ")) for name in verdict["missing"] if name.startswith("rank ")}
 
 
 def named_axes(verdict: dict[str, Any]) -> set[str]:
-    """Mesh axes of the groups that a verdict is about; torch calls dp and cp together "dp_cp"."""
+    """Return mesh axes of the groups that a verdict is about; torch calls dp and cp together "dp_cp"."""
     groups = [verdict["axes"], *(link["axes"] for link in verdict["links"])]
     return {axis for axes in groups for name in axes for axis in name.split("_")}
 
 
 def ranks_at(verdict: dict[str, Any], fault: Fault, tag: str) -> set[int]:
-    """Ranks that a verdict shows at the lines of a mark: standing there, or on their way out after an error there."""
+    """Return ranks that a verdict shows at the lines of a mark: waiting there, or ending after an error there."""
     lines = fault.lines(tag)
     return {
         party["rank"]
@@ -159,8 +159,8 @@ def ranks_at(verdict: dict[str, Any], fault: Fault, tag: str) -> set[int]:
     }
 
 
-# Of one pause: a suspicion, and that it has gone.
-MAX_TOLD: Final = 2
+# For one pause: a suspicion, and the message that it is over.
+MAX_MESSAGES: Final = 2
 SECONDS: Final = re.compile(r"\d+ s\b")
 # Until every rank is in its first call, and for what a loaded machine adds.
 START_S: Final = 1.0
@@ -169,11 +169,11 @@ PATIENCE_S: Final = 40.0
 
 @dataclass(frozen=True, kw_only=True)
 class Healthy(Program):
-    """One program that stands still for a while and ends well.
+    """One program that makes no progress for a while and ends well.
 
     Args:
-        like: what people do that is like it.
-        sizes: numbers of ranks it makes sense with.
+        like: the common code that it resembles.
+        sizes: numbers of ranks that make sense for it.
         pauses: how many times PAUSE_S it takes at most.
         act: what is done to it from outside: "continue" and "yes" are typed at rank 0 after the pause; at "stop" rank
             1 is stopped for as long.
@@ -187,7 +187,7 @@ class Healthy(Program):
     unwatched: tuple[int, ...] = ()
 
     def run(self, size: int, *, stall_after_s: float, pause_s: float) -> FaultRun:
-        """It, watched, with the policy that ends what is proven to be stuck."""
+        """Return a watched run of it, with the policy that ends ranks that are proven to be stuck."""
         limit_s = START_S + self.pauses * pause_s + PATIENCE_S
         return FaultRun(
             script=self.script,
@@ -213,7 +213,7 @@ HEALTHY: Final = tuple(Healthy(folder=PROGRAMS, name=name, **keys) for name, key
 
 
 def random_run(seed: int, size: int, *, num_runs: int, stall_after_s: float) -> FaultRun:
-    """Healthy programs of random calls, one after the other, whose ranks come late by up to half of `stall_after_s`."""
+    """Return a run of healthy programs of random calls, whose ranks come late by up to half of `stall_after_s`."""
     environment = {"HEALTHY_SEED": seed, "HEALTHY_RUNS": num_runs, "HEALTHY_MAX_DELAY_S": stall_after_s / 2}
     return FaultRun(
         script=RANDOM_PROGRAM,
@@ -225,14 +225,14 @@ def random_run(seed: int, size: int, *, num_runs: int, stall_after_s: float) -> 
 
 
 def complaints(healthy: Healthy, seen: Observation) -> list[str]:
-    """Return what a monitor did wrong to a healthy run; empty if it let it be."""
-    told = seen.told
-    found = [f"{each.what} on rank {each.rank}: {each.text}" for each in told if each.what in ("proof", "failure")]
-    things = Counter[tuple[str, str]]()
-    for rank in seen.outputs:  # where the leader is too busy to answer, the next one says the same: no second thing
-        things |= Counter((each.what, SECONDS.sub("", each.text)) for each in told if each.rank == rank)
-    if things.total() > MAX_TOLD:
-        found.append(f"{things.total()} things were said: {', '.join(each.what for each in told)}")
+    """Return what a monitor did wrong in a healthy run; empty if it left the run alone."""
+    messages = seen.messages
+    found = [f"{each.what} on rank {each.rank}: {each.text}" for each in messages if each.what in ("proof", "failure")]
+    counted = Counter[tuple[str, str]]()
+    for rank in seen.outputs:  # where the leader is too busy to answer, the next one reports the same
+        counted |= Counter((each.what, SECONDS.sub("", each.text)) for each in messages if each.rank == rank)
+    if counted.total() > MAX_MESSAGES:
+        found.append(f"{counted.total()} messages were printed: {', '.join(each.what for each in messages)}")
     if set(seen.exit_codes.values()) != {0}:
         found.append(f"exit codes {seen.exit_codes}")
     found += [f"rank {rank} is not done" for rank, text in seen.outputs.items() if f"rank {rank}: done" not in text]
@@ -240,5 +240,5 @@ def complaints(healthy: Healthy, seen: Observation) -> list[str]:
 
 
 def report(seen: Observation) -> str:
-    """Everything that was printed, for a failed test."""
+    """Return everything that was printed, for a failed test."""
     return "\n".join(f"--- rank {rank}\n{output}" for rank, output in seen.outputs.items())

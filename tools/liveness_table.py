@@ -1,7 +1,7 @@
 """Writes the tables of docs/liveness-programs.md, from runs of the programs under tests/e2e.
 
 python tools/liveness_table.py             print the table of faults: with the monitor, and in plain torch
-python tools/liveness_table.py healthy     print that of healthy programs with a long pause: what was said when
+python tools/liveness_table.py healthy     print that of healthy programs with a long pause: what was reported when
 python tools/liveness_table.py --write     put it into docs/liveness-programs.md
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fault_runs import FaultRun, Observation, Told, is_proof, run_faults
+from fault_runs import FaultRun, Message, Observation, is_proof, run_faults
 from liveness_programs import CATALOGUE, HEALTHY, Fault, Healthy, Program, complaints
 from workspace import ROOT
 
@@ -27,8 +27,8 @@ GLOO_TIMEOUT_S: Final = 20.0
 PATIENCE_S: Final = 6.0
 PAUSE_S: Final = 6.0
 MAX_WORDS: Final = 14
-MAX_TOLD_WORDS: Final = 18
-# What torch's messages hold beside their message.
+MAX_MESSAGE_WORDS: Final = 18
+# The parts of torch's messages that are not the message itself.
 NOISE: Final = (
     r"^\[rank\d+\]: ",
     r"\[/__w/\S+\] ?",
@@ -41,7 +41,7 @@ NOISE: Final = (
 
 
 def fault_table(watched: Mapping[Fault, Observation], plain: Mapping[Fault, Observation]) -> str:
-    """In the catalogue's order."""
+    """Return the rows in the catalogue's order."""
     rows = []
     for fault in (each for each in CATALOGUE if each in watched):
         seen = watched[fault]
@@ -54,15 +54,15 @@ def fault_table(watched: Mapping[Fault, Observation], plain: Mapping[Fault, Obse
 
 
 def healthy_table(seen: Mapping[Healthy, Observation]) -> str:
-    """In the catalogue's order."""
+    """Return the rows in the catalogue's order."""
     rows = []
     for healthy, run in ((each, seen[each]) for each in HEALTHY if each in seen):
-        said = [each for each in run.told if each.what != "clearing"]
-        cleared = [each for each in run.told if each.what == "clearing"]
+        said = [each for each in run.messages if each.what != "clearing"]
+        cleared = [each for each in run.messages if each.what == "clearing"]
         after = f"{run.verdicts[0][0]:.1f} s" if said and run.verdicts else ""
-        words = "; ".join(map(_told_words, said)) or "nothing"
+        words = "; ".join(map(_message_words, said)) or "nothing"
         ended = "; ".join(complaints(healthy, run)) or "well"
-        rows.append([_link(healthy), healthy.like, words, after, "; ".join(map(_told_words, cleared)), ended])
+        rows.append([_link(healthy), healthy.like, words, after, "; ".join(map(_message_words, cleared)), ended])
     return _markdown(HEAD_HEALTHY, rows)
 
 
@@ -79,25 +79,25 @@ def _shortened(words: Sequence[str], most: int) -> str:
     return " ".join(words[:most]) + (" …" if len(words) > most else "")
 
 
-def _told_words(told: Told) -> str:
-    return _shortened(told.text.replace(sys.executable, "python").replace(f"{ROOT}/", "").split(), MAX_TOLD_WORDS)
+def _message_words(message: Message) -> str:
+    return _shortened(message.text.replace(sys.executable, "python").replace(f"{ROOT}/", "").split(), MAX_MESSAGE_WORDS)
 
 
 def plain_words(plain: Observation) -> tuple[str, str]:
-    """Return what the first rank that fails says, and when."""
+    """Return the message of the first rank that fails, and when it failed."""
     failed = sorted((plain.left_s[rank], rank) for rank, code in plain.exit_codes.items() if code)
     if not failed:
         if all(code == 0 for code in plain.exit_codes.values()):
-            return "nothing: it goes on and ends well", ""
+            return "nothing: it continues and ends well", ""
         return "nothing", f"> {max(plain.left_s.values()):.0f} s"
     after_s, rank = failed[0]
     lines = [each for each in plain.outputs[rank].splitlines() if each.strip()]
     if not lines:
         return "nothing; the launcher sees the exit status", f"{after_s:.1f} s"
-    telling = next((each for each in lines if "what():" in each), lines[-1])
+    message = next((each for each in lines if "what():" in each), lines[-1])
     for noise in NOISE:
-        telling = re.sub(noise, "", telling)
-    return f"rank {rank}: {_shortened(telling.split(), MAX_WORDS)}", f"{after_s:.1f} s"
+        message = re.sub(noise, "", message)
+    return f"rank {rank}: {_shortened(message.split(), MAX_WORDS)}", f"{after_s:.1f} s"
 
 
 def observe_faults(size: int) -> tuple[dict[Fault, Observation], dict[Fault, Observation]]:
@@ -116,7 +116,7 @@ def observe_faults(size: int) -> tuple[dict[Fault, Observation], dict[Fault, Obs
 
 
 def observe_healthy(size: int) -> dict[Healthy, Observation]:
-    """Run each healthy program on so many ranks, or as many as it makes sense with."""
+    """Run each healthy program on that many ranks, or on as many as make sense for it."""
     runs = {
         each.run(min(size, max(each.sizes)), stall_after_s=STALL_AFTER_S, pause_s=PAUSE_S): each for each in HEALTHY
     }

@@ -5,7 +5,7 @@ it anew. What makes that the same lock everywhere is the committed list of exact
 `[tool.uv] constraint-dependencies`. `requirements.lock` holds the same versions with hashes, for pip and for review.
 
     python tools/lock.py --check    the committed files agree with each other and with what uv resolves (the default)
-    python tools/lock.py --add      keep every pin, add what new dependencies need, drop what nobody needs
+    python tools/lock.py --add      keep every pin, add what new dependencies need, drop what is no longer needed
     python tools/lock.py --renew    the newest versions that the packages' ranges and `hold` allow
 """
 
@@ -56,11 +56,11 @@ UV_TIMEOUT_S: Final = 600.0
 
 
 class LockError(Exception):
-    """The lock cannot be made, or does not hold; the text says what to do."""
+    """A lock that cannot be made, or does not hold; the text says what to do."""
 
 
 def held(root: Path = ROOT) -> list[str]:
-    """Versions kept back on purpose: `[tool.offbeat.lock] hold` in pyproject.toml."""
+    """Return versions kept back on purpose: `[tool.offbeat.lock] hold` in pyproject.toml."""
     settings = tomllib.loads((root / "pyproject.toml").read_text())
     return list(settings["tool"]["offbeat"]["lock"]["hold"])
 
@@ -76,7 +76,7 @@ def pins_of(lock: str) -> list[str]:
 
 
 def hashes_of(lock: str) -> dict[str, set[str]]:
-    """Hashes by "name==version" of an exported lock."""
+    """Return hashes by "name==version" of an exported lock."""
     hashes: dict[str, set[str]] = {}
     pin = ""
     for line in lock.splitlines():
@@ -184,13 +184,13 @@ def committed_pins(root: Path = ROOT) -> list[str]:
 
 
 def difference(expected: Sequence[str], got: Sequence[str]) -> str:
-    """Lines that only one of the two holds, marked - and +."""
+    """Return lines that only one of the two has, marked - and +."""
     gone, new = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     return "\n".join([*(f"  - {line}" for line in gone), *(f"  + {line}" for line in new)])
 
 
 def check(root: Path = ROOT) -> None:
-    """Prove that the committed files agree and that a fresh clone resolves to them.
+    """Check that the committed files agree and that a fresh clone resolves to them.
 
     Raises:
         LockError: they differ; the text lists the lines.
@@ -210,7 +210,7 @@ def check(root: Path = ROOT) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="compare only (the default)")

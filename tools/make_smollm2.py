@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def missing_packages() -> list[str]:
-    """Packages that are needed and not here."""
+    """Return packages that are needed and not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 

@@ -2,12 +2,12 @@
 
     python tools/megatron_collectives.py [--only WORD] [--json]
 
-Each rank of a layout tells what torch's flight recorder and the point-to-point calls have seen of it, phase by phase.
-Then it is proved that nobody can wait for somebody who does not come:
+Each rank of a layout reports what torch's flight recorder and the point-to-point calls have recorded, phase by phase.
+Then the tool proves that no rank can wait for another rank that never arrives:
 
 - all members of a group issue the same collectives on it, in the same order, with tensors of the same shapes;
-- the orders in which ranks come to the collectives of different groups fit together: laid end to end they have no
-  circle, so some order serves everybody even if each collective blocks;
+- the orders in which ranks come to the collectives of different groups fit together: laid end to end they have
+  no cycle, so there is an order that works for all ranks even if each collective blocks;
 - every message between two ranks that is sent is received, in the same order with the same shape.
 """
 
@@ -71,7 +71,7 @@ class Seen:
 
 
 def walk(engine: MegatronTrainEngine, folder: Path) -> dict[str, Seen]:
-    """Go through all phases twice, and tell what was issued in the second turn; all ranks call it."""
+    """Run all phases twice, and return what was issued in the second turn; all ranks call it."""
 
     def checkpoint(turn: int) -> None:
         engine.save(folder)
@@ -129,7 +129,7 @@ def _messages() -> Iterator[tuple[list[Message], list[Message]]]:
 
 
 def members_of_groups() -> dict[str, list[int]]:
-    """Global ranks of each group that this rank is in, by torch's name of it."""
+    """Return the global ranks of each group that this rank is in, by torch's name of it."""
     from torch.distributed.distributed_c10d import _world
 
     return {
@@ -138,7 +138,7 @@ def members_of_groups() -> dict[str, list[int]]:
 
 
 def prove(phase: str, seen: Mapping[int, Seen], members: Mapping[int, Mapping[str, Sequence[int]]]) -> None:
-    """Raise AssertionError unless nobody can wait in vain.
+    """Raise AssertionError if a rank might wait in vain.
 
     Args:
         phase: for the error.
@@ -188,7 +188,7 @@ def _prove_messages(phase: str, seen: Mapping[int, Seen]) -> None:
 
 
 def count(seen: Mapping[int, Seen], members: Mapping[int, Mapping[str, Sequence[int]]]) -> tuple[int, int]:
-    """Collectives, each counted once however many members it has, and messages."""
+    """Count collectives, each once however many members it has, and messages."""
     nodes = {
         (group, tuple(members[rank][group]), number) for rank, each in seen.items() for group, number, *_ in each.calls
     }
@@ -200,26 +200,26 @@ def measure(layout: Layout, folder: Path) -> dict[str, tuple[int, int]]:
 
     Raises:
         RuntimeError: a rank failed; its error is on standard error.
-        AssertionError: somebody might wait in vain.
+        AssertionError: a rank might wait in vain.
     """
 
     def look(rank: int, shared: Path) -> dict[str, Any]:
         engine = MegatronTrainEngine.create(engine_config(folder, layout), Mesh(**layout.axes))
-        told = notify(walk(engine, shared / "saved"))
+        reported = notify(walk(engine, shared / "saved"))
         engine.close()
-        return told
+        return reported
 
     return judge(on_ranks(layout.num_ranks, look))
 
 
-def judge(told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Prove all phases of what the ranks have told (see `notify`), and count."""
-    members = {rank: each["members"] for rank, each in enumerate(told)}
+def judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Prove all phases from the reports of the ranks (see `notify`), and count."""
+    members = {rank: each["members"] for rank, each in enumerate(reports)}
     counts = {}
     for phase in PHASES:
         seen = {
             rank: Seen(**{name: [tuple(item) for item in items] for name, items in each["phases"][phase].items()})
-            for rank, each in enumerate(told)
+            for rank, each in enumerate(reports)
         }
         prove(phase, seen, members)
         counts[phase] = count(seen, members)
@@ -227,7 +227,7 @@ def judge(told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
 
 
 def notify(seen: Mapping[str, Seen]) -> dict[str, Any]:
-    """Return what one rank tells the others: plain data."""
+    """Return what one rank reports to the others, as plain data."""
     phases = {
         phase: {name: [list(item) for item in items] for name, items in vars(each).items()}
         for phase, each in seen.items()
@@ -236,7 +236,7 @@ def notify(seen: Mapping[str, Seen]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Walk all layouts, or those whose name holds a word."""
+    """Walk all layouts, or those whose name contains a word."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="walk layouts whose name holds this")
     args = parser.parse_args()

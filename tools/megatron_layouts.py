@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Processes; experts are spread over those that the other axes give."""
+        """Return the number of processes; experts are spread over the ranks of the other axes."""
         return math.prod(size for axis, size in self.axes.items() if axis != "ep")
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ class Layout:
 
     @property
     def slug(self) -> str:
-        """A folder's name."""
+        """Return a name for a folder."""
         return str(self).replace(" ", "-").replace(",", "")
 
 
 def _dense() -> Iterator[Layout]:
-    """One model in every layout."""
+    """Return one model in every layout."""
     yield Layout()
     yield Layout(recompute=True)
     yield Layout(options={"distributed_optimizer": False})
@@ -102,7 +102,7 @@ def _dense() -> Iterator[Layout]:
 
 
 def _families() -> Iterator[Layout]:
-    """Every family where its tensors lie differently."""
+    """Return every family in the layouts in which its tensors are split differently."""
     for model in ("qwen3-untied", "qwen2", "llama"):
         yield Layout(model=model)
         for axes in ({"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}):
@@ -110,7 +110,7 @@ def _families() -> Iterator[Layout]:
 
 
 def _experts() -> Iterator[Layout]:
-    """Experts spread over the ranks of a stage."""
+    """Return layouts with experts spread over the ranks of a stage."""
     for axes in (
         {}, {"dp": 2}, {"dp": 2, "ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2},
         {"pp": 2, "dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"tp": 2, "cp": 2, "ep": 4},
@@ -124,7 +124,7 @@ def _experts() -> Iterator[Layout]:
 
 
 def _adapters() -> Iterator[Layout]:
-    """Low-rank adapters beside layers that ranks share along their outputs, their inputs, or not at all."""
+    """Return layouts with adapters beside layers that ranks share along their outputs, their inputs, or not at all."""
     for axes in ({}, {"tp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "dp": 2}):
         yield Layout(axes=axes, lora=True)
     yield Layout(axes={"tp": 4}, options={"sequence_parallel": False}, lora=True)
@@ -138,7 +138,7 @@ LAYOUTS: Final = (*_dense(), *_families(), *_experts(), *_adapters())
 
 
 def params_of(layouts: Sequence[Layout], in_ci: Sequence[Layout] | None = None) -> list[Any]:
-    """Parameters of a test that runs in each layout on real ranks; the layouts that are not in CI run at night."""
+    """Return the parameters of a test that runs in each layout on real ranks; layouts outside CI run at night."""
     import pytest
 
     found = []
@@ -158,7 +158,7 @@ def make_model(folder: Path, model: str) -> Path:
 
 
 def _make_moe(folder: Path) -> Path:
-    """Sparse layers of four experts, two for each token, after one dense layer."""
+    """Make sparse layers of four experts, two for each token, after one dense layer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tiny_model(folder)  # for its tokenizer
@@ -181,7 +181,7 @@ def _make_moe(folder: Path) -> Path:
 
 
 def engine_config(folder: Path, layout: Layout) -> TrainEngineConfig:
-    """Settings under which every rank has several micro-batches, and clipping and decay show.
+    """Return settings under which every rank has several micro-batches, and clipping and decay have an effect.
 
     A large epsilon: Adam's first steps are nearly the sign of the gradient, which rounding alone may turn where the
     gradient is almost zero.
@@ -220,12 +220,12 @@ def copied(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Return whether two are equal bit for bit."""
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 def whole_gradients(engine: MegatronTrainEngine, *held: Any) -> dict[str, Tensor]:
-    """Gradients of the pass that was made, added up over all ranks, by name; the step that follows reduces them itself.
+    """Return the pass's gradients by name, summed over all ranks; the step that follows reduces them itself.
 
     Args:
         engine: all ranks call it.
@@ -244,7 +244,7 @@ def whole_gradients(engine: MegatronTrainEngine, *held: Any) -> dict[str, Tensor
 
 
 def measure(layout: Layout, folder: Path, wanted: Trained) -> dict[str, Any]:
-    """Train a layout on forked ranks; the largest errors of all of them, 0 where gradients cannot be seen.
+    """Train a layout on forked ranks; return their largest errors, 0 where gradients are not visible.
 
     Raises:
         RuntimeError: a rank failed; its error is on standard error.
@@ -256,12 +256,12 @@ def measure(layout: Layout, folder: Path, wanted: Trained) -> dict[str, Any]:
         engine.close()
         return asdict(errors)
 
-    told = on_ranks(layout.num_ranks, train)
-    return {"layout": str(layout), **{name: max(each[name] for each in told) for name in told[0]}}
+    errors = on_ranks(layout.num_ranks, train)
+    return {"layout": str(layout), **{name: max(each[name] for each in errors) for name in errors[0]}}
 
 
 def main() -> None:
-    """Measure all layouts, or those whose name holds a word."""
+    """Measure all layouts, or those whose name contains a word."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="measure layouts whose name holds this")
     args = parser.parse_args()

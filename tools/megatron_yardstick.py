@@ -51,7 +51,7 @@ class Errors:
 
 
 def make_sequences(seed: int) -> list[TrainSequence]:
-    """Sequences of 4 to 30 tokens with holes in their masks, some tokens of which are the model's padding id."""
+    """Make sequences of 4 to 30 tokens with holes in their masks; some tokens are the model's padding id."""
     rng = np.random.default_rng(seed)
     made = []
     for length in rng.integers(4, 31, 9):
@@ -73,11 +73,11 @@ def policy_loss(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
 
 def train_steps(engine: TrainEngine, first: int, last: int) -> list[float]:
     """Make the updates [first, last) of the run that all tests make; loss and norm of each."""
-    told = []
+    values = []
     for step in range(first, last):
-        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
-    return told
+        values.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        values.append(engine.step()["grad_norm"].value)
+    return values
 
 
 class _LowRankLinear(nn.Module):
@@ -109,7 +109,7 @@ def _add_adapters(network: Any) -> None:
 
 
 def _merged(network: nn.Module) -> dict[str, Tensor]:
-    """Weights by name, each adapter added to its own."""
+    """Return weights by name, with each adapter added to its own."""
     found = {name: each.detach().clone() for name, each in network.named_parameters() if ".lora_" not in name}
     for name, layer in network.named_modules():
         if isinstance(layer, _LowRankLinear):
@@ -155,7 +155,7 @@ def train_with_transformers(folder: Path, *, lora: bool = False) -> Trained:
 
 
 def reference_loss(network: nn.Module, sequences: list[TrainSequence]) -> Tensor:
-    """`policy_loss` of all sequences by transformers, each alone."""
+    """Compute `policy_loss` of all sequences by transformers, each alone."""
     values = [_token_values(network, sequence) for sequence in sequences]
     counts = [len(each) for each, _ in values]
     extras = [each.extras["advantage"][each.loss_mask] for each in sequences]
@@ -173,7 +173,7 @@ def reference_loss(network: nn.Module, sequences: list[TrainSequence]) -> Tensor
 
 
 def _token_values(network: nn.Module, sequence: TrainSequence) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of one sequence's loss tokens."""
+    """Return log-probabilities and entropies of one sequence's loss tokens."""
     ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
     logits = network(ids, use_cache=False).logits[0, :-1]
     logp = torch.log_softmax(logits.float(), -1)[torch.from_numpy(sequence.loss_mask[1:])]
@@ -182,7 +182,7 @@ def _token_values(network: nn.Module, sequence: TrainSequence) -> tuple[Tensor, 
 
 
 def _per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names of checkpoints, which hold each expert apart."""
+    """Return weights under the names of checkpoints, which hold each expert separately."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")

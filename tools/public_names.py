@@ -48,7 +48,7 @@ def differences(root: Path = ROOT) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--renew", action="store_true", help="write the pinned names anew")
     if parser.parse_args(arguments).renew:

@@ -129,7 +129,7 @@ class Edge:
 
     @property
     def lacking(self) -> dict[Version, list[str]]:
-        """Missing names and extras by kept version.
+        """Return missing names and extras by kept version.
 
         A version built on a package that has another name now brings its contracts a second time: the classes of one
         are not those of the other.
@@ -147,7 +147,7 @@ class Edge:
 
     @property
     def mended(self) -> Range:
-        """Range by the rules: from the oldest version that will do, to the one in the workspace."""
+        """Return the range by the rules: from the oldest version with everything needed to the one in the workspace."""
         given, present, lacking = Range.of(self.requirement), version_of(self.other), self.lacking
         upper = given.upper
         if self.reason_behind is None and not given.lower <= present < upper <= present.next_breaking:
@@ -206,26 +206,26 @@ def edges(found: Sequence[Package], kept: Mapping[str, Sequence[KeptWheel]]) -> 
 
 def malformed(found: Sequence[Package]) -> list[str]:
     """Return ranges between packages that have another form than ">=0.1,<0.2", a line each."""
-    names, told = {package.name for package in found}, []
+    names, errors = {package.name for package in found}, []
     for package in found:
         for requirement in own_requirements(package, names):
             try:
                 Range.of(requirement)
             except ValueError as error:
-                told.append(f"{package.name}: {error}")
-    return told
+                errors.append(f"{package.name}: {error}")
+    return errors
 
 
 def problems(root: Path = ROOT) -> list[str]:
     """Return what breaks the rules for versions and ranges, a line each."""
     found, kept = packages(root), kept_wheels(root)
-    if told := malformed(found):
-        return told
+    if errors := malformed(found):
+        return errors
     for package in found:
         needed = need(package, kept.get(package.name, ()))
         if needed and version_of(package) < needed.version:
-            told.append(f"{package.name} must be {needed.version} or higher: {needed.reason}; {ADVICE}")
-    return told + [problem for edge in edges(found, kept) for problem in edge.problems()]
+            errors.append(f"{package.name} must be {needed.version} or higher: {needed.reason}; {ADVICE}")
+    return errors + [problem for edge in edges(found, kept) for problem in edge.problems()]
 
 
 def mend(root: Path = ROOT) -> list[str]:
@@ -234,8 +234,8 @@ def mend(root: Path = ROOT) -> list[str]:
     Raises:
         ValueError: a range has another form.
     """
-    if told := malformed(packages(root)):
-        raise ValueError("; ".join(told))
+    if errors := malformed(packages(root)):
+        raise ValueError("; ".join(errors))
     done: list[str] = []
     while edited := [*_raise_versions(root), *_mend_ranges(root)]:
         done += edited

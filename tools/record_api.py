@@ -25,7 +25,7 @@ HTTP_METHODS: Final = frozenset({"get", "post", "put", "delete", "patch"})
 
 
 class RecordingError(Exception):
-    """A wanted name is not in the source."""
+    """A wanted name that is not in the source."""
 
 
 def record(wanted: Json, sources: Path) -> Json:
@@ -86,7 +86,7 @@ def compare(old: Json, new: Json) -> list[str]:
 
 
 def names_of(symbol: Json) -> set[str]:
-    """Everything a caller can name of a recorded symbol: parameters, fields, members, methods and routes."""
+    """Return everything a caller can name of a recorded symbol: parameters, fields, members, methods and routes."""
     parameters = {each["name"] for each in symbol.get("parameters", [])}
     return parameters | {*symbol.get("fields", {}), *symbol.get("methods", {}), *symbol.get("routes", {})}
 
@@ -117,7 +117,7 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
 
 
 def _keys_read(tree: ast.AST, mapping: str) -> list[str]:
-    """Constant keys that are read from the mapping of this name."""
+    """Return constant keys that are read from the mapping of this name."""
     keys = set()
     for node in ast.walk(tree):
         match node:
@@ -181,7 +181,7 @@ def _describe_class(node: ast.ClassDef) -> Json:
 
 
 def _routes(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """HTTP routes that a class adds: `app.add_api_route("/x", handler, methods=["POST"])` and `@app.post("/x")`."""
+    """Return routes that a class adds: `app.add_api_route("/x", handler, methods=["POST"])` and `@app.post("/x")`."""
     for child in ast.walk(node):
         match child:
             case ast.Call(func=ast.Attribute(attr="add_api_route"), args=[ast.Constant(value=str(path)), handler]):

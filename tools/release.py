@@ -149,8 +149,8 @@ def keep(key: str, root: Path = ROOT) -> Path:
         raise ReleaseError(
             f"the CHANGELOG of {package.name} has no heading {version}: run --prepare {package.key} first"
         )
-    if told := problems(root):
-        raise ReleaseError("\n".join(told))
+    if found := problems(root):
+        raise ReleaseError("\n".join(found))
     command = ["uv", "build", "--quiet", "--wheel", f"--out-dir={root / FOLDER}", "--no-create-gitignore"]
     done = subprocess.run([*command, str(package.folder)], capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
@@ -180,9 +180,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     chosen = parse_arguments(arguments)
     try:
         if chosen.check:
-            told = problems(root)
-            print("\n".join(told) or "versions and ranges hold")
-            return 1 if told else 0
+            found = problems(root)
+            print("\n".join(found) or "versions and ranges hold")
+            return 1 if found else 0
         if chosen.mend:
             print("\n".join(mend(root)) or "versions and ranges hold")
         elif chosen.prepare:

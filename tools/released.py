@@ -38,17 +38,17 @@ class Version:
 
     @property
     def short(self) -> str:
-        """The form for ranges: 0.1 for 0.1.0, and 0.1.2 as it is."""
+        """Return the form for ranges: 0.1 for 0.1.0, and 0.1.2 unchanged."""
         return str(self).removesuffix(".0") if self.patch == 0 else str(self)
 
     @property
     def next_patch(self) -> "Version":
-        """The next version that takes nothing away."""
+        """Return the next version, which removes nothing."""
         return Version(self.major, self.minor, self.patch + 1)
 
     @property
     def next_breaking(self) -> "Version":
-        """The next version that may take names away: a minor one before 1.0, a major one after."""
+        """Return the next version that may remove names: a minor one before 1.0, a major one after."""
         return Version(0, self.minor + 1) if self.major == 0 else Version(self.major + 1, 0)
 
 
@@ -124,24 +124,24 @@ class KeptWheel:
 
     @property
     def name(self) -> str:
-        """Distribution name, such as offbeat-core."""
+        """Return the distribution name, such as offbeat-core."""
         return dist_name(self.path.name.split("-")[0])
 
     @property
     def version(self) -> Version:
-        """The version of its file name."""
+        """Return the version in its file name."""
         return Version.parse(self.path.name.split("-")[1])
 
     @cached_property
     def files(self) -> dict[str, bytes]:
-        """Contents by path inside the wheel, without its metadata."""
+        """Return contents by path inside the wheel, without its metadata."""
         with zipfile.ZipFile(self.path) as wheel:
             names = [name for name in wheel.namelist() if not name.endswith("/") and ".dist-info/" not in name]
             return {name: wheel.read(name) for name in names}
 
     @cached_property
     def public_names(self) -> list[str]:
-        """`__all__` of its import package; an application may have none."""
+        """Return `__all__` of its import package; an application may have none."""
         return all_of(self.files[f"{self.name.replace('-', '_')}/__init__.py"].decode()) or []
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A small job of grpo-async-app to do harm to: its roles by name, kills at random, and the accounting afterwards."""
+"""A small job of grpo-async-app to inject faults into: its roles by name, random kills, and the final accounting."""
 
 import json
 import os
@@ -60,8 +60,8 @@ train_generations = 100
 REWARD: Final = """
 import time
 
-# A model with random weights learns in 30 updates to write nothing else. All letters: with half of them "the" is worth
-# two thirds, and a model that has come to write nothing but "the" learns no more.
+# A model with random weights learns in 30 updates to write nothing else. All letters: with half of them "the" gets
+# two thirds, and a model that has learned to write nothing but "the" learns no more.
 WANTED = "abcdefghijklmnopqrstuvwxyz "
 
 def judge(prompt, completion):
@@ -95,17 +95,17 @@ class Job:
 
     @property
     def run(self) -> Path:
-        """Its run folder."""
+        """Return its run folder."""
         return self.folder / "run"
 
     def train(self, *words: str) -> RunningCommand:
-        """Return the command that begins it."""
+        """Return the command that starts it."""
         self._let_reward_be_found()
         epochs = f"--data.epochs={self.num_epochs}"
         return RunningCommand("grpo_async_app", "train", self.folder / "job.toml", "--out", self.run, epochs, *words)
 
     def resume(self) -> RunningCommand:
-        """Return the command that goes on with it."""
+        """Return the command that resumes it."""
         self._let_reward_be_found()
         return RunningCommand("grpo_async_app", "resume", self.run)
 
@@ -120,7 +120,7 @@ class Job:
 
 
 def role_pids(process: RunningCommand) -> dict[str, int]:
-    """Process ids of the roles of a run by name; a role is known by the log that it writes to.
+    """Return process ids of the roles of a run by name; a role is identified by the log that it writes.
 
     A scorer has none: its command line holds its name, or is the driver's where roles are forks of it.
     """
@@ -158,7 +158,7 @@ def signal_role(process: RunningCommand, role: str, number: signal.Signals) -> i
 
 @contextmanager
 def slowed(pid: int, share: float, period_s: float = 0.2) -> Iterator[None]:
-    """Let a process run only so much of the time."""
+    """Let a process run for only a share of the time."""
     ended = threading.Event()
 
     def work() -> None:
@@ -178,7 +178,7 @@ def slowed(pid: int, share: float, period_s: float = 0.2) -> Iterator[None]:
 
 
 def kill_one(process: RunningCommand, draw: random.Random, *, may_be_driver: bool) -> str:
-    """`kill -9` of a process drawn at random, every second time the driver where that may be.
+    """Kill a random process with `kill -9`; every second time the driver, where that is allowed.
 
     Returns:
         Its role, "" where a run that ends has none left.
@@ -205,7 +205,7 @@ def has_ended(process: RunningCommand) -> bool:
 def disturb(
     process: RunningCommand, draw: random.Random, *, every_s: float, num_kills: int, may_be_driver: bool
 ) -> list[str]:
-    """Kill a process every so often, until there were enough kills, the run is over, or its driver is killed.
+    """Kill a process every so often, until there were enough kills, the run has ended, or its driver is killed.
 
     Args:
         process: a run that has begun to train.
@@ -229,7 +229,7 @@ def disturb(
 
 
 def updates(run: Path) -> list[int]:
-    """Steps of the updates written down."""
+    """Return the steps of the recorded updates."""
     path = run / "metrics.jsonl"
     return [line.step for line in read_metrics(path) if "train/reward" in line.values] if path.exists() else []
 
@@ -243,7 +243,7 @@ def last_value(run: Path, metric: str) -> float:
 
 
 def final_reward(run: Path, num_updates: int = 10) -> float:
-    """Mean reward of the samples of the last updates: how well the policy has learned its task."""
+    """Return the mean reward of the samples of the last updates: how well the policy has learned its task."""
     lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
     return float(np.mean([values["train/reward"] for values in lines[-num_updates:]]))
 

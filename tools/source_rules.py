@@ -22,18 +22,18 @@ _ONE_PLATFORM: Final = frozenset({"n" + "pu", "n" + "pus", "h" + "ccl", "a" + "s
 
 
 def _matching(pattern: re.Pattern[str], text: str) -> list[str]:
-    """`line N: what` for every line that the pattern finds something in."""
+    """Return `line N: what` for every line in which the pattern matches."""
     lines = enumerate(text.splitlines(), start=1)
     return [f"line {number}: {found.group()}" for number, line in lines if (found := pattern.search(line))]
 
 
 def machine_addresses(text: str) -> list[str]:
-    """Paths of one machine and addresses of registries: true here, wrong or private elsewhere."""
+    """Find paths of one machine and addresses of registries: right here, wrong or private elsewhere."""
     return _matching(_MACHINE_PATH, text) + _matching(_REGISTRY, text)
 
 
 def platform_words(text: str) -> list[str]:
-    """Words of one accelerator family, which belong behind the device seam, in one package."""
+    """Find words of one accelerator family, which belong behind the device seam, in one package."""
     lines = enumerate(text.splitlines(), start=1)
     return [
         f"line {number}: {word}"
@@ -61,7 +61,7 @@ def too_long(source: str) -> list[str]:
 
 
 def imported_modules(source: str) -> set[str]:
-    """Top-level names of everything a file imports absolutely, inside functions too."""
+    """Return top-level names of everything a file imports absolutely, inside functions too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def imported_modules(source: str) -> set[str]:
 
 
 def unsafe_loading(source: str) -> list[str]:
-    """Formats that run code while loading: pickle and its kin, torch.load of anything but weights, numpy objects."""
+    """Find formats that run code while loading: pickle and the like, torch.load of more than weights, numpy objects."""
     found = [f"imports {name}" for name in sorted(imported_modules(source) & UNSAFE_FORMATS)]
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
@@ -86,7 +86,7 @@ def unsafe_loading(source: str) -> list[str]:
 
 
 def _names(expression: ast.expr | None) -> Iterator[str]:
-    """Names of the exceptions a handler catches; a bare `except` counts as BaseException."""
+    """Return names of the exceptions a handler catches; a bare `except` counts as BaseException."""
     if expression is None:
         yield "BaseException"
     elif isinstance(expression, ast.Tuple):
@@ -101,7 +101,7 @@ def _does_nothing(body: list[ast.stmt]) -> bool:
 
 
 def swallowed_errors(source: str) -> list[str]:
-    """Handlers that catch everything and do nothing, and `suppress(Exception)`."""
+    """Find handlers that catch everything and do nothing, and `suppress(Exception)`."""
     everything = {"Exception", "BaseException"}
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -115,7 +115,7 @@ def swallowed_errors(source: str) -> list[str]:
 
 
 def backend_branches(source: str) -> list[str]:
-    """Comparisons of a backend's name with a literal: backends are found by entry point, never by name."""
+    """Find comparisons of a backend's name with a literal: backends are found by entry point, never by name."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -126,7 +126,7 @@ def backend_branches(source: str) -> list[str]:
 
 
 def named_devices(source: str) -> list[str]:
-    """Places that name a kind of device, or ask torch about one: the device seam knows kinds, others ask the seam.
+    """Find places that name a kind of device, or ask torch about one: only the device seam knows kinds.
 
     Main memory is every device's neighbour, so moving a tensor there or asking whether it is there is left alone; and
     so are settings: a name that a user may give is given to the seam.

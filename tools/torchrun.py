@@ -50,7 +50,7 @@ class Torchrun:
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:
-        """Kill the agent, and the ranks of it that are left."""
+        """Kill the agent, and those of its ranks that still run."""
         for rank in _children_of(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
@@ -61,7 +61,7 @@ class Torchrun:
 
 @contextlib.contextmanager
 def ended_at_last(agents: list[Torchrun]) -> Iterator[None]:
-    """End them all, however the body ends."""
+    """End all agents, however the body ends."""
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def ended_at_last(agents: list[Torchrun]) -> Iterator[None]:
 
 
 def wait_until(happens: Callable[[], bool], what: str, agents: list[Torchrun], limit_s: float) -> None:
-    """Wait, but not for ever.
+    """Wait, but only until a deadline.
 
     Raises:
         AssertionError: it has not come; with all that was printed.
@@ -84,7 +84,7 @@ def wait_until(happens: Callable[[], bool], what: str, agents: list[Torchrun], l
 
 
 def headlines(text: str) -> list[str]:
-    """First lines of what monitors have said, without those that point to another's."""
+    """Return the first lines of the monitors' reports, without those that point to another report."""
     return [line for line in text.splitlines() if HEADLINE in line and POINTER not in line]
 
 

@@ -1,4 +1,4 @@
-"""The keys of each application's configuration, as a frozen list: a key that is new has to be worth its place.
+"""The keys of each application's configuration, as a frozen list: a new key has to justify its place.
 
 OFFBEAT_RENEW=1 writes the lists anew.
 """

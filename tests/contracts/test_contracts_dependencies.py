@@ -24,7 +24,7 @@ ENGINES = {"megatron": ["megatron-core"]}
 
 
 def imported(package: Package) -> set[str]:
-    """Distributions that the source of a package imports, in functions too, but itself and the standard library."""
+    """Return distributions that a package imports, in functions too, except itself and the standard library."""
     modules: set[str] = set()
     for path in package.source.rglob("*.py"):
         modules |= imported_modules(path.read_text())
@@ -34,12 +34,12 @@ def imported(package: Package) -> set[str]:
 
 
 def declared(package: Package) -> set[str]:
-    """Distributions that a package names as a dependency, always or in an extra."""
+    """Return distributions that a package names as a dependency, always or in an extra."""
     return {dist_name(requirement) for requirement in package.requirements}
 
 
 def found_by_entry_point(name: str) -> bool:
-    """Whether a package of ours is a backend, loaded by name and never imported."""
+    """Return whether a package of ours is a backend, loaded by name and never imported."""
     package = next((other for other in PACKAGES if other.name == name), None)
     groups = package.metadata["project"].get("entry-points", {}) if package else {}
     return any(group.startswith("offbeat.") for group in groups)
@@ -66,7 +66,7 @@ def test_every_dependency_is_used(package: Package) -> None:
 
 
 def modules_imported(path: Path, package: Package) -> set[str]:
-    """Every module that a module may mean by its imports, in functions and for type checkers too."""
+    """Return every module that a module may import, in functions and for type checkers too."""
     home = path.relative_to(package.folder / "src").parts
     named = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -76,7 +76,7 @@ def test_examples_import_what_their_package_exports() -> None:
 
 def test_the_text_of_our_own_errors_is_read_by_people_only() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in SHIPPED if parsed_errors(path.read_text())}
-    assert found == set(FOREIGN_ERRORS), "an error has fields for those who must know more"
+    assert found == set(FOREIGN_ERRORS), "an error that needs more detail has fields"
 
 
 def test_no_name_of_a_role_is_cut_into_its_parts() -> None:

@@ -25,7 +25,7 @@ command_line = pytest.mark.parametrize(
         for command, target in package.metadata["project"].get("scripts", {}).items()
     ],
 )
-TELL_HEAVY = f"import sys; sys.exit(', '.join(name for name in {HEAVY} if name in sys.modules) or 0)"
+LIST_HEAVY = f"import sys; sys.exit(', '.join(name for name in {HEAVY} if name in sys.modules) or 0)"
 HELP = """
 import sys
 from {module} import {function}
@@ -44,14 +44,14 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 @light_package
 def test_a_light_package_imports_no_engine(package: Package) -> None:
-    done = run_python(f"import {package.import_name}\n{TELL_HEAVY}")
+    done = run_python(f"import {package.import_name}\n{LIST_HEAVY}")
     assert done.returncode == 0, f"importing {package.import_name} brings in {done.stderr}"
 
 
 @command_line
 def test_asking_for_help_imports_no_engine(package: Package, target: str) -> None:
     module, function = target.split(":")
-    done = run_python(f"{HELP.format(module=module, function=function)}\n{TELL_HEAVY}")
+    done = run_python(f"{HELP.format(module=module, function=function)}\n{LIST_HEAVY}")
     assert done.returncode == 0, f"{package.key} --help brings in {done.stderr}"
     assert "usage" in done.stdout or package.name in done.stdout
 

@@ -40,7 +40,7 @@ UNSAFE_LOADING_ALLOWED: dict[str, str] = {
 MEGATRON_SAYS_SO = "megatron-core writes cuda where it means the device"
 IN_MAIN_MEMORY = "computed or read in main memory, whatever the device, and moved from there"
 HANDLES = "handles on a GPU's memory are opened by CUDA alone"
-# One module in two packages, of which the second may not import the first; the tests of the first are those of both.
+# One module in two packages; the second may not import the first, and the tests of the first cover both.
 COPIES = (
     (
         "packages/core/core/src/offbeat_core/_printable.py",
@@ -62,12 +62,12 @@ DEVICES_ALLOWED: dict[str, str] = {
 
 
 def broken(paths: list[Path], rule: Callable[[str], list[str]]) -> list[str]:
-    """`path: what` for every place that breaks a rule."""
+    """Return `path: what` for every place that breaks a rule."""
     return [f"{path.relative_to(ROOT)}: {what}" for path in paths for what in rule(_text(path))]
 
 
 def _text(path: Path) -> str:
-    """A file's text; empty for a binary one."""
+    """Return a file's text; empty for a binary one."""
     content = path.read_bytes()
     return "" if b"\0" in content else content.decode()
 
@@ -94,7 +94,7 @@ def test_nothing_shipped_loads_a_format_that_can_run_code() -> None:
 
 
 def test_no_code_branches_on_the_name_of_a_backend() -> None:
-    # These two are where torch.distributed's own backends, gloo and nccl, are told apart.
+    # These two distinguish torch.distributed's own backends, gloo and nccl.
     own = ("packages/hangs/liveness", "packages/runtime/mesh")
     checked = [path for path in SHIPPED if not any(folder in path.as_posix() for folder in own)]
     assert broken(checked, backend_branches) == []
@@ -108,5 +108,5 @@ def test_no_shipped_code_names_a_device_but_the_seam() -> None:
 
 @pytest.mark.parametrize("paths", COPIES, ids=lambda paths: Path(paths[0]).stem)
 def test_a_module_that_two_packages_need_alike_is_alike(paths: tuple[str, str]) -> None:
-    first, second = (ast.parse((ROOT / path).read_text()).body[1:] for path in paths)  # what stands before says why
+    first, second = (ast.parse((ROOT / path).read_text()).body[1:] for path in paths)  # the lines before say why
     assert [ast.dump(each) for each in first] == [ast.dump(each) for each in second]

@@ -1,6 +1,6 @@
 """A program that a launcher may start again: it trains until an agent is killed, and then has a long pause and ends.
 
-From the environment: FOLDER, where "second" tells that the agent was killed, and PAUSE_S.
+It reads two environment variables: FOLDER, where "second" means that the agent was killed, and PAUSE_S.
 """
 
 import os

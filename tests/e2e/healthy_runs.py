@@ -14,14 +14,14 @@ import offbeat_liveness as liveness
 
 
 def reduce_async() -> None:
-    """An operation that is waited for later."""
+    """Start an operation and wait for it later."""
     work = dist.all_reduce(torch.ones(8), async_op=True)
     time.sleep(0.01)
     work.wait()
 
 
 def pass_around() -> None:
-    """Point to point, in the order that works: even ranks send first."""
+    """Send point to point, in the order that works: even ranks send first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block = torch.ones(4)
     if rank % 2 == 0:
@@ -33,19 +33,19 @@ def pass_around() -> None:
 
 
 def reduce_in_halves() -> None:
-    """Groups made and dropped."""
+    """Make groups and drop them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     halves = [dist.new_group(list(range(start, size, 2))) for start in (0, 1)]
     dist.all_reduce(torch.ones(4), group=halves[rank % 2])
 
 
 def notify() -> None:
-    """Plain data from rank 0."""
+    """Send plain data from rank 0."""
     dist.broadcast_object_list([{"step": 1}], src=0)
 
 
 def take_sample() -> None:
-    """A declared wait that ends."""
+    """Declare a wait that ends."""
     with liveness.waiting("sample_queue.get", on=f"rank {dist.get_rank() ^ 1}", deadline_s=60):
         time.sleep(0.05)
 

@@ -75,7 +75,7 @@ def test_the_applications_take_the_command(line: str, monkeypatch: pytest.Monkey
 
 
 def rest_of(given: tuple[str, ...] = ()) -> list[str]:
-    """Give what a configuration requires, where neither a page nor a command line has it."""
+    """Return what a configuration requires, where neither a page nor a command line has it."""
     names = {word.removeprefix("--").partition("=")[0] for word in given}
     is_mixed = any(name.startswith("data.mix") for name in names)
     return [f"--{key}={value}" for key, value in REST.items() if key not in names and not (is_mixed and "data" in key)]
@@ -119,7 +119,7 @@ def test_the_tools_have_the_options(line: str) -> None:
 
 @pytest.mark.parametrize("line", list(commands("pip", "uv")))
 def test_what_is_installed_is_a_package_of_ours_with_this_extra(line: str) -> None:
-    """Others' packages are left to the index that has them."""
+    """Packages of others are not checked."""
     ours = {package.name: package for package in packages()}
     for word in shlex.split(line):
         name, _, extras = word.rstrip("]").partition("[")

@@ -29,7 +29,7 @@ LIMIT_S = 100
 
 
 def examples(page: Path) -> Iterator[tuple[Block, str]]:
-    """Each Python block, and the text that the page shows below it."""
+    """Yield each Python block, and the text that the page shows below it."""
     found = list(blocks(page))
     for block, following in pairwise([*found, None]):
         if block is not None and not block.note and (block.language == "python" or FILE_NAME.match(block.text)):
@@ -38,7 +38,7 @@ def examples(page: Path) -> Iterator[tuple[Block, str]]:
 
 
 def _after(block: Block) -> int:
-    """The first line of a fenced block that follows with one empty line between."""
+    """Return the first line of a fenced block that follows after one empty line."""
     return block.line + block.text.count("\n") + 3
 
 
@@ -59,7 +59,7 @@ def programs():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small models under the names that pages use."""
+    """Make small models under the names that pages use."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / MODEL, "llama", vocab_size=4000)
     tiny_model(folder / REWARD_MODEL, "llama")

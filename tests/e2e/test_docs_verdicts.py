@@ -16,7 +16,7 @@ REDUCES = ("all_reduce", [1], "Float", (131, "log_loss"), (132, "log_loss"))
 
 
 def entry(op: str, size: list[int], dtype: str, line: int, function: str) -> dict[str, Any]:
-    """An entry of torch's recorder of nccl, as torch 2.11 to 2.13 write it."""
+    """Return an entry of torch's recorder of nccl, as torch 2.11 to 2.13 write it."""
     return {
         "collective_seq_id": SEQ, "p2p_seq_id": 0, "is_p2p": False, "record_id": SEQ, "op_id": SEQ, "pg_id": 0,
         "process_group": ["0", "default_pg"], "profiling_name": f"nccl:{op}", "state": "scheduled", "retired": False,
@@ -41,7 +41,7 @@ def rank_of_eight(rank: int) -> ProcessSnapshot:
     )  # fmt: skip
 
 
-def test_the_verdict_over_nccl_is_what_eight_ranks_would_be_told() -> None:
+def test_the_verdict_over_nccl_is_what_eight_ranks_would_get() -> None:
     [shown] = [each.text for each in blocks(PAGE) if f"collective {SEQ} of the default group is" in each.text]
     verdict = find_verdict(WaitGraph(heads=[rank_of_eight(rank) for rank in range(8)], stall_after_s=60.0))
     assert verdict is not None

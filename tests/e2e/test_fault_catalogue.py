@@ -1,7 +1,7 @@
 """Each known kind of hang, as a program in plain torch, is named rightly by the monitor: on 2, 4 and 8 real ranks.
 
-By day one program of each class of verdict, on one number of ranks. What is proven is ended at once; what is only
-suspected is said, and goes on until the timeout of what is waited in.
+By day one program of each class of verdict, on one number of ranks. A run with a proven fault is ended at once; a
+suspicion is only reported, and the run continues until the timeout of the call that waits.
 """
 
 import re
@@ -11,9 +11,9 @@ from fault_runs import FaultRun, Observation, Results, is_proof
 from liveness_programs import CATALOGUE, CYCLES, Fault, named_axes, named_ranks, ranks_at
 
 STALL_AFTER_S = 1.5
-# What a verdict may take on a machine that does many other things; docs/liveness-programs.md has what it takes.
+# How long a verdict may take on a machine that does many other things; docs/liveness-programs.md has measured times.
 PATIENCE_S = 10.0
-# Of torch's groups and stores, where something is only suspected; what comes after it is no matter of a test.
+# Of torch's groups and stores, where a fault is only suspected; what follows is not tested.
 TIMEOUT_S = 8.0
 AFTER_TIMEOUT_S = 12.0
 ABORTED = 4
@@ -63,7 +63,7 @@ def results(request):
 def test_the_verdict_names_the_fault(results, fault, size):
     seen = results.of(run_of(fault, size))
     found = seen.first(proof=fault.certainty == "proof")
-    assert found is not None, f"no {fault.certainty} was said; exit codes {seen.exit_codes}\n{printed(seen)}"
+    assert found is not None, f"no {fault.certainty} was reported; exit codes {seen.exit_codes}\n{printed(seen)}"
     found_s, verdict = found
     text = verdict["text"]
     assert verdict["kind"] in fault.kinds, text
@@ -74,7 +74,7 @@ def test_the_verdict_names_the_fault(results, fault, size):
         assert re.search(words, text), f"the verdict does not say {words!r}\n{text}"
 
     guilty = fault.guilty(size)
-    # A process that has no world yet is told by its pid, and has no rank.
+    # A process that has no world yet is named by its pid, and has no rank.
     shown, waiting = ranks_at(verdict, fault, "missing"), ranks_at(verdict, fault, "waits")
     at_fault = shown - {None}
     assert at_fault <= guilty, text
@@ -85,35 +85,35 @@ def test_the_verdict_names_the_fault(results, fault, size):
     else:
         assert named_ranks(verdict) <= guilty, text
         if fault.lines("missing"):
-            assert shown | named_ranks(verdict), f"the verdict shows nobody to look at\n{text}"
+            assert shown | named_ranks(verdict), f"the verdict shows no rank to look at\n{text}"
 
 
 @every_fault
-def test_what_is_proven_is_ended_and_what_is_suspected_goes_on(results, fault, size):
+def test_what_is_proven_is_ended_and_what_is_suspected_continues(results, fault, size):
     seen = results.of(run_of(fault, size))
-    codes, told = set(seen.exit_codes.values()), printed(seen)
+    codes, output = set(seen.exit_codes.values()), printed(seen)
     if fault.certainty == "proof":
         found = seen.first(proof=True)
-        assert found is not None, told
+        assert found is not None, output
         if found[1]["kind"] == "dead-peer":
-            # Whoever is set free by the end of a peer may leave by the error that torch raises.
+            # A rank whose wait ends with a peer's death may end with the error that torch raises.
             still_there = {rank for rank, code in seen.exit_codes.items() if code is None}
-            assert still_there <= named_ranks(found[1]), f"exit codes {seen.exit_codes}\n{told}"
+            assert still_there <= named_ranks(found[1]), f"exit codes {seen.exit_codes}\n{output}"
         else:
-            assert codes == {ABORTED}, f"exit codes {seen.exit_codes}\n{told}"
+            assert codes == {ABORTED}, f"exit codes {seen.exit_codes}\n{output}"
         return
     if fault.ends != "well":
-        cleared = [each.text for each in seen.told if each.what == "clearing"]
-        assert not cleared, f"{cleared[0]}\nis not so: nobody came\n{told}"
+        cleared = [each.text for each in seen.messages if each.what == "clearing"]
+        assert not cleared, f"{cleared[0]}\nis wrong: no rank came\n{output}"
     early = [each for each in seen.verdicts if is_proof(each[1]) and each[0] < TIMEOUT_S]
     assert not early, f"{early[0][1]['text']}\nis no proof: {fault.because.text}"
     if fault.ends == "well":
-        assert codes == {0}, f"a rank that moves was ended\n{told}"
+        assert codes == {0}, f"a rank that moves was ended\n{output}"
         return
     left_s = [seen.left_s[rank] for rank, code in seen.exit_codes.items() if code is not None]
-    assert all(each >= TIMEOUT_S for each in left_s), f"ended after {left_s} s: {fault.because.text}\n{told}"
+    assert all(each >= TIMEOUT_S for each in left_s), f"ended after {left_s} s: {fault.because.text}\n{output}"
     if fault.ends == "never":
-        assert codes == {None}, f"exit codes {seen.exit_codes}\n{told}"
+        assert codes == {None}, f"exit codes {seen.exit_codes}\n{output}"
 
 
 def printed(seen: Observation) -> str:

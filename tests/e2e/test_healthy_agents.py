@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from liveness_programs import MAX_TOLD, PROGRAMS
+from liveness_programs import MAX_MESSAGES, PROGRAMS
 from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 # Each ended wrongly in about one run of 25.
@@ -14,7 +14,7 @@ NUM_EXITS = int(os.environ.get("OFFBEAT_HEALTHY_EXITS", "4"))
 LIMIT_S = 90.0
 ENVIRONMENT = {"OFFBEAT_STALL_AFTER_S": "2", "PAUSE_S": "6"}
 # Without it an agent that is new waits for an address that torch 2.13 sets in the first round alone. With it rank 0
-# listens at a port that somebody else may have taken since the agent has found it free.
+# listens at a port that another process may have taken since the agent has found it free.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly]
 
@@ -25,7 +25,7 @@ def listens(port: int) -> bool:
 
 
 def test_one_of_two_agents_is_replaced(tmp_path):
-    """The agents count their restarts apart: after this one of them stands at one, and the other at none."""
+    """The agents count their restarts separately: after this, one of them has counted one, and the other none."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,9 +55,9 @@ def test_one_of_two_agents_is_replaced(tmp_path):
         assert all(f"rank {rank}: done" in outputs for rank in range(2)), outputs
         restarts = {int((tmp_path / f"restarts-{rank}").read_text()) for rank in range(2)}
         assert len(restarts) == 2, f"the agents have counted alike: {restarts}"
-        told = [*headlines(kept.output.partition("begins anew")[2]), *headlines(new.output)]
-        assert len(told) <= MAX_TOLD, outputs
-        assert all("suspicion: " in line or "moves again" in line for line in told), outputs
+        lines = [*headlines(kept.output.partition("begins anew")[2]), *headlines(new.output)]
+        assert len(lines) <= MAX_MESSAGES, outputs
+        assert all("suspicion: " in line or "moves again" in line for line in lines), outputs
 
 
 @pytest.mark.parametrize("number", range(NUM_EXITS))

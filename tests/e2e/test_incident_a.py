@@ -15,17 +15,17 @@ TENSOR_BYTES = (16, 40, 200, 24)
 
 
 def buckets(tensor_bytes=TENSOR_BYTES):
-    """How many bytes each flush holds: tensors in order, split where they do not fit."""
+    """Return the bytes of each flush: tensors in order, split where they do not fit."""
     total = sum(tensor_bytes)
     return [min(BUCKET_BYTES, total - start) for start in range(0, total, BUCKET_BYTES)]
 
 
 class RefusalError(RuntimeError):
-    """The engine's own."""
+    """An error of the engine."""
 
 
 class Engine:
-    """Stands where the inference engine is: it answers the leader of its replica only."""
+    """Stand-in for the inference engine: it answers the leader of its replica only."""
 
     def __init__(self, *, loads_parts=True, refuses_bucket=None):
         self.loads_parts, self.refuses_bucket = loads_parts, refuses_bucket

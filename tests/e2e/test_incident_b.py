@@ -21,19 +21,19 @@ meshes = pytest.mark.parametrize(
 
 
 def samples(mesh):
-    """The losses this rank has: those of its place along dp and cp; the same on all its tensor parallel peers."""
+    """Return the losses of this rank's place along dp and cp; they are the same on all its tensor parallel peers."""
     place = mesh.coordinates["dp"] * mesh.axes["cp"] + mesh.coordinates["cp"]
     return torch.tensor([1.0 + 3 * place, 2.0 + place])
 
 
 def mean_of_all(mesh):
-    """What one process with all samples computes."""
+    """Compute what one process with all samples computes."""
     places = range(mesh.axes["dp"] * mesh.axes["cp"])
     return sum(3.0 + 4 * place for place in places) / (2 * len(places))
 
 
 def report_mtp_loss(mesh, log, *, num_virtual_stages=1, mtp=True):
-    """The right form: the last stage takes part, its first rank reports; virtual stages have no say."""
+    """Use the right form: the last stage takes part, its first rank reports; virtual stages have no influence."""
     for stage in range(num_virtual_stages):
         if not mtp or stage < num_virtual_stages - 1:
             continue

@@ -1,4 +1,4 @@
-"""A stranger's script under torchrun is watched by the wrapper, without a change to the script."""
+"""Any script under torchrun is watched by the wrapper, without a change to the script."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from liveness_programs import CATALOGUE, MAX_TOLD, PROGRAMS, ranks_at
+from liveness_programs import CATALOGUE, MAX_MESSAGES, PROGRAMS, ranks_at
 from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 NUM_RANKS = 2
@@ -40,9 +40,9 @@ def test_a_script_whose_rank_0_prepares_the_data_first_ends_well(tmp_path):
     done = run(tmp_path, PROGRAMS / "main_process_first.py", PAUSE_S="8")
     assert done.process.returncode == 0, done.output
     assert all(f"rank {rank}: done" in done.output for rank in range(NUM_RANKS)), done.output
-    told = headlines(done.output)
-    assert len(told) <= MAX_TOLD, done.output
-    assert all("suspicion: " in line or "moves again" in line for line in told), done.output
+    lines = headlines(done.output)
+    assert len(lines) <= MAX_MESSAGES, done.output
+    assert all("suspicion: " in line or "moves again" in line for line in lines), done.output
 
 
 RAISES = """

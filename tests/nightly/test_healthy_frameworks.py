@@ -1,4 +1,4 @@
-"""accelerate, Lightning and TRL as people use them, with a rank that takes long: nobody is ended.
+"""accelerate, Lightning and TRL as people use them, with a rank that takes long: no rank is ended.
 
 They are not in the lock, and have an environment of their own: `nox -s zoo`. Models are made here, nothing is fetched.
 """
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from liveness_programs import MAX_TOLD
+from liveness_programs import MAX_MESSAGES
 from torchrun import ALONE, Torchrun, ended_at_last, headlines, wait_until
 
 PAUSE_S = float(os.environ.get("OFFBEAT_HEALTHY_PAUSE_S", "30"))
@@ -30,7 +30,7 @@ def test_a_framework_with_a_slow_rank_is_let_be(tmp_path, framework):
         wait_until(lambda: agent.process.poll() is not None, "the end", [agent], LIMIT_S)
         assert agent.process.returncode == 0, agent.output
         assert all(f"rank {rank}: done" in agent.output for rank in range(NUM_RANKS)), agent.output
-        told = headlines(agent.output)
-        assert all("suspicion: " in line or "moves again" in line for line in told), agent.output
-        assert len(told) <= NUM_PAUSES * MAX_TOLD, agent.output
-        assert sum("suspicion: " in line for line in told) <= NUM_PAUSES, agent.output
+        lines = headlines(agent.output)
+        assert all("suspicion: " in line or "moves again" in line for line in lines), agent.output
+        assert len(lines) <= NUM_PAUSES * MAX_MESSAGES, agent.output
+        assert sum("suspicion: " in line for line in lines) <= NUM_PAUSES, agent.output

@@ -82,7 +82,7 @@ rollout_threads = 1
 """
 
 
-def test_a_model_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
+def test_a_model_learns_what_only_the_picture_shows(tmp_path: Path) -> None:
     figures = tmp_path / "figures"
     draw_geometry([str(figures), "--test", str(NUM_HELD_OUT), "--size-px", "64", "--kinds", "squares_area"])
     shuffle_pictures(figures / "test.parquet", figures / "shuffled.parquet")
@@ -104,7 +104,7 @@ def test_a_model_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
 
 
 def shuffle_pictures(path: Path, to: Path) -> None:
-    """The same problems, each with the picture of another."""
+    """Return the same problems, each with the picture of another."""
     table = pq.read_table(path)
     pictures = table.column("images").to_pylist()
     random.Random(0).shuffle(pictures)
@@ -124,7 +124,7 @@ def values(run: Path, name: str) -> list[float]:
 
 
 def accuracy(run: Path, figures: Path) -> float:
-    """Of the last checkpoint, with greedy answers."""
+    """Return the accuracy of the last checkpoint, with greedy answers."""
     out = run / "evals" / figures.name
     words = ["eval", run, "--out", out, f"--data.eval_path={figures}", "--eval.temperature=0"]
     with RunningCommand("grpo_async_app", *words) as process:

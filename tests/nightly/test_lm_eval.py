@@ -41,7 +41,7 @@ metric_list:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The quickstart's model after its warm-up: right about three times in ten."""
+    """Return the quickstart's model after its warm-up: right about three times in ten."""
     lesson, folder = find_lesson("addition"), tmp_path / "model"
     config = quickstart_config(lesson, folder, 0, ())
     make_model(lesson, folder, 0)

@@ -41,7 +41,7 @@ def _say_the_largest_differences():
 
 
 def close(name, ours, theirs, *, rel=1e-7, abs_=1e-8):
-    """verl adds 1e-8 to the tokens of a sequence before it divides by them."""
+    """Compare with a tolerance: verl adds 1e-8 to the tokens of a sequence before it divides by them."""
     ours, theirs = (torch.as_tensor(each, dtype=torch.float64).detach() for each in (ours, theirs))
     LARGEST[name] = max(LARGEST[name], float((ours - theirs).abs().max()))
     torch.testing.assert_close(ours, theirs, rtol=rel, atol=abs_)
@@ -66,7 +66,7 @@ class Batch:
         self.advantages_BT = advantages.contiguous()
 
     def ours(self, config):
-        """Our loss, and its gradient padded like theirs."""
+        """Return our loss, and its gradient padded like theirs."""
         new_BT = self.new_BT.clone().requires_grad_()
         given = (new_BT, self.old_BT, self.rollout_BT, self.reference_BT, self.advantages_BT)
         packed = pack(self.mask_BT, *given)
@@ -337,7 +337,7 @@ def test_gdpo_is_that_of_verl_where_samples_are_of_one_length(seed):
 
 
 def trl_advantages(samples, kind):
-    """Of `GRPOTrainer._generate_and_score_completions`, with completions and rewards that are given."""
+    """Run `GRPOTrainer._generate_and_score_completions` with given completions and rewards."""
     order = samples.index_S.argsort(stable=True)
     names = list(samples.weights)
     size = len(order)

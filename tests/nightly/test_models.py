@@ -109,7 +109,7 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
 
 
 def sequences() -> list[TrainSequence]:
-    """Two prompts with two completions each: packed, with what they share."""
+    """Make two prompts with two completions each: packed, with shared prompts."""
     rng = np.random.default_rng(0)
     made = []
     for _ in range(2):
@@ -121,7 +121,7 @@ def sequences() -> list[TrainSequence]:
 
 
 def tiny_config(family: str) -> PretrainedConfig:
-    """The family's own config class, with sizes of a few dozen wherever it has a size."""
+    """Make the family's own config class, with sizes of a few dozen wherever it has a size."""
     return _shrink(CONFIG_MAPPING[family])
 
 
@@ -148,7 +148,7 @@ def _is_size(kind: type[PretrainedConfig], usual: PretrainedConfig, name: str) -
 
 
 def write_model(family: str, folder: Path) -> None:
-    """A folder of a random model in which no weight is zero, one, or what a fresh model has."""
+    """Write a random model in which no weight is zero, one, or the value of a fresh model."""
     config = tiny_config(family)
     with torch.device("meta"):
         size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
@@ -166,7 +166,7 @@ def write_model(family: str, folder: Path) -> None:
 
 
 def outcome(family: str, folder: Path) -> str:
-    """`works`, or why the engine refuses the family; raises where neither holds."""
+    """Return `works`, or why the engine refuses the family; raises where neither holds."""
     write_model(family, folder)
     settings = TrainEngineConfig(model_path=str(folder), device="cpu", learning_rate=1e-3)
     try:
@@ -187,7 +187,7 @@ def outcome(family: str, folder: Path) -> str:
 
 
 def assert_agree(engine: TorchTrainEngine, folder: Path) -> None:
-    """The engine's log-probabilities are those that transformers computes from a folder."""
+    """Check that the engine's log-probabilities are those that transformers computes from a folder."""
     model = reference_model(folder)
     for sequence, found in zip(sequences(), engine.logprobs(sequences()), strict=True):
         wanted = reference_logprobs(model, sequence.ids) * sequence.loss_mask
@@ -203,15 +203,15 @@ def test_a_family_is_trained_faithfully_or_refused_in_one_line(family: str, tmp_
 
 
 def test_the_table_says_what_is() -> None:
-    told = dict(re.findall(r"^\| `(\S+)` \| (.+) \|$", TABLE.read_text(), re.MULTILINE)) if TABLE.is_file() else {}
+    listed = dict(re.findall(r"^\| `(\S+)` \| (.+) \|$", TABLE.read_text(), re.MULTILINE)) if TABLE.is_file() else {}
     if os.environ.get("OFFBEAT_RENEW"):
-        TABLE.write_text(table({**told, **OUTCOMES}, TABLE.read_text()))
+        TABLE.write_text(table({**listed, **OUTCOMES}, TABLE.read_text()))
     else:
-        assert {family: told.get(family) for family in OUTCOMES} == OUTCOMES
+        assert {family: listed.get(family) for family in OUTCOMES} == OUTCOMES
 
 
 def table(outcomes: dict[str, str], page: str) -> str:
-    """The page of docs, with the sections of the old one between its head and its table."""
+    """Return the page of docs, with the sections of the old one between its head and its table."""
     rows = [f"| `{family}` | {outcomes[family]} |" for family in FAMILIES if family in outcomes]
     head = [
         "# Model families",

@@ -52,7 +52,7 @@ class Guess(Action):
     polite: bool = False
 
 
-class Told(Observation):
+class Reply(Observation):
     message: str
     hint: str = ""
     picture: str | None = None
@@ -67,7 +67,7 @@ class GuessEnvironment(Environment):
 
     def reset(self, seed=None, episode_id=None, high=9, **others):
         self._secret = random.Random(seed).randint(0, high)
-        return Told(message=f"0 to {high}, task {seed}")
+        return Reply(message=f"0 to {high}, task {seed}")
 
     def step(self, action, timeout_s=None, **others):
         if action.number == 13:
@@ -75,11 +75,11 @@ class GuessEnvironment(Environment):
         if action.number == 77:
             time.sleep(30)
         if action.number == 42:
-            return Told(message="look", picture=os.environ["PICTURE"])
+            return Reply(message="look", picture=os.environ["PICTURE"])
         if action.number == self._secret:
-            return Told(message="right", done=True, reward=1.0)
+            return Reply(message="right", done=True, reward=1.0)
         hint = "higher" if action.number < self._secret else "lower"
-        return Told(message="wrong", hint=hint, reward=-0.25, metadata={"polite": action.polite})
+        return Reply(message="wrong", hint=hint, reward=-0.25, metadata={"polite": action.polite})
 
     @property
     def state(self):
@@ -87,7 +87,7 @@ class GuessEnvironment(Environment):
 
 
 def guarded(app, token):
-    """Lets nobody in without the token, as a Space of the Hub does."""
+    """Rejects requests without the token, as a Space of the Hub does."""
 
     async def serve(scope, receive, send):
         if scope["type"] == "lifespan" or (b"authorization", f"Bearer {token}".encode()) in scope["headers"]:
@@ -102,7 +102,7 @@ def guarded(app, token):
 
 
 sessions, token = int(sys.argv[1]), os.environ.get("GUESS_TOKEN")
-app = create_fastapi_app(GuessEnvironment, Guess, Told, max_concurrent_envs=sessions)
+app = create_fastapi_app(GuessEnvironment, Guess, Reply, max_concurrent_envs=sessions)
 listening = socket.socket()
 listening.bind(("127.0.0.1", 0))
 listening.listen()
@@ -129,7 +129,7 @@ async def play(url, seed, actions):
 print(json.dumps(asyncio.run(play(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])))))
 """
 PICTURE = "iVBORw0KGgo="
-"""How a PNG begins, in base64; nobody here decodes it."""
+"""The beginning of a PNG, in base64; it is never decoded here."""
 PROMPT = Prompt(index=0, ids=np.array([1], np.int32), text="?", fields={"openenv": {"reset": {"seed": 3}}})
 
 
@@ -175,23 +175,23 @@ def host(config: EnvironmentConfig, step_timeout_s: float = 20.0) -> EpisodeHost
 
 
 async def play(host: EpisodeHost, prompt: Prompt, turns: list[str], episode: int = 0):
-    """What each turn is told, and the score."""
+    """Return the replies to each turn, and the score."""
     await host.reset(episode, prompt)
-    told = [await host.step(episode, turn) for turn in turns]
+    replies = [await host.step(episode, turn) for turn in turns]
     score = await host.reward(episode)
     await host.close(episode)
-    return told, score
+    return replies, score
 
 
 SECRET = 3  # of the seed in PROMPT: random.Random(3).randint(0, 9)
 
 
-def test_an_episode_is_told_what_the_server_says_and_worth_the_sum_of_its_rewards(server):
+def test_an_episode_gets_the_servers_replies_and_the_sum_of_its_rewards(server):
     turns = ["9", "perhaps 3", str(SECRET)]
-    told, score = asyncio.run(play(host(guessing(server, observation_field="hint")), PROMPT, turns))
-    assert told[0] == [{"role": "user", "content": "lower"}]
-    assert told[1][0]["content"].startswith("error: number: Input should be a valid integer")
-    assert told[2] is None
+    replies, score = asyncio.run(play(host(guessing(server, observation_field="hint")), PROMPT, turns))
+    assert replies[0] == [{"role": "user", "content": "lower"}]
+    assert replies[1][0]["content"].startswith("error: number: Input should be a valid integer")
+    assert replies[2] is None
     assert score.value == 0.75
     assert score.parts == {"openenv": 0.75, "rewarded_steps": 2.0, "refused_actions": 1.0}
     _, last = asyncio.run(play(host(guessing(server, reward="last")), PROMPT, ["9", "8"]))
@@ -201,25 +201,25 @@ def test_an_episode_is_told_what_the_server_says_and_worth_the_sum_of_its_reward
 def test_a_turn_may_be_the_action_itself_in_json(server):
     options = {"action_field": "", "tag": "act", "action": {"polite": True}, "role": "tool"}
     turns = ["<think>?</think><act>9</act>", "9", "<act>{</act>", '<think>?</think><act>{"number": 9}</act>']
-    told, score = asyncio.run(play(host(guessing(server, **options)), PROMPT, turns))
-    assert [each[0]["role"] for each in told] == ["tool"] * 4
-    assert told[0][0]["content"] == "error: an action must be a JSON object"
-    assert told[1][0]["content"] == "error: an action must stand in <act>...</act>"
-    assert told[2][0]["content"].startswith("error: an action must be a JSON object: ")
+    replies, score = asyncio.run(play(host(guessing(server, **options)), PROMPT, turns))
+    assert [each[0]["role"] for each in replies] == ["tool"] * 4
+    assert replies[0][0]["content"] == "error: an action must be a JSON object"
+    assert replies[1][0]["content"] == "error: an action must stand in <act>...</act>"
+    assert replies[2][0]["content"].startswith("error: an action must be a JSON object: ")
     answer = {"message": "wrong", "hint": "lower", "metadata": {"polite": True}}
-    assert {name: json.loads(told[3][0]["content"])[name] for name in answer} == answer
+    assert {name: json.loads(replies[3][0]["content"])[name] for name in answer} == answer
     assert (score.value, score.parts["refused_actions"]) == (-0.25, 3.0)
 
 
 def test_a_field_of_an_observation_may_be_an_image(server):
     looking = host(guessing(server, observation_field="message", image_field="picture"))
-    told, _ = asyncio.run(play(looking, PROMPT, ["9", "42"]))
-    assert told[0] == [{"role": "user", "content": "wrong"}]
+    replies, _ = asyncio.run(play(looking, PROMPT, ["9", "42"]))
+    assert replies[0] == [{"role": "user", "content": "wrong"}]
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
-    assert told[1] == [{"role": "user", "content": [{"type": "text", "text": "look"}, image]}]
+    assert replies[1] == [{"role": "user", "content": [{"type": "text", "text": "look"}, image]}]
 
 
-def test_openenvs_own_client_hears_the_same(server, tmp_path):
+def test_openenvs_own_client_receives_the_same(server, tmp_path):
     actions = [{"number": 9}, {"number": 0, "polite": True}, {"number": SECRET}]
     script = tmp_path / "client.py"
     script.write_text(OWN_CLIENT)
@@ -247,7 +247,7 @@ def test_prompts_are_what_the_server_says_first_and_their_episodes_begin_alike(s
     turns = ["0", "1", "2", "3", "4"]
 
     async def guess(prompt):
-        """The turn that was right, and whatever came later left out."""
+        """Return the turn that was right, without any later text."""
         await played.reset(prompt.index, prompt)
         for turn in turns:
             if await played.step(prompt.index, turn) is None:
@@ -256,9 +256,9 @@ def test_prompts_are_what_the_server_says_first_and_their_episodes_begin_alike(s
                 return score.value
         return None
 
-    worth = [asyncio.run(guess(prompt)) for prompt in prompts.train]
-    assert all(value is not None for value in worth)
-    assert worth == [asyncio.run(guess(prompt)) for prompt in prompts.train]
+    values = [asyncio.run(guess(prompt)) for prompt in prompts.train]
+    assert all(value is not None for value in values)
+    assert values == [asyncio.run(guess(prompt)) for prompt in prompts.train]
     task = {**prompts.train[0].fields["openenv"], "begins": "another"}
     text = "begins with '0 to 4, task 2000000', and the prompt that was drawn of it is 'another'"
     with pytest.raises(EnvironmentFailedError, match=text):
@@ -271,9 +271,9 @@ def test_what_goes_wrong_on_the_server_ends_its_episode_and_no_other(server):
         await asyncio.gather(two.reset(0, PROMPT), two.reset(1, PROMPT))
         with pytest.raises(EnvironmentFailedError, match=r"\(raised\).*EXECUTION_ERROR: an unlucky number"):
             await two.step(0, "13")
-        told = await two.step(1, str(SECRET))
+        replies = await two.step(1, str(SECRET))
         await two.close(1)
-        return told
+        return replies
 
     assert asyncio.run(both()) is None
 
@@ -373,6 +373,6 @@ def test_a_run_trains_on_the_tasks_of_a_server(server, tmp_path):
     lines = [line.values for line in read_metrics(run / "metrics.jsonl") if "train/reward" in line.values]
     assert len(lines) == 2, output
     assert "samples left out" not in output
-    # What random weights say is mostly no number, and told so: the server's own words are in what is learned from.
+    # Text from random weights is mostly not a number; the server replies so, and its reply is in the training data.
     assert all(values["reward/refused_actions"] > 0 for values in lines)
     assert any("[user] error: number: " in line for line in (run / "generations" / "train.jsonl").open())

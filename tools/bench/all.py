@@ -44,10 +44,10 @@ class Measure:
     """A row of the first table: one number of a benchmark, and what it should be.
 
     Args:
-        what: in words.
+        what: its name in the table.
         of: picks the number from the benchmark's rows; raises StopIteration where there is no such row.
         at_least: bound, in the number's unit; `is_most`: it is an upper bound.
-        aim: in words.
+        aim: what to reach, as text.
     """
 
     what: str
@@ -63,7 +63,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A benchmark: its script, what it is told, and what is read from its rows.
+    """A benchmark: its script, its arguments, and the figures that are read from its rows.
 
     Args:
         beside_vllm: it runs in the environment with vLLM.
@@ -87,7 +87,7 @@ GRPO, SFT, MEMORY = "GRPO, samples/s", "SFT, tokens/s", "GRPO step of 4,096 toke
 
 
 def generation(dtype: str) -> Bench:
-    """Beside vLLM and transformers."""
+    """Return the measures beside vLLM and transformers."""
     batches = [
         Measure(
             what=f"batch {batch}, beside vLLM",
@@ -137,7 +137,7 @@ def training(dtype: str) -> Bench:
 
 
 def beside_trl(dtype: str, *, grpo_at_least: float, aim: str) -> Bench:
-    """Whole runs, and the memory of a step."""
+    """Return the measures of whole runs, and of the memory of a step."""
     return Bench(
         title=f"Beside TRL 1.16, {dtype}",
         words=("vs_trl.py", "--dtypes", dtype),
@@ -178,7 +178,7 @@ def bfloat16_speed() -> float:
 
 
 def run(bench: Bench, model: Path) -> tuple[list[Row], float]:
-    """Its rows, and the seconds it took."""
+    """Run it; return its rows, and the seconds it took."""
     script, *words = bench.words
     python = peer_python("vllm-0.32", *WITH_VLLM) if bench.beside_vllm else sys.executable
     command = [python, str(BENCH / script), *([str(model)] if bench.takes_model else []), *words, "--json"]
@@ -218,14 +218,14 @@ def judge(measure: Measure, value: float | None) -> Row:
 
 
 def when() -> str:
-    """Day, processor and load, in words."""
+    """Return day, processor and load as text."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
     return f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} x {model}, load average {os.getloadavg()[0]:.1f}"
 
 
 def read_sections(page: Path) -> dict[str, str]:
-    """Parts of the page as it is, by name."""
+    """Return the parts of the current page by name."""
     text = page.read_text() if page.exists() else ""
     parts = [part.partition(" -->\n") for part in text.split("<!-- ")[1:]]
     return {name: f"{BEGINS.format(name)}\n{rest}" for name, _, rest in parts}
@@ -258,7 +258,7 @@ def find_model(folder: Path | None) -> Path:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Measure and write; 1 when a bound is missed."""
+    """Measure and write the page; return 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(BENCHES))

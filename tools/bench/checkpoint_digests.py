@@ -27,10 +27,10 @@ HIDDEN_SIZE = 1024
 
 
 class NoDigest:
-    """Stands in for xxh3 where nothing is digested."""
+    """A stand-in for xxh3 where nothing is digested."""
 
     def update(self, data: object) -> None:
-        """Look at nothing."""
+        """Ignore the data."""
 
     def hexdigest(self) -> str:
         """Return nothing."""
@@ -38,7 +38,7 @@ class NoDigest:
 
 
 def without_digests() -> ExitStack:
-    """Leave the digests out while the block lasts, in writing and in reading."""
+    """Disable digests while the block lasts, in writing and in reading."""
     stack = ExitStack()
     for name, stand_in in (
         ("offbeat_training._tensor_files.xxhash.xxh3_64", NoDigest),
@@ -62,7 +62,7 @@ def trained_engine(folder: Path, num_layers: int) -> TorchTrainEngine:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that it takes, and those of them that processors spend on it."""
+    """Return the seconds that a call takes, and the processor time of these."""
     start_s, cpu_s = time.monotonic(), time.process_time()
     work()
     return time.monotonic() - start_s, time.process_time() - cpu_s

@@ -1,4 +1,4 @@
-"""hanglint against real bugs and real projects: how many hangs it finds, and how much else it says.
+"""hanglint against real bugs and real projects: how many hangs it finds, and how many other findings it reports.
 
     python tools/bench/hanglint.py --bugs FILE (--trees FOLDER | --histories FOLDER) [--newest FOLDER] [--json]
 
@@ -6,7 +6,7 @@ Nothing is fetched. A bug's tree is the whole repository at the commit before it
 `<owner>+<repo>@<10 hex of the commit>` of --trees, or taken from the git directory `<owner>+<repo>/repo` of
 --histories, its .py files alone. A bug is found by a finding of a rule that fits its pattern (`hanglint/patterns.toml`)
 in the named function or within 10 lines of the named lines. Half of `hanglint/unseen.jsonl` is for learning (--half
-open); of the other half (--half hidden) only scores are shown, so that nobody tunes on it. --newest holds a folder
+open); of the other half (--half hidden) only scores are shown, so that no rule is tuned on it. --newest holds a folder
 `<owner>+<repo>` of each project: findings per 1,000 lines, seconds, peak memory; --draw picks findings of high
 confidence there to judge by hand, and --judged says how those that were judged did.
 """

@@ -17,7 +17,7 @@ BY: Final = ("class", "pattern", "statically_detectable")
 
 @dataclass(frozen=True)
 class Bug:
-    """A hang that somebody mended, and the places that were at fault.
+    """A hang that its project fixed, and the places that were at fault.
 
     Attributes:
         record: its line of the corpus.

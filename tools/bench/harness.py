@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 def parser_of(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Return a command line that tells the module's docstring, with --json and these numbers as options."""
+    """Return a command line that shows the module's docstring, with --json and these numbers as options."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print figures as JSON instead of a table")
     for name, default in numbers.items():
@@ -96,7 +96,7 @@ def on_ranks(
 def _be_rank(
     rank: int, size: int, work: Callable[[int, Path], Any], shared: Path, device: str, deadline_s: float
 ) -> None:
-    """A rank's life."""
+    """Run a rank to its end."""
     code = 1
     try:
         from torch._C._distributed_c10d import FileStore
@@ -124,7 +124,7 @@ def show(rows: Sequence[Row], *, as_json: bool = False, title: str = "") -> None
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of Markdown, from rows; a key that some rows lack leaves a cell empty."""
+    """Return lines of Markdown from rows; a key that some rows lack leaves a cell empty."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [keys, ["---"] * len(keys), *([_cell(row.get(key, "")) for key in keys] for row in rows)]
     return [f"| {' | '.join(row)} |" for row in cells]

@@ -5,7 +5,7 @@
 
 Each run trains a fixed number of updates, so that all have seen equally many samples, from one warmed-up model a seed.
 Lag 0 is synchronous training; lag M lets the engine run ahead as far as async.max_version_lag = M allows. What a run
-measured is added to FOLDER/lags.jsonl, and runs that are there already are left out: the study goes on where it was
+measured is added to FOLDER/lags.jsonl, and runs that are there already are left out: the study continues where it was
 interrupted. At the end FOLDER/lags.md and FOLDER/lags.svg hold the table and the figure of docs/losses.md.
 """
 
@@ -100,7 +100,7 @@ def run_command(words: Sequence[str], model: Path | None = None) -> None:
 
 
 def measure(lines: Sequence[MetricsLine]) -> dict[str, float]:
-    """Return accuracies before and after, and means over the updates of what tells how far off-policy they were."""
+    """Return accuracies before and after, and means over the updates of the metrics of off-policy training."""
     accuracies = [line.values["eval/accuracy"] for line in lines if "eval/accuracy" in line.values]
     updates = [line.values for line in lines if "train/lag_mean" in line.values]
     names = ("train/lag_mean", "train/reward", "mismatch/kl", "mismatch/ess_share", "perf/update_s")
@@ -129,7 +129,7 @@ def missing_runs(
     for seed in range(num_seeds):
         for lesson in lessons:
             for lag in lags:
-                # On policy the default is none, and weights are 1: one run tells of all.
+                # On policy the default is none, and weights are 1: one run covers all corrections.
                 for correction in corrections if lag else ("none",):
                     key = (lesson, lag, correction, seed)
                     if key not in done:

@@ -36,7 +36,7 @@ MANY_THREADS: Final = 1000
 
 
 class Patches:
-    """Methods of torch that the monitor has wrapped: they stay so, and "without" is to be without them."""
+    """Methods of torch that the monitor has wrapped. They stay wrapped, and the runs "without" must not use them."""
 
     NAMES: Final = {"Work": ("wait",), "Store": ("get", "wait", "multi_get"), "ProcessGroup": ("send", "recv")}
 
@@ -50,12 +50,12 @@ class Patches:
         self._made = list(self._own)
 
     def take_out(self) -> None:
-        """As torch has it."""
+        """Restore torch's own methods."""
         self._made = [getattr(owner, name) for owner, name in self._places]
         self._put(self._own)
 
     def put_back(self) -> None:
-        """As the monitor has it."""
+        """Restore the monitor's methods."""
         self._put(self._made)
 
     def _put(self, methods: Sequence[Any]) -> None:
@@ -155,7 +155,7 @@ def time_training_step(rounds: int) -> list[dict[str, float]]:
 
 
 def time_monitor(rounds: int) -> list[dict[str, float]]:
-    """Processor time of the monitor while nothing happens, as a share of one core."""
+    """Return the processor time of the monitor while nothing happens, as a share of one core."""
     import torch.distributed as dist
 
     import offbeat_liveness as liveness
@@ -171,7 +171,7 @@ def time_monitor(rounds: int) -> list[dict[str, float]]:
             monitor = liveness.watch(stall_after_s=stall_after_s) if watched else None
             time.sleep(SETTLE_S)
             start = time.process_time()
-            for _ in range(rounds):  # in step with each other, so that nobody looks stuck
+            for _ in range(rounds):  # in step with each other, so that no rank looks stuck
                 dist.barrier()
                 time.sleep(SLEEP_S)
             shares[watched] = (time.process_time() - start) / (rounds * SLEEP_S)

@@ -38,7 +38,7 @@ USED_GROUPS = 6
 
 
 def a_stack(depth: int) -> tuple[CallSite, ...]:
-    """Frames as long as those of a training script."""
+    """Make frames as long as those of a training script."""
     return tuple(
         CallSite(file=f"/home/user/project/src/training/module_{each}.py", line=each, function=f"Trainer.step_{each}")
         for each in range(depth)

@@ -47,14 +47,14 @@ class Row:
     """Measured row.
 
     Args:
-        who: "engine-megatron" or "engine-torch".
+        engine: "engine-megatron" or "engine-torch".
         axes: sizes of the mesh's axes that are not 1.
         options: of the engine.
         recompute: activation checkpointing.
         dtype: of the engine.
     """
 
-    who: str
+    engine: str
     axes: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
@@ -62,12 +62,12 @@ class Row:
 
     @property
     def num_ranks(self) -> int:
-        """Processes."""
+        """Return the number of processes."""
         return prod(self.axes.values())
 
     @property
     def layout(self) -> str:
-        """In words."""
+        """Return axes and options as text."""
         axes = " ".join(f"{axis}{size}" for axis, size in self.axes.items()) or "one rank"
         rest = [f"{name}={value}" for name, value in self.options.items()] + ["recompute"] * self.recompute
         rest += [self.dtype] * (self.dtype != "float32")
@@ -75,21 +75,21 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """All that can be measured here."""
+    """Yield all rows that can be measured here."""
     if find_spec("offbeat_engine_torch"):
         for axes in ({}, {"dp": 2}, {"tp": 2}):
-            yield Row(who="engine-torch", axes=axes)
+            yield Row(engine="engine-torch", axes=axes)
     if find_spec("offbeat_engine_megatron") and find_spec("megatron"):
         for axes in ({}, {"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "cp": 2}):
-            yield Row(who="engine-megatron", axes=axes)
-        yield Row(who="engine-megatron", axes={"pp": 2}, options={"virtual_pipeline": 2})
-        yield Row(who="engine-megatron", recompute=True)
+            yield Row(engine="engine-megatron", axes=axes)
+        yield Row(engine="engine-megatron", axes={"pp": 2}, options={"virtual_pipeline": 2})
+        yield Row(engine="engine-megatron", recompute=True)
         for axes in ({}, {"dp": 2}):
-            yield Row(who="engine-megatron", axes=axes, dtype="bfloat16")
+            yield Row(engine="engine-megatron", axes=axes, dtype="bfloat16")
 
 
 def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSequence]:
-    """Random sequences whose lengths are spread evenly from a quarter of the longest to all of it."""
+    """Make random sequences whose lengths are spread evenly from a quarter of the longest to all of it."""
     rng = np.random.default_rng(0)
     made = []
     for length in np.linspace(args.tokens // 4, args.tokens, args.sequences).astype(int):
@@ -108,7 +108,7 @@ def prepare(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
         dtype=row.dtype,
         options=row.options,
     )
-    engine = load_backend("offbeat.engine", row.who.removeprefix("engine-")).create(config, mesh)
+    engine = load_backend("offbeat.engine", row.engine.removeprefix("engine-")).create(config, mesh)
 
     def step() -> None:
         engine.forward_backward(sequences, policy_gradient)
@@ -129,11 +129,11 @@ def measure(row: Row, folder: Path, sequences: list[TrainSequence], args: argpar
         step = prepare(row, folder, sequences, args)
         return _time_steps(step, open_device(device_of(rank, row.num_ranks)), args.steps)
 
-    told = on_ranks(row.num_ranks, train, device_of=lambda rank: device_of(rank, row.num_ranks), deadline_s=600)
-    step_s, peak_mb = (max(each[name] for each in told) for name in ("step_s", "peak_mb"))
+    times = on_ranks(row.num_ranks, train, device_of=lambda rank: device_of(rank, row.num_ranks), deadline_s=600)
+    step_s, peak_mb = (max(each[name] for each in times) for name in ("step_s", "peak_mb"))
     num_tokens = sum(len(sequence.ids) for sequence in sequences)
     speed = {"step_s": step_s, "tokens_per_s": num_tokens / step_s}
-    return {"engine": row.who, "layout": row.layout, **speed, "peak_mb": peak_mb}
+    return {"engine": row.engine, "layout": row.layout, **speed, "peak_mb": peak_mb}
 
 
 def device_of(rank: int, num_ranks: int) -> str:
@@ -158,7 +158,7 @@ def _time_steps(step: Callable[[], None], device: Device, num_steps: int) -> dic
 
 
 def main() -> None:
-    """Measure all rows, or those whose name holds a word."""
+    """Measure all rows, or those whose name contains a word."""
     parser = parser_of(__doc__, steps=3, sequences=16, tokens=256, budget=1024, threads=2)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the random model")
     parser.add_argument("--model", type=Path, help="measure this Hugging Face folder instead")
@@ -171,7 +171,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or tiny_model(Path(folder) / "model", **SIZES[args.size])
         sequences = make_sequences(args, json.loads((model / "config.json").read_text())["vocab_size"])
-        wanted = [row for row in rows() if args.only in f"{row.who}: {row.layout}"]
+        wanted = [row for row in rows() if args.only in f"{row.engine}: {row.layout}"]
         show([measure(row, model, sequences, args) for row in wanted], as_json=args.json)
 
 

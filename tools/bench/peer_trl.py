@@ -19,7 +19,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 def number_match(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
-    """1 where the last number of a completion is the answer, else 0."""
+    """Return 1 where the last number of a completion is the answer, else 0."""
     found = [NUMBER.findall(messages[0]["content"]) for messages in completions]
     return [
         float(bool(numbers) and int(numbers[-1]) == int(right)) for numbers, right in zip(found, answer, strict=True)
@@ -27,13 +27,13 @@ def number_match(completions: list[list[dict[str, str]]], answer: list[str], **_
 
 
 class StepEnds(TrainerCallback):
-    """Notes the end of each step, Unix seconds."""
+    """Recorder of the end of each step, in Unix seconds."""
 
     def __init__(self) -> None:
         self.end_s: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Called after the optimizer's step."""
+        """Record the end of the optimizer's step."""
         self.end_s.append(time.time())
 
 
@@ -87,7 +87,7 @@ def train_grpo(job: dict[str, Any], watch: StepEnds) -> list[float]:
 
 
 def train_sft(job: dict[str, Any], watch: StepEnds) -> list[float]:
-    """On token ids that are given, in padded batches of like order."""
+    """Train on given token ids, in padded batches in the same order."""
     rows = [{"input_ids": ids} for ids in json.loads((Path(job["folder"]) / "ids.json").read_text())]
     config = SFTConfig(
         **shared_settings(job),
@@ -100,7 +100,7 @@ def train_sft(job: dict[str, Any], watch: StepEnds) -> list[float]:
 
 
 def peak_of_grpo(job: dict[str, Any], watch: StepEnds) -> list[float]:
-    """Forward and backward of given tokens in one micro-batch: bytes above what was held before, the second time."""
+    """Run forward and backward of given tokens in one micro-batch twice; return the peak bytes of the second time."""
     ids = torch.tensor(json.loads((Path(job["folder"]) / "ids.json").read_text()))
     prompt = [{"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}]
     trainer = grpo_trainer(job, prompt * 8, watch, microbatch=len(ids))
@@ -126,7 +126,7 @@ def peak_of_grpo(job: dict[str, Any], watch: StepEnds) -> list[float]:
 
 
 def begin_peak() -> float:
-    """Forget the highest memory use so far; bytes held now."""
+    """Reset the highest memory use; return the bytes held now."""
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 
@@ -138,7 +138,7 @@ def status(name: str) -> float:
 
 
 def main() -> None:
-    """Do the job that the first argument says."""
+    """Do the job of the first argument."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     work = {"grpo": train_grpo, "sft": train_sft, "memory": peak_of_grpo}[job["kind"]]

@@ -36,7 +36,7 @@ def group(role: str, num_replicas: int, width: int, **more: object) -> RankGroup
 
 
 def partly_free(num_nodes: int, rng: random.Random, size: int = 8) -> list[Node]:
-    """Nodes of which some devices are taken, with CPUs and memory that differ on each."""
+    """Make nodes with some devices in use, and with CPUs and memory that differ on each."""
     return [
         Node(
             name=f"node-{number}",
@@ -138,7 +138,7 @@ def _nearly_all(rng: random.Random, nodes: Sequence[Node], widths: Sequence[int]
 
 
 def decide(num_cases: int, most_nodes: int) -> tuple[Counter[str], float]:
-    """Outcomes of random cases, and the longest time of one."""
+    """Return the outcomes of random cases, and the longest time of one."""
     rng, outcomes, longest_s = random.Random(0), Counter[str](), 0.0
     for _ in range(num_cases):
         nodes, groups = random_case(rng, most_nodes)

@@ -32,7 +32,7 @@ MEANS = (
 
 
 def summarise(lines: Iterable[Row], seed: int, total_s: float, reached_s: float = math.nan) -> Row:
-    """Figures of one run from the values of its metrics; `reached_s` after its start the accuracy was high enough."""
+    """Return figures of one run from its metrics; `reached_s` after its start the accuracy was high enough."""
     lines = list(lines)
     updates = [line for line in lines if "perf/update_s" in line]
     accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
@@ -47,7 +47,7 @@ def summarise(lines: Iterable[Row], seed: int, total_s: float, reached_s: float 
 
 
 def broken(row: Row) -> list[str]:
-    """Return the promises that a run broke, in words; NaN keeps none."""
+    """Return the promises that a run broke, as text; NaN breaks all of them."""
     kept = {
         f"before {row['before']:.3f} > {BEFORE_AT_MOST}": row["before"] <= BEFORE_AT_MOST,
         f"after {row['after']:.3f} < {AFTER_AT_LEAST}": row["after"] >= AFTER_AT_LEAST,

@@ -25,13 +25,13 @@ from offbeat_core import LossTokens, Metrics, TrainEngineConfig, TrainSequence, 
 
 
 def sequence_of(ids: "np.ndarray[Any, Any]", num_prompt: int, advantage: float) -> TrainSequence:
-    """[T] tokens, of which the first are a prompt."""
+    """Make a sequence of [T] tokens; the first `num_prompt` are the prompt."""
     extras = {"advantage": np.full(len(ids), advantage, np.float32)}
     return TrainSequence(ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt, extras=extras)
 
 
 def make_sequences(args: argparse.Namespace, vocabulary: int) -> list[TrainSequence]:
-    """Groups of `samples` completions of one random prompt; completion lengths spread evenly about their mean."""
+    """Make groups of `samples` completions of one random prompt; completion lengths vary evenly about their mean."""
     rng = np.random.default_rng(0)
     shortest = max(1, args.completion_tokens * 2 // 5)
     sequences = []
@@ -50,7 +50,7 @@ def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
 
 
 def matrix_rate(dtype: str) -> float:
-    """GFLOP/s of processor time, over all threads, of a product of the size of a micro-batch."""
+    """Measure GFLOP/s of processor time, over all threads, of a product of the size of a micro-batch."""
     left, right = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((2048, 1536), (1536, 1536)))
     start = time.process_time()
     torch.mm(left, right)

@@ -71,7 +71,7 @@ Generate = Callable[[Work], int]
 
 
 def ours(setup: Setup) -> Generate:
-    """With rollout-torch."""
+    """Generate with rollout-torch."""
     loop = asyncio.new_event_loop()
     config = RolloutEngineConfig(
         model_path=str(setup.folder),
@@ -97,7 +97,7 @@ def ours(setup: Setup) -> Generate:
 
 
 def transformers_generate(setup: Setup) -> Generate:
-    """With transformers."""
+    """Generate with transformers."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=getattr(torch, setup.dtype))
@@ -109,8 +109,8 @@ def transformers_generate(setup: Setup) -> Generate:
         ids = torch.from_numpy(work.prompts).long()
         lengths = {"max_new_tokens": work.num_new, "min_new_tokens": work.num_new}
         drawn = {"do_sample": True, "top_k": 0, "top_p": work.top_p, "temperature": work.temperature}
-        told = {"return_dict_in_generate": True, "output_logits": True, "num_return_sequences": work.num_samples}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **drawn, **lengths, **told)
+        asked = {"return_dict_in_generate": True, "output_logits": True, "num_return_sequences": work.num_samples}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **drawn, **lengths, **asked)
         # Token by token: all [batch, new, vocabulary] log-probabilities at once would need gigabytes.
         chosen = [
             (logits.float() / work.temperature).log_softmax(-1).gather(-1, ids_B[:, None])
@@ -122,7 +122,7 @@ def transformers_generate(setup: Setup) -> Generate:
 
 
 def vllm_generate(setup: Setup) -> Generate:
-    """With vLLM in this process."""
+    """Generate with vLLM in this process."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCH_COMPILE_DISABLE": "1",
@@ -158,7 +158,7 @@ def vllm_generate(setup: Setup) -> Generate:
 
 
 def compare(sides: Mapping[str, tuple[Generate, Work]], vocabulary: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Tokens/s of each side by name, and our ratio to each other one; every turn has prompts of its own."""
+    """Return tokens/s of each side by name, and our ratio to each other one; every turn has its own prompts."""
     turn = dict.fromkeys(sides, 0)
 
     def tokens_per_s(name: str) -> float:
@@ -191,7 +191,7 @@ def works_of(args: Any) -> dict[str, Work]:
 
 
 def serve(connection: Any, build: Callable[[Setup], Generate], setup: Setup) -> None:
-    """Do turns' work in this process until None comes."""
+    """Do the work of turns in this process until None arrives."""
     generate = build(setup)
     while (work := connection.recv()) is not None:
         connection.send(generate(work))
@@ -208,7 +208,7 @@ class Worker:
         theirs.close()
 
     def __call__(self, work: Work) -> int:
-        """Have it do a turn's work; log-probabilities it counted."""
+        """Send it a turn's work; return the number of its log-probabilities."""
         self._connection.send(work)
         if not self._connection.poll(TURN_TIMEOUT_S):
             raise SystemExit(f"{self._process.name} has generated nothing for {TURN_TIMEOUT_S} s")
@@ -221,7 +221,7 @@ class Worker:
 
 
 def engines_of(args: Any) -> dict[str, Worker]:
-    """Ours, and the peers that are installed."""
+    """Return our engine, and the installed peers."""
     longest = max(PROMPT_TOKENS, args.group_prompt) + args.new
     setup = Setup(folder=args.folder, dtype=args.dtype, threads=args.threads, max_model_len=longest)
     peers = {"generate": ("transformers", transformers_generate), "vllm": ("vllm", vllm_generate)}

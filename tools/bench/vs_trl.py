@@ -70,7 +70,7 @@ tensorboard = false
 
 
 def write_sums(path: Path, num_rows: int) -> None:
-    """Short arithmetic questions as chat messages, with their answers."""
+    """Write short arithmetic questions as chat messages, with their answers."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(num_rows):
@@ -80,7 +80,7 @@ def write_sums(path: Path, num_rows: int) -> None:
 
 
 def make_job(args: argparse.Namespace, kind: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """Return what both sides are told."""
+    """Return the job that both sides get."""
     steps = WARM_UP_STEPS + args.steps
     job = {"kind": kind, "dtype": dtype, "model": str(args.model), "threads": args.threads, "steps": steps}
     job |= {"learning_rate": LEARNING_RATE, "folder": str(folder)}
@@ -98,12 +98,12 @@ def make_job(args: argparse.Namespace, kind: str, dtype: str, folder: Path) -> d
 
 
 def samples_per_s(end_s: list[float], num_samples: int) -> float:
-    """Over the steps after the warm-up, given when each step ended."""
+    """Return samples/s over the steps after the warm-up, from the time at which each step ended."""
     return (len(end_s) - WARM_UP_STEPS) * num_samples / (end_s[-1] - end_s[WARM_UP_STEPS - 1])
 
 
 def tokens_per_s(end_s: list[float], folder: Path) -> float:
-    """As `samples_per_s`, of tokens: those of each step are the next in the file."""
+    """Return the same as `samples_per_s` for tokens: those of each step are the next in the file."""
     lengths = [len(ids) for ids in json.loads((folder / "ids.json").read_text())]
     return sum(lengths[WARM_UP_STEPS * SFT_SEQUENCES :]) / (end_s[-1] - end_s[WARM_UP_STEPS - 1])
 
@@ -116,7 +116,7 @@ def figure(kind: str, found: list[float], folder: Path) -> float:
 
 
 def run_offbeat(job: dict[str, Any]) -> list[float]:
-    """Our side of a job, in a process of its own."""
+    """Run our side of a job, in a process of its own."""
     folder = Path(job["folder"])
     if job["kind"] != "grpo":
         _run("offbeat", [sys.executable, __file__, job["model"], "--job", json.dumps(job)], job["threads"])
@@ -130,13 +130,13 @@ def run_offbeat(job: dict[str, Any]) -> list[float]:
 
 
 def run_trl(job: dict[str, Any]) -> list[float]:
-    """TRL's side of a job."""
+    """Run TRL's side of a job."""
     _run("TRL", [peer_python("trl-1.16", *PEER_PACKAGES), str(PEER_PROGRAM), json.dumps(job)], job["threads"])
     return list(json.loads((Path(job["folder"]) / "trl.json").read_text()))
 
 
 def train_here(job: dict[str, Any]) -> None:
-    """SFT, or one GRPO step for its memory, on the engine alone."""
+    """Run SFT, or one GRPO step for its memory, on the engine alone."""
     import numpy as np
 
     from offbeat_core import TrainEngineConfig, TrainSequence, load_backend
@@ -167,7 +167,7 @@ def train_here(job: dict[str, Any]) -> None:
 
 
 def begin_peak() -> float:
-    """Forget the highest memory use of this process so far; bytes held now."""
+    """Reset the highest memory use of this process; return the bytes held now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -1,4 +1,4 @@
-"""Share of weights rounded to bfloat16 that an optimizer step changes, and in how many bytes that is told.
+"""Share of weights rounded to bfloat16 that an optimizer step changes, and the number of bytes that describe them.
 
     python tools/bench/weight_changes.py FOLDER [--learning-rate 1e-6 1e-5] [--steps 4] [--json]
 
@@ -25,7 +25,7 @@ TOKENS, RUN = 48, 1 << 18
 
 
 def sequences(seed: int, vocabulary: int) -> list[TrainSequence]:
-    """Two short ones."""
+    """Make two short sequences."""
     draw = np.random.default_rng(seed)
     made = []
     for _ in range(2):
@@ -49,15 +49,15 @@ def measure(folder: str, learning_rate: float, steps: int) -> list[Row]:
         engine.forward_backward(sequences(step, engine.vocabulary_size), policy_gradient)
         engine.step()
         now = rounded(engine)
-        changed, told = zip(*(compare(held[name], now[name]) for name in now), strict=True)
+        changed, sent = zip(*(compare(held[name], now[name]) for name in now), strict=True)
         size = sum(map(len, now.values()))
         rows.append(
             {
                 "learning_rate": learning_rate,
                 "step": step + 1,
                 "share_changed": sum(changed) / size,
-                "told_mb": sum(told) / 1e6,
-                "share_of_bytes": sum(told) / (2 * size),
+                "sent_mb": sum(sent) / 1e6,
+                "share_of_bytes": sum(sent) / (2 * size),
             }
         )
         held = now
@@ -72,9 +72,9 @@ def rounded(engine: TorchTrainEngine) -> dict[str, np.ndarray]:
 
 
 def compare(old: np.ndarray, new: np.ndarray) -> tuple[int, int]:
-    """Changed elements, and bytes that tell of them."""
-    told = sum(len(encode_run(old[i : i + RUN], new[i : i + RUN]).data) for i in range(0, len(new), RUN))
-    return int(np.count_nonzero(old != new)), told
+    """Count changed elements, and the bytes that describe them."""
+    sent = sum(len(encode_run(old[i : i + RUN], new[i : i + RUN]).data) for i in range(0, len(new), RUN))
+    return int(np.count_nonzero(old != new)), sent
 
 
 def main() -> None:

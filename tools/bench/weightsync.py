@@ -1,4 +1,4 @@
-"""Speed of weight sync by each transport, proof included, beside the floors that it stands on, in the same run.
+"""Speed of weight sync by each transport, proof included, compared with its floors in the same run.
 
     python tools/bench/weightsync.py [--size tiny|smollm2-135m|1b|all] [--transport NAME ...] [--repeats N] [--json]
 
@@ -53,7 +53,7 @@ from bench.weightsync_floors import (
     whole,
     write_plain,
 )
-from bench.weightsync_payloads import adapter_tensors, flips, told_bytes
+from bench.weightsync_payloads import adapter_tensors, flips, sent_bytes
 from bench.weightsync_peers import (
     Peer,
     be_broadcast_engine,
@@ -100,7 +100,7 @@ def _warm_median(seconds: list[float]) -> float:
 
 
 def rows_of(size: str, transport: str, times: Times) -> Iterator[Row]:
-    """One for each floor, by medians. Ratios are floor / sync; the first, cold repeat does not count."""
+    """Return one row for each floor, by medians. Ratios are floor / sync; the first, cold repeat does not count."""
     sync = times.seconds["sync"][1:] or times.seconds["sync"]
     sync_s = statistics.median(sync)
     for floor, seconds in times.seconds.items():
@@ -123,7 +123,7 @@ def rows_of(size: str, transport: str, times: Times) -> Iterator[Row]:
 
 
 def time_shared_memory(weights: Weights, times: Times, repeats: int) -> None:
-    """Two processes of one host."""
+    """Time two processes of one host."""
     weights.others = {name: torch.full_like(tensor, 0.25) for name, tensor in weights.tensors.items()}
     with (
         SharedMemorySender(new_socket_path(), weights.plan, deadline_s=DEADLINE_S) as sender,
@@ -138,7 +138,7 @@ def time_shared_memory(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_tcp(weights: Weights, times: Times, repeats: int) -> None:
-    """Two processes, as if of two hosts."""
+    """Time two processes, as if on two hosts."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         open_sender(new_address("127.0.0.1"), weights.plan, deadline_s=DEADLINE_S) as sender,
@@ -152,7 +152,7 @@ def time_tcp(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_broadcast(weights: Weights, times: Times, repeats: int) -> None:
-    """A group of two over gloo, beside a world of two for the floor."""
+    """Time a group of two over gloo, beside a world of two for the floor."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         free_port() as port,
@@ -169,7 +169,7 @@ def time_broadcast(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_disk_write(weights: Weights, times: Times, repeats: int) -> None:
-    """From the trainer to a folder."""
+    """Time a sync from the trainer to a folder."""
 
     def write(version: int) -> None:
         write_weights(folder / "weights", weights.plan, weights.tensors.items(), version, keep=1)
@@ -182,7 +182,7 @@ def time_disk_write(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_disk_read(weights: Weights, times: Times, repeats: int) -> None:
-    """From a folder to the engine."""
+    """Time a sync from a folder to the engine."""
 
     def read() -> None:
         with read_weights(folder / "weights", 0, deadline_s=DEADLINE_S) as stream:
@@ -198,7 +198,7 @@ def time_disk_read(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_adapter(weights: Weights, times: Times, repeats: int) -> None:
-    """A LoRA adapter alone, by shared memory; the floor is a sync of all weights."""
+    """Time a LoRA adapter alone, by shared memory; the floor is a sync of all weights."""
     adapter = adapter_tensors(weights.size)
     plan = BucketPlan.build(describe_tensors(adapter.items()))
     times.sync_bytes = plan.num_bytes
@@ -214,7 +214,7 @@ def time_adapter(weights: Weights, times: Times, repeats: int) -> None:
 
 
 def time_changes(host: str, weights: Weights, times: Times, repeats: int) -> None:
-    """Changed elements alone; the floor is a sync of all weights by the same transport. The first brings all."""
+    """Time changed elements alone; the floor is a sync of all weights by the same transport. The first sends all."""
     copy, flip = WeightCopy(repeats), flips(weights.tensors)
     with (
         open_sender(new_address(host), weights.plan, deadline_s=DEADLINE_S) as sender,
@@ -224,7 +224,7 @@ def time_changes(host: str, weights: Weights, times: Times, repeats: int) -> Non
             flip()
             times.measure("all weights", partial(sender.send, weights.tensors.items(), 2 * version, 1))
             times.measure("sync", partial(sender.send, weights.tensors.items(), 2 * version + 1, 1, copy=copy))
-    times.sync_bytes = told_bytes(weights.tensors, flip)
+    times.sync_bytes = sent_bytes(weights.tensors, flip)
 
 
 TRANSPORTS: dict[str, Callable[[Weights, Times, int], None]] = {

@@ -34,7 +34,7 @@ SIZES = {
 
 
 def llama_shapes(size: dict[str, int]) -> Shapes:
-    """Names and shapes of a Llama with tied embeddings."""
+    """Return names and shapes of a Llama with tied embeddings."""
     hidden, wide, narrow = size["hidden"], size["feed_forward"], size["key_value"]
     layer = {
         "self_attn.q_proj": (hidden, hidden),
@@ -74,49 +74,49 @@ class Weights:
         )
 
     def parts(self, step: int) -> Iterator[tuple[int, int]]:
-        """(start, length) of as many bytes as the tensors have."""
+        """Return (start, length) of as many bytes as the tensors have."""
         for start in range(0, self.plan.num_bytes, step):
             yield start, min(step, self.plan.num_bytes - start)
 
     def chunks(self) -> Iterator[memoryview]:
-        """As many bytes as the tensors have, in pieces of our own memory."""
+        """Return as many bytes as the tensors have, in pieces of our own memory."""
         for start, length in self.parts(CHUNK_BYTES):
             first = start % len(self.target)
             yield self.target.data[first : first + length]
 
 
 def copy(weights: Weights) -> None:
-    """One copy by one thread, in the longest runs."""
+    """Copy once by one thread, in the longest runs."""
     for _, length in weights.parts(len(weights.source)):
         np.copyto(weights.target[:length], weights.source[:length])
 
 
 def copy_tensors(weights: Weights) -> None:
-    """The same from tensor to tensor, one after the other."""
+    """Copy the same from tensor to tensor, one after the other."""
     for name, tensor in weights.tensors.items():
         np.copyto(weights.others[name].view(torch.uint8).numpy(), tensor.view(torch.uint8).numpy())
 
 
 def copy_in(weights: Weights, shared: memoryview) -> None:
-    """Copy into shared memory, over and over."""
+    """Copy into shared memory repeatedly."""
     for start, length in weights.parts(CHUNK_BYTES):
         np.copyto(_window(shared, start, length), _own(weights.source, start, length))
 
 
 def copy_out(weights: Weights, shared: memoryview) -> None:
-    """Copy out of it."""
+    """Copy out of shared memory."""
     for start, length in weights.parts(CHUNK_BYTES):
         np.copyto(_own(weights.target, start, length), _window(shared, start, length))
 
 
 def send_all(plain: socket.socket, weights: Weights) -> None:
-    """The loopback's own rate, sending side."""
+    """Run the sending side of a plain loopback connection."""
     for chunk in weights.chunks():
         plain.sendall(chunk)
 
 
 def receive_all(plain: socket.socket, weights: Weights) -> None:
-    """The loopback's own rate, receiving side."""
+    """Run the receiving side of a plain loopback connection."""
     for chunk in weights.chunks():
         done = 0
         while done < len(chunk):
@@ -124,7 +124,7 @@ def receive_all(plain: socket.socket, weights: Weights) -> None:
 
 
 def broadcast_all(weights: Weights) -> None:
-    """Gloo's own rate, on either side."""
+    """Broadcast by gloo alone, on either side."""
     whole = torch.from_numpy(weights.target)
     for start, length in weights.parts(WINDOW_BYTES):
         first = start % len(whole)
@@ -132,7 +132,7 @@ def broadcast_all(weights: Weights) -> None:
 
 
 def write_plain(path: Path, weights: Weights) -> None:
-    """The disk's own rate of writing."""
+    """Write to the disk without anything else."""
     with path.open("wb", buffering=0) as file:
         for chunk in weights.chunks():
             file.write(chunk)
@@ -140,14 +140,14 @@ def write_plain(path: Path, weights: Weights) -> None:
 
 
 def read_plain(path: Path, weights: Weights) -> None:
-    """The disk's own rate of reading."""
+    """Read from the disk without anything else."""
     with path.open("rb", buffering=0) as file:
         for chunk in weights.chunks():
             file.readinto(chunk)
 
 
 def drop_from_cache(paths: list[Path]) -> None:
-    """So that reading means the disk."""
+    """Drop the file from the page cache, so that a read goes to the disk."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -162,7 +162,7 @@ def whole(shared: SharedMemory) -> memoryview:
 
 @contextmanager
 def between() -> Iterator[SharedMemory]:
-    """Shared memory for a floor, whose pages are there."""
+    """Make shared memory for a floor, with its pages allocated."""
     shared = SharedMemory(create=True, size=SHARED_BYTES)
     whole(shared)[:] = bytes(SHARED_BYTES)
     try:
@@ -183,7 +183,7 @@ def free_port() -> Iterator[int]:
 
 @contextmanager
 def folder_on_disk() -> Iterator[Path]:
-    """A temporary folder on the disk of the current directory: /tmp may be memory."""
+    """Make a temporary folder on the disk of the current directory, because /tmp may be memory."""
     with tempfile.TemporaryDirectory(prefix=".weightsync-bench-", dir=".") as folder:
         yield Path(folder)
 

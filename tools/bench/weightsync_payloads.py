@@ -16,7 +16,7 @@ RUN: Final = 1 << 18
 
 
 def adapter_tensors(size: str) -> dict[str, Tensor]:
-    """Both matrices of each linear layer of the blocks, bfloat16, by PEFT's names."""
+    """Make both matrices of each linear layer of the blocks, bfloat16, by PEFT's names."""
     found = {}
     for name, shape in llama_shapes(SIZES[size]):
         if name.endswith("_proj.weight"):
@@ -27,7 +27,7 @@ def adapter_tensors(size: str) -> dict[str, Tensor]:
 
 
 def flips(tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Changes some elements of each tensor, the same ones each time it is called, by their lowest bit."""
+    """Return a function that changes the lowest bit of some elements of each tensor, the same ones at each call."""
     draws = torch.Generator().manual_seed(0)
     places = {name: torch.rand(each.numel(), generator=draws) < CHANGED_SHARE for name, each in tensors.items()}
 
@@ -38,8 +38,8 @@ def flips(tensors: Mapping[str, Tensor]) -> Callable[[], None]:
     return flip
 
 
-def told_bytes(tensors: Mapping[str, Tensor], flip: Callable[[], None]) -> int:
-    """Bytes that tell of one more change."""
+def sent_bytes(tensors: Mapping[str, Tensor], flip: Callable[[], None]) -> int:
+    """Count the bytes that describe one more change."""
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     flip()
     total = 0

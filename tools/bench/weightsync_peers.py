@@ -1,4 +1,4 @@
-"""The other process of a weight-sync benchmark: an engine that copies when told to, and takes version after version."""
+"""The other process of a weight-sync benchmark: an engine that copies on request, and takes version after version."""
 
 import multiprocessing
 import socket
@@ -40,7 +40,7 @@ class Peer:
         self._process.join(60)
 
     def do_with(self, ours: Callable[[], None]) -> None:
-        """Both sides do their part; return when both are done."""
+        """Run both sides' parts; return when both are done."""
         self._commands.send("go")
         ours()
         self._commands.recv()
@@ -53,7 +53,7 @@ def take(weights: Weights, stream: ArrivingStream) -> None:
 
 
 def be_shared_memory_engine(commands: Connection, socket_path: str, shared_name: str, size: str, repeats: int) -> None:
-    """Copy out of shared memory when told to, then take a version."""
+    """Copy out of shared memory on request, then take a version."""
     weights = Weights(size)
     shared = SharedMemory(shared_name)
     commands.send("ready")
@@ -66,7 +66,7 @@ def be_shared_memory_engine(commands: Connection, socket_path: str, shared_name:
 
 
 def be_tcp_engine(commands: Connection, address: str, plain_port: int, size: str, repeats: int) -> None:
-    """Receive plain bytes when told to, then take a version."""
+    """Receive plain bytes on request, then take a version."""
     weights = Weights(size)
     with socket.create_connection(("127.0.0.1", plain_port)) as plain:
         commands.send("ready")
@@ -79,7 +79,7 @@ def be_tcp_engine(commands: Connection, address: str, plain_port: int, size: str
 
 
 def be_payload_engine(commands: Connection, address: str, size: str, repeats: int, payload: str) -> None:
-    """Take all weights and a payload in turns."""
+    """Alternate between taking all weights and taking a payload."""
     weights = Weights(size)
     held = adapter_tensors(size) if payload == "adapter" else weights.tensors
     copy = WeightCopy() if payload == "changes" else None
@@ -95,7 +95,7 @@ def be_payload_engine(commands: Connection, address: str, size: str, repeats: in
 def be_broadcast_engine(
     commands: Connection, address: str, world: str, plain_port: int, size: str, repeats: int
 ) -> None:
-    """The other rank: receive plain bytes when told to, then take a version."""
+    """Run the other rank: receive plain bytes on request, then take a version."""
     weights, group = Weights(size), WeightGroup("cpu")
     plain = socket.create_connection(("127.0.0.1", plain_port))
     commands.send("ready")

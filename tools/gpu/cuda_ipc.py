@@ -30,7 +30,7 @@ ERRORS = WeightSyncError, DeadlineError
 
 
 def make_weights(num_tensors: int, rows: int, seed: int, device: str) -> dict[str, Tensor]:
-    """Named bfloat16 matrices; the last one is longer than a bucket."""
+    """Make named bfloat16 matrices; the last one is longer than a bucket."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(rows, 1024)] * (num_tensors - 1) + [(20 * rows, 1024)]
     return {f"layer.{i}": torch.randn(s, generator=draw).bfloat16().to(device) for i, s in enumerate(shapes)}
@@ -41,10 +41,10 @@ def total_of(weights: dict[str, Tensor]) -> float:
     return sum(float(tensor.double().sum()) for tensor in weights.values())
 
 
-def be_engine(told: Connection, address: str, device: str, num_tensors: int, rows: int, dies: bool) -> None:
-    """Receive versions into tensors of its own, prove each, say what it holds; or die amid loading."""
+def be_engine(pipe: Connection, address: str, device: str, num_tensors: int, rows: int, dies: bool) -> None:
+    """Receive versions into tensors of its own, prove each, send what it holds; or die while loading."""
     held = make_weights(num_tensors, rows, 0, device)
-    told.send("ready")
+    pipe.send("ready")
     try:
         for version in range(1, VERSIONS + 1):
             with receive(address, version, DEADLINE_S, name="rollout-0") as stream:
@@ -53,16 +53,16 @@ def be_engine(told: Connection, address: str, device: str, num_tensors: int, row
                     os.kill(os.getpid(), signal.SIGKILL)
                 stream.load(held.__getitem__)
                 stream.confirm(stream.prove(held.__getitem__))
-        told.send(total_of(held))
+        pipe.send(total_of(held))
     except ERRORS as error:
-        told.send(f"{type(error).__name__}: {error}")
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
-def be_trainer_that_dies(told: Connection, device: str, slots: str | None, num_tensors: int, rows: int) -> None:
+def be_trainer_that_dies(pipe: Connection, device: str, slots: str | None, num_tensors: int, rows: int) -> None:
     """Send two tensors, and die while the third is asked for."""
     weights = make_weights(num_tensors, rows, 2, device)
     sender = SharedMemorySender(new_socket_path(), plan_of(weights), deadline_s=DEADLINE_S, device=slots)
-    told.send(sender.address)
+    pipe.send(sender.address)
 
     def give() -> Iterator[tuple[str, Tensor]]:
         for number, pair in enumerate(weights.items()):
@@ -74,13 +74,13 @@ def be_trainer_that_dies(told: Connection, device: str, slots: str | None, num_t
 
 
 def plan_of(weights: dict[str, Tensor]) -> BucketPlan:
-    """Buckets of the usual size."""
+    """Plan buckets of the usual size."""
     return BucketPlan.build(describe_tensors(weights.items()))
 
 
 @contextmanager
 def process(target: object, *args: object) -> Iterator[Connection]:
-    """A process of its own, and what it tells; it is gone afterwards."""
+    """Start a process and yield the pipe with its messages; the process is gone afterwards."""
     ours, theirs = SPAWN.Pipe(duplex=False)
     child = SPAWN.Process(target=target, args=(theirs, *args))  # type: ignore[arg-type]
     child.start()
@@ -93,59 +93,59 @@ def process(target: object, *args: object) -> Iterator[Connection]:
         ours.close()
 
 
-def next_of(told: Connection) -> object:
-    """Return what a process says next."""
-    require(told.poll(2 * DEADLINE_S), "a process says nothing")
-    return told.recv()
+def next_of(pipe: Connection) -> object:
+    """Return the next message of a process."""
+    require(pipe.poll(2 * DEADLINE_S), "a process sends no message")
+    return pipe.recv()
 
 
 def sync(place: Place, slots: str | None, weights: dict[str, Tensor], rows: int) -> float:
-    """Return all versions to a new engine; seconds of the fastest."""
+    """Send all versions to a new engine; return the seconds of the fastest."""
     taken_s = []
-    with start_sender(weights, slots) as sender, process(be_engine, *engine_of(sender, place, weights, rows)) as told:
-        next_of(told)
+    with start_sender(weights, slots) as sender, process(be_engine, *engine_of(sender, place, weights, rows)) as pipe:
+        next_of(pipe)
         for version in range(1, VERSIONS + 1):
             start_s = time.perf_counter()
             sender.send(weights.items(), version, 1)
             taken_s.append(time.perf_counter() - start_s)
-        require(next_of(told) == total_of(weights), "the engine holds other weights")
+        require(next_of(pipe) == total_of(weights), "the engine holds other weights")
     return min(taken_s)
 
 
 def engine_dies(place: Place, slots: str | None, weights: dict[str, Tensor], rows: int) -> float:
-    """Seconds until a sender whose engine was killed says so, by the engine's name."""
-    heard = ""
+    """Return the seconds until a sender whose engine was killed reports it, by the engine's name."""
+    message = ""
     with start_sender(weights, slots) as sender:
         engine = process(be_engine, *engine_of(sender, place, weights, rows, dies=True))
-        with engine as told:
-            next_of(told)
+        with engine as pipe:
+            next_of(pipe)
             start_s = time.perf_counter()
             try:
                 sender.send(weights.items(), 1, 1)
             except ERRORS as error:
-                heard = str(error)
+                message = str(error)
             taken_s = time.perf_counter() - start_s
-    require("rollout-0" in heard and taken_s < DEADLINE_S / 2, f"after {taken_s:.1f} s: {heard!r}")
+    require("rollout-0" in message and taken_s < DEADLINE_S / 2, f"after {taken_s:.1f} s: {message!r}")
     return taken_s
 
 
 def start_sender(weights: dict[str, Tensor], slots: str | None) -> SharedMemorySender:
-    """Listening at an address of its own."""
+    """Return a sender that listens at its own address."""
     return SharedMemorySender(new_socket_path(), plan_of(weights), deadline_s=DEADLINE_S, device=slots)
 
 
 def engine_of(
     sender: SharedMemorySender, place: Place, weights: dict[str, Tensor], rows: int, *, dies: bool = False
 ) -> tuple[str, str, int, int, bool]:
-    """Return what `be_engine` takes behind its pipe."""
+    """Return the arguments of `be_engine` after its pipe."""
     return sender.address, place.name, len(weights), rows, dies
 
 
 def sender_dies(place: Place, slots: str | None, num_tensors: int, rows: int) -> float:
-    """Seconds until a receiver whose sender was killed says so."""
+    """Return the seconds until a receiver whose sender was killed reports it."""
     held = make_weights(num_tensors, rows, 0, place.name)
-    with process(be_trainer_that_dies, place.name, slots, num_tensors, rows) as told:
-        address, start_s = str(next_of(told)), time.perf_counter()
+    with process(be_trainer_that_dies, place.name, slots, num_tensors, rows) as pipe:
+        address, start_s = str(next_of(pipe)), time.perf_counter()
         try:
             with receive(address, 1, DEADLINE_S, name="rollout-0") as stream:
                 stream.load(held.__getitem__)
@@ -156,7 +156,7 @@ def sender_dies(place: Place, slots: str | None, num_tensors: int, rows: int) ->
 
 
 def run(place: Place) -> Figures:
-    """Syncs, one whose engine is killed, the next ones, and one whose sender is killed."""
+    """Run syncs, one whose engine is killed, further ones, and one whose sender is killed."""
     slots = place.name if place.is_accelerator else None
     num_tensors, rows = place.pick(4, 40), place.pick(8, 4096)
     weights = make_weights(num_tensors, rows, 1, place.name)

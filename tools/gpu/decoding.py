@@ -42,7 +42,7 @@ async def sample(
 
 
 def make_requests(num: int, num_new: int, **params: Any) -> list[GenerateRequest]:
-    """Prompts of different lengths, four samples of each."""
+    """Make prompts of different lengths, four samples of each."""
     rng = np.random.default_rng(0)
     settings = SamplingParams(max_tokens=num_new, ignore_eos=True, seed=7, **params)
     prompts = [rng.integers(3, 300, 5 + 11 * index).astype(np.int32) for index in range(num)]
@@ -53,7 +53,7 @@ def make_requests(num: int, num_new: int, **params: Any) -> list[GenerateRequest
 
 
 def errors_of(folder: Path, requests: list[GenerateRequest], found: list[list[Completion]]) -> "np.ndarray[Any, Any]":
-    """Nats of every token."""
+    """Return the error of every token in nats."""
     model = reference_model(folder)
     return np.concatenate(
         [

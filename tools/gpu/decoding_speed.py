@@ -42,7 +42,7 @@ def make_model(folder: Path, *, tiny: bool) -> Path:
 
 
 def num_parameters() -> int:
-    """Count the parameters of that shape, all of which a decoding step reads: the tied embedding is its head."""
+    """Count the parameters of that shape. A decoding step reads all of them: the tied embedding is its head."""
     attention = HIDDEN * HEAD_SIZE * (2 * QUERY_HEADS + 2 * KV_HEADS)
     return LAYERS * (attention + 3 * HIDDEN * WIDTH) + HIDDEN * VOCABULARY
 

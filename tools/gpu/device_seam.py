@@ -19,7 +19,7 @@ TAKEN_BYTES = 256 * 2**20
 
 
 def check_memory(place: Place) -> dict[str, float]:
-    """Return what is taken is seen, at its peak too, and given back."""
+    """Check that allocated memory is measured, at its peak too, and released."""
     device = place.device
     device.release_unused()
     before = device.memory()
@@ -39,7 +39,7 @@ def check_memory(place: Place) -> dict[str, float]:
 
 
 def check_random_state(device: Device) -> None:
-    """A state that is put back gives the same numbers."""
+    """Check that a restored state gives the same numbers."""
     state = device.rng_state()
     first = torch.rand(1000, device=device.torch_device)
     second = torch.rand(1000, device=device.torch_device)
@@ -50,7 +50,7 @@ def check_random_state(device: Device) -> None:
 
 
 def check_autocast(device: Device) -> str:
-    """Products come in each format that the device declares; their names."""
+    """Check that products come in each format that the device declares; return their names."""
     one = torch.ones(64, 64, device=device.torch_device)
     for dtype in device.autocast_dtypes:
         with torch.autocast(device.kind, dtype=dtype):
@@ -59,7 +59,7 @@ def check_autocast(device: Device) -> str:
 
 
 def check_recorded_work(place: Place) -> bool:
-    """Work that is recorded computes on what lies there when it is called, and a copy to the host is of its moment.
+    """Check that recorded work reads its inputs at each call, and that a copy to the host keeps the values of its time.
 
     Whether the device records any.
     """

@@ -1,4 +1,4 @@
-"""The liveness monitor over nccl, in a world of one: what the device's own recorder tells while work is pending.
+"""The liveness monitor over nccl, in a world of one: what the device's own recorder reports while work is pending.
 
 The ranks are those of `packages/hangs/liveness/tests/cuda`, without pytest. nccl refuses two ranks on one device, so
 verdicts over several of them need several. On a CPU gloo's recorder is asked.
@@ -17,18 +17,18 @@ from gpu.piece import Figures, Place, main, require
 
 
 def collectives_are_recorded(rank: int) -> None:
-    """A collective that is over is done in what the recorder tells."""
+    """Check that the recorder reports a collective that is over as done."""
     import torch
     from liveness_devices import read_all  # type: ignore[import-not-found]  # lies beside the tests
 
     dist.all_reduce(torch.ones(4))
     head = read_all()["gloo"]
-    assert head.recent, "the recorder tells nothing"
+    assert head.recent, "the recorder reports nothing"
     assert head.recent[-1].op == "all_reduce"
 
 
 def run(place: Place) -> Figures:
-    """Each body in a process of its own."""
+    """Run each body in a process of its own."""
     import liveness_devices as devices
     from liveness_launch import Outcome, launch  # type: ignore[import-not-found]
 
@@ -49,8 +49,8 @@ def run(place: Place) -> Figures:
             outcome: Outcome = start(body, 1, folder, **settings)
             said = "\n".join(outcome.outputs)[-2000:]
             require(outcome.exit_codes == [0], f"{body.__name__} ended with {outcome.exit_codes}: {said}")
-            told = [verdict.headline for verdict in outcome.verdicts]
-            require(not told, f"{body.__name__}: a verdict without a fault: {told}")
+            headlines = [verdict.headline for verdict in outcome.verdicts]
+            require(not headlines, f"{body.__name__}: a verdict without a fault: {headlines}")
     return {"bodies": len(bodies), "backend": place.device.collective_backend, "false_verdicts": 0}
 
 

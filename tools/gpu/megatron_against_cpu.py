@@ -24,7 +24,7 @@ FAMILIES: Final[dict[Literal["qwen3", "qwen3_moe"], int]] = {"qwen3": 512, "qwen
 
 
 def run(place: Place) -> Figures:
-    """Compare."""
+    """Compare the two engines."""
     torch.set_float32_matmul_precision("highest")
     sequences = make_sequences(place.pick(2, 8), 4, place.pick(12, 200))
     figures: dict[str, float] = {}

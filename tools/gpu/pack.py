@@ -35,7 +35,7 @@ MAX_BYTES: Final = 60 * 10**6
 
 
 def commands(folder: Path, wheels: Path, python: str) -> list[list[str]]:
-    """Build, and unpack."""
+    """Return the commands that build and unpack."""
     ours = [package.name for package in packages(ROOT) if package.key not in LEFT_OUT]
     build = [["uv", "build", "--quiet", "--wheel", f"--package={name}", f"--out-dir={wheels}"] for name in ours]
     target = ["uv", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", f"--target={folder}"]
@@ -44,7 +44,7 @@ def commands(folder: Path, wheels: Path, python: str) -> list[list[str]]:
 
 
 def num_bytes(folder: Path) -> int:
-    """Bytes of all files."""
+    """Return the bytes of all files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,7 +1,7 @@
 """Packed attention and sliding windows beside plain attention with masks, forward and backward.
 
 The kernel is the one that the device asks for (`Device.packed_attention`). The yardstick is torch's scaled-dot-product
-attention over the whole pack in float32, with a mask that says who sees whom; its inputs are the same rounded values.
+attention over the whole pack in float32, masked by the tokens that each one sees; inputs are the same rounded values.
 """
 
 import sys
@@ -24,7 +24,7 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 class Shape(NamedTuple):
-    """Heads of queries and of keys, size of a head, most keys that a query sees (None: all before it)."""
+    """Heads of queries and of keys, size of a head, and the most keys that a query sees (None: all before it)."""
 
     queries: int
     keys: int
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 
 def pack(num_prompts: int, num_samples: int, num_tokens: int) -> tuple[Segment, ...]:
-    """Prompts and what follows each of them, of different lengths."""
+    """Make prompts and continuations of each, of different lengths."""
     segments: list[Segment] = []
     start = 0
 
@@ -60,7 +60,7 @@ def pack(num_prompts: int, num_samples: int, num_tokens: int) -> tuple[Segment, 
 
 
 def mask_of(segments: tuple[Segment, ...], window: int | None, device: torch.device) -> Tensor:
-    """[T, T] bool: who sees whom."""
+    """Return a [T, T] bool: which tokens each token attends to."""
     total = segments[-1].start + segments[-1].length
     owner, place, parent = (torch.zeros(total, dtype=torch.long) for _ in range(3))
     for index, segment in enumerate(segments):
@@ -75,7 +75,7 @@ def mask_of(segments: tuple[Segment, ...], window: int | None, device: torch.dev
 
 
 def make_inputs(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Normal numbers."""
+    """Draw normal numbers."""
     draw = torch.Generator().manual_seed(0)
     sizes = [(1, heads, num_tokens, shape.size) for heads in (shape.queries, shape.keys, shape.keys)]
     drawn = [torch.randn(size, generator=draw) for size in (*sizes, (1, num_tokens, shape.queries, shape.size))]
@@ -83,7 +83,7 @@ def make_inputs(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch
 
 
 def results(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> list[Tensor]:
-    """Output and gradients, float32."""
+    """Return output and gradients in float32."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs[:3]]
     out = attend(*leaves)
     out.backward(inputs.grad.to(out.dtype))  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def results(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) 
 
 
 def plain(mask_TT: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[1, T, H, D] by the yardstick."""
+    """Compute [1, T, H, D] by the yardstick."""
     heads = query.shape[1] // key.shape[1]
     key, value = (each.float().repeat_interleave(heads, 1) for each in (key, value))
     out = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask_TT)
@@ -116,7 +116,7 @@ def compare(shape: Shape, segments: tuple[Segment, ...], place: Place, dtype: to
 
 
 def time_of(shape: Shape, segments: tuple[Segment, ...], place: Place, dtype: torch.dtype, kernel: str) -> float:
-    """Milliseconds of a forward and a backward pass."""
+    """Return the milliseconds of a forward and a backward pass."""
     device = place.device.torch_device
     inputs = make_inputs(shape, segments[-1].start + segments[-1].length, dtype, device)
     plan = AttentionPlan(segments, device)

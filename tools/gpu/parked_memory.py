@@ -1,7 +1,7 @@
 """Memory that trainer and engine give back, and take again with the same values.
 
 A trainer that has slept at level 2 and woken up holds the same weights bit for bit, and takes the same next two steps
-as one that has not, the second of which shows Adam's moments; the embedded engine samples the same tokens. On a CPU
+as one that has not; the second step depends on Adam's moments. The embedded engine samples the same tokens. On a CPU
 steps are alike to the bit; on a GPU additions of gradients have no fixed order.
 """
 
@@ -33,7 +33,7 @@ FLOAT32_BYTES = 4
 
 
 def step_after(engine: TorchTrainEngine, num_tokens: int) -> tuple[float, float]:
-    """Loss and gradient norm of one step."""
+    """Return loss and gradient norm of one step."""
     loss = engine.forward_backward(make_sequences(2, 4, num_tokens), policy_gradient)["loss"].value
     return loss, engine.step()["grad_norm"].value
 

@@ -40,7 +40,7 @@ FOR_COMPARISON: Final = "_by_transformers"
 
 
 class CheckError(Exception):
-    """A piece found something wrong."""
+    """A failed check of a piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As settings take it, such as "cuda:0"."""
+        """Return the name as settings take it, such as "cuda:0"."""
         return str(self.device.torch_device)
 
     @property
     def is_accelerator(self) -> bool:
-        """It has memory of its own; the CPU is the one device without a number."""
+        """Return whether it has memory of its own; the CPU is the one device without a number."""
         return self.device.torch_device.index is not None
 
     def pick(self, tiny: int, full: int) -> int:
@@ -72,11 +72,11 @@ class Place:
         return tiny if self.tiny else full
 
     def note(self, figures: Figures) -> None:
-        """Keep figures, whatever becomes of the piece after them."""
+        """Keep figures, even if the piece fails later."""
         self.keep(figures)
 
     def seconds(self, work: Callable[[], Any], repeats: int = 5) -> float:
-        """Median over some calls, each until the device is done; one call before them is not counted."""
+        """Return the median of some calls, each until the device is done, after one call that is not counted."""
         work()
         taken = []
         for _ in range(1 if self.tiny else repeats):
@@ -102,7 +102,7 @@ class Peaks:
 
 
 def peaks_of(device_name: str) -> Peaks | None:
-    """By the longest name in `accelerators.toml` that is a part of the device's own; None for one that is not there."""
+    """Look up the longest name in `accelerators.toml` that is part of the device's own; None where there is none."""
     known: dict[str, dict[str, Any]] = tomllib.loads(PEAKS_FILE.read_text())
     fitting = sorted((name for name in known if name in device_name), key=len)
     if not fitting:
@@ -112,7 +112,7 @@ def peaks_of(device_name: str) -> Peaks | None:
 
 
 def share(reached: float, peak: float | None) -> float | None:
-    """Share of what is possible; None where that is not known."""
+    """Return the share of the peak; None where the peak is not known."""
     return None if peak is None else reached / peak
 
 
@@ -149,10 +149,10 @@ def require_recorded_speed(piece: str, device: str, figures: Figures, results: P
         CheckError: one is less than `SPEED_SHARE` of what is recorded, or is not there any more.
     """
     path = results / f"{piece}.json"
-    told = json.loads(path.read_text()) if path.exists() else {}
-    if not told or not told["passed"] or told["device"] != device:
+    result = json.loads(path.read_text()) if path.exists() else {}
+    if not result or not result["passed"] or result["device"] != device:
         return
-    for name, recorded in told["figures"].items():
+    for name, recorded in result["figures"].items():
         if not name.startswith(SPEEDS) or name.endswith(FOR_COMPARISON) or recorded is None:
             continue
         found = figures.get(name)
@@ -209,28 +209,28 @@ def main(run: Callable[[Place], Figures]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for the JSON")
     args = parser.parse_args()
     device = open_device(args.device)
-    told = record(Path(str(script.__file__)).stem, title_of(script.__doc__), device_name(device))
+    result = record(Path(str(script.__file__)).stem, title_of(script.__doc__), device_name(device))
     start_s = time.monotonic()
 
     def keep(figures: Figures) -> None:
-        told["figures"] |= figures
-        told["seconds"] = round(time.monotonic() - start_s, 1)
-        write_json(args.out, told)
+        result["figures"] |= figures
+        result["seconds"] = round(time.monotonic() - start_s, 1)
+        write_json(args.out, result)
 
     place = Place(device=device, tiny=device.torch_device.index is None, keep=keep)
-    told["tiny"] = place.tiny
+    result["tiny"] = place.tiny
     try:
         figures = run(place)
-        told["passed"] = True
+        result["passed"] = True
     except Exception as error:  # noqa: BLE001  the boundary of the piece
         traceback.print_exc()
-        figures, told["error"] = {}, f"{type(error).__name__}: {error}"
+        figures, result["error"] = {}, f"{type(error).__name__}: {error}"
     keep(figures)
-    sys.exit(0 if told["passed"] else FAILED)
+    sys.exit(0 if result["passed"] else FAILED)
 
 
-def write_json(path: Path, told: Mapping[str, Any]) -> None:
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write a piece's JSON whole: its process may be killed at any time."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(told, indent=1) + "\n")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(path)

@@ -59,13 +59,13 @@ size of two cuBLAS workspaces of 32 MiB, one for each stream that computes; it w
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """By piece."""
+    """Return the results by piece."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return {told["piece"]: told for told in found}
+    return {result["piece"]: result for result in found}
 
 
 def take_results(folder: Path, into: Path = RESULTS) -> list[str]:
-    """Copy the JSONs of accelerators; the names of those refused."""
+    """Copy the JSONs of accelerators; return the names of those refused."""
     into.mkdir(exist_ok=True)
     refused = []
     for path in sorted(folder.glob("*.json")):
@@ -83,18 +83,18 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return HEAD + "\n".join(rows) + "\n" + "".join(figures) + OTHER_FIGURES
 
 
-def _row(name: str, what: str, told: Mapping[str, Any] | None) -> str:
-    if told is None:
+def _row(name: str, what: str, result: Mapping[str, Any] | None) -> str:
+    if result is None:
         return f"| `{name}` | {what} | {NOT_RUN} | – | – |"
-    at = f" ({told['commit']})" if told["commit"] else ""
-    passed = "yes" if told["passed"] else "no: " + told["error"].splitlines()[0].replace("|", "/")
-    return f"| `{name}` | {what} | {told['date']}{at} | {told['device']}, torch {told['torch']} | {passed} |"
+    at = f" ({result['commit']})" if result["commit"] else ""
+    passed = "yes" if result["passed"] else "no: " + result["error"].splitlines()[0].replace("|", "/")
+    return f"| `{name}` | {what} | {result['date']}{at} | {result['device']}, torch {result['torch']} | {passed} |"
 
 
-def _figures(told: Mapping[str, Any]) -> str:
-    lines = [f"\n## {told['piece']}\n\n{told['what']}. {told['seconds']} s.\n\n| figure | value |\n|---|---|\n"]
-    lines += [f"| {name} | {_cell(value)} |\n" for name, value in told["figures"].items()]
-    return "".join(lines) if told["figures"] else ""
+def _figures(result: Mapping[str, Any]) -> str:
+    lines = [f"\n## {result['piece']}\n\n{result['what']}. {result['seconds']} s.\n\n| figure | value |\n|---|---|\n"]
+    lines += [f"| {name} | {_cell(value)} |\n" for name, value in result["figures"].items()]
+    return "".join(lines) if result["figures"] else ""
 
 
 def _cell(value: object) -> str:
@@ -104,7 +104,7 @@ def _cell(value: object) -> str:
 
 
 def main() -> None:
-    """Take new results in, and write the page."""
+    """Copy new results, and write the page."""
     for name in take_results(Path(sys.argv[1])) if len(sys.argv) > 1 else []:
         print(f"{name} is of a CPU: left out")
     PAGE.write_text(page(read_results()))

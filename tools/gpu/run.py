@@ -56,8 +56,8 @@ def run_piece(script: Path, device: str, out: Path, limit_s: float = LIMIT_S) ->
         finally:
             _kill_session(process)
     if not out.exists():
-        told = record(script.stem, PIECES.get(script.stem, script.stem), device_name(open_device(device)))
-        write_json(out, told | {"tiny": device == "cpu"})
+        result = record(script.stem, PIECES.get(script.stem, script.stem), device_name(open_device(device)))
+        write_json(out, result | {"tiny": device == "cpu"})
     found: dict[str, Any] = json.loads(out.read_text())
     if not found["passed"] and not found["error"]:  # it came to no end of its own; the figures of before are there
         tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -67,7 +67,7 @@ def run_piece(script: Path, device: str, out: Path, limit_s: float = LIMIT_S) ->
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """The piece and what it has started."""
+    """Kill the piece and the processes that it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -75,13 +75,13 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def show(told: dict[str, Any]) -> None:
-    """One piece in a few lines."""
-    print(f"{told['piece']}: {'passed' if told['passed'] else 'FAILED'} in {told['seconds']} s on {told['device']}")
-    for name, figure in told["figures"].items():
+def show(done: dict[str, Any]) -> None:
+    """Print the result of one piece in a few lines."""
+    print(f"{done['piece']}: {'passed' if done['passed'] else 'FAILED'} in {done['seconds']} s on {done['device']}")
+    for name, figure in done["figures"].items():
         print(f"  {name} {figure:.4g}" if isinstance(figure, float) else f"  {name} {figure}")
-    if told["error"]:
-        print("  " + told["error"].replace("\n", "\n  "), flush=True)
+    if done["error"]:
+        print("  " + done["error"].replace("\n", "\n  "), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     passed = []
     for name in args.pieces or PIECES:
-        told = run_piece(FOLDER / f"{name}.py", args.device, args.out / f"{name}.json")
-        show(told)
-        passed.append(told["passed"])
+        result = run_piece(FOLDER / f"{name}.py", args.device, args.out / f"{name}.json")
+        show(result)
+        passed.append(result["passed"])
     print(f"{sum(passed)} of {len(passed)} passed; {args.out}", flush=True)
     return 0 if all(passed) else SOME_FAILED
 

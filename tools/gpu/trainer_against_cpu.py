@@ -26,7 +26,7 @@ BFLOAT16_BOUND = 0.1
 
 
 def make_sequences(num_prompts: int, num_samples: int, num_tokens: int) -> list[TrainSequence]:
-    """Groups that share their prompts, with completions of different lengths."""
+    """Make groups that share their prompts, with completions of different lengths."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(num_prompts):
@@ -44,7 +44,7 @@ def policy_gradient(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
 
 
 def train(engine_type: Any, folder: Path, device: str, sequences: list[TrainSequence]) -> dict[str, Any]:
-    """Two steps: what they said, the log-probabilities between them, and the first update of each weight."""
+    """Train two steps; return metrics, the log-probabilities between them, and the first update of each weight."""
     config = TrainEngineConfig(
         model_path=str(folder), device=device, learning_rate=1.0, adam_eps=1.0, weight_decay=0.0, max_grad_norm=1e9
     )
@@ -62,7 +62,7 @@ def train(engine_type: Any, folder: Path, device: str, sequences: list[TrainSequ
 
 
 def coarse_logprobs(folder: Path, device: str, sequences: list[TrainSequence]) -> "np.ndarray[Any, Any]":
-    """Before any step, with the layers' products in bfloat16."""
+    """Compute log-probabilities before any step, with the layers' products in bfloat16."""
     engine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), device=device, dtype="bfloat16"))
     found = np.concatenate(engine.logprobs(sequences))
     engine.close()
@@ -96,7 +96,7 @@ def require_bounds(errors: dict[str, float]) -> None:
 
 
 def run(place: Place) -> Figures:
-    """Compare."""
+    """Compare device and CPU."""
     torch.set_float32_matmul_precision("highest")
     sequences = make_sequences(place.pick(2, 8), 4, place.pick(12, 200))
     with tempfile.TemporaryDirectory() as temporary:

@@ -22,7 +22,7 @@ from offbeat_engine_torch import TorchTrainEngine
 
 
 def make_sequences(num: int, length: int) -> list[TrainSequence]:
-    """Random tokens."""
+    """Make sequences of random tokens."""
     rng = np.random.default_rng(0)
     extras = {"advantage": np.ones(length, np.float32)}
     return [
@@ -74,7 +74,7 @@ def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | No
 
 
 def run(place: Place) -> Figures:
-    """Both formats of the head."""
+    """Measure both formats of the head."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(Path(temporary) / "model", tiny=place.tiny)
         figures: dict[str, float | None] = {}

@@ -16,7 +16,7 @@ BENCH = Path(harness.__file__).parent
 
 
 def run(name, *words, cwd):
-    """The rows of a bench in a process of its own, which leaves nothing behind."""
+    """Return the rows of a bench that runs in its own process, which leaves nothing behind."""
     command = [sys.executable, str(BENCH / name), *map(str, words), "--json"]
     there = sorted(cwd.iterdir())
     ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
@@ -134,7 +134,7 @@ def test_every_published_row_is_simulated_with_its_totals(tmp_path):
 
 
 def update(seconds, **values):
-    """Of one update."""
+    """Return the metrics of one update."""
     return {**dict.fromkeys(quickstart.MEANS, 1.0), "train/lag_max": 1.0, "perf/update_s": seconds, **values}
 
 
@@ -163,7 +163,7 @@ def test_every_promise_of_the_quickstart_must_hold():
         assert words.startswith("seed 7: ")
 
 
-def test_a_quickstart_that_is_cut_short_or_fails_is_told():
+def test_a_quickstart_that_is_cut_short_or_fails_is_reported():
     with pytest.raises(SystemExit, match="2 updates and 1 validations"):
         quickstart.summarise(VALUES[:3], 0, 60.0)
     command = [sys.executable, str(BENCH / "quickstart.py"), "--seeds", "-1"]

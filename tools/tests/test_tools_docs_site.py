@@ -47,7 +47,7 @@ def test_the_menu_names_every_page_once() -> None:
 
 
 def test_a_site_asks_no_other_server_for_anything() -> None:
-    """A page that loads fonts or scripts from elsewhere tells others who reads it."""
+    """A page that loads fonts or scripts from elsewhere reveals its readers to other sites."""
     assert yaml.load(SETTINGS.read_text(), yaml.BaseLoader)["theme"]["font"] == "false"
     assert all(not PurePosixPath(page).is_absolute() for page in PAGES.values())
     assert (ROOT / "docs/README.md").is_file()

@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def expected(key):
-    """The answer by school arithmetic, from a problem's kind and numbers."""
+    """Return the answer by school arithmetic, from a problem's kind and numbers."""
     kind, *numbers = key.split()
     first, second = float(numbers[0]), float(numbers[-1])
     return {

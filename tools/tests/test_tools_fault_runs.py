@@ -34,7 +34,7 @@ def ended(tmp_path_factory):
     return seen
 
 
-def test_each_end_is_told(ended):
+def test_each_end_is_reported(ended):
     assert ended.exit_codes == {0: 3, 1: 1, 2: -signal.SIGTERM, 3: None}
     assert ended.verdict is None
 
@@ -79,7 +79,7 @@ def test_a_rank_is_typed_at_stopped_and_continued_and_leaves_nothing_behind(tmp_
     assert b"sleep\0001234.5\0" not in arguments
 
 
-TOLD = """offbeat liveness: suspicion: missing-member: rank 0 never came to barrier
+PRINTED = """offbeat liveness: suspicion: missing-member: rank 0 never came to barrier
   since: now
 offbeat liveness: it moves again: after 4 s
 offbeat liveness: the wait has failed after 9 s (missing-member): rank 0 raised OSError
@@ -88,9 +88,9 @@ overwrite? offbeat liveness: wait-cycle: rank 0 waits for rank 1
 
 
 def test_what_a_monitor_says_is_counted_once_and_pointers_are_not():
-    seen = Observation(outputs={0: TOLD, 1: "offbeat liveness: rank 1: wait-cycle, told in full by rank 0\n"})
-    assert [each.what for each in seen.told] == ["suspicion", "clearing", "failure", "proof"]
-    assert {each.rank for each in seen.told} == {0}
+    seen = Observation(outputs={0: PRINTED, 1: "offbeat liveness: rank 1: wait-cycle, told in full by rank 0\n"})
+    assert [each.what for each in seen.messages] == ["suspicion", "clearing", "failure", "proof"]
+    assert {each.rank for each in seen.messages} == {0}
 
 
 def test_a_suspicion_is_no_proof():

@@ -41,13 +41,13 @@ def test_there_is_a_script_for_every_piece_whose_first_line_says_what_it_is():
 )
 @pytest.mark.timeout(600)
 def test_a_piece_runs_on_a_cpu(name, tmp_path):
-    told = run.run_piece(piece.FOLDER / f"{name}.py", "cpu", tmp_path / f"{name}.json")
-    assert told["passed"], told["error"]
-    assert told["piece"] == name
-    assert told["tiny"]
-    assert told["device"] == "cpu"
-    assert told["torch"] == torch.__version__
-    assert told["figures"]
+    result = run.run_piece(piece.FOLDER / f"{name}.py", "cpu", tmp_path / f"{name}.json")
+    assert result["passed"], result["error"]
+    assert result["piece"] == name
+    assert result["tiny"]
+    assert result["device"] == "cpu"
+    assert result["torch"] == torch.__version__
+    assert result["figures"]
 
 
 def test_a_piece_that_fails_crashes_or_does_not_end_says_so(tmp_path):
@@ -61,10 +61,10 @@ def test_a_piece_that_fails_crashes_or_does_not_end_says_so(tmp_path):
         "hangs": ("time.sleep(60)", 1.0, "did not end within 1 s"),
     }
     for name, (body, limit_s, words) in wrong.items():
-        told = run.run_piece(write_piece(tmp_path, name, body), "cpu", tmp_path / f"{name}.json", limit_s)
-        assert not told["passed"]
-        assert words in told["error"]
-        assert json.loads((tmp_path / f"{name}.json").read_text()) == told
+        result = run.run_piece(write_piece(tmp_path, name, body), "cpu", tmp_path / f"{name}.json", limit_s)
+        assert not result["passed"]
+        assert words in result["error"]
+        assert json.loads((tmp_path / f"{name}.json").read_text()) == result
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_a_piece_that_fails_crashes_or_does_not_end_says_so(tmp_path):
 def test_figures_that_came_before_the_end_are_kept_however_it_ends(tmp_path, ending, words):
     body = f"def run(place):\n    place.note({{'a': 1.5}})\n    place.note({{'b': 2}})\n    {ending}"
     script, out = write_piece(tmp_path, "piece", body), tmp_path / "piece.json"
-    told = run.run_piece(script, "cpu", out, 20.0)
-    assert told["figures"] == {"a": 1.5, "b": 2}
-    assert not told["passed"]
-    assert words in told["error"]
-    assert json.loads(out.read_text()) == told
+    result = run.run_piece(script, "cpu", out, 20.0)
+    assert result["figures"] == {"a": 1.5, "b": 2}
+    assert not result["passed"]
+    assert words in result["error"]
+    assert json.loads(out.read_text()) == result
 
 
 def test_a_speed_below_what_the_same_device_has_reached_is_an_error(tmp_path):
     recorded = {"tokens_per_s": 1000.0, "tokens_per_s_by_transformers": 50.0, "mfu": None, "peak_gib": 4.0}
-    told = piece.record("speed", "what", "NVIDIA H200") | {"passed": True, "figures": recorded}
-    (tmp_path / "speed.json").write_text(json.dumps(told))
+    result = piece.record("speed", "what", "NVIDIA H200") | {"passed": True, "figures": recorded}
+    (tmp_path / "speed.json").write_text(json.dumps(result))
     slow = {"tokens_per_s": 799.0}
     piece.require_recorded_speed("speed", "NVIDIA H200", {"tokens_per_s": 800.0}, tmp_path)
     piece.require_recorded_speed("speed", "NVIDIA H100", slow, tmp_path)
@@ -97,17 +97,17 @@ def test_a_speed_below_what_the_same_device_has_reached_is_an_error(tmp_path):
     for figures in (slow, {}):
         with pytest.raises(piece.CheckError, match=r"tokens_per_s is .*, and 1000 was recorded"):
             piece.require_recorded_speed("speed", "NVIDIA H200", figures, tmp_path)
-    (tmp_path / "speed.json").write_text(json.dumps(told | {"passed": False}))
+    (tmp_path / "speed.json").write_text(json.dumps(result | {"passed": False}))
     piece.require_recorded_speed("speed", "NVIDIA H200", slow, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["decoding_speed", "training_speed"])
 def test_the_recorded_figures_of_speed_are_a_bound(name):
-    told = report.read_results()[name]
-    halved = {what: figure / 2 for what, figure in told["figures"].items() if figure is not None}
-    piece.require_recorded_speed(name, told["device"], told["figures"])
+    result = report.read_results()[name]
+    halved = {what: figure / 2 for what, figure in result["figures"].items() if figure is not None}
+    piece.require_recorded_speed(name, result["device"], result["figures"])
     with pytest.raises(piece.CheckError, match="was recorded on this device"):
-        piece.require_recorded_speed(name, told["device"], halved)
+        piece.require_recorded_speed(name, result["device"], halved)
 
 
 def test_an_engine_that_keeps_its_cache_asleep_is_noticed():
@@ -176,10 +176,10 @@ def test_the_page_is_what_the_results_say():
 
 
 def test_a_row_says_when_and_on_what_or_that_it_was_not_run(tmp_path):
-    told = piece.record("decoding", "what", "NVIDIA H100 80GB HBM3")
-    told |= {"passed": True, "date": "2026-11-23", "commit": "abc", "figures": {"mfu": 0.41234, "share": None}}
+    result = piece.record("decoding", "what", "NVIDIA H100 80GB HBM3")
+    result |= {"passed": True, "date": "2026-11-23", "commit": "abc", "figures": {"mfu": 0.41234, "share": None}}
     failed = piece.record("cuda_ipc", "what", "NVIDIA H100 80GB HBM3") | {"error": "CheckError: other weights\nmore"}
-    text = report.page({"decoding": told, "cuda_ipc": failed})
+    text = report.page({"decoding": result, "cuda_ipc": failed})
     rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
     assert list(rows) == list(run.PIECES)
     assert "2026-11-23 (abc) | NVIDIA H100 80GB HBM3, torch" in rows["decoding"]
@@ -192,8 +192,8 @@ def test_a_row_says_when_and_on_what_or_that_it_was_not_run(tmp_path):
 
 def test_results_of_a_cpu_are_not_taken(tmp_path):
     for name, tiny in (("decoding", True), ("cuda_ipc", False)):
-        told = piece.record(name, "what", "a device") | {"tiny": tiny}
-        (tmp_path / f"{name}.json").write_text(json.dumps(told))
+        result = piece.record(name, "what", "a device") | {"tiny": tiny}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert report.take_results(tmp_path, tmp_path / "into") == ["decoding.json"]
     assert [path.name for path in (tmp_path / "into").iterdir()] == ["cuda_ipc.json"]
 

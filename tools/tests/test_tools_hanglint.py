@@ -79,7 +79,7 @@ def test_every_pattern_of_the_corpus_names_rules_that_exist():
 
 
 def bench(*words: str | Path) -> dict:
-    """The report of the benchmark in a process of its own."""
+    """Return the report of the benchmark, run in its own process."""
     ended = subprocess.run(
         [sys.executable, BENCH, *words, "--json"], capture_output=True, text=True, timeout=120, check=False
     )
@@ -89,7 +89,7 @@ def bench(*words: str | Path) -> dict:
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A corpus of one bug, its tree as a folder, and projects of which one has the mended form."""
+    """Write a corpus of one bug, its tree as a folder, and projects, one of them with the fixed form."""
     (tmp_path / "bugs.jsonl").write_text(json.dumps(RECORD) + "\n")
     for tree, source in (
         (f"trees/someone+trainer@{COMMIT[:10]}", FAULTY),

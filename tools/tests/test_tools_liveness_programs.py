@@ -87,15 +87,15 @@ LOG = """[rank1]: Traceback (most recent call last):
         ({0: None, 1: 1}, LOG, "rank 1: RuntimeError: Timed out waiting 20000ms for recv operation to complete"),
         ({0: None, 1: -9}, "", "nothing; the launcher sees the exit status"),
         ({0: None, 1: None}, "", "nothing"),
-        ({0: 0, 1: 0}, "", "nothing: it goes on and ends well"),
+        ({0: 0, 1: 0}, "", "nothing: it continues and ends well"),
     ],
 )
-def test_what_plain_torch_says_is_told_without_its_noise(codes, output, said):
+def test_what_plain_torch_prints_is_shown_without_its_noise(codes, output, said):
     seen = Observation(exit_codes=codes, left_s={0: 20.5, 1: 20.0}, outputs={0: "", 1: output})
     assert plain_words(seen)[0] == said
 
 
-def test_the_tables_tell_what_was_said_and_when():
+def test_the_tables_show_what_was_reported_and_when():
     fault, seen = CATALOGUE[0], Observation(verdict={"kind": "dead-peer"}, verdict_s=1.84)
     plain = Observation(exit_codes={0: None}, left_s={0: 26.0}, outputs={0: ""})
     assert "| `dead-peer` | proof | 1.8 s | nothing | > 26 s |" in fault_table({fault: seen}, {fault: plain})

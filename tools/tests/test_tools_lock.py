@@ -93,7 +93,7 @@ def test_a_file_edited_by_hand_is_found(workspace_folder):
 
 
 def resolved_as(export, monkeypatch):
-    """Stand in for the registry, which the test of a text comparison need not ask."""
+    """Replace the registry, which a test that compares texts need not ask."""
     monkeypatch.setattr(lock, "resolve", lambda pins, root: export)
 
 

@@ -13,7 +13,7 @@ from workspace import Package
 
 
 def executable(path, script="#!/bin/sh\n"):
-    """A program that can be found."""
+    """Write a program that can be found."""
     path.write_text(script)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
@@ -21,7 +21,7 @@ def executable(path, script="#!/bin/sh\n"):
 
 @pytest.fixture
 def bare_machine(tmp_path, monkeypatch):
-    """A machine with nothing on PATH but a folder to put programs in."""
+    """Return a machine with nothing on PATH but a folder to put programs in."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("OFFBEAT_CHROMIUM", "PIP_FIND_LINKS", "CI"):
         monkeypatch.delenv(name, raising=False)
@@ -85,7 +85,7 @@ def test_pips_wheels_are_found(bare_machine, monkeypatch):
 
 
 def package_for(device, probe):
-    """A package that declares a device."""
+    """Write a package that declares a device."""
     return Package(folder=Path("packages/runtime/mesh"), metadata={"tool": {"offbeat": {"hardware": {device: probe}}}})
 
 

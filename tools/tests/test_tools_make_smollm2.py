@@ -16,7 +16,7 @@ WIDTH, HEADS, KV_HEADS, INNER = 64, 4, 2, 96
 
 @pytest.fixture(scope="module")
 def tiny_gguf(tmp_path_factory):
-    """One Llama block with the names, types and tokenizer of SmolLM2's file."""
+    """Write one Llama block with the names, types and tokenizer of SmolLM2's file."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)

@@ -1,4 +1,4 @@
-"""The list of planted faults fits the code, and the tool that plants them tells killed from survived."""
+"""The list of planted faults fits the code, and the tool that plants them distinguishes killed from survived."""
 
 from collections import Counter
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_fault_that_does_not_fit_is_refused():
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """A package of one function, with tests that see one of two faults."""
+    """Write a package of one function, with tests that find one of two faults."""
     source, tests = tmp_path / "src" / "offbeat_tiny", tmp_path / "tests"
     source.mkdir(parents=True)
     tests.mkdir()

@@ -20,7 +20,7 @@ every_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package:
 
 @pytest.fixture(scope="module")
 def offered(tmp_path_factory):
-    """Folders of wheels: of the working tree with kept ones beside them, and kept ones alone."""
+    """Return folders of wheels: of the working tree with kept ones beside them, and kept ones alone."""
     folder = tmp_path_factory.mktemp("wheels")
     build_all(folder / "built")
     offer("newest", folder / "built", folder / "newest")

@@ -65,7 +65,7 @@ def keep_as_it_is(root, package):
 
 @pytest.fixture
 def root(tmp_path):
-    """A workspace of one ground package and three that need it, all released as 0.1.0."""
+    """Make a workspace of one base package and three that need it, all released as 0.1.0."""
     add_package(tmp_path, "ground", GROUND)
     for key in ("first", "second", "third"):
         text = "from offbeat_ground import kept\n\n__all__ = []\n"

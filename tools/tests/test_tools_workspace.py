@@ -8,7 +8,7 @@ from workspace import committed_files, dist_name, packages
 
 
 def add_package(root, key, names='["a", "b"]'):
-    """A package folder as small as can be."""
+    """Add a minimal package folder."""
     folder = root / "packages" / key
     source = folder / "src" / f"offbeat_{key}"
     source.mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_ignored_files_are_not_committed(tmp_path):
     assert committed_files(tmp_path) == [tmp_path / ".gitignore", tmp_path / "kept"]
 
 
-def test_a_changed_public_name_is_told_until_it_is_pinned(tmp_path):
+def test_a_changed_public_name_is_reported_until_it_is_pinned(tmp_path):
     add_package(tmp_path, "one")
     add_package(tmp_path, "gone")
     public_names.renew(tmp_path)

@@ -1,4 +1,4 @@
-"""A rank raised; its clean-up leaves the world, and lasts, before anybody sees the exception."""
+"""A rank raised; its clean-up leaves the world, and takes long, before the exception is printed."""
 
 import time
 

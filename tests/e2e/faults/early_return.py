@@ -1,4 +1,4 @@
-"""A rank whose batch is empty returns before the collective and goes on to wait for input."""
+"""A rank whose batch is empty returns before the collective and then waits for input."""
 
 import time
 

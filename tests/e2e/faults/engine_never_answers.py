@@ -1,4 +1,4 @@
-"""Rank 0 asks an engine that took the request and says nothing; the others wait for the samples."""
+"""Rank 0 asks an engine that took the request and never answers; the others wait for the samples."""
 
 import socket
 import urllib.request

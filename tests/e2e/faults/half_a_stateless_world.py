@@ -1,4 +1,4 @@
-"""A world made of a TCPStore alone, one side of which never comes."""
+"""A world made of a TCPStore alone, whose other side never comes."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Incident A: the replica's leader flushes once a bucket, the others, who were not asked, once in all."""
+"""Incident A: the replica's leader flushes once a bucket; the other ranks, which were not asked, flush only once."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""A rank leaves the world and goes on alone before the others make their last group."""
+"""A rank leaves the world and continues alone before the others make their last group."""
 
 import time
 

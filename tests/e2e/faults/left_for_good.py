@@ -1,4 +1,4 @@
-"""A rank thinks that it is done, leaves the world and goes on alone; the others have one more step."""
+"""A rank thinks that it is done, leaves the world and continues alone; the others have one more step."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The trainer waits for a sample; the rollouter, who should bring it, waits for the trainer in a collective."""
+"""The trainer waits for a sample; the rollouter, which should bring it, waits for the trainer in a collective."""
 
 import queue
 

@@ -1,4 +1,4 @@
-"""A trainer takes samples that nobody puts: the rollouter sleeps."""
+"""A trainer takes samples from a queue that no process fills: the rollouter sleeps."""
 
 import queue
 import time

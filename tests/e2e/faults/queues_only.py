@@ -1,4 +1,4 @@
-"""Nobody is in a call of torch: each rank waits in a queue for work that another would have to put."""
+"""No rank is in a call of torch: each waits in a queue for work that another would have to put."""
 
 import queue
 from concurrent.futures import Future

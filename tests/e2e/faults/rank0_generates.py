@@ -1,4 +1,4 @@
-"""Rank 0 generates for a long time; the others wait for its result. Slow, but moving: nobody is to be killed."""
+"""Rank 0 generates for a long time; the others wait for its result. Slow, but moving: no rank must be killed."""
 
 import time
 

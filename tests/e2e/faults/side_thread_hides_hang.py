@@ -1,4 +1,4 @@
-"""A rank never comes to the collective of the main threads, while a side thread's group goes on as ever."""
+"""A rank never comes to the collective of the main threads, while a side thread's group continues as before."""
 
 import threading
 import time

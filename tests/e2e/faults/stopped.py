@@ -1,4 +1,4 @@
-"""Somebody stops a rank, and forgets it."""
+"""A user stops a rank, and forgets it."""
 
 import os
 import signal

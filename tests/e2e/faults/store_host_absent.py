@@ -1,4 +1,4 @@
-"""The address of rank 0 is wrong: nobody listens at that port."""
+"""The address of rank 0 is wrong: no process listens at that port."""
 
 import os
 import socket

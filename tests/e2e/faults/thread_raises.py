@@ -1,4 +1,4 @@
-"""The thread that should feed the main thread raises, and nobody is told."""
+"""The thread that should feed the main thread raises, and the error is not reported."""
 
 import queue
 import threading

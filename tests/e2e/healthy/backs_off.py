@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def log() -> bool:
-    """Whether the server took it; nobody listens."""
+    """Return whether the server took it; no server listens."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", 9)) == 0
 

@@ -1,4 +1,4 @@
-"""DDP with parameters that not every batch uses, in epochs of unequal length, one batch of which is slow."""
+"""DDP with parameters that not every batch uses, in epochs of unequal length, with one slow batch."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Experts(nn.Module):
-    """Two experts, one of which is used."""
+    """Two experts; each batch uses one."""
 
     def __init__(self) -> None:
         super().__init__()

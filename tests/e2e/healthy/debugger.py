@@ -1,4 +1,4 @@
-"""Somebody looks at rank 0 in pdb and goes on after a while."""
+"""A user looks at rank 0 in pdb and continues it after a while."""
 
 import pdb
 

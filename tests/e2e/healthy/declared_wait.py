@@ -1,4 +1,4 @@
-"""Rank 0 waits for samples, has said so, and they come before the deadline; the others are in a barrier."""
+"""Rank 0 has declared that it waits for samples, and they come before the deadline; the others are in a barrier."""
 
 import os
 import queue

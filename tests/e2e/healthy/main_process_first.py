@@ -1,4 +1,4 @@
-"""Rank 0 prepares the data with a pool of processes before the others, who wait at a barrier, read its cache."""
+"""Rank 0 prepares the data with a pool of processes before the others, which wait at a barrier, read its cache."""
 
 import multiprocessing
 import os

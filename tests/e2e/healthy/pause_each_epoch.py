@@ -1,4 +1,4 @@
-"""Rank 0 evaluates after each epoch, always alike: what was said of the first time need not be said again."""
+"""Rank 0 evaluates after each epoch, always alike: the report of the first time need not be repeated."""
 
 import os
 import time

@@ -20,7 +20,7 @@ def send_metrics():
 
 
 class MetricsThread(threading.Thread):
-    """The well-known recipe that has the hook of the main thread tell of errors in others."""
+    """Use the well-known recipe by which the main thread's hook reports errors of other threads."""
 
     def run(self):
         try:

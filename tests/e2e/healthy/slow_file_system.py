@@ -1,4 +1,4 @@
-"""Rank 0 writes a checkpoint to a file system that takes it in drops; a pipe with a slow reader stands for it."""
+"""Rank 0 writes a checkpoint to a very slow file system, simulated by a pipe with a slow reader."""
 
 import os
 import subprocess

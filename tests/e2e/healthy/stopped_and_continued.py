@@ -1,4 +1,4 @@
-"""Somebody stops rank 1 and lets it go on after a while."""
+"""A user stops rank 1 and continues it after a while."""
 
 import os
 import time

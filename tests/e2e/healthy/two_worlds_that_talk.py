@@ -1,4 +1,4 @@
-"""Two worlds of torch; the trainers wait for a word of the engines at a socket, and the engines take their time."""
+"""Two worlds of torch; the trainers wait for a message of the engines at a socket, and the engines take their time."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Every rank waits for a reward server that nobody watches."""
+"""Every rank waits for a reward server that no monitor watches."""
 
 import os
 import time

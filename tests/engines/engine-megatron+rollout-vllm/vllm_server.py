@@ -1,4 +1,4 @@
-"""vLLM in a process and an environment of its own: takes the updates that it is told of, and answers with samples.
+"""vLLM in a process and an environment of its own: takes the updates that it is sent, and answers with samples.
 
 Its argument is the model's folder. Each line of standard input is a JSON object: a version, and the sender's address.
 Each line of standard output is JSON too: "started", then the samples of each version.

@@ -18,14 +18,14 @@ class Regression(lightning.LightningModule):
         self.layer = nn.Linear(4, 1)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         inputs, wanted = batch
         loss = nn.functional.mse_loss(self.layer(inputs), wanted)
         self.log("loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain."""
+        """Return a plain optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -33,7 +33,7 @@ class Samples(lightning.Callback):
     """Rank 0 draws pictures of what the model makes of some samples."""
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """After each epoch."""
+        """Run after each epoch."""
         if trainer.is_global_zero:
             time.sleep(float(os.environ["PAUSE_S"]))
 

@@ -16,7 +16,7 @@ class Samples(TrainerCallback):
     """Rank 0 generates with the model now and then."""
 
     def on_step_end(self, args: SFTConfig, state: object, control: object, **rest: object) -> None:
-        """After the second step."""
+        """Run after the second step."""
         if args.process_index == 0 and state.global_step == 2:
             time.sleep(float(os.environ["PAUSE_S"]))
 
