@@ -51,7 +51,7 @@ def test_each_healthy_program_says_that_it_is_done_and_has_time_for_it(healthy):
     [
         ("", {0: 0, 1: 0}, []),
         (SUSPICION + CLEARING, {0: 0, 1: 0}, []),
-        (SUSPICION + CLEARING + SUSPICION, {0: 0, 1: 0}, ["3 things were said: suspicion, clearing, suspicion"]),
+        (SUSPICION + CLEARING + SUSPICION, {0: 0, 1: 0}, ["3 messages were printed: suspicion, clearing, suspicion"]),
         (SUSPICION.replace("suspicion: ", ""), {0: 0, 1: 0}, ["proof on rank 0"]),
         ("", {0: 4, 1: 0}, ["exit codes {0: 4, 1: 0}"]),
     ],
