@@ -77,13 +77,13 @@ class Client:
         return not self.reader.at_eof() and self.reader.exception() is None
 
 
-async def test_the_oldest_of_too_many_strangers_is_closed_and_a_client_is_answered():
+async def test_the_oldest_of_too_many_pending_connections_is_closed_and_a_client_is_answered():
     async with serving(max_strangers=16, head_deadline_s=DEADLINE_S) as (server, _):
-        strangers = [await Client(server).open(HALF) for _ in range(100)]
+        pending = [await Client(server).open(HALF) for _ in range(100)]
         assert await (await Client(server).open()).ask() == 200
-        for stranger in strangers[:85]:
-            await stranger.ended()
-        assert [stranger.is_open for stranger in strangers[85:]] == [True] * 15
+        for client in pending[:85]:
+            await client.ended()
+        assert [client.is_open for client in pending[85:]] == [True] * 15
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="the kernel keeps no connection that is silent")
@@ -92,12 +92,12 @@ async def test_connections_without_a_byte_stay_in_the_kernel_and_end_none():
     while took_s > 1.5:  # they stay there for 2 s, so a machine that is slower tries again
         began_s = time.monotonic()
         async with serving(max_strangers=4, head_deadline_s=0.1) as (server, _):
-            strangers = [await Client(server).open() for _ in range(20)]
+            pending = [await Client(server).open() for _ in range(20)]
             assert await (await Client(server).open()).ask() == 200
-            are_open = [stranger.is_open for stranger in strangers]
+            are_open = [client.is_open for client in pending]
             took_s = time.monotonic() - began_s
-            for stranger in strangers:
-                await stranger.ended()
+            for client in pending:
+                await client.ended()
     assert are_open == [True] * 20
 
 
@@ -111,7 +111,7 @@ async def test_of_many_that_connect_at_once_none_is_ended_for_another_before_its
         assert [await client.answer() for client in clients] == [200] * 20
 
 
-async def test_two_hundred_clients_at_once_are_no_strangers():
+async def test_two_hundred_clients_at_once_are_all_answered():
     async with serving() as (server, application):
         application.may_answer.clear()
         clients = [asyncio.create_task(Client(server).open(WHOLE)) for _ in range(200)]
@@ -159,7 +159,7 @@ async def test_a_body_that_is_not_wanted_does_not_keep_a_connection():
         await client.ended()
 
 
-async def test_who_is_refused_stays_a_stranger_and_hears_why_while_it_sends():
+async def test_a_refused_client_stays_pending_and_gets_the_reason_while_it_sends():
     async with serving(Application(status=401), idle_s=60, head_deadline_s=DEADLINE_S) as (server, application):
         asked = await Client(server).open()
         assert await asked.ask() == 401
@@ -224,7 +224,7 @@ def chunks(size, count):
         pytest.param(WHOLE + HALF + b"a:b\r\n" * 128 + b"\r\n", id="the second of two"),
     ],
 )
-async def test_a_request_of_more_parts_than_anybody_sends_is_refused(request_bytes):
+async def test_a_request_of_more_parts_than_any_client_sends_is_refused(request_bytes):
     async with serving(Application(status=204, size=0)) as (server, _):
         client = await Client(server).open(request_bytes)
         answers = await client.reader.read()
@@ -319,9 +319,9 @@ async def test_without_a_descriptor_accepting_waits_and_does_not_spin():
         spent_s = float(process.stdout.readline().removeprefix("spent: "))
         assert [read(client).endswith(b"here") for client in clients] == [True] * 5
         paused_s = time.monotonic() - began_s
-        told, _ = process.communicate("\n", timeout=DEADLINE_S)
+        output, _ = process.communicate("\n", timeout=DEADLINE_S)
     assert spent_s < 0.5
-    [line] = told.splitlines()
+    [line] = output.splitlines()
     # Counted too: where other processes have the CPUs, one that spins spends little time.
     num_pauses = int(re.search(r"(\d+) pauses", line)[1])
     assert num_pauses <= 1 + paused_s / _admission.LACK_S

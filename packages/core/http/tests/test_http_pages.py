@@ -47,7 +47,7 @@ def test_nothing_else_is_answered(server, method):
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
-def test_nobody_listens_any_more_once_it_is_closed():
+def test_a_closed_server_listens_no_more():
     with PageServer(listen("127.0.0.1", 0), answer, name="pages") as server:
         pass
     with pytest.raises(OSError):
@@ -75,5 +75,5 @@ def test_a_process_gets_the_descriptors_that_it_may_have():
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 900
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.split() == ["900", "900"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["900", "900"]

@@ -1,10 +1,10 @@
 """Admission of connections: how many there may be, and for how long one may stay without a request.
 
-    accepted ──> stranger ── a whole head ──> asking ── answered ──> idle ── first byte of the next head ──> stranger
-                    │  after head_deadline_s,                          │  after idle_s,
-                    │  or the oldest of too many                       │  or the oldest, where there is room for no more
-                    v                                                  v
-                  closed                                             closed
+    accepted ──> pending ── complete head ──> active ── answered ──> idle ── first byte of the next head ──> pending
+                    │  after head_deadline_s,                         │  after idle_s,
+                    │  or the oldest of too many                      │  or the oldest, when there is no room for more
+                    v                                                 v
+                  closed                                            closed
 
 A request that is being answered is never ended from here.
 """
@@ -25,14 +25,14 @@ BACKLOG: Final = 1024
 ACCEPTED_AT_ONCE: Final = 8
 """Connections accepted in one round of the event loop: what others send is read in between."""
 CROWDED_S: Final = 0.1
-"""A stranger has so long whatever comes after it: many clients that connect at once, and then send, lose none. So 640
-strangers a second are let go, and a client behind all that the kernel keeps waits 1.6 s."""
+"""Time that every pending connection has: of many clients that connect at once and then send, none is dropped. So 640
+pending connections a second are closed, and a client behind a full kernel queue waits 1.6 s."""
 LACK_S: Final = 0.25
 """Pause before the next try where no connection can be accepted, as where the process has no descriptor to spare."""
 SILENT_S: Final = 2
 """Where the kernel can (Linux), a connection is kept there for so long before its first byte, and costs us nothing."""
 LOG_EVERY_S: Final = 60.0
-"""Strangers choose how often something is wrong with them, and not how fast a log grows."""
+"""Unknown clients decide how often something is wrong with them, but not how fast a log grows."""
 
 Event = Literal["crowded", "late", "slow", "malformed", "paused"]
 _WORDS: Final[dict[Event, str]] = {
@@ -49,8 +49,8 @@ class ConnectionLimits:
     """Bounds of what clients may hold.
 
     Args:
-        max_strangers: connections that have not sent a whole request head yet. For one more the oldest is closed, once
-            it has had a moment; others wait in the kernel meanwhile.
+        max_strangers: pending connections, which have not sent a complete request head yet. For one more the oldest is
+            closed, once it has had a moment; others wait in the kernel meanwhile.
         max_connections: connections in all, and never more than half the descriptors of the process. For one more the
             one that is idle for longest is closed; while none is, new ones wait in the kernel.
         head_deadline_s: longest wait for a whole request head.
@@ -84,7 +84,7 @@ class Admission:
 
     Args:
         listener: bound.
-        make: the protocol of a new connection, which tells of itself by `meet`, `hear`, `rest` and `forget`.
+        make: the protocol of a new connection, which reports its state by `meet`, `end_wait`, `rest` and `forget`.
         limits: bounds.
     """
 
@@ -98,17 +98,17 @@ class Admission:
         self._max_open = most if soft == resource.RLIM_INFINITY else max(min(most, soft // 2), 1)
         self._taking: set[asyncio.Task[None]] = set()
         self._open: set[Connection] = set()
-        self._strangers: dict[Connection, _Wait] = {}
+        self._pending: dict[Connection, _Wait] = {}
         self._idle: dict[Connection, None] = {}
         self._accepts = self._is_closed = False
         self._trying_again: asyncio.TimerHandle | None = None
         self._noted: Counter[Event] = Counter()
-        self._telling: asyncio.TimerHandle | None = None
+        self._log_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         listener.listen(BACKLOG)
-        self._go_on()
+        self._resume()
 
     def close(self) -> None:
         """Accept no more; the connections that are there stay."""
@@ -117,62 +117,62 @@ class Admission:
         self._listener.close()
         for task in self._taking:
             task.cancel()
-        if self._telling:
-            self._telling.cancel()
+        if self._log_timer:
+            self._log_timer.cancel()
             self._notify()
 
-    # ── what connections tell of themselves ───────────────────────────────────────────────────────────────────────
+    # ── what connections report ───────────────────────────────────────────────────────────────────────────────────
 
     def meet(self, connection: Connection) -> None:
         """Wait for a head: the connection is new, or has begun to send another one."""
         self._open.add(connection)
         self._idle.pop(connection, None)
-        if connection not in self._strangers:
+        if connection not in self._pending:
             timer = self._loop.call_later(self.limits.head_deadline_s, self.turn_away, connection, "late")
-            self._strangers[connection] = _Wait(self._loop.time(), timer)
+            self._pending[connection] = _Wait(self._loop.time(), timer)
 
-    def hear(self, connection: Connection) -> None:
-        """Note that a whole head is here."""
+    def end_wait(self, connection: Connection) -> None:
+        """Note that a complete head has arrived, or that none is awaited any more."""
         self._idle.pop(connection, None)
-        if wait := self._strangers.pop(connection, None):
+        if wait := self._pending.pop(connection, None):
             wait.timer.cancel()
-            self._go_on()
+            self._resume()
 
     def rest(self, connection: Connection) -> None:
         """Note that all requests are answered."""
         self._idle[connection] = None
-        self._go_on()
+        self._resume()
 
     def forget(self, connection: Connection) -> None:
         """Note that the connection is gone."""
-        self.hear(connection)
+        self.end_wait(connection)
         self._open.discard(connection)
-        self._go_on()
+        self._resume()
 
     def turn_away(self, connection: Connection, event: Event) -> None:
         """End a connection at once."""
         self.note(event)
-        self.hear(connection)
+        self.end_wait(connection)
         connection.transport.abort()
 
     def note(self, event: Event) -> None:
-        """Count what is wrong with clients; one line a minute tells of it."""
+        """Count what is wrong with clients; it is logged in one line a minute."""
         self._noted[event] += 1
-        if self._telling is None:
-            self._telling = self._loop.call_later(LOG_EVERY_S, self._notify)
+        if self._log_timer is None:
+            self._log_timer = self._loop.call_later(LOG_EVERY_S, self._notify)
 
     def _notify(self) -> None:
-        told = ", ".join(f"{count} {_WORDS[event]}" for event, count in sorted(self._noted.items()))
-        _log.warning("HTTP connections in the last %g s: %s", LOG_EVERY_S, told)
+        counts = ", ".join(f"{count} {_WORDS[event]}" for event, count in sorted(self._noted.items()))
+        _log.warning("HTTP connections in the last %g s: %s", LOG_EVERY_S, counts)
         self._noted.clear()
-        self._telling = None
+        self._log_timer = None
 
     # ── accepting ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _accept(self) -> None:
         for number in range(ACCEPTED_AT_ONCE):
             # Only the first is known to be there: room is made for no other.
-            if (self._is_full or self._has_many_strangers) and (number or not self._made_room()):
+            if (self._is_full or self._has_many_pending) and (number or not self._made_room()):
                 return
             try:
                 sock, _ = self._listener.accept()
@@ -194,15 +194,15 @@ class Admission:
             sock.close()
 
     @property
-    def _has_many_strangers(self) -> bool:
-        return len(self._strangers) + len(self._taking) >= self.limits.max_strangers
+    def _has_many_pending(self) -> bool:
+        return len(self._pending) + len(self._taking) >= self.limits.max_strangers
 
     @property
     def _is_full(self) -> bool:
         return len(self._open) + len(self._taking) >= self._max_open
 
     def _made_room(self) -> bool:
-        """End the stranger that has had its moment, or a connection that is idle; while there is none, pause."""
+        """End a pending connection that has had its moment, or an idle one; while there is none, pause."""
         if self._is_full:
             oldest = next(iter(self._idle), None)
             if oldest is None:
@@ -211,13 +211,13 @@ class Admission:
             del self._idle[oldest]
             self._open.discard(oldest)
             oldest.transport.close()
-        if self._has_many_strangers:
-            stranger, wait = next(iter(self._strangers.items()), (None, None))
+        if self._has_many_pending:
+            oldest_pending, wait = next(iter(self._pending.items()), (None, None))
             left_s = CROWDED_S if wait is None else wait.began_s + CROWDED_S - self._loop.time()
-            if stranger is None or left_s > 0:
+            if oldest_pending is None or left_s > 0:
                 self._pause(left_s)
                 return False
-            self.turn_away(stranger, "crowded")
+            self.turn_away(oldest_pending, "crowded")
         return True
 
     def _pause(self, wait_s: float | None) -> None:
@@ -225,9 +225,9 @@ class Admission:
             self._accepts = False
             self._loop.remove_reader(self._listener)
         if wait_s is not None:
-            self._trying_again = self._loop.call_later(wait_s, self._go_on)
+            self._trying_again = self._loop.call_later(wait_s, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._trying_again:
             self._trying_again.cancel()
             self._trying_again = None

@@ -57,7 +57,7 @@ class HttpServer:
             raise TimeoutError(f"waited {START_DEADLINE_S:g} s for the HTTP server to listen")
 
     async def close(self) -> None:
-        """Let nobody in, wait for requests to be answered, and stop. Closing twice is fine."""
+        """Accept no connection any more, wait for requests to be answered, and stop. Closing twice is fine."""
         if self._serving is None or self._serving.done():
             return
         self._uvicorn.should_exit = True

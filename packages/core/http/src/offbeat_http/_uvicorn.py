@@ -21,7 +21,7 @@ from offbeat_http._admission import Admission, ConnectionLimits
 _uvicorn_log = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorn_log.setLevel(logging.ERROR)
 _REFUSED: Final = "offbeat.refused"
-"""In the scope of a request whose sender was not let in."""
+"""Key in the scope of a request that was refused."""
 MAX_HEAD_LINES: Final = 128
 """Most lines in the head of a request: browsers and proxies send about 30. Each costs the event loop some 30 us."""
 FREE_CHUNKS: Final = 256
@@ -49,7 +49,7 @@ class BoundedUvicorn(uvicorn.Server):
             http="h11",
             ws="none",
             lifespan="off",
-            log_config=None,  # whoever runs the server owns its logs
+            log_config=None,  # the process that runs the server owns its logs
             log_level=logging.WARNING,
             access_log=False,
             proxy_headers=False,
@@ -118,7 +118,7 @@ def _num_head_lines(data: bytes) -> int:
 
 
 class _Connection(H11Protocol):
-    """A connection that tells `Admission` what it is waiting for, and does not wait for a client that reads nothing."""
+    """A connection that reports its state to `Admission`, and does not wait for a client that reads nothing."""
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, admission: Admission) -> None:
         super().__init__(config, server_state, app_state={})
@@ -130,7 +130,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of every byte that is not taken
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called for every byte that is not read
         self._admission.meet(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -142,15 +142,15 @@ class _Connection(H11Protocol):
         if not self._is_over:
             super().data_received(data)
         if not self._is_over:
-            self._tell_admission()
+            self._report_state()
 
     def on_response_complete(self) -> None:
-        # A body that no one reads any more would come for as long as its sender likes; a stranger stays one.
+        # A body that is not read any more could go on forever; a refused client's connection stays pending.
         if self.conn.their_state is h11.SEND_BODY or self.scope.get(_REFUSED):
             self._linger()
         else:
             super().on_response_complete()
-            self._tell_admission()
+            self._report_state()
 
     def _linger(self) -> None:
         """End the connection for what it sends first: closed with bytes unread, it would take the answer with it."""
@@ -160,9 +160,9 @@ class _Connection(H11Protocol):
             self.transport.write_eof()
             self._admission.meet(self)
 
-    def _tell_admission(self) -> None:
+    def _report_state(self) -> None:
         if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
-            self._admission.hear(self)
+            self._admission.end_wait(self)
         elif self.conn.trailing_data[0]:
             self._admission.meet(self)
         else:
