@@ -70,8 +70,8 @@ def test_a_known_backend_that_is_not_installed_comes_with_its_install_line(monke
         load_backend("offbeat.rollout", "vllm")
 
 
-def test_nothing_is_installed_under_a_kind_nobody_uses():
-    assert installed_backends("offbeat.nobody") == ()
+def test_nothing_is_installed_under_a_kind_that_is_not_used():
+    assert installed_backends("offbeat.unused") == ()
 
 
 KINDS = """
@@ -109,7 +109,7 @@ def test_nothing_is_needed_of_a_kind_that_asks_for_nothing(device):
 
 @pytest.mark.usefixtures("kinds")
 @pytest.mark.parametrize(("device", "devices"), [("demanding", []), ("demanding:2", [2, 3, 4, 5])])
-def test_a_device_is_told_what_is_going_to_run_on_it(device, devices):
+def test_a_device_is_given_what_is_going_to_run_on_it(device, devices):
     settings = RolloutEngineSettings(device=device, tensor_parallel=4, options={"form": "async"})
     needs = engine_needs("engine", settings, releases=["1.0", "1.1"])
     assert needs.notice == f"engine 1.0 1.1 on {devices}"

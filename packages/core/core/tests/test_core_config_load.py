@@ -22,7 +22,7 @@ class Rollout:
     ids: list[int] = setting([], "Token ids.", ge=0)
     pair: tuple[int, str] = setting((1, "a"), "A pair.")
     mode: Literal["fast", "slow"] = setting("fast", "Mode.")
-    ignore_eos: bool = setting(False, "Go on after the end.")
+    ignore_eos: bool = setting(False, "Continue after the end.")
     options: dict[str, Any] = setting({}, "Extras.")
     weights: dict[str, float] = setting({}, "Weights by name.")
 

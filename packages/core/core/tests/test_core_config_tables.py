@@ -57,10 +57,10 @@ def test_file_and_overrides_fill_them_together_and_it_loads_back_equal():
     assert "[eval.sets.a.judge]\n" in dump_config(config)
 
 
-def test_everything_wrong_in_them_is_told_at_once_with_its_place():
-    with pytest.raises(ConfigError) as told:
+def test_everything_wrong_in_them_is_reported_at_once_with_its_place():
+    with pytest.raises(ConfigError) as caught:
         parse_config(TEXT.replace("n = 4", "n = 0\npth = 1"), Root, ["--eval.sets.b.n=x", "--eval.sets.c.path=3"])
-    said = str(told.value)
+    said = str(caught.value)
     assert "the configuration:6: eval.sets.a.n: must be an integer >= 1, in samples, got the integer 0" in said
     assert "the configuration:7: eval.sets.a.pth: unknown key; did you mean path?" in said
     assert '--eval.sets.b.n: must be an integer >= 1, in samples, got the string "x"' in said
@@ -79,9 +79,9 @@ def test_everything_wrong_in_them_is_told_at_once_with_its_place():
     ],
 )
 def test_what_is_no_such_table_is_one_line(words, said):
-    with pytest.raises(ConfigError, match=said) as told:
+    with pytest.raises(ConfigError, match=said) as caught:
         parse_config(TEXT, Root, words)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_each_key_within_is_explained_under_any_name():

@@ -42,7 +42,7 @@ def test_a_digest_is_on_the_disk_when_it_is_written(tmp_path):
     with DiskRecord(tmp_path) as disk:
         write_digest(tmp_path / "file", digest_file(tmp_path / "file"))
         assert disk.unsynced() == ["file.xxh3"], (
-            "its name, which whoever gives the folder its name forces onto the disk"
+            "its name, which is synced by the function that gives the folder its name"
         )
         sync_path(tmp_path)
         assert disk.unsynced() == []

@@ -11,8 +11,8 @@ def engine_thread(**changes):
     return EngineThread("engine", **parts | changes)
 
 
-def test_whoever_asks_while_the_thread_ends_is_answered(monkeypatch):
-    """Even when the thread had every chance to end between the look at `is_closed` and the put."""
+def test_a_caller_that_asks_while_the_thread_ends_is_answered(monkeypatch):
+    """Holds even when the thread had every chance to end between the check of `is_closed` and the put."""
     the_end = threading.Event()
 
     class Hesitant(queue.SimpleQueue):

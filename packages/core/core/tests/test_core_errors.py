@@ -1,4 +1,4 @@
-"""Errors say who, how long and what to do, keep their exit code, and survive the way between processes."""
+"""Errors say which process, how long and what to do, keep their exit code, and survive the way between processes."""
 
 import inspect
 import pickle
@@ -37,7 +37,7 @@ def test_a_failed_peer_is_named_with_its_last_lines():
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_exit_codes_tell_the_user_s_mistakes_from_failed_and_stuck_runs(kind):
+def test_exit_codes_distinguish_the_user_s_mistakes_from_failed_and_stuck_runs(kind):
     expected = 2 if issubclass(kind, UserError) else 4 if issubclass(kind, DeadlineError) else 3
     assert kind.exit_code == expected
 

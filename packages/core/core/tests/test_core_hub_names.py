@@ -49,8 +49,8 @@ def test_what_is_no_path_is_answered_with_what_to_write(path, said):
     assert download_advice(path, is_dataset=True).startswith(said)
 
 
-def test_the_home_of_nobody_is_refused(monkeypatch, tmp_path):
+def test_the_home_of_an_unknown_user_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_path("~/models/a") == tmp_path / "models" / "a"
-    with pytest.raises(ConfigError, match=r"~nobody-here/a: there is no home folder of ~nobody-here here; write the"):
-        user_path("~nobody-here/a")
+    with pytest.raises(ConfigError, match=r"~no-such-user/a: there is no home folder of ~no-such-user here; write the"):
+        user_path("~no-such-user/a")

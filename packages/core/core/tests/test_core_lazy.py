@@ -34,7 +34,7 @@ def test_a_module_is_imported_with_the_first_name_of_it(package):
         _ = package.four
 
 
-def test_an_error_in_a_module_is_not_told_as_a_name_that_is_missing(package):
+def test_an_error_in_a_module_is_not_reported_as_a_missing_name(package):
     with pytest.raises(ImportError, match=r"three of lazy_package cannot be loaded: .*no_such_thing"):
         _ = package.three
 

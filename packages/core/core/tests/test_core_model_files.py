@@ -38,9 +38,9 @@ def test_a_header_says_where_each_tensor_lies():
     )
     assert len(header) % 64 == 0
     assert int.from_bytes(header[:8], "little") == len(header) - 8
-    told = json.loads(header[8:])
-    assert told.pop("__metadata__") == {"format": "pt"}
-    assert told == {
+    found = json.loads(header[8:])
+    assert found.pop("__metadata__") == {"format": "pt"}
+    assert found == {
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
         "b": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]},
         "c": {"dtype": "U8", "shape": [0], "data_offsets": [34, 34]},
@@ -48,8 +48,8 @@ def test_a_header_says_where_each_tensor_lies():
 
 
 def test_an_index_says_which_file_holds_what_and_how_much_there_is():
-    told = tensor_file_index({ONE: [TensorSpec("a", "float32", (2,))], OTHER: [TensorSpec("b", "bfloat16", (5,))]})
-    assert json.loads(told) == {"metadata": {"total_size": 18}, "weight_map": {"a": ONE, "b": OTHER}}
+    index = tensor_file_index({ONE: [TensorSpec("a", "float32", (2,))], OTHER: [TensorSpec("b", "bfloat16", (5,))]})
+    assert json.loads(index) == {"metadata": {"total_size": 18}, "weight_map": {"a": ONE, "b": OTHER}}
 
 
 def test_the_library_reads_what_begins_so(tmp_path):

@@ -25,7 +25,7 @@ def test_words_of_any_language_stay(text: str) -> None:
     assert printable(text) == text
 
 
-def test_a_line_end_of_windows_is_one_and_a_lone_return_is_told() -> None:
+def test_a_line_end_of_windows_is_one_and_a_lone_return_is_reported() -> None:
     assert printable("one\r\ntwo\rthree") == "one\ntwo\\rthree"
 
 

@@ -87,7 +87,7 @@ VOCAB_SIZE, MAX_MODEL_LEN = 50, 20
         ({"stop": ("",)}, "not empty"),
     ],
 )
-def test_sampling_that_nobody_meant_is_refused(params, text):
+def test_unintended_sampling_is_refused(params, text):
     bad = GenerateRequest(request_id="r", prompt_ids=np.array([1], np.int32), params=SamplingParams(**params))
     with pytest.raises(ConfigError, match=text):
         bad.check(VOCAB_SIZE, MAX_MODEL_LEN)

@@ -1,4 +1,4 @@
-"""What every training engine does with an update: the same values reach the same tokens, and all ranks hear of all."""
+"""Updates of every training engine: the same values reach the same tokens, and all ranks get the results of all."""
 
 import dataclasses
 
@@ -170,16 +170,16 @@ def test_a_learning_rate_rises_to_its_peak_and_falls_to_its_end(settings, rates)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps above warmup_steps: got 5 and 5"),
         ({"lora_alpha": 8.0}, "lora_alpha has no effect while lora_rank is 0"),
     ],
 )
-def test_a_schedule_that_ends_with_its_warm_up_and_a_scale_of_no_adapters_are_refused(settings, told):
+def test_a_schedule_that_ends_with_its_warm_up_and_a_scale_of_no_adapters_are_refused(settings, message):
     check_schedule(train_config(schedule="linear", warmup_steps=5, total_steps=6, lora_rank=4, lora_alpha=8.0))
     check_schedule(train_config(warmup_steps=5))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_schedule(train_config(**settings))
 
 

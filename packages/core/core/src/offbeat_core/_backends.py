@@ -137,9 +137,9 @@ def defer_device_backends() -> None:
     """Let a plugin of torch for a kind of device be imported when that device is opened, and not before.
 
     torch imports installed plugins by itself, and transformers those it knows; where a plugin's driver is missing, both
-    imports fail, and with them whatever does not need the device. So torch is told not to, and until `restore_module`
-    the plugins look as if they were not installed. Every process of a command calls this before it imports torch. Where
-    the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, nothing is done.
+    imports fail, also where the device is not needed. So torch's import of plugins is disabled, and until
+    `restore_module` the plugins look as if they were not installed. Every process of a command calls this before it
+    imports torch. Where the user has set TORCH_DEVICE_BACKEND_AUTOLOAD, nothing is done.
     """
     if os.environ.setdefault(AUTOLOAD, "0") == "0":
         for point in entry_points(group="torch.backends"):
@@ -176,7 +176,7 @@ def engine_needs(library: str, settings: RolloutEngineSettings, *, releases: Col
     Args:
         library: such as "vllm".
         settings: `device` such as "cuda:0", `tensor_parallel` devices from there on, `options` of the user.
-        releases: of the library, such as "0.32", one of which is going to be used.
+        releases: releases of the library, such as "0.32"; one of them is going to be used.
 
     Raises:
         ConfigError: an option that cannot be on this kind of device.

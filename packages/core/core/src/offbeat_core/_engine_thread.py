@@ -11,7 +11,7 @@ from offbeat_core._errors import OffbeatError
 
 
 def new_future() -> "Future[Any]":
-    """Make a future that cannot be cancelled: the thread will set it, whoever still listens."""
+    """Make a future that cannot be cancelled: the thread will set it, even if no caller waits any more."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -21,7 +21,7 @@ def settle(future: "Future[Any]", function: Callable[[], Any]) -> None:
     """Give a future what `function` returns or raises."""
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - handed to whoever asked, whatever it is
+    except BaseException as error:  # noqa: BLE001 - passed to the caller, whatever it is
         future.set_exception(error)
 
 
@@ -88,7 +88,7 @@ class EngineThread:
         with self._context():
             try:
                 self._build()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever made the engine
+            except BaseException as error:  # noqa: BLE001 - passed to the caller that made the engine
                 self._refuse_jobs()
                 self._ready.set_exception(error)
                 return

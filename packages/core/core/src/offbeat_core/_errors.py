@@ -64,11 +64,11 @@ class ShapeError(OffbeatError):
 
 
 class DeadlineError(OffbeatError):
-    """A wait passed its deadline. The text names who waited, for whom, and how long.
+    """A wait that passed its deadline. The text says what waited, what it waited for, and how long.
 
     Args:
         waiting: name of the wait, such as "trainer.train".
-        on: who should have come.
+        on: the process or thing that was waited for.
         deadline_s: seconds allowed.
         advice: what to change.
     """
@@ -85,7 +85,7 @@ class DeadlineError(OffbeatError):
 
 
 class PeerFailedError(OffbeatError):
-    """Another process of the run failed or died, so this one cannot go on.
+    """Another process of the run failed or died, so this one cannot continue.
 
     Args:
         peer: its role and index, such as "rollout-0".
@@ -158,7 +158,7 @@ class MismatchError(OffbeatError):
     Args:
         what: the thing that differs, such as "number of micro-batches".
         group: the group, such as "dp of ranks 0, 1".
-        values: who has what: for each value, as text, the global ranks that have it.
+        values: the global ranks that have each value, by the value as text.
     """
 
     def __init__(self, what: str, group: str, values: dict[str, tuple[int, ...]]) -> None:

@@ -90,7 +90,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def stage_folder(path: Path) -> Path:
-    """Make an empty folder beside `path`, for whoever writes it in parts and then calls `publish_folder`.
+    """Make an empty folder beside `path`, for a caller that writes it in parts and then calls `publish_folder`.
 
     What a killed process has left of the same name is cleared away before.
     """

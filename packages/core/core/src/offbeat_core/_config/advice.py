@@ -104,7 +104,7 @@ _QUOTES: Final = "“”‘’„«»`"
 
 
 def syntax_advice(line: str, column: int, reason: str) -> str:
-    """Say what TOML wants instead of what stands in a line, to go below it; empty where that is not plain.
+    """Say what TOML expects instead of the text of a line, to be printed below it; empty where that is unclear.
 
     Args:
         line: that the parser stumbled over.

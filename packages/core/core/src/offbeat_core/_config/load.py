@@ -110,7 +110,7 @@ def _key_lines(text: str) -> dict[tuple[str, ...], int]:
         try:
             parsed = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:
-            continue  # an array or a string that goes on over the next line
+            continue  # an array or a string that continues on the next line
         if statement.lstrip().startswith("["):
             header = _only_path(parsed)
             lines.setdefault(header, start)

@@ -38,7 +38,7 @@ class Key:
 
     @property
     def required(self) -> str:
-        """Return what a value must be, in words: type, bounds, unit."""
+        """Describe what a value must be: type, bounds, unit."""
         required = type_words(self.annotation)
         bounds = bound_words(self.setting)
         unit = f", in {self.setting.unit}" if self.setting.unit else ""

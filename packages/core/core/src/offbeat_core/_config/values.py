@@ -34,7 +34,7 @@ _REFERENCE = re.compile(
 
 
 class ValueProblemError(Exception):
-    """A value does not fit: `got` is what there was, in words; the text is all there is to say where `got` is empty."""
+    """A value that does not fit: `got` describes it; where `got` is empty, the text is the whole message."""
 
     def __init__(self, text: str = "", *, got: str = "") -> None:
         super().__init__(text or f"got {got}")

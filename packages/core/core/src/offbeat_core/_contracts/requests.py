@@ -94,7 +94,7 @@ class SamplingParams:
         return int.from_bytes(os.urandom(6), "little") if self.seed is None else self.seed
 
     def check(self) -> None:
-        """Refuse what would sample something nobody meant.
+        """Refuse parameters that would sample something unintended.
 
         Raises:
             ConfigError: a parameter is out of bounds.

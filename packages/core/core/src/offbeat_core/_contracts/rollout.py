@@ -94,7 +94,7 @@ class RolloutEngine(Protocol):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return `request.num_samples` completions, in order.
 
-        While the engine is paused with `keep` the call waits and then goes on under the new weights; with `abort`
+        While the engine is paused with `keep` the call waits and then continues under the new weights; with `abort`
         it returns what it has, marked `aborted`.
         """
 
@@ -130,14 +130,14 @@ class RolloutEngine(Protocol):
     async def sleep(self, level: int) -> None:
         """Give memory back: level 1 the KV cache, level 2 the weights too, which `update_weights` must bring anew.
 
-        Samples held by `pause("keep")` stay in flight, and go on with their tokens after `wake` and `resume`; where the
-        weights have not come by then they end as aborted, and nothing is sampled.
+        Samples held by `pause("keep")` stay in flight, and continue with their tokens after `wake` and `resume`; if
+        the weights have not arrived by then, they end as aborted and nothing is sampled.
         """
 
     async def wake(self, tags: tuple[str, ...] = ()) -> None:
         """Take memory again after `sleep`: tags `weights`, `kv_cache`, or none for both.
 
-        `weights` alone lets an update in while the memory of the cache is still somebody else's.
+        `weights` alone allows an update while the memory of the cache is still used by another process.
         """
 
     async def health(self) -> EngineHealth:
@@ -179,7 +179,7 @@ OnToken = Callable[[int, int, float], None]
 
 @runtime_checkable
 class StreamingEngine(RolloutEngine, Protocol):
-    """A rollout engine that tells of each token when it is sampled."""
+    """A rollout engine that reports each token when it is sampled."""
 
     async def stream(self, request: GenerateRequest, notify: OnToken) -> list[Completion]:
         """Do what `generate` does, and call `notify` in the event loop for each token before the completions return."""
@@ -264,7 +264,7 @@ class CacheNeeds:
     """Facts about a model and a device from which a rollout backend says what its cache will take there.
 
     Args:
-        device_bytes: memory of the device; 0 where nobody knows.
+        device_bytes: memory of the device; 0 if unknown.
         weight_bytes: of the weights on it.
         token_bytes: keys and values of one token on it.
         shares_device: see `RolloutEngineConfig.shares_device`.
@@ -284,7 +284,7 @@ class CacheBudget:
     a plan asks. Of a backend without it the plan says that all running samples may grow to their longest.
 
     Args:
-        cache_bytes: set aside for keys and values; 0 where it depends on a device that nobody knows.
+        cache_bytes: set aside for keys and values; 0 if it depends on a device whose memory is unknown.
         limit_bytes: for weights and cache together; 0: all of the device.
         advice: what to change where weights and one sample of `max_model_len` do not fit.
     """

@@ -21,7 +21,7 @@ class SessionPlan:
         max_calls: samples of the session at most; more are refused.
         row: what the agent has to do, for one that asks for a session over HTTP.
         is_offered: give it to an agent that asks.
-        may_post_reward: whoever has the second key of the session may end it with a reward.
+        may_post_reward: a client that has the second key of the session may end it with a reward.
     """
 
     params: SamplingParams
@@ -39,7 +39,7 @@ class RecordedSession:
     Args:
         trajectories: in the order of their first calls; each sampled token is in the loss of one of them.
         answer: what the model said last, without control tokens.
-        ended_by: `call`, `reward` (both by the agent), `deadline`, or `taken`: whoever opened it.
+        ended_by: `call`, `reward` (both by the agent), `deadline`, or `taken` (by the caller that opened it).
         reward: that the agent has posted.
         reward_parts: by name, as the agent has posted them.
         num_calls: samples asked for.

@@ -130,12 +130,12 @@ class TrainEngine(Protocol):
     def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Any:
         """Iterate (Hugging Face name, tensor) in one fixed order.
 
-        On several ranks each step gathers a whole tensor, so every rank iterates to the end, whoever needs them.
+        On several ranks each step gathers a whole tensor, so every rank iterates to the end, whichever ranks need them.
 
         Args:
             dtype: format in which floating-point tensors are wanted, such as "bfloat16"; None: the engine's own. A rank
                 rounds its part before it is gathered, so that fewer bytes travel. What is not gathered may come in the
-                engine's own format: whoever wants another converts it. `float32_weights` are never rounded.
+                engine's own format, and the caller converts it. `float32_weights` are never rounded.
             part: of a policy with LoRA; without, "merged" and "base" are the same, and "adapter" is nothing.
         """
 
@@ -157,7 +157,7 @@ class TrainEngine(Protocol):
 
 @runtime_checkable
 class SleepingTrainEngine(TrainEngine, Protocol):
-    """A training engine that can lend its device to rollout engines between updates. Every rank is told alike."""
+    """A training engine that can lend its device to rollout engines between updates. All ranks get the same calls."""
 
     def sleep(self, level: int) -> None:
         """Give memory back: level 1 all but the weights, which can still be handed out; level 2 the weights too.
@@ -186,7 +186,7 @@ class TrainLayout:
         weight_bytes: of one weight that the model computes with.
         gradient_bytes: of one gradient that is kept until the step.
         optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
-        kernels: what computes on the device, in words, where the backend has a choice.
+        kernels: description of what computes on the device, where the backend has a choice.
         max_sequence_tokens: longest sequence for which the backend computes what the model's family computes; 0 for
             any. (A backend may find out about a shorter one when it loads the weights.)
         max_sequence_reason: what changes beyond it, and the key of the model's config.json that says so.
@@ -326,7 +326,7 @@ def check_schedule(config: TrainEngineConfig, *, length_keys: Sequence[str] = ()
     Args:
         config: of the engine.
         length_keys: an application's settings that say how many steps a run makes, such as "engine.max_updates"; its
-            other settings of the engine are those of section `engine`. Empty: nobody but the engine is told of.
+            other settings of the engine are those of section `engine`. Empty: errors name only the engine's.
 
     Raises:
         ConfigError: with the setting to change.
@@ -484,7 +484,7 @@ def _pack(results: Sequence[Metrics], failure: Exception | None) -> tuple[dict[s
     """Metrics as plain data, or why there are none; raises nothing: other ranks wait for either."""
     try:
         merged = merge_metrics(results)
-    except Exception as error:  # noqa: BLE001  two micro-batches add up one name in two ways: told to all ranks
+    except Exception as error:  # noqa: BLE001  two micro-batches add up one name in two ways: sent to all ranks
         return {}, failure or error
     return {name: [metric.value, metric.weight, metric.how] for name, metric in merged.items()}, failure
 

@@ -149,7 +149,7 @@ class Trajectory:
 
     Args:
         turns: what the model said, exactly as the engine returned it; at least one.
-        replies: what it was told after each turn but the last.
+        replies: what it was given to read after each turn but the last.
         ended: `done`: by the environment or, with one turn, by the model; `cut_off`: its last turn was too long;
             `max_turns`, `max_tokens`: it had no more turns or tokens left.
         prompt_ids: [P] int32, what was read before the first turn where that is not the prompt of its group: an agent
@@ -223,7 +223,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The model's words, and between them what it was told, for people."""
+        """The model's output and, between its turns, the replies it was given, for people to read."""
         texts = [turn.text for turn in self.turns]
         return texts[0] + "".join(reply.text + text for reply, text in zip(self.replies, texts[1:], strict=True))
 

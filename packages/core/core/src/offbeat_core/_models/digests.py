@@ -1,7 +1,7 @@
 """Digests of files: made while a file is written, kept beside it, and compared when the file is read.
 
 Source: XXH3 with 64 bits, https://xxhash.com. It is about as fast as memory, and finds bytes that a disk, a cable or a
-copy has changed; it does not find those that somebody has changed on purpose.
+copy has changed; it does not detect deliberate changes.
 """
 
 import hashlib

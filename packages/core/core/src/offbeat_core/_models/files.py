@@ -121,7 +121,7 @@ def _refuse_pointer(path: Path, begin: bytes) -> None:
 
 
 def list_model_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights: those of the index, which nobody asks beside model.safetensors.
+    """Return the files that hold the weights: those of the index, which is not read when there is a model.safetensors.
 
     Raises:
         ModelError: one is missing.
