@@ -121,7 +121,7 @@ class Device(Protocol):
         autocast_dtypes: formats that torch.autocast computes in on it.
         packed_attention: the kernel family that suits packed sequences here: "split" (flash calls joined by their
             log-sum-exps), "varlen" (variable-length flash attention), or "rows" (padded rows with a mask).
-        shapes_masks: whether `masked_attention` answers, so that a plan can tell it before there are tokens.
+        shapes_masks: whether `masked_attention` answers, so that a plan can show it before there are tokens.
     """
 
     kind: ClassVar[str]
@@ -147,7 +147,7 @@ class Device(Protocol):
         """Start the peak anew, where the platform can."""
 
     def release_unused(self) -> None:
-        """Give memory that is free, and only held to be used again, to whoever else wants it."""
+        """Release memory that is free and only cached for reuse, so that other processes can use it."""
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy what a tensor holds once the work queued before is done.
@@ -192,7 +192,7 @@ def open_device(name: str = "auto", own: Device | None = None) -> Device:
 
     Args:
         name: "auto", a kind such as "cpu", or a kind with an index such as "cuda:0"; a kind alone means index 0.
-        own: the device of this process's mesh, where it has one: the name may then only say of which kind it is.
+        own: the device of this process's mesh, where it has one: the name may then only give its kind.
 
     Raises:
         ConfigError: the kind is unknown, or it or the index is not here; the text names the devices that are. Or the
@@ -232,7 +232,7 @@ def rank_device(name: str, rank: int, num_ranks: int, *, setting: str = "device"
             f"{setting} = {name} is one device for {num_ranks} ranks: name the kind alone ({device.kind}), so that "
             "each rank takes one of its own"
         )
-    if num_ranks == 1 or device.torch_device.index is None:  # a device without a number is there for everybody
+    if num_ranks == 1 or device.torch_device.index is None:  # a device without a number is shared by all ranks
         return name
     num_devices = available_devices()[device.kind]
     if num_devices < num_ranks:

@@ -64,9 +64,9 @@ class MemoryOffloader:
 
         Args:
             tag: of the part.
-            own: tensors whose memory nobody else shares. Memory that cannot be emptied, because it is that of a file or
+            own: tensors whose memory is not shared. Memory that cannot be emptied, because it is that of a file or
                 has been shown to numpy, is exchanged for some that can.
-            shared: tensors whose memory others hold on to, such as FSDP to its shards.
+            shared: tensors whose memory is also held by others, such as FSDP's shards.
             drop: tensors whose memory comes back with any values, such as cleared gradients.
 
         Raises:

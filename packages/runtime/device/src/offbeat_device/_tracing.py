@@ -47,14 +47,14 @@ class TraceFiles:
         if num_bytes > self._left_bytes:
             for path in written:
                 path.unlink()
-            self._tell_left_out(step, num_bytes)
+            self._log_left_out(step, num_bytes)
             return
         for rank, path in enumerate(written):
             of_rank = f".rank{rank}" * (rank > 0)
             path.replace(self._folder / f"{self._plan.role}-{step}{of_rank}.json")
         self._left_bytes -= num_bytes
 
-    def _tell_left_out(self, step: int, num_bytes: int) -> None:
+    def _log_left_out(self, step: int, num_bytes: int) -> None:
         left = f"{max(self._left_bytes, 0)} of {self._plan.max_bytes} (profile.max_bytes)"
         self.left_out = (
             f"the trace of step {step} has {num_bytes} bytes, and {left} are left: it is not kept, and nothing "
