@@ -168,7 +168,7 @@ def test_a_large_node_that_is_taken_does_not_forbid_two_free_ones_of_half_its_si
 
 @st.composite
 def clusters_with_lacks(draw):
-    """Nodes of which some lack CPUs or memory, or both."""
+    """Draw nodes, some of which lack CPUs or memory, or both."""
     return [
         Node(
             name=f"n{number}",

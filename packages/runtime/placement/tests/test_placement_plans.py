@@ -296,8 +296,8 @@ def test_groups_that_contradict_themselves_are_refused():
     nodes = grid_nodes(1, 8)
     with pytest.raises(ConfigError, match="every group needs a role of its own"):
         plan_placement(nodes, [trainer(1), trainer(2)])
-    with pytest.raises(ConfigError, match="shares devices with 'nobody'"):
-        plan_placement(nodes, [rollout(1, 1, shares_devices_with="nobody")])
+    with pytest.raises(ConfigError, match="shares devices with 'absent'"):
+        plan_placement(nodes, [rollout(1, 1, shares_devices_with="absent")])
     with pytest.raises(ConfigError, match="accelerators of one kind"):
         plan_placement(nodes, [trainer(1, accelerator=""), rollout(1, 1, shares_devices_with="trainer")])
     with pytest.raises(ConfigError, match=r"rollout\.num_replicas must be at least 1"):
@@ -315,7 +315,7 @@ def test_five_hundred_and_twelve_nodes_are_planned_whole():
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", "GPU"), ("xpu:3", "XPU"), ("auto", "GPU"), ("cpu", "GPU")])
-def test_the_recipe_tells_the_kind_of_accelerator_where_nobody_says_it(device, kind):
+def test_the_recipe_gives_the_kind_of_accelerator_where_the_nodes_do_not(device, kind):
     view = ClusterView.named("2x4", [device])
     assert [dict(node.free) for node in view.nodes] == [{kind: (0, 1, 2, 3)}] * 2
     assert view.kind(device) == ("" if device == "cpu" else kind)

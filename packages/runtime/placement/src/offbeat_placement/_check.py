@@ -50,11 +50,11 @@ def verify_placed(
 
 
 def broken_promises(plan: Plan, nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Iterator[str]:
-    """Every promise that a plan breaks, in words."""
+    """Describe every promise that a plan breaks."""
     by_name = {node.name: node for node in sort_nodes(nodes)}
-    strangers = sorted({rank.node for rank in plan.ranks} - by_name.keys(), key=node_order)
-    if strangers:
-        yield f"no such node: {', '.join(strangers)}"
+    missing = sorted({rank.node for rank in plan.ranks} - by_name.keys(), key=node_order)
+    if missing:
+        yield f"no such node: {', '.join(missing)}"
         return
     for group in groups:
         own = sorted((rank for rank in plan.ranks if rank.role == group.role), key=lambda rank: rank.rank)

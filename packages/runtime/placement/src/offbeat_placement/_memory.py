@@ -1,6 +1,6 @@
 """Memory of one device, estimated from the model's sizes: what a trainer rank and a rollout rank hold.
 
-Estimates leave out what nobody can know beforehand: fragmentation, the runtime's own few hundred megabytes, workspaces.
+Estimates leave out what cannot be known beforehand: fragmentation, the runtime's own few hundred megabytes, workspaces.
 """
 
 from collections.abc import Mapping
@@ -155,7 +155,7 @@ class RolloutMemory:
         max_model_len: tokens of the longest.
         sync_bytes: buffers of a weight sync.
         cache_bytes: what the engine sets aside for its cache, in which samples wait for room; 0 where that depends on
-            a device that nobody knows; None: all running samples may grow to their longest.
+            a device whose memory is unknown; None: all running samples may grow to their longest.
     """
 
     weight_bytes: int = 2

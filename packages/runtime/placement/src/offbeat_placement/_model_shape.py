@@ -105,7 +105,7 @@ class ModelShape:
 
 
 _MOST_OF: Final = defaultdict(lambda: 2**40, num_hidden_layers=100_000)
-"""Sizes of a model beyond which its config.json is taken for broken."""
+"""Sizes of a model beyond which its config.json is considered broken."""
 
 
 def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> ModelShape:

@@ -1,7 +1,7 @@
 """Packs units into nodes: how many of each type every node takes.
 
 Three steps, each exact in what it says: a few simple orders of filling, such as the widest first, find most packings;
-weights prove most of the others impossible; what is left is searched. With widths of which each divides the next
+weights prove most of the others impossible; what is left is searched. With widths that each divide the next
 (1, 2, 4, 8) and CPUs to spare the second step refuses whatever the first does not find, so no search is needed: a unit
 of width w takes the same room from all smaller ones wherever it lies.
 Source: E. G. Coffman, M. R. Garey, D. S. Johnson, Bin packing with divisible item sizes, J. Complexity 3 (1987).
@@ -254,13 +254,13 @@ def _simple_weights(types: Sequence[UnitType]) -> list[Counts]:
 def cannot_hold(classes: Sequence[NodeClass], wanted: Counts, weights: Counts) -> bool:
     """Return whether the weights prove that the nodes cannot hold what is wanted.
 
-    No node holds more worth than the best of its patterns.
+    No node holds more weight than the heaviest of its patterns.
     """
-    most = sum(len(each.nodes) * max(_worth(pattern, weights) for pattern in each.patterns) for each in classes)
-    return most < _worth(wanted, weights)
+    most = sum(len(each.nodes) * max(_weight(pattern, weights) for pattern in each.patterns) for each in classes)
+    return most < _weight(wanted, weights)
 
 
-def _worth(counts: Counts, weights: Counts) -> int:
+def _weight(counts: Counts, weights: Counts) -> int:
     return sum(count * weight for count, weight in zip(counts, weights, strict=True))
 
 
@@ -286,18 +286,18 @@ class _Search:
         self.amounts = [0] * len(self.columns)
         self.steps_left = SEARCH_STEPS
         self._failed: set[tuple[int, int, Counts]] = set()
-        self._bounds = [(each, self._most_worth(each)) for each in weights]
+        self._bounds = [(each, self._most_weight(each)) for each in weights]
 
     def run(self, wanted: Counts) -> bool:
         """Return whether a packing was found: `amounts` nodes of each column."""
         return self._place(0, 0, wanted)
 
-    def _most_worth(self, weights: Counts) -> list[tuple[int, int]]:
-        """For each column the most worth of a node of its class from this column on, and of all classes after it."""
+    def _most_weight(self, weights: Counts) -> list[tuple[int, int]]:
+        """Return for each column the largest weight of a node of its class from it on, and of all later classes."""
         found: list[tuple[int, int]] = []
         best = later = 0
         for column in reversed(self.columns):
-            best = max(best, _worth(column.pattern, weights))
+            best = max(best, _weight(column.pattern, weights))
             found.append((best, later))
             if column.is_first:
                 later += best * len(column.node_class.nodes)
@@ -306,7 +306,7 @@ class _Search:
 
     def _is_hopeless(self, index: int, nodes_left: int, wanted: Counts) -> bool:
         return any(
-            _worth(wanted, weights) > nodes_left * most[index][0] + most[index][1] for weights, most in self._bounds
+            _weight(wanted, weights) > nodes_left * most[index][0] + most[index][1] for weights, most in self._bounds
         )
 
     def _place(self, index: int, nodes_left: int, wanted: Counts) -> bool:

@@ -86,7 +86,7 @@ class Placement:
         return all(rank.device is None for rank in self.plan.ranks if rank.role == role)
 
     def accelerator_bytes(self, role: str) -> int:
-        """Memory of the smallest accelerator that a role uses; 0 when nobody knows."""
+        """Memory of the smallest accelerator that a role uses; 0 if unknown."""
         names = {rank.node for rank in self.plan.ranks if rank.role == role and rank.device is not None}
         return min((node.accelerator_memory_bytes for node in self.nodes if node.name in names), default=0)
 

@@ -48,7 +48,7 @@ class PlacedDriver:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Places of all ranks and drivers. Made by `plan_placement`; whoever places it asks `verify_placed` afterwards.
+    """Places of all ranks and drivers. Made by `plan_placement`; code that places it calls `verify_placed` afterwards.
 
     Args:
         ranks: of all groups, in the order of groups, then of rank.
@@ -148,7 +148,7 @@ def process_of(rank: PlacedRank, group: RankGroup) -> RoleName:
 
 
 def _pieces(plan: Plan, by_role: Mapping[str, RankGroup]) -> Iterator[list[PlacedRank]]:
-    """Ranks that must be reserved together: of one replica, or of a mesh, on one node; and who shares their devices."""
+    """Ranks that must be reserved together: of one replica, or of a mesh, on one node; and roles that share devices."""
     piece_of: dict[object, list[PlacedRank]] = {}
     for rank in plan.ranks:
         keys = _keys(rank, by_role[rank.role])
@@ -196,7 +196,7 @@ def draw_plan(plan: Plan, nodes: Sequence[Node], groups: Sequence[RankGroup], *,
 
     Each rank has a cell: the letter of its role and its number; for replicas of several ranks, replica and rank within
     it, as in R3.1. Roles that share a device stand below each other. "." is a free device, "x" a taken one. Of a
-    row of nodes that look alike the first and the last are drawn: ranks go on in order between them.
+    row of nodes that look alike the first and the last are drawn: ranks continue in order between them.
 
     Args:
         plan: to draw.

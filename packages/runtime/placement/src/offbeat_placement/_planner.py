@@ -235,7 +235,7 @@ class _NodeResources(NamedTuple):
     """Accelerators of other kinds: kind, free, in all."""
 
     def is_at_least(self, other: "_NodeResources") -> bool:
-        """Return whether everything that fits beside the other fits here; false where only trying tells."""
+        """Return whether everything that fits beside the other fits here; false where only a try can show it."""
         enough = self.num_cpus >= other.num_cpus and self.memory_bytes >= other.memory_bytes
         return enough and self.others == other.others
 
@@ -276,11 +276,11 @@ def _classes(nodes: Sequence[Node], groups: Sequence[RankGroup], kind: str) -> l
     """Nodes alike, the best first."""
     found: dict[_NodeResources, list[Node]] = defaultdict(list)
     for node in nodes:
-        found[_worth(node, groups, kind)].append(node)
+        found[_node_resources(node, groups, kind)].append(node)
     return sorted(found.items(), key=lambda each: each[0], reverse=True)
 
 
-def _worth(node: Node, groups: Sequence[RankGroup], kind: str) -> _NodeResources:
+def _node_resources(node: Node, groups: Sequence[RankGroup], kind: str) -> _NodeResources:
     num_ranks = [min(g.num_ranks, node.num_free(g.accelerator)) if g.accelerator else g.num_ranks for g in groups]
     cpus = sum(number * group.cpus_per_rank for number, group in zip(num_ranks, groups, strict=True))
     memory_bytes = sum(number * group.memory_bytes_per_rank for number, group in zip(num_ranks, groups, strict=True))
@@ -299,10 +299,10 @@ def _parts(classes: Sequence[tuple[_NodeResources, list[Node]]], num_nodes: int)
         return
     if sum(len(nodes) for _, nodes in classes) < num_nodes:
         return
-    worth, nodes = classes[0]
+    resources, nodes = classes[0]
     for number in range(min(num_nodes, len(nodes)), -1, -1):
         later = classes[1:]
         if number < len(nodes):  # some are left over, so none that is worse may be taken
-            later = [each for each in later if not worth.is_at_least(each[0])]
+            later = [each for each in later if not resources.is_at_least(each[0])]
         for rest in _parts(later, num_nodes - number):
             yield [*nodes[:number], *rest]

@@ -48,9 +48,9 @@ class Node:
         address: where its processes are reached.
         free: free accelerators: device indices by kind, such as {"GPU": (0, 1, 2, 3)}.
         total: accelerators by kind, the taken ones too; a kind that is left out has only free ones.
-        num_cpus: free CPUs; infinity when nobody knows.
-        memory_bytes: free main memory; infinity when nobody knows.
-        accelerator_memory_bytes: of one accelerator; 0 when nobody knows.
+        num_cpus: free CPUs; infinity if unknown.
+        memory_bytes: free main memory; infinity if unknown.
+        accelerator_memory_bytes: of one accelerator; 0 if unknown.
     """
 
     name: str
@@ -193,7 +193,7 @@ class ClusterView:
         nodes: and what is free on them.
         reserves: CPUs and devices are reserved for each role, and kinds of accelerator are called as the cluster calls
             them. Without that, as on one machine without Ray, roles share the CPUs, kinds are called as the device seam
-            calls them, and a role that is to take one device by its number shares it with whoever does the same.
+            calls them, and a role that is to take one device by its number shares it with other roles that do.
     """
 
     nodes: tuple[Node, ...]
@@ -205,7 +205,7 @@ class ClusterView:
 
         Args:
             words: "4x8", or a file of nodes.
-            devices: settings of the recipe, which tell the kind of accelerator where the words do not.
+            devices: settings of the recipe, which give the kind of accelerator where the words do not.
 
         Raises:
             ConfigError: the words or the file are wrong.
@@ -316,7 +316,7 @@ class RankGroup:
 
     @property
     def width_text(self) -> str:
-        """Devices of one replica in words: "4 GPU on one node", "2 stages of 4 GPU"."""
+        """Devices of one replica as text: "4 GPU on one node", "2 stages of 4 GPU"."""
         text = f"{self.tensor_parallel} {self.accelerator or 'rank'}"
         if self.pipeline_parallel > 1:
             text = f"{self.pipeline_parallel} stages of {text}"

@@ -42,7 +42,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Text for people."""
         if self.field == "nodes":
             number = self.after - self.before
             return f"{number} more node{'s' * (number > 1)} with {self.key} free"
@@ -326,7 +326,7 @@ def _totals_text(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> str:
 
 
 def _short_of(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> list[str]:
-    """Return texts about CPUs and memory of which all ranks together want more than all nodes have free."""
+    """Return texts about CPUs and memory where all ranks together need more than all nodes have free."""
     cpus = sum(group.num_ranks * group.cpus_per_rank for group in groups)
     free_cpus = sum(node.num_cpus for node in nodes)
     memory = sum(group.num_ranks * group.memory_bytes_per_rank for group in groups)
