@@ -70,7 +70,7 @@ class RankTeam:
             os.close(port_reader)
             port_writers.append(port_writer)
             self.pids[rank], readers[rank] = pid, reader
-        # Opened after the forks: a child forked beside the server's thread may inherit a lock that nobody releases.
+        # Opened after the forks: a child forked beside the server's thread may inherit a lock that is never released.
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
         for port_writer in port_writers:
             os.write(port_writer, f"{server.port}\n".encode())
@@ -112,7 +112,7 @@ def _run_rank(rank: int, size: int, port_reader: int, body: Callable[[int, int, 
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
         try:
             said: dict[str, Any] = {"value": body(rank, size, store)}
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - reported to the test
             said = {"error": type(error).__name__, "text": str(error)}
             if os.environ.get("SHOW_RANKS"):
                 traceback.print_exc()
@@ -136,7 +136,7 @@ def run_ranks() -> Iterator[Callable[[int, Callable[[int, int, Store], Any]], li
 def run_group(
     run_ranks: Callable[[int, Callable[[int, int, Store], Any]], list[Ended]],
 ) -> Callable[[int, Callable[[int, Group, Store], Any]], list[Ended]]:
-    """As `run_ranks`, over one group of all ranks of a world: `run_group(2, body)`, with `body(rank, group, store)`."""
+    """Do `run_ranks` over one group of all ranks of a world: `run_group(2, body)`, with `body(rank, group, store)`."""
 
     def run(num_ranks: int, body: Callable[[int, Group, Store], Any]) -> list[Ended]:
         def join(rank: int, size: int, store: Store) -> Any:

@@ -1,4 +1,4 @@
-"""Meshes and groups over what somebody else has made: torch's DeviceMesh, Megatron, a plain process group."""
+"""Meshes and groups over process groups of other code: torch's DeviceMesh, Megatron, a plain process group."""
 
 from types import SimpleNamespace
 

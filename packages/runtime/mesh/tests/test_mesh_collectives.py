@@ -52,7 +52,7 @@ def same(tensor, expected):
     np.testing.assert_array_equal(as_numpy(tensor), np.asarray(expected))
 
 
-def everybody(group, shape, dtype=torch.float32):
+def all_members(group, shape, dtype=torch.float32):
     return np.stack([as_numpy(of_member(index, shape, dtype)) for index in range(group.size)])
 
 
@@ -65,7 +65,7 @@ def test_movers_match_numpy_for_every_dtype_and_shape(mesh):
     last = group.size - 1
     for dtype in MOVABLE:
         for shape in SHAPES if dtype in (torch.float32, torch.int16) else [(3, 2)]:
-            rows = everybody(group, shape, dtype)
+            rows = all_members(group, shape, dtype)
             own = of_member(group.rank, shape, dtype)
             same(group.all_gather(own), rows)
             gathered = group.gather(own, destination=last)
@@ -110,11 +110,11 @@ def test_strided_tensors_are_read_and_written_in_place(mesh):
     window = base[1:3, ::2].t()
     window.copy_(of_member(group.rank, (3, 2)))
     group.all_reduce(window)
-    same(base[1:3, ::2].t(), everybody(group, (3, 2)).sum(0))
+    same(base[1:3, ::2].t(), all_members(group, (3, 2)).sum(0))
     assert base[0].sum() == base[3].sum() == base[:, 1::2].sum() == 0
     group.broadcast(window.copy_(of_member(group.rank, (3, 2))), source=1)
-    same(base[1:3, ::2].t(), everybody(group, (3, 2))[1])
-    same(group.all_gather(of_member(group.rank, (2, 3)).t()), everybody(group, (2, 3)).transpose(0, 2, 1))
+    same(base[1:3, ::2].t(), all_members(group, (3, 2))[1])
+    same(group.all_gather(of_member(group.rank, (2, 3)).t()), all_members(group, (2, 3)).transpose(0, 2, 1))
     same(group.reduce_scatter(torch.ones(3, group.size).t()), np.full(3, group.size))
     parameter = torch.nn.Parameter(torch.ones(2))
     group.all_reduce(parameter)
@@ -185,7 +185,7 @@ def test_groups_of_one_axis_and_of_none(mesh):
 
 
 def everything_alone(group):
-    """In a group of one every call gives back what it was given."""
+    """Check that in a group of one every call gives back what it was given."""
     own = torch.arange(6.0).reshape(2, 3)
     same(group.all_reduce(own.clone(), "mean"), own)
     same(group.broadcast(own.clone()), own)
@@ -212,8 +212,8 @@ def everything_alone(group):
 def test_decide_asks_the_first_member_alone(mesh):
     group = everyone(mesh)
     asked = []
-    answer = group.decide(lambda: asked.append(group.rank) or {"parts": [1, 2], "who": group.rank})
-    assert answer == {"parts": [1, 2], "who": 0}
+    answer = group.decide(lambda: asked.append(group.rank) or {"parts": [1, 2], "rank": group.rank})
+    assert answer == {"parts": [1, 2], "rank": 0}
     assert asked == ([0] if group.rank == 0 else [])
 
 

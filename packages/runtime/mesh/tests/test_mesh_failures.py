@@ -255,7 +255,7 @@ def test_a_deadline_names_who_did_not_come_and_all_raise_it(run_ranks, call):
     assert "rank 0" not in ended[2].value[1].replace("ranks 0", "")
 
 
-def test_a_deadline_says_who_does_not_answer(run_ranks):
+def test_a_deadline_names_the_rank_that_does_not_answer(run_ranks):
     def body(rank, num_ranks, store):
         join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=LONG_S)
         group = Mesh(dp=num_ranks).group("dp")
@@ -265,11 +265,11 @@ def test_a_deadline_says_who_does_not_answer(run_ranks):
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0)
         wait_stopped(int(store.get("pid1")))
-        if rank == 2:  # the only one that knows who is stopped lets it go on in the end
-            store.get("told")
+        if rank == 2:  # the only one that knows the stopped process lets it continue in the end
+            store.get("said")
             return ["DeadlineError", "(does not answer: stopped", 0.0]
         said = survive(group, lambda g: g.all_reduce(torch.ones(1), deadline_s=1.0), store)
-        store.set("told", "1")
+        store.set("said", "1")
         return said
 
     def body_and_wake(rank, num_ranks, store):
@@ -364,7 +364,7 @@ def test_a_second_thread_is_refused_and_a_channel_is_its_way(run_ranks):
     for one in run_ranks(2, body):
         assert not one.error, one.text
         kind, text = one.value
-        assert kind in ("GroupError", "PeerFailedError")  # whoever hears of the other's refusal first
+        assert kind in ("GroupError", "PeerFailedError")  # whichever gets the other's refusal first
         assert "was called from the thread 'trespasser', but the group belongs to 'MainThread'" in text
 
 
@@ -396,7 +396,7 @@ def test_unchecked_shapes_that_differ_end_a_process_and_the_others_name_it(run_r
 
 
 @pytest.mark.parametrize("text", ["no file /data/\udce9.bin", "x" * (2 << 20)], ids=["odd", "long"])
-def test_an_error_with_any_text_is_heard(run_ranks, text):
+def test_an_error_with_any_text_is_received(run_ranks, text):
     """A file name that is no UTF-8 has lone surrogates; one line may hold a whole dictionary."""
 
     def body(rank, num_ranks, store):
@@ -418,17 +418,17 @@ def test_an_error_with_any_text_is_heard(run_ranks, text):
 
 
 def test_the_control_server_outlives_a_lack_of_descriptors():
-    server, stranger = ControlServer("127.0.0.1", "token", 1), socket.socket()
+    server, unknown = ControlServer("127.0.0.1", "token", 1), socket.socket()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
-        stranger.connect(server.address)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unknown.fileno() + 1, hard))
+        unknown.connect(server.address)
         time.sleep(0.3)  # for the control server to try, and fail
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         ControlClient(0, server.address, "token", 5.0).close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        stranger.close()
+        unknown.close()
         server.close()
 
 
@@ -439,16 +439,16 @@ def test_the_control_server_outlives_a_lack_of_descriptors():
         [Left(0)],
         [Hello(1, "another token"), Record(kind="failed", rank=0, reason="made up")],
     ],
-    ids=["a failure", "a good-bye", "a failure after a hello with a wrong token"],
+    ids=["a failure", "an exit notice", "a failure after a hello with a wrong token"],
 )
-def test_a_stranger_is_cut_off_and_ends_no_rank(frames):
+def test_an_unknown_client_is_disconnected_and_ends_no_rank(frames):
     server = ControlServer("127.0.0.1", "token", 1)
     client = ControlClient(0, server.address, "token", LONG_S)
     try:
-        with socket.create_connection(server.address, timeout=PROMPT_S) as stranger:
-            stranger.sendall(b"".join(map(pack, frames)))
+        with socket.create_connection(server.address, timeout=PROMPT_S) as unknown:
+            unknown.sendall(b"".join(map(pack, frames)))
             with contextlib.suppress(ConnectionResetError):  # closed before it had read everything
-                assert stranger.recv(1) == b""
+                assert unknown.recv(1) == b""
         client.ask("", [0])  # answered after whatever the server has relayed
         assert client.records == []
     finally:
@@ -466,7 +466,7 @@ def test_a_client_with_a_wrong_token_does_not_take_the_place_of_a_rank():
         server.close()
 
 
-def test_nobody_is_let_in_before_all_have_come():
+def test_no_rank_is_welcomed_before_all_have_come():
     """A rank that is done before another has connected ends its process, and rank 0's ends the control server."""
     server = ControlServer("127.0.0.1", "token", 2)
     try:
@@ -515,35 +515,35 @@ def test_a_rank_that_dies_before_all_have_come_is_named():
             dying.close()
             with pytest.raises(PeerFailedError, match="rank 2 failed: its process ended without a word"):
                 first.result(timeout=PROMPT_S)
-        with pytest.raises(PeerFailedError, match="rank 2 failed"):  # one that comes later hears of it too
+        with pytest.raises(PeerFailedError, match="rank 2 failed"):  # one that comes later gets it too
             ControlClient(1, server.address, "token", LONG_S)
     finally:
         server.close()
 
 
-def test_a_control_server_that_has_gone_is_told_at_once():
+def test_a_missing_control_server_is_reported_at_once():
     server = ControlServer("127.0.0.1", "token", 2)
     server.close()
     with pytest.raises(PeerFailedError, match=r"rank 0 failed: its control server at .* cannot be reached"):
         ControlClient(1, server.address, "token", LONG_S)
 
 
-class Heard:
-    """A group that notes what it hears."""
+class RecordingGroup:
+    """A group that keeps what it receives."""
 
     key = "a group"
 
     def __init__(self):
         self.records = []
 
-    def hear(self, record):
+    def receive(self, record):
         self.records.append(record)
 
     def standing(self):
         return 0, "", False
 
 
-def test_a_failure_is_heard_by_a_group_that_is_made_later():
+def test_a_failure_reaches_a_group_that_is_made_later():
     server, failed = ControlServer("127.0.0.1", "token", 2), Record(kind="failed", rank=0, reason="no more")
     with ThreadPoolExecutor(2) as threads:
         joining = [threads.submit(ControlClient, rank, server.address, "token", LONG_S) for rank in range(2)]
@@ -551,7 +551,7 @@ def test_a_failure_is_heard_by_a_group_that_is_made_later():
     try:
         first.post(failed)
         other.wait_until(lambda: bool(other.records), PROMPT_S)
-        other.listen(group := Heard())
+        other.listen(group := RecordingGroup())
         assert (other.records, group.records) == ([failed], [failed])
     finally:
         other.close()

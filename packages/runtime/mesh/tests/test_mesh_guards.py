@@ -144,7 +144,7 @@ def test_incident_b_is_refused_at_once_on_every_rank_that_enters(mesh):
             group.all_reduce(loss, "mean")
             dist.all_reduce(loss, group=group.process_group)
             assert loss.item() == 7.0
-    group.barrier()  # nobody is out of step
+    group.barrier()  # no rank is out of step
 
 
 @pytest.mark.mesh(dp=2, cp=2)

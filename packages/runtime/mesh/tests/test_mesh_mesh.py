@@ -87,7 +87,7 @@ def test_members_alone_make_a_group(mesh):
 
 
 @pytest.mark.mesh(dp=3)
-def test_nobody_has_a_group_before_all_members_have_connected(mesh, monkeypatch):
+def test_no_member_has_a_group_before_all_have_connected(mesh, monkeypatch):
     # A member that fails at once would close its connections under those that still make theirs.
     connect, connected_s = distributed_c10d._new_process_group_helper, []
 

@@ -1,4 +1,4 @@
-"""Ranks that one process starts meet where it tells them."""
+"""Ranks that one process starts meet at the address it gives them."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_ranks_that_one_process_starts_meet_and_call_each_other() -> None:
     assert store.port == places[0].port
 
 
-def test_ranks_wait_for_calls_as_long_as_they_are_told_and_not_as_for_the_start(run_ranks) -> None:
+def test_ranks_wait_for_calls_as_long_as_is_set_and_not_as_for_the_start(run_ranks) -> None:
     def body(rank, num_ranks, store):
         _store, [place] = open_rendezvous("127.0.0.1", 1, start_deadline_s=60.0, call_deadline_s=70.0)
         mesh = place.join("cpu", name="trainer-0", stall_after_s=60.0)

@@ -1,4 +1,4 @@
-"""Joining and leaving the world: who is missing, who is there twice, and over whose process group."""
+"""Joining and leaving the world: missing ranks, ranks that are there twice, and process groups of other code."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_a_world_of_one_needs_nobody(run_ranks):
+def test_a_world_of_one_needs_no_other_process(run_ranks):
     def body(rank, num_ranks, store):
         with join_world(device="cpu") as world:
             mesh = Mesh()
@@ -75,7 +75,7 @@ def test_ranks_that_do_not_come_are_named(run_ranks):
         assert "join_world: waited 1.5 s for rank 1, 3 of 4, which did not come" in ended[rank].text
 
 
-def test_nobody_at_the_address_is_said(run_ranks):
+def test_no_process_at_the_address_is_reported(run_ranks):
     port = free_port()
 
     def body(rank, num_ranks, store):
@@ -129,7 +129,7 @@ def test_arguments_that_do_not_belong_together_are_refused(arguments, text):
 
 
 @pytest.mark.ranks(2)
-def test_the_store_of_somebody_else_s_group_keeps_its_timeout():
+def test_the_store_of_an_adopted_group_keeps_its_timeout():
     store = dist.distributed_c10d._get_default_store()
     before = store.timeout
     Mesh(dp=2, deadline_s=7)
@@ -200,7 +200,7 @@ def test_a_rank_0_that_is_lost_while_joining_is_named_and_leaves_no_world_behind
 
 
 @pytest.mark.ranks(2)
-def test_the_world_over_somebody_else_s_group_stays_theirs(rank):
+def test_leaving_a_world_over_an_adopted_group_keeps_the_group(rank):
     with pytest.raises(ConfigError, match="without rank, size, address and store"):
         join_world(rank=0, size=2, device="cpu")
     with join_world(device="cpu") as world:
@@ -266,8 +266,8 @@ def test_importing_the_package_does_not_import_torch():
 def test_a_store_is_open_at_its_own_address_alone():
     store = open_store("127.0.0.1", deadline_s=20.0)
     other = TCPStore("127.0.0.1", store.port, is_master=False)
-    other.set("said", "heard")
-    assert store.get("said") == b"heard"
+    other.set("key", "value")
+    assert store.get("key") == b"value"
     listening = [
         columns[1].partition(":")[0]
         for table in ("tcp", "tcp6")
@@ -302,7 +302,7 @@ class LateStore:
 
 
 def test_a_member_that_has_made_its_group_and_gone_is_no_failure(run_ranks):
-    """Rank 1 finds rank 0 not yet there; before it looks at the client, rank 0 has come, gone on and left."""
+    """Rank 1 finds rank 0 not yet there; before it checks the client, rank 0 has come, proceeded and left."""
 
     def body(rank, num_ranks, store):
         world = join_world(rank=rank, size=num_ranks, store=store, device="cpu", deadline_s=60)

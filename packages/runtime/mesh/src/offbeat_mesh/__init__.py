@@ -1,4 +1,4 @@
-"""Groups of processes that compute together (the mesh), and collectives that end well or say who is to blame.
+"""Groups of processes that compute together (the mesh), and collectives that end well or name the rank at fault.
 
 Names are loaded when they are asked for: importing a part of it does not import torch before that part needs it.
 """

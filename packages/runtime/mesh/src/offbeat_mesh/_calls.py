@@ -1,4 +1,4 @@
-"""The calls of one group, in order: who may make them, how they wait, and what they raise when a member fails."""
+"""The calls of one group, in order: which may make them, how they wait, and what they raise when a member fails."""
 
 import contextlib
 import threading
@@ -48,18 +48,18 @@ SLICE: Final = timedelta(seconds=0.25)
 """A wait is cut into pieces of this length, so that it ends soon after a member fails or Ctrl-C is pressed."""
 
 RECORD_S: Final = 4.0
-"""How long a rank whose call broke waits to hear who broke it: milliseconds unless rank 0 is stopped."""
+"""How long a rank whose call broke waits for the record of the rank that broke it: ms unless rank 0 is stopped."""
 
 GONE_S: Final = 0.5
-"""A call that goes on so long after a member has died, failed or left will not end; a shorter one may, on what that
-member sent before, and may know better what went wrong."""
+"""A call that still waits so long after a member has died, failed or left will not end; a shorter one may, with what
+that member sent before, and its error may be more exact."""
 
 LATER_S: Final = 10.0
-"""How much later than ours torch's own timeout of an operation comes."""
+"""Time by which torch's own timeout of an operation is later than ours."""
 
 ABORT_TAG: Final = 0x0FFBEA7
 ABORT_WAIT: Final = timedelta(milliseconds=1)
-"""Of the receive that is never answered; see `break_off`."""
+"""Timeout of the receive that is never answered; see `break_off`."""
 
 
 class Calls:
@@ -91,7 +91,7 @@ class Calls:
         self._deadline_s = deadline_s
         self._failure: Record | None = None
         self._gone: Record | None = None
-        self._heard = threading.Event()
+        self._has_record = threading.Event()
         self._failure_lock = threading.Lock()
         if client is not None:
             client.listen(self)
@@ -103,14 +103,14 @@ class Calls:
         A collective is a call that all members come to: the axis rule holds, and it counts towards the group's order.
         """
         if collective:
-            check_guards(name, self.text, self.ranks)  # raised on every rank that comes, so nobody waits for this one
+            check_guards(name, self.text, self.ranks)  # raised on every rank that comes, so no rank waits for this one
         try:
             self._begin(name, deadline_s, collective)
             try:
                 yield
             finally:
                 self._inside = False
-        except MismatchError as error:  # all members see it, so there is nobody to tell; but they are out of step
+        except MismatchError as error:  # all members see it, so there is no one to notify; but they are out of step
             self._end(Record.of(error, self.rank, self.key), abort=False)
             raise
         except BaseException as error:
@@ -164,7 +164,7 @@ class Calls:
         Args:
             work: the operation; None if torch had nothing to do.
             peer: the other rank of a send or receive. Such a wait is not sliced: gloo takes an expired one for the
-                group's end; `_abort` ends it when a failure is heard of.
+                group's end; `_abort` ends it when a failure is reported.
         """
         end = time.monotonic() + self._deadline_s
         piece = SLICE if peer is None else timedelta(seconds=self._deadline_s)
@@ -183,7 +183,7 @@ class Calls:
                 return
 
     def backend_timeout(self) -> timedelta:
-        """For torch's own timeout of an operation of the present call: after ours, so that ours speaks."""
+        """Return torch's own timeout for an operation of the present call: after ours, so that our error is raised."""
         return timedelta(seconds=self._deadline_s + LATER_S)
 
     def _late(self, peer: int | None) -> OffbeatError:
@@ -208,8 +208,8 @@ class Calls:
         return f"{self.label(rank)} ({'in' if standing.inside else 'last seen in'} {standing.call})"
 
     def _broken(self, error: RuntimeError) -> OffbeatError:
-        """Return the operation failed under us: a record says who is to blame."""
-        self._heard.wait(RECORD_S)
+        """Return the error of an operation that failed: that of the rank at fault, if there is a record."""
+        self._has_record.wait(RECORD_S)
         record = self._failure or self._gone
         return self._error(record) if record else PeerFailedError(f"a member of {self.text}", one_line(error))
 
@@ -217,10 +217,10 @@ class Calls:
         return record.error(self.label(record.rank))
 
     def standing(self) -> tuple[int, str, bool]:
-        """Collectives entered, the newest call, and whether it is still going on (the client's thread asks)."""
+        """Collectives entered, the newest call, and whether it still runs (the client's thread asks)."""
         return self._entered, self._call, self._inside
 
-    def hear(self, record: Record) -> None:
+    def receive(self, record: Record) -> None:
         """Take note of a record that concerns this group (the client's thread calls this)."""
         if record.rank not in self.ranks or record.group not in ("", self.key):
             return
@@ -228,7 +228,7 @@ class Calls:
             self._end(record)
             return
         self._gone = self._gone or record
-        self._heard.set()
+        self._has_record.set()
         if self._inside:
             self._end_later(record)
 
@@ -248,7 +248,7 @@ class Calls:
             if self._failure is not None:
                 return
             self._failure = record
-        self._heard.set()
+        self._has_record.set()
         for group in self._process_groups if abort else ():
             _abort(group)
 
@@ -262,7 +262,7 @@ def _abort(group: dist.ProcessGroup) -> None:
 def break_off(backend: Any) -> None:
     """Break off whatever a backend's operations wait for, here and on the members that wait for this rank.
 
-    Expected: Backend.abort() does it. Happens (torch 2.13): gloo's waits go on, and the group cannot be destroyed
+    Expected: Backend.abort() does it. Happens (torch 2.13): gloo's waits continue, and the group cannot be destroyed
     before they end. A receive whose wait expires makes gloo close all connections of the group, which ends every wait
     at once. Can go when abort() works for gloo.
 
@@ -278,13 +278,13 @@ def break_off(backend: Any) -> None:
 
 
 POLL_S: Final = (0.002, 0.1)
-"""How often a rank that waits for the other members looks for them, at first and at last."""
+"""Interval at which a rank that waits for the other members polls for them, at first and at last."""
 
 
 def make_process_group(
     world: World, name: str, ranks: Sequence[int], axes: Sequence[str], deadline_s: float, *, backend: str = ""
 ) -> dist.ProcessGroup:
-    """Return a new process group of `ranks`; all of them call this with the same name, and nobody else needs to.
+    """Return a new process group of `ranks`; all of them call this with the same name, and no other rank needs to.
 
     Args:
         world: joined.
@@ -313,8 +313,8 @@ def make_process_group(
         )
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     name_for_liveness(group, axes)
-    # A member that fails in its first call closes its connections, and gloo takes that for an error of whoever is still
-    # connecting: so nobody goes on before everybody is here.
+    # A member that fails in its first call closes its connections, and gloo then reports an error on the members that
+    # are still connecting: so no member proceeds before all are here.
     _wait_for_members(world, f"{name}/made", name, ranks, deadline_s)
     made: dist.ProcessGroup = group
     return made
@@ -354,7 +354,7 @@ _default_group: Final = _UnboundDefault()
 
 
 def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int], deadline_s: float) -> None:
-    """Say that this rank has come to a place in the making of a group; wait for the others, and name who stays away."""
+    """Announce that this rank has reached a place in making a group; wait for the others, and name the missing."""
     if len(ranks) == 1 or world.client is None:
         return
     keys = {rank: f"{place}/{rank}" for rank in ranks}
@@ -367,7 +367,7 @@ def _wait_for_members(world: World, place: str, name: str, ranks: Sequence[int],
 
     while away := missing():
         failed = [each for each in world.client.records if each.rank in ranks and each.group in ("", name)]
-        if failed and missing():  # still: who was here may have gone on, and left, since the line above
+        if failed and missing():  # still: a rank may have come, proceeded and left since the line above
             record = min(failed, key=lambda each: each.group == "")  # of this group first: it knows more
             raise record.error(f"rank {record.rank}")
         if time.monotonic() >= end:

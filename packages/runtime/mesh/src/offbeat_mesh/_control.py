@@ -1,4 +1,4 @@
-"""Messages between the processes of a world beside their collectives: who failed, died or left, and who is where.
+"""Messages between the processes of a world beside their collectives: which failed, died or left, and their positions.
 
 The control server is a thread of rank 0; every rank, rank 0 too, holds one connection to it, its client. The kernel
 closes a dead process's connection, so a death is known within milliseconds and needs no heartbeat; a stopped process
@@ -26,7 +26,7 @@ MAX_FRAME_BYTES: Final = 1 << 20
 """A message is short; a longer frame is not ours."""
 
 MAX_LINE_CHARS: Final = 1000
-"""Of an error's line; what somebody prints into it may be longer than a frame."""
+"""Longest line of an error; user code may raise one that is longer than a frame."""
 
 SEND_TIMEOUT_S: Final = 2.0
 """A rank that takes no message for so long, although its socket has room for thousands, is stopped, and misses it."""
@@ -35,7 +35,7 @@ LACK_S: Final = 0.1
 """Between two tries to let a rank in while the process has no descriptor to spare."""
 
 ANSWER_S: Final = 1.0
-"""How long members are given to say where they stand; a thread of theirs answers, whatever their main thread does."""
+"""How long members have to answer with their position; a thread of theirs answers, whatever their main thread does."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -50,7 +50,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Roll(msgspec.Struct, tag="roll", frozen=True):
-    """Question of a rank that waits for its welcome, and the control server's answer: who has not said hello."""
+    """Question of a rank that waits for its welcome, and the control server's answer: the ranks without a hello."""
 
     missing: tuple[int, ...] = ()
 
@@ -60,11 +60,11 @@ class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
 
     Args:
         kind: "failed" raised an error; "deadline" waited too long; "died" ended without a word; "left" ended well.
-        rank: whom it befell, a global rank.
+        rank: the rank that failed or ended, a global rank.
         group: key of the one group that it ends; "" ends every group that holds the rank.
-        peer: who is to blame, for people; "" means `rank`.
+        peer: the process at fault, for people; "" means `rank`.
         reason: the error in one line; for "deadline" the advice.
-        waiting, deadline_s: of a "deadline", with `peer` as the one who did not come.
+        waiting, deadline_s: of a "deadline", with `peer` as the process that did not come.
     """
 
     kind: Literal["failed", "deadline", "died", "left"]
@@ -77,7 +77,7 @@ class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, group: str = "", peer: str = "") -> "Record":
-        """Return the record of an error; of a peer's failure it keeps who failed first and why."""
+        """Return the record of an error; of a peer's failure it keeps the first cause."""
         if isinstance(error, DeadlineError):
             said = {"peer": error.on, "reason": error.advice, "waiting": error.waiting}
             return cls(kind="deadline", rank=rank, group=group, deadline_s=error.deadline_s, **said)
@@ -171,10 +171,10 @@ def keep_watch(connection: socket.socket) -> None:
 
 
 class ControlServer:
-    """Listens for the ranks of one world, who know the token, and relays their messages until `close`.
+    """Listens for the ranks of one world, which know the token, and relays their messages until `close`.
 
     It welcomes them all at once. Otherwise rank 0 could end before another rank has connected, and take the server with
-    it; and the end of another rank could be heard by none of those that wait for it.
+    it; and the ranks that wait for another rank could not be notified of its end.
     """
 
     def __init__(self, host: str, token: str, size: int) -> None:
@@ -188,7 +188,7 @@ class ControlServer:
         self._inboxes: dict[socket.socket, Inbox] = {}
         self._ranks: dict[int, socket.socket] = {}
         self._records: list[Record] = []
-        self._said_bye: set[int] = set()
+        self._left_ranks: set[int] = set()
         _open.add(self)
         self._thread = threading.Thread(target=self._serve, name="offbeat-control-server", daemon=True)
         self._thread.start()
@@ -218,7 +218,7 @@ class ControlServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # no descriptor to be had now; without the control server no failure would be heard
+        except OSError:  # no descriptor to be had now; without the control server no failure would be reported
             time.sleep(LACK_S)
             return
         connection.settimeout(SEND_TIMEOUT_S)
@@ -231,7 +231,7 @@ class ControlServer:
             data = connection.recv(1 << 16)
             for message in self._inboxes[connection].feed(data):
                 self._take(message, connection)
-        except (OSError, ValueError):  # reset by a death, or a stranger's bytes: either way it is over
+        except (OSError, ValueError):  # reset by a death, or an unknown client's bytes: either way it is over
             data = b""
         if not data:
             self._drop(connection)
@@ -251,12 +251,12 @@ class ControlServer:
         elif isinstance(message, CallPosition):
             self._send(message.asker, message)
         elif isinstance(message, Left):
-            self._said_bye.add(message.rank)
+            self._left_ranks.add(message.rank)
             self._relay(Record(kind="left", rank=message.rank))
 
     def _welcome(self, hello: Hello, connection: socket.socket) -> None:
         if hello.token != self._token or hello.rank not in self._to_come:
-            raise ValueError("a hello from a stranger")
+            raise ValueError("a hello from an unknown client")
         self._to_come.remove(hello.rank)
         self._ranks[hello.rank] = connection
         for record in self._records:  # of a rank that has died since its hello
@@ -282,7 +282,7 @@ class ControlServer:
         connection.close()
         for rank in [rank for rank, each in self._ranks.items() if each is connection]:
             del self._ranks[rank]
-            if rank not in self._said_bye:
+            if rank not in self._left_ranks:
                 self._relay(Record(kind="died", rank=rank))
 
 
@@ -291,7 +291,7 @@ class Listener(Protocol):
 
     key: str
 
-    def hear(self, record: Record) -> None:
+    def receive(self, record: Record) -> None:
         """Take in a failure or an end; from any thread."""
 
     def standing(self) -> tuple[int, str, bool]:
@@ -384,20 +384,20 @@ class ControlClient:
         return list(self._inbox.feed(data))
 
     def listen(self, listener: Listener) -> None:
-        """Tell `listener` of every record, past ones too."""
+        """Pass every record to `listener`, past ones too."""
         with self._changed:
             self._listeners.add(listener)
             past = list(self.records)
         for record in past:
-            listener.hear(record)
+            listener.receive(record)
 
     def post(self, record: Record) -> None:
-        """Tell all ranks, this one included; here it is heard at once."""
-        self._hear(record)
+        """Send a record to all ranks; on this one it takes effect at once."""
+        self._record(record)
         self._send(record)
 
     def ask(self, group: str, members: Sequence[int]) -> dict[int, CallPosition]:
-        """Return where the members of a group stand; who does not answer within a second is not in the result."""
+        """Return the positions of a group's members; those that do not answer within a second are left out."""
         with self._changed:
             number = self._asked = self._asked + 1
             answers = self._standings[number] = {}
@@ -452,13 +452,13 @@ class ControlClient:
                 break
         if not self.closed:  # the control server lives in rank 0
             self.closed = True
-            self._hear(Record(kind="died", rank=0))
+            self._record(Record(kind="died", rank=0))
         with self._changed:
             self._changed.notify_all()
 
     def _take(self, message: ControlMessage) -> None:
         if isinstance(message, Record):
-            self._hear(message)
+            self._record(message)
         elif isinstance(message, Ask):
             self._answer(message)
         elif isinstance(message, CallPosition):
@@ -469,7 +469,7 @@ class ControlClient:
         else:
             assert isinstance(message, Welcome | Roll), message
 
-    def _hear(self, record: Record) -> None:
+    def _record(self, record: Record) -> None:
         with self._changed:
             if record in self.records:  # our own, come back from the control server
                 return
@@ -477,7 +477,7 @@ class ControlClient:
             listeners = list(self._listeners)
             self._changed.notify_all()
         for listener in listeners:
-            listener.hear(record)
+            listener.receive(record)
 
     def _answer(self, ask: Ask) -> None:
         with self._changed:

@@ -146,10 +146,10 @@ class Group(DataGroup):
         deadline_s: float | None = None,
         check: bool = False,
     ) -> "Group":
-        """Return a group over a process group that somebody else has made; all its members call this.
+        """Return a group over a process group that other code has made; all its members call this.
 
         Args:
-            process_group: of torch; it stays theirs.
+            process_group: of torch; its owner destroys it.
             axes: what it spans, for errors and verdicts; guards are decided over its ranks whatever its name.
             deadline_s: for each call that does not bring its own; the world's by default.
             check: compare the members' tensors before each call.
@@ -337,10 +337,10 @@ class Group(DataGroup):
         if tensor.is_cpu:
             self._calls.wait(work, peer)
         elif work is not None:
-            work.wait()  # the device's stream waits; the host goes on, and the backend keeps the timeout
+            work.wait()  # the device's stream waits; the host continues, and the backend keeps the timeout
 
     def _agree(self, call: str, tensor: torch.Tensor, root: int = 0) -> None:
-        """On request: make sure that the members are in one call, with tensors of one shape and dtype."""
+        """Make sure, on request, that the members are in one call, with tensors of one shape and dtype."""
         if self._check:
             self._exchange.agree(f"{call} of {describe(tensor)}", root)
 

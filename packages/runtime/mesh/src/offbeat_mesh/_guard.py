@@ -136,7 +136,7 @@ NOT_COLLECTIVE: Final = ("send", "recv_", "recv_any_source_", "isend", "irecv", 
 
 
 class GuardedTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Checks every collective of this thread that goes through torch's dispatcher, whoever calls it.
+    """Checks every collective of this thread that goes through torch's dispatcher, whichever code calls it.
 
     It costs about 6 µs for each operator, collective or not, while a guard is open.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of axes: which rank sits where, and who forms a group. Pure: no torch, no processes.
+"""The arithmetic of axes: the place of each rank, and the ranks of each group. Pure: no torch, no processes.
 
 The ranks of a run are one grid with the axes pp, dp, cp, tp. A second grid lies over the same ranks of each pipeline
 stage: ep × edp = dp × cp × tp (expert parallel and its own data parallel), which is how mixture-of-experts layers are
@@ -180,7 +180,7 @@ def _grid(layout: Layout) -> Iterator[dict[str, int]]:
 
 @cache
 def _all_groups(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each rank the group it is in."""
+    """Return the group of each rank."""
     group_of: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in range(layout.size)}
     for grid in (GRID_AXES, EXPERT_AXES):
         along = [axis for axis in axes if axis in grid]

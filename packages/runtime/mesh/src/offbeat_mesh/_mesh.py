@@ -24,7 +24,7 @@ CHECK_VARIABLE = "OFFBEAT_CHECK"
 class Mesh:
     """The processes of the world, arranged along named axes. All of them make it, with the same sizes.
 
-    A mesh of one process needs no world. Over torch.distributed that somebody else has initialised, the world is
+    A mesh of one process needs no world. Where torch.distributed is initialised already, by other code, the world is
     joined here.
 
     Args:
@@ -92,7 +92,7 @@ class Mesh:
         return self.layout.coordinates(self.rank)
 
     def where(self, **places: Place) -> Guard:
-        """Return who passes: `where(pp="last", cp=0)`. A bool, and a guard over collectives: see `Guard`.
+        """Return whether this rank passes, as in `where(pp="last", cp=0)`, and a guard over collectives: see `Guard`.
 
         Args:
             places: for an axis an index, several, "first" or "last".

@@ -251,7 +251,7 @@ def _padded(payload: bytes, num_bytes: int) -> torch.Tensor:
 T = TypeVar("T")
 
 VALUE_CHARS = 120
-"""Of each value that a disagreement shows."""
+"""Longest text of each value that a disagreement shows."""
 
 
 class DataGroup:
@@ -329,7 +329,7 @@ class DataGroup:
         """Run `fn` on the first member alone, and give its result to all.
 
         One side never waits for a side that has failed: if `fn` raises, all members raise, and the group stays usable,
-        for all of them have heard of it.
+        since all of them know of it.
 
         Args:
             fn: takes nothing, returns plain data; calls nothing of this group. The others wait for it.
@@ -359,7 +359,7 @@ class DataGroup:
         in another order. The group stays usable after an error.
 
         Raises:
-            MismatchError: on all members: they differ; the text shows who has what, under the name `what`.
+            MismatchError: on all members: they differ; the text shows each value and its ranks, under the name `what`.
         """
         held: dict[str, tuple[int, ...]] = {}
         with self._calls.call("check_equal", deadline_s):
@@ -369,9 +369,9 @@ class DataGroup:
                 texts = self._all_gather("check_equal", _shortened(value))
                 digests = [(header.inline or b"").hex()[:8] for header in headers]
                 for rank, text, digest in zip(self.ranks, texts, digests, strict=True):
-                    others = {each for shown, each in zip(texts, digests, strict=True) if shown == text}
-                    told = f"{text} (sha256 {digest})" if len(others) > 1 else text  # they differ in what is cut
-                    held[told] = (*held.get(told, ()), rank)
+                    others = {each for other, each in zip(texts, digests, strict=True) if other == text}
+                    shown = f"{text} (sha256 {digest})" if len(others) > 1 else text  # they differ in what is cut
+                    held[shown] = (*held.get(shown, ()), rank)
         if held:
             raise MismatchError(what, self._calls.text, held)
         return value
@@ -383,9 +383,9 @@ class DataGroup:
             with group.together("load the shards"):
                 model.load(path)
 
-        A member that raises inside it tells the others: those in a call of the group raise at once, those that still
+        A member that raises inside it notifies the others: those in a call of the group raise at once, those that still
         work raise when they come to their next call or to the end. The end waits for all members, so after it
-        everybody knows that everybody has succeeded. Where several fail at a time, the first to do so raises its own
+        every member knows that all have succeeded. Where several fail at a time, the first to do so raises its own
         error, and each other one its own or the first one's, whichever it meets sooner.
 
         Args:

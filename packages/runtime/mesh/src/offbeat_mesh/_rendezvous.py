@@ -35,8 +35,8 @@ class Rendezvous:
         Args:
             device: of this rank.
             name: of this process, such as "trainer-0".
-            stall_after_s: a rank that waits longer than this for another ends all of them, and its log says who did
-                not come.
+            stall_after_s: a rank that waits longer than this for another ends all of them, and its log names
+                those that did not come.
             dumps: folder for what the monitor finds; None writes none.
 
         Returns:

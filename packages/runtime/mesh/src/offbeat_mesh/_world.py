@@ -28,7 +28,7 @@ def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPSto
     """Open a store that can be reached at `host` and nowhere else.
 
     Expected: `TCPStore(host, ...)` listens on that address. What happens: it listens on all, whatever the host (torch
-    2.13, TCPStoreLibUvBackend.cpp), so that anybody in the network reads and writes what ranks tell each other. But it
+    2.13, TCPStoreLibUvBackend.cpp), so that any host in the network can read and write what ranks exchange. But it
     takes a socket that listens already.
 
     Args:
@@ -60,15 +60,15 @@ def innermost(store: Store) -> Store:
     return store
 
 
-def tell_host(store: Store, key: str, rank: int) -> None:
-    """Tell the others by which address this rank goes to the store."""
+def publish_host(store: Store, key: str, rank: int) -> None:
+    """Publish the address from which this rank connects to the store."""
     inner = innermost(store)
     if isinstance(inner, TCPStore):
         store.set(f"{key}/{rank}", _source_of(inner.host, inner.port))
 
 
 def find_host(store: Store, key: str, rank: int, size: int) -> str:
-    """Return the address of this host that the other ranks reach; all of them have told theirs.
+    """Return the address of this host that the other ranks reach; all of them have published theirs.
 
     It is the one that leads to the store. The store's own host may take its name for loopback (Debian writes
     "127.0.1.1 name" into /etc/hosts), so there it is the one that leads to a rank of another host. Loopback where all
@@ -97,14 +97,14 @@ def _source_of(host: str, port: int) -> str:
 
 
 LEAVE_FAILED_S: Final = 5.0
-"""How long rank 0 keeps the control server open when it leaves with an error, so that all ranks hear of it."""
+"""How long rank 0 keeps the control server open when it leaves with an error, so that all ranks are notified."""
 
 
 class World:
     """All processes of a run. `join_world` makes it; as a context manager it is left at the end.
 
     Leaving well waits until every rank has come to leave, or has failed; so no rank closes its connections under
-    another's last call. Leaving with an error tells the other ranks, whose calls with this one then raise.
+    another's last call. Leaving with an error notifies the other ranks, whose calls with this one then raise.
 
     Attributes:
         rank: of this process.
@@ -130,7 +130,7 @@ class World:
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     def open_client(self, key: str) -> None:
-        """Start the control server on rank 0, tell the others through the store where it is, and connect to it.
+        """Start the control server on rank 0, publish its address in the store, and connect to it.
 
         Raises:
             DeadlineError: rank 0 opens none, it cannot be reached, or other ranks do not connect to it.
@@ -183,7 +183,7 @@ class World:
             )
 
     def _part(self, error: BaseException | None) -> set[int]:
-        """Say good-bye; the ranks that were waited for in vain."""
+        """Announce that this rank leaves; return the ranks that did not."""
         assert self.client is not None
         others = set(range(self.size)) - {self.rank}
         if error is not None:
@@ -192,7 +192,7 @@ class World:
         patience_s = self.deadline_s if error is None else LEAVE_FAILED_S
         if error is None or self._server is not None:
             self.client.wait_until(lambda: others <= self._over(), patience_s)
-        server_is_lost = self.client.closed  # with rank 0: nobody can be heard any more
+        server_is_lost = self.client.closed  # with rank 0: no message can arrive any more
         return set() if server_is_lost else others - self._over()
 
     def _over(self) -> set[int]:
@@ -207,7 +207,7 @@ class World:
             self._server.close()
 
     def part_at_exit(self) -> None:
-        """The process ends without `leave`: say why, and wait for nobody."""
+        """Announce the end of a process that has not called `leave`, with its error, and do not wait."""
         if self._left or self._pid != os.getpid() or self.client is None:
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for the error that ended the program
@@ -233,9 +233,9 @@ def _leave_at_exit(world: "weakref.ref[World]") -> None:
 
 
 DEADLINE_S: Final = 300.0
-"""For joining, and for each call of a group unless it, its mesh or its world says otherwise."""
+"""Deadline for joining, and for each call of a group unless it, its mesh or its world sets another one."""
 
-_joins: Final[Counter[str]] = Counter()  # by store: tells the keys of one join from those of the next
+_joins: Final[Counter[str]] = Counter()  # by store: distinguishes the keys of one join from those of the next
 
 
 def join_world(
@@ -262,7 +262,7 @@ def join_world(
 
     Raises:
         ConfigError: arguments that do not belong together, a rank given twice, a world joined already.
-        DeadlineError: ranks that did not come, by number; or nobody at the address; or the store was lost.
+        DeadlineError: ranks that did not come, by number; or no process at the address; or the store was lost.
         PeerFailedError: a rank ended while all were joining.
     """
     if _joined:
@@ -275,8 +275,7 @@ def join_world(
     if adopted:
         if any(given is not None for given in (rank, size, address, store)):
             raise ConfigError(
-                "torch.distributed already says who is in the world: call join_world() without rank, size, address and "
-                "store"
+                "torch.distributed already defines the world: call join_world() without rank, size, address and store"
             )
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
         store = _own(store)  # theirs keeps its timeout
@@ -293,7 +292,7 @@ def _enter(store: Store, rank: int, size: int, device: Device, deadline_s: float
     """Meet the others at the store, and connect to them."""
     store.set_timeout(timedelta(seconds=deadline_s))
     prefix = f"offbeat/world/{_count_join(store)}"
-    tell_host(store, f"{prefix}/host", rank)
+    publish_host(store, f"{prefix}/host", rank)
     _meet(store, prefix, rank, size, deadline_s)
     host = find_host(store, f"{prefix}/host", rank, size)
     own = _own(store)  # before there is anything to undo
@@ -304,7 +303,7 @@ def _enter(store: Store, rank: int, size: int, device: Device, deadline_s: float
         try:
             world.open_client(f"{prefix}/control")
         except BaseException as error:
-            world.leave(error)  # nobody else has it to leave it
+            world.leave(error)  # the caller does not have it, so cannot leave it
             raise
     return world
 
