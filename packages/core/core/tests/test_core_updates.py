@@ -61,7 +61,7 @@ def test_token_ids_lie_in_the_vocabulary():
 
 
 class Scalar:
-    """As much of a tensor as is asked of one."""
+    """The part of a tensor's interface that is used here."""
 
     def __init__(self, *shape):
         self.shape = shape

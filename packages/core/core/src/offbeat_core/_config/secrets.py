@@ -22,9 +22,9 @@ _SECRET_WORDS: Final = frozenset(
         "apikey",
     ]
 )
-"""Anywhere in a name of several words: OPENAI_API_KEY, GITHUB_TOKEN_2."""
+"""Words that mark a secret anywhere in a name of several words: OPENAI_API_KEY, GITHUB_TOKEN_2."""
 _LAST_WORDS: Final = frozenset({"pass", "pwd", "pat", "auth", "authorization"})
-"""At the end of a name alone: DB_PASS and GH_PAT, and not AUTH_URL or pass_at_k."""
+"""Words that mark a secret only at the end of a name: DB_PASS and GH_PAT, and not AUTH_URL or pass_at_k."""
 _JOINED: Final = ("apikey", "accesskey", "secretkey", "privatekey", "authkey", "token", "secret", "password", "passwd")
 """Ends of one word: OPENAIAPIKEY, mytoken."""
 _HARMLESS_BEFORE: Final = {
@@ -54,7 +54,7 @@ _HARMLESS_BEFORE: Final = {
     "pass": frozenset(["forward", "backward", "first", "second", "single"]),
 }
 _PLACES: Final = frozenset({"path", "file", "dir", "folder"})
-"""At the end of a name: where a secret lies, and not the secret."""
+"""Words at the end of a name that mark the place of a secret, and not the secret."""
 _HARMLESS_NAMES: Final = frozenset({"pwd", "oldpwd"})
 _HARMLESS_KEYS: Final = frozenset({"key", "pass", "pat", "auth"})
 """Keys of a table in a configuration that alone are names like any other."""

@@ -17,7 +17,7 @@ from offbeat_core._config.secrets import mark_secrets
 from offbeat_core._config.setting import Setting
 
 _LARGEST_COUNT = 2**53
-"""Of what is counted from a least value on: what is computed from it stays within 64 bits for longer than a run."""
+"""Largest value of a count with a lower bound: what is computed from it stays within 64 bits for a whole run."""
 
 NONE = "none"
 """How a file says None, which TOML lacks: every optional setting takes it."""

@@ -91,7 +91,7 @@ LossFunction = Callable[[LossTokens[Any]], tuple[Any, Metrics]]
 
 
 WeightPart = Literal["merged", "base", "adapter"]
-"""Of a policy with LoRA: weights with the adapter merged in, weights without it, or its tensors alone, PEFT's names."""
+"""Part of a policy with LoRA: weights with the adapter merged, without it, or its tensors alone with PEFT's names."""
 
 
 class TrainEngine(Protocol):

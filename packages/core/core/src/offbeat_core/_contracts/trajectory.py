@@ -218,7 +218,7 @@ class Trajectory:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why its last turn ended."""
+        """Reason why its last turn ended."""
         return self.turns[-1].stop_reason
 
     @property

@@ -89,7 +89,7 @@ class ImageCutter:
 
 Indices = npt.NDArray[np.int64]
 RopeIndex = Callable[[Indices, npt.NDArray[np.int32], list[Grid]], Indices]
-"""From [1, T] ids, [1, T] kinds (1 for a token of an image) and the grids of the images to [3, T] positions."""
+"""Function of [1, T] ids, [1, T] kinds (1 for an image token) and the images' grids that gives [3, T] positions."""
 
 
 class ImagePlaces:
