@@ -96,7 +96,7 @@ class TrainMemory:
         return held / self.pipeline_parallel
 
     def _trained(self, shape: ModelShape, stage: int) -> float:
-        """As `_held`, of what is trained."""
+        """Return the same as `_held` for what is trained."""
         if not self.lora_rank:
             return self._held(shape, stage)
         adapters = self._num_adapter_weights(shape) / (self.tensor_parallel * self.pipeline_parallel)

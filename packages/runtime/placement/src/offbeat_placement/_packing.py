@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 MAX_PATTERNS: Final = 2000
-"""Of one node; over that, nothing is proved."""
+"""Most patterns of one node; with more, nothing is proved."""
 
 SEARCH_STEPS: Final = 20_000
 """A search over 512 nodes then ends within a second, found or not."""
@@ -270,7 +270,7 @@ class _Column(NamedTuple):
     node_class: NodeClass
     pattern: Counts
     is_first: bool
-    """Of its class."""
+    """True for the first one of its class."""
 
 
 class _Search:

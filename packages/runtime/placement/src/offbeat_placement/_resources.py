@@ -356,7 +356,7 @@ class Allocation:
 
 
 def pools_of(groups: Sequence[RankGroup]) -> dict[str, str]:
-    """For each role the pool of devices it uses: roles that share devices have one pool, named after the first.
+    """Return for each role the pool of devices it uses: roles that share devices have one pool, named after the first.
 
     Raises:
         ConfigError: a role that comes twice, or shares with one that is not there or of another kind.

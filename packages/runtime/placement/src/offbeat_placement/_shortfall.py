@@ -62,7 +62,7 @@ Suggestion = tuple[Change, ...]
 """Changes that fit together."""
 
 Keeps = Callable[..., bool]
-"""Whether groups fit with these changes."""
+"""Function that returns whether groups fit with these changes."""
 
 
 def suggest_changes(
@@ -138,7 +138,7 @@ def _single_changes(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Itera
 
 
 def _shared(group: RankGroup, others: Sequence[RankGroup], keeps: Keeps) -> Iterator[Suggestion]:
-    """On the devices of another group."""
+    """Suggest the devices of another group."""
     if group.shares_devices_with or not group.accelerator:
         return
     for other in others:
@@ -208,7 +208,7 @@ def _more_nodes(nodes: Sequence[Node], groups: Sequence[RankGroup]) -> Iterator[
 
 
 def _other_shapes(nodes: Sequence[Node], groups: Sequence[RankGroup], allocation: Allocation) -> Iterator[Suggestion]:
-    """As many accelerators in another shape; or the largest shape there is, with groups that fit into it."""
+    """Suggest as many accelerators in another shape; or the largest shape there is, with groups that fit into it."""
     kind = allocation.kind
     most = max((node.num_free(kind) for node in nodes), default=0)
     wanted = allocation.num_nodes * allocation.accelerators_per_node
