@@ -137,7 +137,7 @@ def test_what_is_longer_than_a_chunk_comes_back_whole(monkeypatch):
 
 
 def test_a_file_that_takes_a_part_at_a_time_is_given_all():
-    """As a disk that is nearly full does; the next write says so."""
+    """Write as to a disk that is nearly full, where the next write raises the error."""
     held = bytearray()
 
     class Disk:
