@@ -137,7 +137,8 @@ def test_a_finished_run_resumes_to_nothing(command: CommandLine, config: Path, t
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     ended = command("resume", tmp_path / "run")
     assert ended.code == 0
-    assert "nothing is left to train: 8 of 8 updates are done; to go on, raise engine.max_updates or data" in ended.out
+    left = "nothing is left to train: 8 of 8 updates are done; to continue, raise engine.max_updates or data"
+    assert left in ended.out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 

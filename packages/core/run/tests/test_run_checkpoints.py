@@ -52,10 +52,10 @@ def write_all(held, *steps):
 
 
 def resumed(held):
-    """The folder that a resume reads, and what it tells."""
-    told = []
-    found = held.read_latest(lambda folder: folder, told.append)
-    return found and found[1], told
+    """Return the folder that a resume reads, and its notices."""
+    notices = []
+    found = held.read_latest(lambda folder: folder, notices.append)
+    return found and found[1], notices
 
 
 @pytest.mark.parametrize("name", [*NAMES, "checkpoint.json"])
@@ -86,13 +86,13 @@ def test_the_latest_is_the_one_of_the_highest_step_whatever_its_digits(tmp_path)
     assert resumed(held)[0] == tmp_path / "step-1000000"
 
 
-def test_a_changed_byte_is_told_with_what_was_written_and_what_was_found(tmp_path):
+def test_a_changed_byte_is_reported_with_what_was_written_and_what_was_found(tmp_path):
     held = Checkpoints(tmp_path)
     write_all(held, 1, 2)
     (tmp_path / "step-000002" / "loop" / "state.json").write_text("whale")
-    assert [each.step for each in held.all()] == [1, 2], "to list them takes no look at their bytes"
-    told = resumed(held)[1]
-    assert told[0] == (
+    assert [each.step for each in held.all()] == [1, 2], "to list them does not read their bytes"
+    notices = resumed(held)[1]
+    assert notices[0] == (
         f"checkpoint step-000002 is damaged (loop/state.json has the digest {xxh3_64_hexdigest(b'whale')} and was "
         f"written with {xxh3_64_hexdigest(b'whole')}) and passed over; it is kept as damaged-step-000002"
     )
@@ -109,7 +109,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun_anew_over_it(tmp_path):
 
 
 def test_what_cannot_be_read_is_damaged_whatever_is_raised_but_settings_that_do_not_fit(tmp_path):
-    held, told = Checkpoints(tmp_path), []
+    held, notices = Checkpoints(tmp_path), []
     write_all(held, 1, 2)
 
     def read(folder):
@@ -118,10 +118,10 @@ def test_what_cannot_be_read_is_damaged_whatever_is_raised_but_settings_that_do_
                 return {}["policy"]
         return "read"
 
-    found = held.read_latest(read, told.append)
+    found = held.read_latest(read, notices.append)
     assert found is not None
     assert (found[0].step, found[1]) == (1, "read")
-    assert told[0].startswith(
+    assert notices[0].startswith(
         "checkpoint step-000002 is damaged (loop/state.json cannot be read: KeyError: 'policy') and passed over"
     )
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_damaged_whatever_is_raised_but_settings_that_do_
             raise ConfigError("other prompts")
 
     with pytest.raises(ConfigError, match="other prompts"):
-        held.read_latest(refuse, told.append)
+        held.read_latest(refuse, notices.append)
     assert (tmp_path / "step-000001").is_dir()
 
 
@@ -148,21 +148,21 @@ def test_a_damaged_checkpoint_counts_for_nothing_and_goes_when_the_run_has_passe
 
 
 def test_the_best_checkpoint_is_passed_over_when_its_model_is_damaged_and_one_that_is_named_is_not(tmp_path):
-    held, told = Checkpoints(tmp_path), []
+    held, notices = Checkpoints(tmp_path), []
     write_all(held, 1, 2, 3)
     for step, score in ((1, 0.5), (2, 0.9)):
         held.set_score(step, score)
     (tmp_path / "step-000002" / "loop" / "state.json").write_text("whale")
-    assert held.chosen(told.append).step == held.find(2).step == 2, "it is not the model that has changed"
+    assert held.chosen(notices.append).step == held.find(2).step == 2, "it is not the model that has changed"
     (tmp_path / "step-000002" / "model.safetensors").write_text("whale")
-    assert held.chosen(told.append).step == 1
-    [line] = told
+    assert held.chosen(notices.append).step == 1
+    [line] = notices
     assert line.startswith("checkpoint step-000002 is damaged (model.safetensors has the digest ")
     with pytest.raises(RunFolderError, match=r"step-000002 is damaged: model.safetensors has the digest "):
         held.find(2)
 
 
-def test_a_checkpoint_of_an_older_version_is_read_and_told_to_be_unchecked(tmp_path):
+def test_a_checkpoint_of_an_older_version_is_read_and_reported_as_unchecked(tmp_path):
     held = Checkpoints(tmp_path)
     with held.write(1) as folder:
         (folder / "model.safetensors").write_bytes(tensor_file_header([]))

@@ -81,13 +81,13 @@ def test_every_signal_that_asks_to_end_leaves_with_130_and_the_line_that_resumes
     assert done.stderr.strip() == f"interrupted; resume with: app resume {tmp_path}/run"
 
 
-def test_a_command_under_nohup_goes_on_when_its_terminal_closes():
-    body = "import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nprint('goes on', ending_signals())"
+def test_a_command_under_nohup_keeps_running_when_its_terminal_closes():
+    body = "import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nprint('still runs', ending_signals())"
     code = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom offbeat_run import *\ndef main():\n"
     code += "".join(f"    {line}\n" for line in body.splitlines()) + "run_command(main, program='app')\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    assert "goes on" in done.stdout
+    assert "still runs" in done.stdout
     assert "SIGHUP" not in done.stdout
 
 
@@ -193,7 +193,7 @@ def test_a_wrong_option_is_refused(words, said):
 
 @pytest.mark.parametrize(("made", "stays"), [("", False), ("compiled", True)])
 def test_a_run_that_compiles_nothing_leaves_no_folder_of_the_compiler(tmp_path, monkeypatch, made, stays):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # whoever imports torch's compiler here sets it
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # importing torch's compiler here sets it
     body = "import os, pathlib\n"
     body += f"folder = pathlib.Path({str(tmp_path / 'torchinductor_me')!r})\n"
     body += "folder.mkdir()\n"  # as importing torch's compiler does
@@ -373,7 +373,7 @@ def test_sizes_are_written_for_people(size, text):
     assert size_text(size) == text
 
 
-def test_mistakes_of_several_checks_are_told_together():
+def test_mistakes_of_several_checks_are_reported_together():
     problems = Problems()
     problems.raise_all()
     for text in ("a model", "some data", "a model"):

@@ -76,7 +76,7 @@ def damaged(whole, line):
 
 
 def refusal(run):
-    """The error of whoever refuses to read the run when it is resumed and ends; empty where all of it is read."""
+    """Return the error of a reader that refuses the run when it is resumed and ends; empty where all of it is read."""
     try:
         with RunLog(run, LogConfig(tensorboard=False), 2, 1) as log:
             log.write(2, {"train/loss": 1.0})
@@ -155,9 +155,9 @@ def replace(run, name, kind):
 def test_what_is_no_file_is_no_traceback_and_no_wait_in_a_resume(run, name, kind, monkeypatch):
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     replace(run, name, kind)
-    told = refusal(run)
+    message = refusal(run)
     if name.endswith(("jsonl", "timeline.json")) and kind != "a huge file":
-        assert f"{name}: must be a file and is {kind}" in told
+        assert f"{name}: must be a file and is {kind}" in message
 
 
 @in_time
@@ -171,8 +171,8 @@ def test_a_report_names_what_is_no_file(run, name, kind, monkeypatch):
             RunFolder.open(run.path, write=False)
         return
     page = write_report(RunFolder.open(run.path, write=False)).read_text()
-    told = "a line of more than" if kind == "a huge file" else f"must be a file and is {kind}"
-    assert (told in page) == name.endswith(("jsonl", "timeline.json"))
+    message = "a line of more than" if kind == "a huge file" else f"must be a file and is {kind}"
+    assert (message in page) == name.endswith(("jsonl", "timeline.json"))
 
 
 @in_time

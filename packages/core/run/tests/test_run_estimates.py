@@ -18,8 +18,8 @@ def enumerated_pass(right, k):
 
 
 def enumerated_majority(votes, right, k):
-    """By the definition, one subset after the other: who has most votes, ties by lot, worth as its samples are."""
-    worth = {
+    """Compute it by the definition, subset by subset: the answer with most votes, ties by lot, scores its mean."""
+    score = {
         vote: np.mean([value for other, value in zip(votes, right, strict=True) if other == vote]) for vote in votes
     }
     values = []
@@ -27,7 +27,7 @@ def enumerated_majority(votes, right, k):
         cast = [vote for vote in subset if vote is not None]
         most = max((cast.count(vote) for vote in cast), default=0)
         winners = {vote for vote in cast if cast.count(vote) == most}
-        values.append(np.mean([worth[vote] for vote in winners]) if winners else 0.0)
+        values.append(np.mean([score[vote] for vote in winners]) if winners else 0.0)
     return float(np.mean(values))
 
 

@@ -57,7 +57,7 @@ def test_the_key_of_the_path_is_named(model):
         inspect_model("Qwen/Qwen3-0.6B")
 
 
-def test_a_run_folder_is_told_from_a_model_and_its_latest_checkpoint_named(model, tmp_path):
+def test_a_run_folder_is_distinguished_from_a_model_and_its_latest_checkpoint_named(model, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(ModelError, match="is a run folder, not a model folder; it has no checkpoint yet"):
@@ -90,7 +90,7 @@ def test_what_is_taken_for_a_model_is_named_as_what_it_is(model, tmp_path_factor
             inspect_model(str(path))
 
 
-def test_a_download_that_is_not_complete_is_told_from_pickled_weights(model):
+def test_an_incomplete_download_is_distinguished_from_pickled_weights(model):
     for file in model.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(ModelError, match="its download is not complete; download it again"):

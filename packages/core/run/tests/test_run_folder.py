@@ -134,7 +134,7 @@ def test_too_little_space_is_refused_before_anything_is_written(tmp_path):
         pass
 
 
-def test_a_second_process_is_refused_and_told_who_is_there(tmp_path):
+def test_a_second_process_is_refused_with_the_one_that_is_there(tmp_path):
     make(tmp_path / "run").close()
     code = (
         "import sys, time; from offbeat_run import RunFolder\n"
@@ -169,7 +169,7 @@ def test_a_reader_writes_nothing_into_the_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
-def test_a_folder_with_a_config_of_somebody_s_own_is_left_as_it_is(tmp_path):
+def test_a_folder_with_a_user_s_own_config_is_left_as_it_is(tmp_path):
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(RunFolderError, match=r"not a run folder: .* begin one with: train .*config.toml"):
         RunFolder.open(tmp_path)

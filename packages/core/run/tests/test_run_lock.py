@@ -41,7 +41,7 @@ def _in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def another_machine(folder: Path) -> subprocess.Popen[str]:
-    """A process under another kernel, as far as the lock tells, that writes to a run folder until it reads a line."""
+    """A process under another kernel, as far as the lock shows, that writes to a run folder until it reads a line."""
     process = subprocess.Popen(
         [sys.executable, "-c", ELSEWHERE, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -178,8 +178,8 @@ def test_everything_is_written_and_cut_where_the_run_resumes(run):
         log.write(2, {"train/loss": 7.0})
         with pytest.raises(ZeroDivisionError), log.measure("trainer-0", "fails"):
             print(1 // 0)
-    told = [(line.step, name, value) for line in read_metrics(run.metrics) for name, value in line.values.items()]
-    assert told == [(1, "train/loss", 1.0), (1, "eval/reward", 0.5), (2, "train/loss", 7.0)]
+    values = [(line.step, name, value) for line in read_metrics(run.metrics) for name, value in line.values.items()]
+    assert values == [(1, "train/loss", 1.0), (1, "eval/reward", 0.5), (2, "train/loss", 7.0)]
     assert [each.step for each in read_generations(run, "train")] == [1]
     assert read_alarms(run) == [Alarm(step=1, text="slow at 1")]
     assert [each.step for each in read_answers(run.validation / "sums.jsonl")] == [1]

@@ -15,7 +15,7 @@ TOKEN = "a-secret-of-many-letters"
 
 
 def parsed(text):
-    """By Prometheus' own parser: value and labels by name."""
+    """Return value and labels by name, from Prometheus' own parser."""
     parser = pytest.importorskip("prometheus_client.parser")
     return {
         sample.name: (sample.value, sample.labels)
@@ -71,14 +71,14 @@ def test_nothing_listens_unless_it_is_asked_for(tmp_path, capsys):
         assert "Prometheus" not in capsys.readouterr().out
 
 
-def test_others_than_this_machine_need_a_token_which_is_never_told(monkeypatch):
+def test_others_than_this_machine_need_a_token_which_is_never_shown(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=f"is not this machine alone: set {TOKEN_VARIABLE}"):
         PrometheusServer(0, "0.0.0.0", "run")
     monkeypatch.setenv(TOKEN_VARIABLE, "short")
-    with pytest.raises(ConfigError, match="16 printable") as told:
+    with pytest.raises(ConfigError, match="16 printable") as caught:
         PrometheusServer(0, "0.0.0.0", "run")
-    assert "short" not in str(told.value)
+    assert "short" not in str(caught.value)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with PrometheusServer(0, "0.0.0.0", "run") as server:
         url = server.url.replace("0.0.0.0", "127.0.0.1")

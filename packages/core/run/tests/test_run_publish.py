@@ -1,4 +1,4 @@
-"""A checkpoint is given away as the Hub takes it, with a card of the run's figures, and no token is ever told."""
+"""A checkpoint is given away as the Hub takes it, with a card of the run's figures, and no token is ever shown."""
 
 import http.server
 import json
@@ -22,9 +22,9 @@ from offbeat_run import (
 TOKEN = "hf_verysecretverysecret"
 CONFIG = """
 [model]
-path = "/home/somebody/models/tiny-llm"
+path = "/home/jane/models/tiny-llm"
 [data]
-path = "/home/somebody/data/sums.jsonl"
+path = "/home/jane/data/sums.jsonl"
 split = "train"
 eval_size = 4
 [eval.sets.aime]
@@ -59,7 +59,7 @@ def front_matter(card):
     return yaml.safe_load(text), rest
 
 
-def test_the_card_tells_figures_data_and_configuration_of_this_checkpoint(run):
+def test_the_card_has_figures_data_and_configuration_of_this_checkpoint(run):
     card = model_card(run, run.checkpoints.find(4), "grpo-async-app")
     about, text = front_matter(card)
     assert about == {
@@ -73,16 +73,16 @@ def test_the_card_tells_figures_data_and_configuration_of_this_checkpoint(run):
     assert "held out: 4 of these" in text
     assert "validated on aime: `reasoning-gym:basic_arithmetic`" in text
     assert 'path = ".../sums.jsonl"' in text
-    assert "/home/somebody" not in card
+    assert "/home/jane" not in card
     run.write_text(run.settled, run.config.read_text() + '\n[algorithm]\ncorrection = "token_tis"\n')
     card = model_card(run, run.checkpoints.find(4), "grpo-async-app")
     assert 'correction = "token_tis"' in card, "what a run has chosen for itself"
-    assert "/home/somebody" not in card
+    assert "/home/jane" not in card
 
 
 def test_a_base_model_of_the_hub_is_named_as_there(run):
     cached = "/home/x/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2"
-    run.write_text(run.config, CONFIG.replace("/home/somebody/models/tiny-llm", cached))
+    run.write_text(run.config, CONFIG.replace("/home/jane/models/tiny-llm", cached))
     about, text = front_matter(model_card(run, run.checkpoints.find(8), "sft-app"))
     assert (about["base_model"], about["tags"]) == ("Qwen/Qwen3-0.6B", ["offbeat", "sft"])
     assert "`Qwen/Qwen3-0.6B` after 8 updates" in text
@@ -113,7 +113,7 @@ def test_the_end_of_a_run_puts_a_card_beside_the_best_weights(run, capsys):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as takes small files: creates a repository, tells how to send files, takes a commit."""
+    """The part of the Hub that takes small files: creates a repository, says how to send files, takes a commit."""
 
     seen: ClassVar[list] = []
     refuses = False
@@ -192,9 +192,9 @@ def test_the_hub_gets_the_same_files_in_a_private_repository(hub, run, capsys):
 
 def test_what_the_hub_refuses_is_one_line_without_the_token(hub, run):
     hub.refuses = True
-    with pytest.raises(PushError) as told:
+    with pytest.raises(PushError) as caught:
         push(run, CommandWords(options={"push-to": "hub:me/given"}), "grpo-async-app")
-    said = str(told.value)
+    said = str(caught.value)
     assert "the Hub has not taken me/given" in said
     assert "push" in said
     assert TOKEN not in said
@@ -217,7 +217,7 @@ def test_a_destination_is_checked_before_anything_starts(monkeypatch, tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_folder_that_takes_nothing_is_told_with_the_checkpoint_that_stays(run, tmp_path, monkeypatch):
+def test_a_folder_that_takes_nothing_is_reported_with_the_checkpoint_that_stays(run, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 

@@ -1,4 +1,4 @@
-"""A report tells what was measured, leaves out what was not, and lets no completion become part of the page."""
+"""A report shows what was measured, leaves out what was not, and lets no completion become part of the page."""
 
 import json
 import math
@@ -54,8 +54,8 @@ class Page(HTMLParser):
     def figures(self):
         return list(json.loads(self.scripts[1]))
 
-    def told(self):
-        """The text, with a bar between any two pieces of it."""
+    def marked_text(self):
+        """Return the text, with a bar between any two pieces of it."""
         return "|".join(["", *filter(None, (piece.strip() for piece in self.pieces)), ""])
 
     def titles(self):
@@ -125,7 +125,7 @@ def test_every_line_has_a_value_or_a_gap_at_each_update_of_its_figure(tmp_path):
 def test_the_plotting_library_is_embedded_once_and_nothing_comes_from_elsewhere(tmp_path):
     page = page_of(grpo_run(tmp_path / "run", evil="plain"))
     assert sum("uPlot (v" in script for script in page.scripts) == 1
-    assert len(write_report(tmp_path / "run").read_bytes()) < 200_000, "most of a report is what it tells"
+    assert len(write_report(tmp_path / "run").read_bytes()) < 200_000, "most of a report is its content"
     ours = page.text + page.scripts[1] + page.scripts[2]
     assert not re.search(r"https?:|//[a-z]", ours)
     assert not [attrs for _, attrs in page.tags if {"src", "href", "srcset", "data", "action"} & attrs.keys()]
@@ -183,7 +183,7 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path):
     assert (page.figures[0]["x"], page.figures[0]["lines"][0]["values"]) == ([2, 3], [1.0, 2.0])
 
 
-def test_metrics_nobody_told_the_report_about_are_drawn_too(tmp_path):
+def test_metrics_unknown_to_the_report_are_drawn_too(tmp_path):
     values = ({"mine/<b>": 1.0 * i, "alone": 2.0 * i, **{f"many/{n}": 1.0 * i for n in range(8)}} for i in (1, 2))
     page = page_of_metrics(tmp_path / "run", *values)
     assert page.titles() == ["Other", "Other: many", "Other: many", "Other: mine"]
@@ -260,7 +260,7 @@ def test_before_and_after_are_shown_where_there_are_enough_updates_and_with_inte
     few = page_of_metrics(tmp_path / "few", *({"train/reward": 0.1 * step} for step in range(6)))
     assert "Before and after" not in few.text
     noisy = [{"train/reward": step / 100 + 0.01 * (-1) ** step, "train/loss": 1.0 / (step + 1)} for step in range(40)]
-    said = page_of_metrics(tmp_path / "many", *noisy).told()
+    said = page_of_metrics(tmp_path / "many", *noisy).marked_text()
     rewards = [values["train/reward"] for values in noisy]
     error = 1.96 * statistics.stdev(rewards[:10]) / math.sqrt(10)
     before, after = (
@@ -275,7 +275,7 @@ def test_before_and_after_are_shown_where_there_are_enough_updates_and_with_inte
             for step, value in ((0, 0.25), (9, 0.75)):
                 ends = {"eval/accuracy_low": value - 0.1, "eval/accuracy_high": value + 0.1, "eval/items": 64.0}
                 log.write(step, {"eval/accuracy": value, "eval/reward": value, **ends})
-        said = page_of(run).told()
+        said = page_of(run).marked_text()
     assert "|held-out accuracy|0.250 (0.150 to 0.350)|0.750 (0.650 to 0.850)|+0.500 ± 0.141|64 items|" in said
     assert "held-out reward" not in said, "which is the accuracy here"
 

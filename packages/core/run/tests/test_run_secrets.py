@@ -1,4 +1,4 @@
-"""Who may write to a run folder, and what never stands in it."""
+"""Users that may write to a run folder, and what it never contains."""
 
 import os
 import stat

@@ -139,7 +139,7 @@ def test_no_damage_to_a_file_of_a_run_ends_its_report(tmp_path, name):
         assert "<h1>" in write_report(run).read_text()
 
 
-def test_a_file_with_more_damage_than_anybody_reads_is_counted_up_to_a_bound(tmp_path):
+def test_a_file_with_more_damage_than_a_user_reads_is_counted_up_to_a_bound(tmp_path):
     with RunFolder.create(tmp_path / "run") as run:
         run.write_text(run.config, "")
         run.keep()

@@ -1,4 +1,4 @@
-"""A run remembers which commands worked on it, from when to when, and how each ended; a heading tells it."""
+"""A run remembers which commands worked on it, from when to when, and how each ended; a heading shows it."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_the_heading_of_a_run_says_what_it_is_and_how_it_stands(run):
     assert summary(run).commands == ["app train my.toml", "app resume c"]
 
 
-def test_a_session_that_was_killed_is_told_from_one_that_goes_on(run):
+def test_a_session_that_was_killed_is_distinguished_from_one_that_runs(run):
     run.close()
     done = subprocess.run([sys.executable, "-c", KILLED, str(run.path)], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -103,7 +103,7 @@ def test_the_time_of_a_run_leaves_out_the_pauses_between_its_sessions(run):
         log.write(2, {"train/reward": 1.0}, time_s=9020.0)
     assert dict(summary(run).tiles)["time"] == "1 min 30 s"
     run.sessions.unlink()
-    assert dict(summary(run).tiles)["time"] == "2 h 12 min"  # all that an older folder tells
+    assert dict(summary(run).tiles)["time"] == "2 h 12 min"  # all that an older folder shows
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_secret_of_the_environment_is_not_written_into_a_command(run, monkeypa
 
 
 def test_the_run_of_another_application_is_refused_with_its_name(run):
-    refuse_foreign_run(run, "other-app")  # before its first session nobody knows
+    refuse_foreign_run(run, "other-app")  # before its first session that is unknown
     with record_session(run, "app train my.toml"):
         refuse_foreign_run(run, "app")
     with pytest.raises(

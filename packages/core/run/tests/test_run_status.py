@@ -124,7 +124,7 @@ def test_a_pipe_gets_the_first_line_before_what_comes_after_it_is_imported():
     assert done.stdout == "{}\n"
 
 
-def test_a_stage_that_lasts_is_told_to_a_pipe_with_its_seconds():
+def test_a_stage_that_lasts_is_written_to_a_pipe_with_its_seconds():
     words = [sys.executable, "-c", LOADS.format(body="so_far('12 of 64')\n    sys.stdin.read()")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == "loading the model: smollm2 ...\n"
@@ -141,7 +141,7 @@ def test_a_terminal_has_one_line_that_gives_way_to_what_is_printed_and_is_gone_a
     assert text.startswith("\r\x1b[K")
     assert "loading the model: smollm2" in text
     before, after = text.split("a result\r\n")
-    assert before.endswith("\r\x1b[K"), "the status line is taken away before something is printed"
+    assert before.endswith("\r\x1b[K"), "the status line is removed before something is printed"
     assert after.endswith("\r\x1b[K"), "nothing of it is left at the end"
     assert text.count("\n") == 1, "the line is overwritten"
 
@@ -243,4 +243,4 @@ def test_the_panel_of_a_run_has_the_status_in_it_and_no_line_beside_it(is_over):
     text = read_terminal(ours)
     assert "update 1 of 4: 12 of 64 samples" in text.split("updates 0/4")[1]
     assert "\r\x1b[K" not in text.split("updates 0/4", 1)[1].rsplit("updates 0/4", 1)[0]
-    assert "12 of 64" not in text.rsplit("updates 0/4", 1)[1], "the last panel no longer says what goes on"
+    assert "12 of 64" not in text.rsplit("updates 0/4", 1)[1], "the last panel no longer shows a stage"

@@ -32,14 +32,14 @@ from offbeat_run._printing import print_text
 
 T = TypeVar("T")
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 """Takes a line for people."""
 
 MANIFEST: Final = "checkpoint.json"
 _SCORES: Final = "scores.json"
 _ASIDE: Final = "damaged-"
 _MODEL_FOLDERS: Final = (".", "adapter")
-"""Folders of a checkpoint that hold the model; the others are for going on with its training."""
+"""Folders of a checkpoint that hold the model; the others are for resuming its training."""
 _NUM_READERS: Final = 4
 """Files compared at a time: one reader alone does not get all that a disk can give."""
 _MAX_SMALL_BYTES: Final = 1 << 24
@@ -150,8 +150,8 @@ class Checkpoints:
         found = self.all()
         return found[-1] if found else None
 
-    def read_latest(self, read: Callable[[Path], T], notify: Tell = print_text) -> tuple[Checkpoint, T] | None:
-        """Read the latest checkpoint whose bytes are those that were written: a resumed run goes on from there.
+    def read_latest(self, read: Callable[[Path], T], notify: Notify = print_text) -> tuple[Checkpoint, T] | None:
+        """Read the latest checkpoint whose bytes are those that were written: a resumed run continues from there.
 
         Newer ones are damaged. They get another name, and are removed once the run has passed their step again.
 
@@ -193,7 +193,7 @@ class Checkpoints:
         scored = [(each.score, -each.step, each) for each in self.all() if each.score is not None]
         return max(scored, key=lambda item: item[:2])[2] if scored else None
 
-    def chosen(self, notify: Tell = print_text) -> Checkpoint:
+    def chosen(self, notify: Notify = print_text) -> Checkpoint:
         """Return the best one, or the latest where none has a score: what a run gives to the world.
 
         Its model is as it was written; whichever is damaged is passed over for the next best.
@@ -224,7 +224,7 @@ class Checkpoints:
                 return found
         raise RunFolderError(f"{self.path.parent} holds no whole checkpoint to evaluate; resume the run to get one")
 
-    def find(self, step: int, notify: Tell = print_text) -> Checkpoint:
+    def find(self, step: int, notify: Notify = print_text) -> Checkpoint:
         """Return the one of a step, whose model is as it was written.
 
         Raises:
@@ -265,11 +265,11 @@ def step_name(step: int) -> str:
 
 
 def by_step(name: str) -> tuple[int, str]:
-    """Order names of checkpoints by their steps, of which those from a million on have more digits."""
+    """Order names of checkpoints by their steps, which have more digits from a million on."""
     return len(name), name
 
 
-def check_model(folder: Path, notify: Tell = print_text) -> None:
+def check_model(folder: Path, notify: Notify = print_text) -> None:
     """Compare a model with what was written, where its folder is a checkpoint or has digests beside its files.
 
     Args:
@@ -289,7 +289,7 @@ def check_model(folder: Path, notify: Tell = print_text) -> None:
         raise RunFolderError(f"{folder} is damaged: {error}; choose another checkpoint, or bring it back") from error
 
 
-def check_checkpoint(folder: Path, notify: Tell, *, model_only: bool = False) -> int:
+def check_checkpoint(folder: Path, notify: Notify, *, model_only: bool = False) -> int:
     """Compare the bytes of a checkpoint with its manifest, and return its step.
 
     Args:

@@ -203,7 +203,7 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
         print_text("\n" + "; ".join(filter(None, ("interrupted", _advice(program)))), to_stderr=True)
         return INTERRUPTED
     except BrokenPipeError:
-        # Who read our output has left, as in `plan my.toml | head`. Python would complain once more at exit.
+        # The reader of our output has left, as in `plan my.toml | head`. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except MemoryError as error:
@@ -229,7 +229,7 @@ def _broken_at_words(text: str) -> str:
 
 
 def _advice(program: str) -> str:
-    """Return how to go on with the run folder this process wrote to, if it did."""
+    """Return how to continue with the run folder this process wrote to, if it did."""
     folder = last_locked()
     return f"resume with: {program} resume {folder}" if folder else ""
 

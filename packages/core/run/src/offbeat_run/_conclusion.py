@@ -1,4 +1,4 @@
-"""The end of a run: what it was and what it is, where it lies, and what others are told of it."""
+"""The end of a run: its figures before and after, where it lies, and its report and model card."""
 
 import os
 import sys
@@ -22,8 +22,8 @@ def print_conclusion(run: RunFolder, compared: Mapping[str, str], *, title: str 
         run: at its end. A resumed one is compared with its very beginning.
         compared: names in the table by metric, such as {"eval/loss": "held-out loss"}; without any there is no table.
         title: over the table.
-        application: whose name is on the model card, which is written beside the weights of the checkpoint that the
-            run gives to the world; empty: none is.
+        application: its name is on the model card, which is written beside the weights of the checkpoint that the
+            run publishes; empty: none is written.
     """
     doing("writing the report")
     metrics = read_run_metrics(run.metrics, [])

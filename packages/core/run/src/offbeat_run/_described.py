@@ -25,7 +25,7 @@ def source_name(path: str) -> str:
 
 
 def describe_task(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows of (what, name) of a run: its model, its data, and who judges; without those that are not set."""
+    """Rows of (what, name) of a run: its model, its data, and its judges; without those that are not set."""
     data, reward = _table(config, "data"), _table(config, "reward")
     mixed = [source_name(str(_table(data.get("mix"), name).get("path", name))) for name in _table(data, "mix")]
     judges = [str(reward.get("name") or ""), *_table(reward, "weights")]

@@ -183,7 +183,7 @@ def _devices() -> list[tuple[str, str]]:
             count = kind.count()
             number = "here" if count == 1 else f"{count} here"
             rows.append((f"device {name}", number if count else "none on this machine"))
-            rows += getattr(kind, "findings", list)()  # what such a device needs besides, where that is worth saying
+            rows += getattr(kind, "findings", list)()  # what such a device needs besides, if anything is notable
         except (OffbeatError, ImportError) as error:
             rows.append((f"device {name}", f"cannot be used: {error}"))
     return rows or [("devices", "unknown: offbeat-device is not installed")]

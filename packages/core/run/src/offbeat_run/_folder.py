@@ -26,7 +26,7 @@ def last_has_checkpoint() -> bool:
 
 
 _MODE: Final = 0o750
-"""Prompts, logs and weights are for the owner, and for the group to read as far as the umask allows. Nobody else gets
+"""Prompts, logs and weights are for the owner, and for the group to read as far as the umask allows. No other user gets
 past this folder, whatever the modes of what lies in it."""
 
 
@@ -111,7 +111,7 @@ class RunFolder:
             _require_run(run)
             _require_space(path, required_bytes)
             run._lock = _lock_existing(path)
-            _forbid_others(path, stat.S_IWOTH)  # who has opened it for others to read since has meant that
+            _forbid_others(path, stat.S_IWOTH)  # rights to read that were given since were given on purpose
             run._make_folders()
             for folder in (path, run.checkpoints.path, run.generations, run.logs):
                 remove_leftovers(folder)
@@ -123,14 +123,14 @@ class RunFolder:
                 folder.mkdir(exist_ok=True)
             except OSError as error:
                 raise RunFolderError(
-                    f"{folder}: must be a folder that can be written: {error.strerror}; move what is there away"
+                    f"{folder}: must be a folder that can be written: {error.strerror}; move the existing file away"
                 ) from error
 
     def write_config(self, config: Any, settled: Any = None) -> None:
         """Write the configuration to config.toml, and to settled.toml the same with what was chosen for open settings.
 
         Args:
-            config: that a resume goes on with.
+            config: that a resume continues with.
             settled: that the run works with; None where nothing was open.
         """
         self.write_text(self.config, dump_config(config))
@@ -192,7 +192,7 @@ def check_shared(path: Path) -> None:
 
 
 def _forbid_others(path: Path, rights: int) -> None:
-    """Take rights from all other users: those who can write can change what a run goes on from."""
+    """Take rights from all other users: those who can write can change what a run continues from."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & rights:
         path.chmod(mode & ~rights)
@@ -206,7 +206,7 @@ def _lock_existing(path: Path) -> FolderLock:
 
 
 def _require_run(run: RunFolder) -> None:
-    """Refuse a folder that has a config.toml of somebody's own: folders of a run would be made beside it."""
+    """Refuse a folder that has a user's own config.toml: folders of a run would be made beside it."""
     if not (os.path.lexists(run.sessions) or os.path.lexists(run.checkpoints.path)):
         raise RunFolderError(
             f"{run.path}: not a run folder: beside its config.toml there is neither {run.sessions.name} nor "

@@ -48,7 +48,7 @@ def read_raw_lines(path: Path, damaged: list[str] | None) -> Iterator[tuple[int,
         damaged: takes a text where it is no file, or where a line is too long: nothing after that one is read.
 
     Raises:
-        RunFolderError: the same, and nobody takes note of it.
+        RunFolderError: the same, if `damaged` is None.
     """
     if not path.is_file():
         if other := other_kind(path):
@@ -59,8 +59,8 @@ def read_raw_lines(path: Path, damaged: list[str] | None) -> Iterator[tuple[int,
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                told = f"{path}:{number}: a line of more than {MAX_LINE_BYTES} bytes, and nothing after it is read"
-                _refuse(damaged, f"{told}; cut the file before it, or restore it")
+                problem = f"{path}:{number}: a line of more than {MAX_LINE_BYTES} bytes, and nothing after it is read"
+                _refuse(damaged, f"{problem}; cut the file before it, or restore it")
                 return
             yield number, line
 
@@ -83,7 +83,7 @@ def read_lines(
         damaged: takes a text for each line that cannot be read, which is then left out; at most `MAX_DAMAGED`.
 
     Raises:
-        RunFolderError: a line is damaged, with its number, and nobody takes note of it.
+        RunFolderError: a line is damaged, with its number, and `damaged` is None.
     """
     for number, raw in read_raw_lines(path, damaged):
         if not raw.endswith(b"\n") or not raw.strip():

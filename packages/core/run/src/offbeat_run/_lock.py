@@ -40,7 +40,7 @@ class Writer:
         pid: process id; 0 where the process has only just taken the lock.
         host: machine of the process; empty where an older version has taken the lock.
         since_s: Unix time when it took the lock; 0 where the host is empty.
-        boot: of that machine's kernel, whose locks all its processes see; empty where an older version has taken it.
+        boot: of that machine's kernel, whose locks all its processes see; empty where an older version holds it.
         beat_s: Unix time of its last sign of life; 0 likewise.
     """
 
@@ -108,7 +108,7 @@ class FolderLock:
         _last_locked[:] = [folder]
 
     def _is_free(self) -> bool:
-        """Take it, for longer than `writer_of` holds it even where the processor is taken from it."""
+        """Try to take it, for longer than `writer_of` holds it even if that is preempted."""
         assert self._descriptor is not None
         end_s = time.monotonic() + _LOOK_S
         while True:

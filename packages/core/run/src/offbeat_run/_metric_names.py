@@ -1,4 +1,4 @@
-"""The metrics of a run by name: what each is, its unit, and how people are told of it."""
+"""The metrics of a run by name: what each is, its unit, and how it is shown to people."""
 
 import re
 from collections.abc import Iterator
@@ -219,7 +219,7 @@ METRIC_NAMES: Final = {
         ),
     )
 }
-"""By name. Others are welcome; those under `correction/` and any of a known group appear in the report too."""
+"""Known metrics by name. The report also shows others: those under `correction/` and any of a known group."""
 
 CORRECTION_PREFIX: Final = "correction/"
 
@@ -229,7 +229,7 @@ _OF_K: Final = re.compile(r"(pass|maj)_at_(\d+)")
 
 
 def label_of(name: str) -> str:
-    """Return the name of a metric for people; of one that nobody has described, the end of its name in words."""
+    """Return the name of a metric for people; of one without a description, the end of its name with spaces."""
     if known := METRIC_NAMES.get(name):
         return known.label
     words = _OF_K.sub(r"\1@\2", name.rpartition("/")[2]).replace("_", " ")
@@ -239,5 +239,5 @@ def label_of(name: str) -> str:
 
 
 def is_share(name: str) -> bool:
-    """Tell whether people read a metric in percent; accuracies and rewards are read as numbers from 0 to 1."""
+    """Return whether people read a metric in percent; accuracies and rewards are read as numbers from 0 to 1."""
     return name.endswith(("_share", "_fraction", "share_kept", "curriculum/known", "/too_easy", "/too_hard"))

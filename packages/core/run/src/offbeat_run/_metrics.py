@@ -17,7 +17,7 @@ class EventFile:
     """The event file of a folder: it takes the place of those that processes before this one have written.
 
     A killed process leaves a file that lacks its last seconds and holds steps which the resumed run does again. So
-    nothing is mended: whoever opens this one writes down again what metrics.jsonl holds.
+    nothing is mended: the process that opens this one writes down again what metrics.jsonl holds.
 
     Source: the formats are those of tensorboardX, an `Event` in each record, with all that was measured at one step.
 
@@ -135,7 +135,7 @@ class MetricsLog:
     Args:
         run: where; lines after a kill in the middle of one are mended.
         tensorboard: write an event file too.
-        trackers: others to tell, see `open_trackers`.
+        trackers: others to send them to, see `open_trackers`.
         resume_step: on resume, the step of the checkpoint: what was written after it vanishes.
     """
 
@@ -203,7 +203,7 @@ def read_metrics(path: Path | str, damaged: list[str] | None = None) -> list[Met
         damaged: takes a word for each line that cannot be read, which is then left out.
 
     Raises:
-        RunFolderError: a line is damaged, with its number, and nobody takes note of it.
+        RunFolderError: a line is damaged, with its number, and `damaged` is None.
     """
     return list(iter_metrics(path, damaged))
 

@@ -1,4 +1,4 @@
-"""Mistakes of a user that do not depend on each other, and are told together."""
+"""Mistakes of a user that do not depend on each other, and are reported together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from offbeat_core import ConfigError, UserError
 
 
 class Problems:
-    """Collects what independent checks refuse, so that nobody mends one mistake only to meet the next."""
+    """Collects what independent checks refuse, so that users do not fix one mistake only to meet the next."""
 
     def __init__(self) -> None:
         self._found: list[UserError] = []

@@ -43,7 +43,7 @@ _FIRST: Final = (
 )
 """What a narrow terminal shows; the others as far as there is room."""
 _LIVE: Final = ("async/trainer_idle_share", "async/rollout_idle_share")
-"""Shown only while a run goes on: in its last updates there is nothing left to sample, which is no fault."""
+"""Shown only before the end of a run: in its last updates there is nothing left to sample, which is no fault."""
 _HEAD: Final = ("", "before", "after", "change")
 _RATE_WINDOW: Final = 50
 _HISTORY_LINES: Final = 20
@@ -102,7 +102,7 @@ class Progress:
         """Show the numbers of `step`; those not given keep their last value, those not known are left out."""
         self._values |= {name: _number(value) for name, value in metrics.items() if name in _SHOWN}
         is_update = step > self._step
-        if step > self._step:  # a validation that went on beside training tells of an earlier one
+        if step > self._step:  # a validation that ran beside training is of an earlier one
             self._step = step
             self._marks.append((self._clock(), step))
         if self._live:

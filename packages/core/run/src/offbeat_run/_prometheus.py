@@ -1,4 +1,4 @@
-"""The latest metrics of a run for Prometheus, over HTTP while the run goes on.
+"""The latest metrics of a run for Prometheus, over HTTP during the run.
 
 Source: https://prometheus.io/docs/instrumenting/exposition_formats/, text format 0.0.4.
 """
@@ -64,7 +64,7 @@ class PrometheusServer:
 
     Attributes:
         url: of the metrics.
-        access: who is answered, in words.
+        access: description of the clients that are answered.
     """
 
     def __init__(self, port: int, host: str, run: str) -> None:
@@ -82,7 +82,7 @@ class PrometheusServer:
         port = listener.getsockname()[1]
         self._names = {f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]", host)}
         alone = f"every user of this machine; {TOKEN_VARIABLE} makes it ask for a token"
-        self.access = f"those who bring the token of {TOKEN_VARIABLE}" if self._token else alone
+        self.access = f"clients that send the token of {TOKEN_VARIABLE}" if self._token else alone
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the numbers of a step; those that it does not have keep their last value."""
@@ -114,7 +114,7 @@ class PrometheusServer:
         return Page(body=self.text().encode(), content_type=CONTENT_TYPE)
 
     def _refusal(self, headers: Mapping[str, str]) -> HTTPStatus | None:
-        """Why a request is not answered: it lacks the token, or a web page may have sent a browser here."""
+        """Return why a request is refused: it lacks the token, or a web page may have sent a browser here."""
         if self._token:
             given = headers.get("authorization", "").encode(errors="replace")
             return None if hmac.compare_digest(given, f"Bearer {self._token}".encode()) else HTTPStatus.UNAUTHORIZED

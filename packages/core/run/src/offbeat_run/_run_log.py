@@ -1,4 +1,4 @@
-"""Everything a run writes down while it goes on, opened and closed as one; completions for people to read."""
+"""Everything a run writes down while it runs, opened and closed as one; completions for people to read."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,7 +53,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is probably wrong with a run that goes on.
+    """Something that is probably wrong with a run that continues.
 
     Args:
         step: updates done when it was noticed.
@@ -95,27 +95,27 @@ class GenerationsLog:
         generations = list(generations)
         validated = [each for each in generations if each.kind == "validation"]
         self._waiting += [each for each in generations if each.kind == "train"]
-        self._tell_trackers("validation", validated)
+        self._send_to_trackers("validation", validated)
         if len(self._waiting) >= _ROWS_OF_A_TABLE:
-            self._tell_of_training()
+            self._send_training()
         for generation in generations:
             name = generation.kind
             if name not in self._files:
                 self._files[name] = JsonlFile(self._folder / f"{name}.jsonl")
             self._files[name].write(msgspec.structs.asdict(generation))
 
-    def _tell_of_training(self) -> None:
+    def _send_training(self) -> None:
         waiting, self._waiting = self._waiting, []
-        self._tell_trackers("train", waiting)
+        self._send_to_trackers("train", waiting)
 
-    def _tell_trackers(self, kind: GenerationKind, generations: Sequence[Generation]) -> None:
+    def _send_to_trackers(self, kind: GenerationKind, generations: Sequence[Generation]) -> None:
         rows = [msgspec.structs.asdict(each) for each in generations] if self._trackers else []
         for tracker in self._trackers:
             tracker.write_table(f"generations/{kind}", max(row["step"] for row in rows) if rows else 0, rows)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
-        self._tell_of_training()
+        self._send_training()
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -136,7 +136,7 @@ def read_generations(run: RunFolder, kind: GenerationKind, damaged: list[str] | 
         damaged: takes a word for each line that cannot be read, which is then left out.
 
     Raises:
-        RunFolderError: a line is damaged, and nobody takes note of it.
+        RunFolderError: a line is damaged, and `damaged` is None.
     """
     return list(iter_generations(run, kind, damaged))
 
@@ -154,7 +154,7 @@ class RunLog:
         run: open for writing.
         log: the settings.
         num_updates: of the whole run, for the progress.
-        resume_step: updates done at the checkpoint this goes on from: what was written after it vanishes. -1 begins
+        resume_step: updates done at the checkpoint this continues from: what was written after it vanishes. -1 begins
             anew; None is a new run.
     """
 

@@ -217,7 +217,7 @@ def _trained(metrics: RunMetrics) -> list[str]:
 
 
 def says_the_same(name: str, series: Mapping[str, Series]) -> bool:
-    """Tell whether a metric is left out for another: a reward of 0 or 1 is the accuracy, a part may be all of a sum."""
+    """Return whether a metric is left out for another: a 0-1 reward is the accuracy, a part may be all of a sum."""
     same = {"eval/reward": "eval/accuracy", "train/loss_policy": "train/loss"}.get(name, "")
     same = "train/reward" if name.startswith("reward/") else same
     if same in series and series[same].points() == series[name].points():

@@ -46,7 +46,7 @@ class LogConfig:
     generations: int = setting(16, "Completions written down per validation.", "completions", ge=0)
     train_generations: int = setting(4, "Completions written down per update trained on.", "completions", ge=0)
     tensorboard: bool = setting(True, "Write TensorBoard files as well as metrics.jsonl.")
-    timeline: bool = setting(True, "Write timeline.json: who worked and who waited; opens in Perfetto.")
+    timeline: bool = setting(True, "Write timeline.json: when each process worked and waited; opens in Perfetto.")
     trackers: tuple[str, ...] = setting(
         (),
         "Trackers that get the metrics too; each needs its package, and the error without it says which.",
@@ -68,7 +68,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LivenessConfig:
-    """Section `liveness`: the monitor that names who waits for whom when the processes of a run stand still."""
+    """Section `liveness`: the monitor that names the processes that wait for each other when a run is stalled."""
 
     stall_after_s: float = setting(60.0, "A wait this long is looked into; ranks that are stuck end.", "s", gt=0)
 

@@ -103,7 +103,7 @@ class Series:
 
     def points(self) -> Points:
         """Return the last value that each point stands for."""
-        # A validation that goes on beside training is written down after later updates.
+        # A validation that runs beside training is written down after later updates.
         return sorted(((bucket.step, bucket.value) for bucket in self._buckets), key=itemgetter(0))
 
     def means(self) -> Points:

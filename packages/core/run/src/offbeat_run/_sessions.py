@@ -22,7 +22,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         command: as it was typed.
         started_s: seconds since 1970.
-        ended_s: the same; None where it goes on, or its process was killed.
+        ended_s: the same; None while it runs, or if its process was killed.
         end: how it ended; "" where `ended_s` is None.
         reason: of a failure, in one line.
     """
@@ -50,7 +50,7 @@ def record_session(run: RunFolder, command: str) -> Iterator[None]:
         yield
     except BaseException as error:
         end = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        with suppress(OffbeatError, OSError):  # the disk may be full, and that is what the user should hear of
+        with suppress(OffbeatError, OSError):  # the disk may be full, and the user should see the first error
             _append(run, {"ended_s": round(time.time(), 3), "end": end, "reason": _reason(error)})
         raise
     _append(run, {"ended_s": round(time.time(), 3), "end": "finished"})
@@ -88,7 +88,7 @@ def say_finished(run: RunFolder, done: int, wanted: int) -> bool:
     if done < wanted or not sessions or sessions[-1].end != "finished":
         return False
     keys = " or ".join(LENGTH_KEYS)
-    print_text(f"nothing is left to train: {done} of {wanted} updates are done; to go on, raise {keys}")
+    print_text(f"nothing is left to train: {done} of {wanted} updates are done; to continue, raise {keys}")
     return True
 
 

@@ -28,7 +28,7 @@ _TICK_S: Final = 0.5
 _END_S: Final = 1.0
 """Longest wait for a last line, which a reader that has stopped may hold back for ever."""
 _LINE: Final = "\r\x1b[K\x1b[?7l{}\x1b[?7h"
-"""On the cleared line, cut off by the terminal where that ends: its width in characters is the terminal's business."""
+"""Text on the cleared line, cut off by the terminal at its edge, because only the terminal knows a text's width."""
 _CLEARED: Final = "\r\x1b[K"
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -59,7 +59,7 @@ class Status:
         self._num_covers = 0
 
     def doing(self, stage: str, so_far: str = "") -> None:
-        """Take note of what goes on from now on. The first time it is shown at once; "" takes it away."""
+        """Take note of the current stage. The first time it is shown at once; "" takes it away."""
         since_s = self._stage.since_s if stage == self._stage.name else self._clock()
         self._stage = _Stage(stage, so_far, since_s)
         if not stage:
@@ -134,7 +134,7 @@ class Status:
                 self._is_mid_line = False
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # its reader has left, and the command goes on
+        with contextlib.suppress(OSError):  # its reader has left, and the command continues
             os.write(self._descriptor, text.encode(errors="replace"))
 
 
@@ -157,7 +157,7 @@ _current: Status | None = None
 
 
 def doing(stage: str, so_far: str = "") -> None:
-    """Say what this command does from now on; without a command nobody is told.
+    """Set the current stage of this command; without a command there is no effect.
 
     Args:
         stage: such as "loading the model"; its seconds are counted until the next one. "": nothing that ends soon.
@@ -174,7 +174,7 @@ def so_far(text: str) -> None:
 
 
 def counted_loss(loss: LossFunction, notify: Callable[[str], None], *, is_alone: bool = True) -> LossFunction:
-    """Return the loss of one pass, which tells with each micro-batch how many sequences it was called for.
+    """Return the loss of one pass, which reports with each micro-batch how many sequences it was called for.
 
     Args:
         loss: called for each micro-batch.

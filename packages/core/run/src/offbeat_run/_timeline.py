@@ -19,7 +19,7 @@ from offbeat_run._lines import UNREADABLE, note_damage, read_raw_lines
 
 _PROCESS = 1
 _LONGEST_S: Final = 1e9
-# The wall clock can be set back while a run goes on; monotonic clocks of two processes share no zero. So: the
+# The wall clock can be set back during a run; monotonic clocks of two processes share no zero. So: the
 # monotonic clock, moved once to where the wall clock stood when this process began.
 _WALL_OFFSET_S = time.time() - time.monotonic()
 
@@ -122,7 +122,7 @@ class Span:
     """A stretch of work.
 
     Args:
-        track: who worked.
+        track: the process that worked.
         name: at what.
         start_s, end_s: of `clock_s`.
     """

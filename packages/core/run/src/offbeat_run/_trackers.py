@@ -17,7 +17,7 @@ from offbeat_run._metrics import Tracker
 from offbeat_run._sections import LogConfig
 
 _COLUMNS: Final = ("step", "set", "version", "reward", "prompt", "completion", "answer", "num_tokens", "stop_reason")
-"""Of the table of completions, before its images."""
+"""Columns of the table of completions, before its images."""
 
 
 def check_trackers(log: LogConfig) -> None:
@@ -41,7 +41,7 @@ def tracker_notices(log: LogConfig) -> list[str]:
 
 
 def open_trackers(log: LogConfig, run: RunFolder) -> tuple[Tracker, ...]:
-    """Open the trackers of `log.trackers`; the run is listed under the name of its folder, and goes on there on resume.
+    """Open the trackers of `log.trackers`; the run is listed under the name of its folder, and continues on resume.
 
     Raises:
         BackendError: the package of one is missing, with the line that installs it, or it refuses to start.

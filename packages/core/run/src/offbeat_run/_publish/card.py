@@ -33,7 +33,7 @@ def model_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> str:
         application: that has trained it, such as "grpo-async-app".
 
     Returns:
-        The text. Folders of this machine are told by their last name, and secrets of the environment by theirs.
+        The text. Folders of this machine appear as their last name, and secrets of the environment as theirs.
     """
     shown = run.settled if run.settled.is_file() else run.config
     try:
@@ -46,7 +46,7 @@ def model_card(run: RunFolder, checkpoint: Checkpoint, application: str) -> str:
         _metadata(base, application),
         f"# {run.path.name}\n",
         f"{_name(base)} after {checkpoint.step} updates of `{application}` {_version(application)}"
-        "(offbeat). This card was written automatically; nobody has reviewed what the model says.\n",
+        "(offbeat). This card was written automatically; the model's output has not been reviewed.\n",
         "## Figures\n",
         _figures(run, checkpoint),
         "## Data\n",

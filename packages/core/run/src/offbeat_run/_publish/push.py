@@ -31,7 +31,7 @@ PUSH_OPTION: Final = "push-to"
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SUFFIXES: Final = {".safetensors", ".json", ".jinja", ".txt", ".model", ".py"}
 _OURS: Final = {"checkpoint.json", "loop.json", "optimizer.safetensors"}
-"""Of training, and of no use without it."""
+"""Files of training, which are useless without it."""
 _ADAPTER: Final = "adapter"
 _LARGE_FILES: Final = "*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
@@ -68,7 +68,7 @@ def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"--push-to {folder}: is a file; choose a folder")
     if folder.is_dir() and any(folder.iterdir()):
-        raise RunFolderError(f"--push-to {folder}: is not empty; choose another folder, or remove what is there")
+        raise RunFolderError(f"--push-to {folder}: is not empty; choose another folder, or empty it")
     there = next(parent for parent in folder.parents if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise RunFolderError(f"--push-to {folder}: {there} cannot be written to; choose another folder")
@@ -86,7 +86,7 @@ def push_command(words: CommandWords, folder: str, application: str) -> int:
 
 
 def push(run: RunFolder, words: CommandWords, application: str) -> None:
-    """Give a checkpoint to where `--push-to` says, if it says anything, and tell of it.
+    """Publish a checkpoint to the destination of `--push-to`, if there is one, and report it.
 
     Raises:
         PushError: the Hub has not taken it, or the folder cannot be written; the text holds no token.

@@ -16,7 +16,7 @@ def asset(name: str) -> str:
 def page_template(name: str) -> "Template":
     """Return a page.
 
-    Everything that is put into it is escaped. The test `drawable` tells an image's address from others.
+    Everything that is put into it is escaped. The test `drawable` distinguishes an image's address from others.
     """
     from jinja2 import Environment, PackageLoader  # imported late: training needs none
 

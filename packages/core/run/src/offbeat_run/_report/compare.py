@@ -65,7 +65,7 @@ class SetPair:
         return Estimate.of([pair.change for pair in self.pairs])
 
     def describe(self) -> str:
-        """In one line."""
+        """Describe it in one line."""
         before, after = (
             sum(getattr(pair, side).share_right for pair in self.pairs) / len(self.pairs)
             for side in ("before", "after")

@@ -49,7 +49,7 @@ class Constant:
     Args:
         group: of the page.
         label: its name for people.
-        value: in words.
+        value: as text.
     """
 
     group: str
@@ -166,7 +166,7 @@ _SOURCE_PLOTS: Final = {
     "share": ("Mix: groups", "Share of each source in the groups that ended since the update before.", "%"),
     "success_rate": ("Mix: success", "Share of the samples of each source that succeed.", "%"),
     "reward": ("Mix: reward", "Mean reward of the samples of each source.", ""),
-    "known": ("Mix: known prompts", "Share of each source's prompts of which success is known.", "%"),
+    "known": ("Mix: known prompts", "Share of each source's prompts whose success rate is known.", "%"),
     "too_easy": ("Mix: too easy", "Share of each source's prompts that lately succeed too often.", "%"),
     "too_hard": ("Mix: too hard", "Share of each source's prompts that lately succeed too seldom.", "%"),
 }
@@ -231,7 +231,7 @@ def _set_plot(title: str, caption: str, labels: dict[str, str], unit: str) -> It
 
 
 def _unknown_plots(series: Mapping[str, Series]) -> Iterator[LinePlot]:
-    """Plots for the rollout correction, then for every group of metrics nobody told the report about."""
+    """Plots for the rollout correction, then for every group of metrics unknown to the report."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(series):
         if not _is_drawn(name):
@@ -251,7 +251,7 @@ def _unknown_plots(series: Mapping[str, Series]) -> Iterator[LinePlot]:
 
 
 def _is_drawn(name: str) -> bool:
-    """Tell whether a plot that is known here has it."""
+    """Return whether a plot that is known here has it."""
     of_a_source = _OF_A_SOURCE.fullmatch(name)
     of_a_set = name.startswith("eval/") and (
         name.endswith(("_low", "_high", "_p95", "/versions")) or name.count("/") > 1
@@ -266,7 +266,7 @@ def _is_drawn(name: str) -> bool:
 
 
 def _unit(name: str) -> str:
-    """Told by the name, so that shares and times do not share an axis."""
+    """Return the unit that the name shows, so that shares and times do not share an axis."""
     if name in METRIC_NAMES and METRIC_NAMES[name].unit:
         return METRIC_NAMES[name].unit
     found = re.search(r"_(tokens|nats|bytes|s)$", name)

@@ -8,7 +8,7 @@ from offbeat_run._validation.items import ItemHistory, item_histories, iter_answ
 
 _ITEMS: Final = 25
 _VALIDATIONS: Final = 16
-"""On the page; the first and the last validation are always among them."""
+"""Validations on the page at most; the first and the last one are always among them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@
     };
   };
 
-  // Who worked when: one row a role, one colour a kind of work.
+  // When each process worked: one row a role, one colour a kind of work.
   const bars = (figure, node) => {
     const rows = figure.tracks.length, at = node.querySelector("[data-at]");
     const draw = (u) => {

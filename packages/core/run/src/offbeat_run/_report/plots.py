@@ -180,7 +180,7 @@ PLOTS: Final = (
     _plot(
         DISTANCE,
         "Effective sample size",
-        "Share of the tokens that an update would be worth if each were weighed by trainer's / engine's probability.",
+        "Effective share of the tokens of an update if each were weighed by trainer's / engine's probability.",
         *("mismatch/ess_share", "mismatch/ess_share_lag0"),
         unit="%",
     ),
@@ -242,7 +242,7 @@ PLOTS: Final = (
     _plot(
         DATA,
         "Curriculum",
-        "Share of the prompts of which success is known, and of those drawn less often for it.",
+        "Share of the prompts whose success rate is known, and of those drawn less often for it.",
         *("curriculum/known", "curriculum/too_easy", "curriculum/too_hard"),
         unit="%",
         is_smoothed=False,
@@ -310,5 +310,5 @@ PLOTS: Final = (
         hides_zeros=True,
     ),
 )
-"""In the order of the page, within each group."""
+"""Plots in the order of the page, within each group."""
 DRAWN: Final = frozenset(name for plot in PLOTS for name in plot.names)

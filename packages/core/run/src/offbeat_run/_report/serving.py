@@ -1,4 +1,4 @@
-"""Serves the report of a run, which may go on, at an address that only its reader knows."""
+"""Serves the report of a run, which may still run, at an address that only its reader knows."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""The timeline of a report: who worked when, read in two passes, without the pauses between sessions."""
+"""The timeline of a report: when each process worked, read in two passes, without the pauses between sessions."""
 
 import math
 import re
@@ -19,7 +19,7 @@ _MAX_TRACKS: Final = 64
 _MAX_KINDS: Final = 24
 _QUIET: Final = ("idle", "wait")
 _QUIET_SLOT: Final = -1
-_CAPTION: Final = "Who worked when. Drag to zoom, double-click to see the whole run; timeline.json opens in Perfetto."
+_CAPTION: Final = "Work by process. Drag to zoom, double-click to see the whole run; timeline.json opens in Perfetto."
 _PAUSES: Final = " Dashed lines: the run was interrupted and resumed; the time between is left out."
 _ROLES: Final = ("driver", "trainer", "rollout", "teacher", "scorer")
 
@@ -46,7 +46,7 @@ class _Extent:
         self.num_spans += 1
 
     def offsets_s(self) -> dict[int, float]:
-        """By session what its moments are moved by, so that it begins where the one before has ended."""
+        """Return the shift of each session's times that makes it begin where the one before has ended."""
         offsets, end_s = {}, 0.0
         for session in sorted(self.low_s):
             offsets[session] = end_s - self.low_s[session]
@@ -65,7 +65,7 @@ Bars = dict[str, list[tuple[int, float, float]]]
 def timeline_figure(path: Path, session_starts_s: Sequence[float], damaged: list[str]) -> Figure | None:
     """Draw the spans of a trace, or None when there are none.
 
-    A long run opens on a window in its middle, where steps can be told apart; the whole of it is one double click away.
+    A long run opens on a window in its middle, where steps can be distinguished; a double click shows all of it.
 
     Args:
         path: of timeline.json.

@@ -38,15 +38,15 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority_at_k(votes: Sequence[str | None], right: Sequence[float], k: int) -> float:
-    """Expected worth of the answer that most of k samples give; a draw is decided by lot.
+    """Return the expected score of the answer that most of k samples give; a draw is decided by lot.
 
     Args:
         votes: of each of the n samples the answer in it; None where there is none, which is no vote.
-        right: of each of the n samples, in [0, 1]: an answer is worth the mean over the samples that give it.
+        right: of each of the n samples, in [0, 1]: the score of an answer is the mean over the samples that give it.
         k: in [1, n].
 
     Returns:
-        In [0, 1]; k samples without a vote are worth 0.
+        In [0, 1]; k samples without a vote have the score 0.
 
     Raises:
         ConfigError: k is out of range.
@@ -55,19 +55,19 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[float], k: int) -
     """
     _check(len(votes), k)
     counts = Counter(vote for vote in votes if vote is not None)
-    worth: dict[str, float] = defaultdict(float)
+    score: dict[str, float] = defaultdict(float)
     for vote, value in zip(votes, right, strict=True):
         if vote is not None:
-            worth[vote] += value / counts[vote]
+            score[vote] += value / counts[vote]
     won: dict[int, float] = {}  # answers given equally often win equally often
     total = 0.0
     for answer, count in counts.items():
-        if worth[answer]:
+        if score[answer]:
             if count not in won:
                 others = Counter(counts.values())
                 others[count] -= 1
                 won[count] = _chance_to_win(count, others, len(votes) - counts.total(), k)
-            total += worth[answer] * won[count]
+            total += score[answer] * won[count]
     return total
 
 
@@ -123,7 +123,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float
     """95 % interval of the mean over items: percentiles of the means of 2000 resampled sets of as many items.
 
     Samples of one item are no independent draws, so items are resampled, each with all its samples. Equal values give
-    an empty interval: of items that are all right, or all wrong, a set this small tells no more.
+    an empty interval: of items that are all right, or all wrong, a set this small shows no more.
 
     Args:
         values: one of each item, at least one, finite.

@@ -25,7 +25,7 @@ class EvalFolder:
     Args:
         path: made where it is missing.
         about: what is evaluated, for people, such as {"model": ...}.
-        asked: by set, all that its answers depend on, as plain data: answers to other questions are not gone on with.
+        asked: by set, all that its answers depend on, as plain data: answers to other questions are not continued.
 
     Raises:
         RunFolderError: another process works in it, it cannot be written, or holds answers to something else.
@@ -40,7 +40,7 @@ class EvalFolder:
             self._lock = FolderLock(self.path)
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}; choose another --out") from error
-        self._lock.forget()  # this is no run to resume: the same command goes on
+        self._lock.forget()  # this is no run to resume: the same command continues it
         try:
             self._take_note()
             self._log = AnswersLog(self.path)
@@ -62,14 +62,14 @@ class EvalFolder:
             if marks.get(name, mark) != mark and answers_path(self.path, name).is_file():
                 raise RunFolderError(
                     f"{self.path} holds answers of the set {name} from other weights, prompts, reference answers or "
-                    "settings of sampling, judging or who acts with the model: choose another --out, or remove "
+                    "settings of sampling, judging or the agent: choose another --out, or remove "
                     f"{answers_path(self.path, name).name} there"
                 )
         with atomic_write(self.path / _ASKED) as file:
             json.dump({"about": self._about, "marks": {**marks, **self._marks}}, file, indent=1)
 
     def answered(self, name: str) -> dict[int, ItemAnswers]:
-        """Return what is there already, by item."""
+        """Return the answers that exist already, by item."""
         return {each.item: each for each in read_answers(answers_path(self.path, name))}
 
     def write(self, name: str, item: ItemAnswers) -> None:

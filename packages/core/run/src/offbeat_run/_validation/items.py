@@ -109,7 +109,7 @@ def read_answers(path: Path, damaged: list[str] | None = None) -> list[ItemAnswe
         damaged: takes a word for each line that cannot be read, which is then left out.
 
     Raises:
-        RunFolderError: a line is damaged, and nobody takes note of it.
+        RunFolderError: a line is damaged, and `damaged` is None.
     """
     return list(iter_answers(path, damaged))
 

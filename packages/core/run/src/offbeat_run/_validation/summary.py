@@ -76,7 +76,7 @@ class SetSummary:
         return self.estimates[f"avg@{self.num_samples}"].value
 
     def metrics(self) -> dict[str, float]:
-        """By the names of metrics.jsonl: avg@n is the accuracy, and pass@8 is pass_at_8, as MLflow takes no `@`."""
+        """Return the estimates under names of metrics.jsonl: accuracy for avg@n; pass_at_8, as MLflow takes no `@`."""
         prefix = "eval/" if self.name == HELD_OUT else f"eval/{self.name}/"
         found: dict[str, float] = {}
         for name, estimate in self.estimates.items():
@@ -186,6 +186,6 @@ def table_markdown(summaries: Sequence[SetSummary]) -> str:
 
 
 def table_json(summaries: Sequence[SetSummary], **about: Any) -> str:
-    """Return the table as JSON, with whatever else is worth saying about it."""
+    """Return the table as JSON, with everything else there is to report about it."""
     interval = f"{CONFIDENCE:.0%}, percentile bootstrap over items"
     return json.dumps({**about, "interval": interval, "sets": [asdict(each) for each in summaries]}, indent=1) + "\n"
