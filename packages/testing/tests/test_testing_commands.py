@@ -38,7 +38,7 @@ def test_a_command_is_interrupted_as_in_a_terminal_and_its_processes_are_seen(sl
         assert process.wait() == 130
         with pytest.raises(AssertionError, match=r"still there after 0\.2 s.*time\.sleep"):
             wait_until_gone([started], 0.2)
-    # It is nobody's descendant any more, so the block could not know of it.
+    # It is no descendant of the command any more, so the block could not know of it.
     os.kill(started, signal.SIGKILL)
     wait_until_gone([started], 30)
 
@@ -51,8 +51,8 @@ def test_a_block_ends_with_all_of_its_processes_gone(sleeper: str) -> None:
     wait_until_gone(pids, 30)
 
 
-def stand_still() -> None:
-    """With the GIL, so that Python's own handlers would wait as long."""
+def block_with_gil() -> None:
+    """Block with the GIL, so that Python's own handlers would wait as long."""
     print("ready", flush=True)
     ctypes.PyDLL(None).sleep(600)
 
@@ -63,16 +63,16 @@ def test_a_forked_command_can_be_killed_with_its_group_from_its_first_moment(mon
         lead()
 
     monkeypatch.setattr(os, "setsid", late)
-    with RunningCommand(stand_still) as process:
+    with RunningCommand(block_with_gil) as process:
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(30) == -9
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 def test_a_forked_command_that_stands_still_shows_where() -> None:
-    with RunningCommand(stand_still) as process:
+    with RunningCommand(block_with_gil) as process:
         process.wait_until(lambda: "ready" in process.output, "its line")
-        with pytest.raises(AssertionError, match=r"(?s)still running after 0\.2 s.*in stand_still"):
+        with pytest.raises(AssertionError, match=r"(?s)still running after 0\.2 s.*in block_with_gil"):
             process.wait(0.2)
 
 
@@ -100,7 +100,7 @@ def test_what_a_command_did_last_counts_though_it_has_ended(sleeper: str) -> Non
 def test_a_forked_command_takes_the_signals_of_a_new_process() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a runner of tests may
     try:
-        with RunningCommand(stand_still) as process:
+        with RunningCommand(block_with_gil) as process:
             process.wait_until(lambda: "ready" in process.output, "its line")
             process.terminate()
             assert process.wait(10) == -15
@@ -117,7 +117,7 @@ def accept() -> NoReturn:
     sys.exit(0)
 
 
-def test_the_suite_for_bad_input_tells_an_application_that_refuses_from_one_that_does_not(
+def test_the_suite_for_bad_input_distinguishes_an_application_that_refuses_from_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite, config, mistake = CommandConformance(), tmp_path / "config.toml", COMMON_MISTAKES["no such model"]

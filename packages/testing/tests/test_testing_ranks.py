@@ -62,18 +62,18 @@ def test_collectives_of_the_process_a_rank_was_forked_from_are_not_its_own(rank)
 @pytest.mark.ranks(1)
 def test_the_recorder_is_left_alone_while_another_thread_makes_a_group():
     """torch writes its tables of groups without a lock that a reader could take: one that meets it dies of SIGSEGV."""
-    is_making, may_go_on = threading.Event(), threading.Event()
+    is_making, may_continue = threading.Event(), threading.Event()
 
     def _new_process_group_helper() -> None:
         is_making.set()
-        may_go_on.wait()
+        may_continue.wait()
 
     dist.all_reduce(torch.tensor([1.0]))
     thread = threading.Thread(target=_new_process_group_helper)
     thread.start()
     is_making.wait()
     unread = recorded_collectives(patience_s=0.1)
-    may_go_on.set()
+    may_continue.set()
     thread.join()
     assert unread is None
     read = recorded_collectives()
@@ -84,9 +84,9 @@ def test_the_recorder_is_left_alone_while_another_thread_makes_a_group():
 @pytest.mark.ranks(1)
 def test_call_sites_are_read_while_another_thread_imports(tmp_path, monkeypatch):
     """torch's compiler, which torch would import to name them, is left alone: nothing stands in for it."""
-    (tmp_path / "slow_to_import.py").write_text("import time\nimport builtins\nbuiltins.may_go_on.wait()\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\nimport builtins\nbuiltins.may_continue.wait()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    builtins.may_go_on = threading.Event()
+    builtins.may_continue = threading.Event()
     dist.all_reduce(torch.tensor([1.0]))
     compiler = sys.modules.get("torch._inductor")
     thread = threading.Thread(target=lambda: __import__("slow_to_import"))
@@ -95,7 +95,7 @@ def test_call_sites_are_read_while_another_thread_imports(tmp_path, monkeypatch)
         time.sleep(0.001)
     meanwhile = recorded_collectives()
     assert sys.modules.get("torch._inductor") is compiler
-    builtins.may_go_on.set()
+    builtins.may_continue.set()
     thread.join()
     assert meanwhile is not None
     assert f"{Path(__file__).name}:" in str(meanwhile[-1].call_site)
@@ -114,10 +114,10 @@ def test_a_rank_whose_collectives_could_not_be_read_is_not_compared():
 def test_a_rank_whose_calls_the_recorder_may_have_forgotten_has_missed_none(monkeypatch):
     monkeypatch.setattr(_report, "RECORDED", 3)
     one, members = Collective(group="0", seq=1, op="all_reduce"), {"0": [0, 1]}
-    for num_others, is_told in ((2, True), (3, False)):
+    for num_others, is_reported in ((2, True), (3, False)):
         others = [Collective(group="1", seq=number, op="all_reduce") for number in range(1, num_others + 1)]
         states = {0: RankState(collectives=[one], members=members), 1: RankState(collectives=others, members=members)}
-        assert (first_difference(states) is not None) is is_told
+        assert (first_difference(states) is not None) is is_reported
 
 
 def test_a_rank_that_waits_for_one_that_has_joined_it_is_only_slower():
@@ -143,23 +143,23 @@ def test_gradients_are_computed_in_ranks(rank):
 
 
 @pytest.fixture
-def tells_much_and_late(monkeypatch):
+def reports_much_and_late(monkeypatch):
     notify = _child.Rank._state
 
-    def tell_late(self, *, stacks):
+    def report_late(self, *, stacks):
         if not stacks:
             return notify(self, stacks=False)
         time.sleep(0.6)
         return replace(notify(self, stacks=True), stacks="x" * 2**18)
 
-    monkeypatch.setattr(_child.Rank, "_state", tell_late)
+    monkeypatch.setattr(_child.Rank, "_state", report_late)
     monkeypatch.setattr(_launch, "GRACE_S", 600.0)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.ranks(2)
-def test_a_rank_that_still_has_more_to_say_than_a_pipe_holds_may_leave(tells_much_and_late, rank):
-    # Rank 0 is through, so both are asked where they stand after 1 s; rank 1 is through before they answer.
+def test_a_rank_that_still_has_more_to_say_than_a_pipe_holds_may_leave(reports_much_and_late, rank):
+    # Rank 0 has ended, so both are asked for their state after 1 s; rank 1 has ended before they answer.
     time.sleep(_launch.LOOK_S + 0.2 if rank else 0)
 
 
@@ -255,7 +255,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_fails_long_before_the_deadl
     )
 
 
-def test_the_deadline_ends_a_hang_and_tells_where_each_rank_stands(run):
+def test_the_deadline_ends_a_hang_and_reports_where_each_rank_is(run):
     done = run("""
     @pytest.mark.ranks(2, deadline_s=1)
     def test_it(rank):
@@ -330,7 +330,7 @@ def test_a_rank_that_dies_is_named_with_how(run):
     ]
     done = run("".join(bodies))
     done.assert_outcomes(failed=len(ENDS))
-    done.stdout.fnmatch_lines([line for told in ENDS.values() for line in ("rank 1 of 2 failed first", told)])
+    done.stdout.fnmatch_lines([line for text in ENDS.values() for line in ("rank 1 of 2 failed first", text)])
 
 
 @pytest.mark.nightly
@@ -437,7 +437,7 @@ def test_a_skip_on_one_rank_only_is_a_failure(run):
     done.stdout.fnmatch_lines(["ranks [[]1] skipped the test and the others ran it*"])
 
 
-def test_wrong_use_is_told(run):
+def test_wrong_use_is_reported(run):
     done = run("""
     def test_without_a_mark(rank):
         pass

@@ -1,4 +1,4 @@
-"""Conformance suites, fakes and tiny models for whoever writes an offbeat engine; tests on several processes.
+"""Conformance suites, fakes and tiny models for authors of offbeat engines; tests on several processes.
 
 Names are imported when asked for: the plugin lives in this package, and every pytest session loads it.
 """

@@ -70,7 +70,7 @@ class CommandLine:
 def tell_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have commands of this process and its forks write a line about each stage, however short, for a whole test.
 
-    In a test most stages take less than the time after which a log gets a line, or than that between two looks.
+    In a test most stages take less than the time after which a log gets a line, or than the time between two polls.
     """
     status = import_module("offbeat_run._status")
     for name, seconds in (("QUIET_S", 0.0), ("_QUIET_SHARE", 0.0), ("_TICK_S", 0.002)):
@@ -235,9 +235,9 @@ class CommandConformance:
         rows = []
         for number in range(24):  # all of them different: a repeated question would be held out of training
             asked = {"role": "user", "content": f"what is {number} and one?"}
-            told = {"role": "assistant", "content": str(number + 1)}
+            reply = {"role": "assistant", "content": str(number + 1)}
             # As either application reads it.
-            rows.append({"prompt": [asked], "answer": told["content"], "messages": [asked, told]})
+            rows.append({"prompt": [asked], "answer": reply["content"], "messages": [asked, reply]})
         (tmp_path / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         words = ["--model.path", plain, "--data.path", tmp_path / "chat.jsonl"]
         assert_refused(command("plan", config, *words), "chat template")

@@ -17,7 +17,7 @@ from offbeat_actors._local import LocalProcess
 from offbeat_actors._wire import Channel, SocketStream
 from offbeat_testing._processes import ForkedProcess
 
-_LOOK_EVERY_S = 0.02
+_POLL_EVERY_S = 0.02
 
 
 def fork_roles() -> None:
@@ -46,7 +46,7 @@ def forked_main(application: str, *modules: str) -> Callable[[], object]:
 
 
 class _RoleProcess(ForkedProcess):
-    """As much of `asyncio.subprocess.Process` as an actor needs."""
+    """The part of `asyncio.subprocess.Process` that an actor needs."""
 
     @property
     def returncode(self) -> int | None:
@@ -54,7 +54,7 @@ class _RoleProcess(ForkedProcess):
 
     async def wait(self) -> int:
         while (code := self.poll()) is None:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_EVERY_S)
         return code
 
 

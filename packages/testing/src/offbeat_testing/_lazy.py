@@ -1,4 +1,4 @@
-"""As `offbeat_core._lazy`, for a plugin that every session of pytest loads: offbeat_core imports numpy."""
+"""A copy of `offbeat_core._lazy` for a plugin that every session of pytest loads: offbeat_core imports numpy."""
 
 import sys
 from collections.abc import Callable, Mapping

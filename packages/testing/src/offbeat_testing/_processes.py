@@ -45,10 +45,10 @@ def _unknown_to_python() -> set[int]:
 
 
 STACKS_SIGNAL: Final = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""A forked process that gets it writes its stacks into its output, even one that stands still with the GIL."""
+"""A forked process that gets it writes its stacks into its output, even one that is stuck with the GIL."""
 
 BEGIN_S: Final = 60.0
-"""How long a child may take to lead its session. Until then a signal to its group would reach nobody."""
+"""How long a child may take to lead its session. Until then a signal to its group would reach no process."""
 
 
 class ForkedProcess:
@@ -63,14 +63,14 @@ class ForkedProcess:
     def __init__(self, main: Callable[[], object], words: Sequence[str] = (), output: int = 2) -> None:
         self._code: int | None = None
         wait_for_leaving_threads()
-        heard, telling = os.pipe()
+        begun_reader, begun_writer = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            os.close(heard)
-            _become(main, words, output, telling)
-        os.close(telling)
-        has_begun, _, _ = select.select([heard], [], [], BEGIN_S)
-        os.close(heard)
+            os.close(begun_reader)
+            _become(main, words, output, begun_writer)
+        os.close(begun_writer)
+        has_begun, _, _ = select.select([begun_reader], [], [], BEGIN_S)
+        os.close(begun_reader)
         if not has_begun:
             self.send_signal(signal.SIGKILL)
             raise TimeoutError(f"process {self.pid} did not lead its session within {BEGIN_S:g} s of its fork")
@@ -87,12 +87,12 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def _become(main: Callable[[], object], words: Sequence[str], output: int, telling: int) -> None:
-    """The child's life; `telling` is closed when it leads its session."""
+def _become(main: Callable[[], object], words: Sequence[str], output: int, begun_writer: int) -> None:
+    """The child's life; `begun_writer` is closed when it leads its session."""
     code = 1
     try:
         os.setsid()
-        os.close(telling)
+        os.close(begun_writer)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -115,14 +115,14 @@ def _become(main: Callable[[], object], words: Sequence[str], output: int, telli
 
 DEADLINE_S: Final = 90.0
 """Generous: a loaded machine takes long to import torch in three processes."""
-_LOOK_EVERY_S: Final = 0.05
+_POLL_EVERY_S: Final = 0.05
 
 
 def read_terminal(descriptor: int) -> str:
     """Read what a pseudo-terminal gets until the last that writes to it has left, and close it.
 
     Args:
-        descriptor: the side of it that `pty.openpty` or `pty.fork` gives to whoever looks at the terminal.
+        descriptor: the side of it that `pty.openpty` or `pty.fork` gives to the process that reads the terminal.
     """
     text, end_s = b"", time.monotonic() + DEADLINE_S
     try:
@@ -134,7 +134,7 @@ def read_terminal(descriptor: int) -> str:
         return text.decode()
     finally:
         os.close(descriptor)
-    raise TimeoutError(f"after {DEADLINE_S:g} s somebody still has the terminal, which has got {text!r:.500}")
+    raise TimeoutError(f"after {DEADLINE_S:g} s a process still has the terminal open, which got {text!r:.500}")
 
 
 class RunningCommand:
@@ -148,7 +148,7 @@ class RunningCommand:
 
     def __init__(self, module: str | Callable[[], object], *words: object) -> None:
         self._module, self._words = module, [str(word) for word in words]
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would stop the command
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that is not read would block the command
 
     def __enter__(self) -> "RunningCommand":
         if callable(self._module):
@@ -202,7 +202,7 @@ class RunningCommand:
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the command alone, as `kill -9` does: nothing it has started hears of it."""
+        """Kill the command alone, as `kill -9` does: nothing it has started is notified."""
         self._process.send_signal(signal.SIGKILL)
 
     def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -217,7 +217,7 @@ class RunningCommand:
             # Looked at once more: the last thing it did may have been what is waited for.
             assert ended is None or condition(), f"ended with {ended} before {what}:\n{self.output}"
             assert time.monotonic() < end_s, f"waited {deadline_s:g} s in vain for {what}; so far:\n{self.output}"
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Wait for the end, and return the exit code; -9 for SIGKILL.
@@ -230,7 +230,7 @@ class RunningCommand:
             if time.monotonic() > end_s:
                 stacks = self._ask_for_stacks()
                 raise AssertionError(f"still running after {deadline_s:g} s:\n{self.output}\n{stacks}")
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         return code
 
     def _ask_for_stacks(self) -> str:
@@ -255,7 +255,7 @@ def wait_until_gone(pids: Iterable[int], deadline_s: float) -> None:
     end_s = time.monotonic() + deadline_s
     while left := [pid for pid in left if _is_running(pid)]:
         assert time.monotonic() < end_s, f"still there after {deadline_s:g} s: {[_command_line(pid) for pid in left]}"
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 def _is_running(pid: int) -> bool:

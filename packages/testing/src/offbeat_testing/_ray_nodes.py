@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 READY_S: Final = 180.0
-"""For all nodes to join: the machine may be busy."""
+"""Time for all nodes to join: the machine may be busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def _patiently(start: Callable[[], Any], mark: str) -> Any:
 
     Args:
         start: starts it.
-        mark: in the command lines of its processes, of which a failed start leaves some behind.
+        mark: in the command lines of its processes, some of which a failed start leaves behind.
     """
     for _ in range(4):
         try:

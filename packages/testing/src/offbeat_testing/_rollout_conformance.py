@@ -120,7 +120,7 @@ _CONTINUATIONS = tuple(_DRAW.integers(3, 250, length).astype(np.int32) for lengt
 
 
 class ScoreConformance(EngineSuite):
-    """For engines that declare `scores`; the others skip it."""
+    """Tests of engines that declare `scores`; the others skip them."""
 
     @on_engine
     async def test_scores_are_those_of_transformers(self, engine: RolloutEngine, reference: Any) -> None:
@@ -160,7 +160,7 @@ def _scorer(engine: RolloutEngine) -> ScoringEngine:
 
 
 class WeightConformance(EngineSuite):
-    """For every engine; one that does not sleep skips what is of sleep."""
+    """Tests of every engine; one that does not sleep skips those of sleep."""
 
     @on_engine
     async def test_update_in_mid_generation_splits_the_versions(
@@ -197,7 +197,7 @@ class WeightConformance(EngineSuite):
         weights = changed_weights(reference)
         name, tensor = weights[3]
         wrong = {
-            "a name nobody has": FakeWeightStream([*weights[:3], ("no.such.weight", tensor)], 1),
+            "an unknown name": FakeWeightStream([*weights[:3], ("no.such.weight", tensor)], 1),
             "a shape that differs": FakeWeightStream([*weights[:3], (name, tensor[:-1])], 1),
             "a tensor that never came": FakeWeightStream(weights[:-1], 1),
             "a sender that died": FakeWeightStream(weights, 1, fail_after=4),
@@ -233,7 +233,7 @@ class WeightConformance(EngineSuite):
         np.testing.assert_array_equal(before.ids, after.ids)
 
     @on_engine
-    async def test_samples_held_through_sleep_go_on_under_the_new_weights(
+    async def test_samples_held_through_sleep_continue_under_the_new_weights(
         self, engine: RolloutEngine, reference: Any
     ) -> None:
         """Do what a colocated trainer does: take the memory to train, bring weights first, then return the cache."""
@@ -356,7 +356,7 @@ class RolloutConformance(WeightConformance, ScoreConformance):
     async def test_abort_keeps_the_tokens_so_far(self, engine: RolloutEngine, reference: Any) -> None:
         task = asyncio.create_task(engine.generate(suite_request("long", num_samples=2, max_tokens=LONG)))
         await self.tokens(engine, 6)
-        await engine.abort("nobody")
+        await engine.abort("unknown")
         await engine.abort("long")
         for completion in await task:
             assert completion.stop_reason == "aborted"
@@ -420,7 +420,7 @@ class RolloutConformance(WeightConformance, ScoreConformance):
                 await engine.generate(replace(suite_request(), adapter="poet"))
             with pytest.raises(ConfigError, match=r"brings the adapter 'poet', .* not do lora"):
                 await engine.update_weights(stream, 1, adapter=LoraAdapter(name="poet", scale=2.0))
-        await engine.drop_adapter("nobody")
+        await engine.drop_adapter("unknown")
         (completion,) = await engine.generate(suite_request())
         assert completion.oldest_version == 0
         self.assert_logprobs(reference_model(model_folder), completion)
@@ -429,8 +429,8 @@ class RolloutConformance(WeightConformance, ScoreConformance):
     async def test_an_adapter_that_was_not_sent_is_refused_by_name(self, engine: RolloutEngine) -> None:
         if not engine.capabilities.lora:
             pytest.skip("the engine takes no adapters")
-        with pytest.raises(ConfigError, match="'nobody'"):
-            await engine.generate(replace(suite_request(), adapter="nobody"))
+        with pytest.raises(ConfigError, match="'unknown'"):
+            await engine.generate(replace(suite_request(), adapter="unknown"))
         assert len((await engine.generate(suite_request()))[0].ids) == 24
 
     @on_engine

@@ -118,7 +118,7 @@ class TrainEngineConformance:
             self.backend.plan(dataclasses.replace(config, model_path=str(tmp_path / "nowhere")))
 
     def test_the_engines_own_metrics_have_no_slash(self, engine: TrainEngine) -> None:
-        """So whoever reports them can tell them from the loss function's."""
+        """Check it because a logger distinguishes them by it from the loss function's."""
         found = engine.forward_backward(_sequences(), _named_nll)
         assert {name for name in found if "/" in name} == {"loss/nll"}
         assert {"loss", "num_microbatches"} <= found.keys()
@@ -177,7 +177,7 @@ class TrainEngineConformance:
         assert all(np.isfinite(array).all() for array in _copy(engine).values())
 
     def test_a_step_without_a_token_to_learn_from_moves_nothing(self, config: TrainEngineConfig) -> None:
-        """Neither momentum nor weight decay does; the schedule goes on."""
+        """Check that neither momentum nor weight decay moves them; the schedule continues."""
         engine = self.make_engine(dataclasses.replace(config, weight_decay=0.1, warmup_steps=8))
         engine.forward_backward(_sequences(), _nll)
         rates = [engine.step()["learning_rate"].value]

@@ -1,4 +1,4 @@
-"""One rank: a fork of the test's process that runs the body, tells how it ended, and leaves."""
+"""One rank: a fork of the test's process that runs the body, reports how it ended, and leaves."""
 
 import ctypes
 import faulthandler
@@ -109,7 +109,7 @@ class Rank:
             os._exit(code)
 
     def _leave_world(self) -> None:
-        """Tell the other ranks of the error, if the body has used offbeat-mesh."""
+        """Send the error to the other ranks, if the body has used offbeat-mesh."""
         if (worlds := sys.modules.get("offbeat_mesh._world")) and (world := worlds.current_world()):
             world.leave(self._error)
 
@@ -144,7 +144,7 @@ class Rank:
             return "skipped", skipped.msg or ""
         except pytest.xfail.Exception as xfailed:
             return "expected", xfailed.msg or ""
-        except BaseException as error:  # noqa: BLE001 - every end of the body is told to the test's process
+        except BaseException as error:  # noqa: BLE001 - every end of the body is reported to the test's process
             self._error = error
             excinfo = pytest.ExceptionInfo.from_current()
             outcome: Outcome = "expected" if self._is_expected(excinfo.value) else "failed"
@@ -166,7 +166,7 @@ class Rank:
         if not self._request.join:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
             return
-        # Longer than the test's own deadline, which tells more.
+        # Longer than the test's own deadline, whose error says more.
         timeout = timedelta(seconds=self._request.deadline_s + 60)
         store = FileStore(str(self._pipes.folder / "store"), self._request.size)
         store.set_timeout(timeout)

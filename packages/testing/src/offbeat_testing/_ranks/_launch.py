@@ -1,4 +1,4 @@
-"""The test's process: forks the ranks, hears them, ends all of them whatever happens, and gives the verdict."""
+"""The test's process: forks the ranks, reads their reports, always ends all of them, and gives the verdict."""
 
 import importlib
 import os
@@ -105,7 +105,7 @@ def _states(ends: list[RankEnd]) -> dict[int, RankState]:
 
 
 def _by_time(ends: list[RankEnd]) -> list[RankEnd]:
-    """First causes first: a process that died tells no time, but nothing else explains it."""
+    """First causes first: a process that died reports no time, but nothing else explains it."""
     failed = [end for end in ends if end.has_failed]
     failed.sort(key=lambda end: (not end.died, end.report.at_s if end.report else 0.0))
     return failed + [end for end in ends if end.was_killed] + [end for end in ends if not end.is_over]
@@ -251,11 +251,11 @@ class RankProcesses:
         os.close(orders_read)
         os.close(reports_write)
         with suppress(ProcessLookupError, PermissionError):
-            os.setpgid(process, process)  # as the rank does itself: whoever comes first
+            os.setpgid(process, process)  # as the rank does itself, whichever is first
         self._selector.register(reports_read, selectors.EVENT_READ, end)
 
     def watch(self) -> None:
-        """Hear the ranks until all are through, or one has failed and the others had time to notice, or too late."""
+        """Read reports until all ranks are done, or one failed and the others had time to notice, or a deadline."""
         timed_out = False
         while not all(end.is_over for end in self.ends):
             now_s = time.monotonic()
@@ -346,15 +346,15 @@ class RankProcesses:
 
     def _order(self, order: bytes, *, only: RankEnd | None = None) -> None:
         for rank, pipe in self._orders.items():
-            # A rank that is gone tells so by its exit status.
+            # A rank that is gone shows it by its exit status.
             with suppress(BrokenPipeError):
                 if only is None or only.rank == rank:
                     os.write(pipe, order)
 
     def _wait(self, process: int) -> int:
-        """Exit status; a process that does not leave in time is killed. What it still has to say is heard.
+        """Return the exit status; a process that does not leave in time is killed. Its remaining output is read.
 
-        A rank that was asked for its state a moment ago may stand in the write of an answer larger than the pipe.
+        A rank that was asked for its state a moment ago may be blocked in the write of an answer larger than the pipe.
         """
         until_s = time.monotonic() + GRACE_S
         while time.monotonic() < until_s:

@@ -81,11 +81,11 @@ class Difference:
 
 
 def _call_text(call: Collective) -> str:
-    """As Python names dtypes, and from the test's folder on: all_reduce(float32[3]) at test_it.py:7 in step."""
+    """Return it with Python's dtypes and a relative path: all_reduce(float32[3]) at test_it.py:7 in step."""
     tensors = [text.partition("[") for text in call.inputs or call.outputs]
-    told = ", ".join(f"{DTYPES.get(dtype, dtype.lower())}[{shape}" for dtype, _, shape in tensors)
+    shapes = ", ".join(f"{DTYPES.get(dtype, dtype.lower())}[{shape}" for dtype, _, shape in tensors)
     site = str(call.call_site).removeprefix(f"{os.getcwd()}/") if call.call_site else "an unknown place"
-    return f"{call.op}({told}) at {site}"
+    return f"{call.op}({shapes}) at {site}"
 
 
 def first_difference(states: Mapping[int, RankState]) -> Difference | None:
@@ -144,7 +144,7 @@ def recorded_collectives(since_ns: int = 0, *, patience_s: float = PATIENCE_S) -
     """Return the collectives of this process since a `time.time_ns`, as far back as torch's flight recorder goes.
 
     A fork has its parent's older ones too, whose groups may have had the same names. None when there was no moment in
-    which no thread makes or uses a group: torch lets nobody read while another thread writes.
+    which no thread makes or uses a group: torch allows no read while another thread writes.
     """
     entries = settled_collectives(patience_s=patience_s)
     return entries and [each for each in entries if each.created_ns >= since_ns and each.peer is None]
