@@ -47,7 +47,7 @@ class Peer:
             return ""
 
     def is_stopped(self) -> bool:
-        """Whether it stands still, as after SIGSTOP."""
+        """Return whether it is stopped, as after SIGSTOP."""
         return Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
     def end(self) -> None:

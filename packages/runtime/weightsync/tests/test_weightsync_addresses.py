@@ -1,4 +1,4 @@
-"""Where a sender listens, and who is let in."""
+"""Where a sender listens, and which clients are admitted."""
 
 import contextlib
 import os
@@ -84,12 +84,12 @@ def test_an_engine_takes_no_weights_from_another_users_process(
     monkeypatch.setattr(_addresses.os, "getuid", lambda: os.geteuid() + 1)  # as if the sender's were another
     with (
         SharedMemorySender(address, plan_of(weights), deadline_s=30),
-        pytest.raises(WeightSyncError, match=f"who listens at {address} is another user's process"),
+        pytest.raises(WeightSyncError, match=f"the sender at {address} is another user's process"),
     ):
         receive_all(address, deadline_s=5)
 
 
-def test_an_engine_that_writes_into_the_stream_spoils_nobody_elses_weights(
+def test_an_engine_that_writes_into_the_stream_spoils_no_other_engines_weights(
     address: str, weights: Weights, start_engine: Any
 ) -> None:
     with SharedMemorySender(address, plan_of(weights), deadline_s=30) as sender:
@@ -100,15 +100,15 @@ def test_an_engine_that_writes_into_the_stream_spoils_nobody_elses_weights(
     assert bad.next_text().startswith("WeightSyncError: the engine holds other bytes")
 
 
-def test_an_engine_with_another_token_is_sent_away_and_the_sync_goes_on(
+def test_an_engine_with_another_token_is_disconnected_and_the_sync_continues(
     sender: TcpSender, place: TcpAddress, weights: Weights
 ) -> None:
-    def come_after_the_stranger() -> object:
+    def come_after_the_unknown_client() -> object:
         with receiving(place._replace(token="0" * 32).with_token()) as refused:
             pass
         return [refused[0], receive_all(sender.address)]
 
-    with in_thread(come_after_the_stranger) as found:  # the stranger is answered within the sync
+    with in_thread(come_after_the_unknown_client) as found:  # the unknown client is answered within the sync
         sender.send(weights.items(), 1, 1)
     refused, held = found[0]  # type: ignore[misc]
     assert are_equal(held, weights)
@@ -135,7 +135,7 @@ def test_an_engine_finds_a_false_sender_out() -> None:
 @pytest.mark.parametrize(
     "said", [b"", b"half a token", b"GET / HTTP/1.1\r\n" * 20], ids=["nothing", "half", "nonsense"]
 )
-def test_who_connects_and_says_nothing_of_ours_does_not_stop_a_sync(
+def test_a_client_that_does_not_speak_our_protocol_does_not_stop_a_sync(
     sender: TcpSender, place: TcpAddress, weights: Weights, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_sender, "_GREETING_S", 100.0)
@@ -147,10 +147,10 @@ def test_who_connects_and_says_nothing_of_ours_does_not_stop_a_sync(
     assert are_equal(held[0], weights)
 
 
-def test_who_has_shown_the_token_is_not_sent_away_for_a_stranger(
+def test_a_client_that_has_shown_the_token_is_not_disconnected_for_an_unknown_one(
     sender: TcpSender, place: TcpAddress, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sender, "_MAX_STRANGERS", 2)
+    monkeypatch.setattr(_sender, "_MAX_PENDING", 2)
     with contextlib.ExitStack() as connections, in_thread(lambda: sender.send(weights.items(), 1, 2)) as sent:
         receivers = [_addresses.connect(sender.address, Deadline("a sync", 20)) for _ in range(2)]
         for _ in range(4):
@@ -161,7 +161,7 @@ def test_who_has_shown_the_token_is_not_sent_away_for_a_stranger(
     assert "asked for version 2" in str(sent[0])
 
 
-def test_who_connects_on_this_machine_and_says_nothing_does_not_stop_a_sync(
+def test_a_silent_client_on_this_machine_does_not_stop_a_sync(
     address: str, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_sender, "_GREETING_S", 2.0)
@@ -175,7 +175,7 @@ def test_who_connects_on_this_machine_and_says_nothing_does_not_stop_a_sync(
     assert are_equal(held[0], weights)
 
 
-def test_strangers_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
+def test_unknown_clients_that_stop_in_the_middle_do_not_make_a_sync_miss_its_deadline(
     sender: TcpSender, place: TcpAddress, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_sender, "_GREETING_S", 100.0)  # the sender has less patience than that in all

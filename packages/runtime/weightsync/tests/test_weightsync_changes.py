@@ -1,4 +1,4 @@
-"""Changed elements alone: told without loss, applied to the same weights only, and proved as all weights are."""
+"""Changed elements alone: sent without loss, applied to the same weights only, and proved as all weights are."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,7 +37,7 @@ def there_and_back(old: np.ndarray, new: np.ndarray) -> tuple[str, int]:
 
 
 @given(versions())
-def test_what_is_told_makes_the_one_the_other_and_takes_no_more_bytes(pair: tuple[np.ndarray, np.ndarray]) -> None:
+def test_what_is_sent_turns_the_one_into_the_other_and_takes_no_more_bytes(pair: tuple[np.ndarray, np.ndarray]) -> None:
     _, num_bytes = there_and_back(*pair)
     assert num_bytes <= pair[1].nbytes
 
@@ -55,7 +55,7 @@ def changed_at(places: Any, size: int = 200_000) -> tuple[np.ndarray, np.ndarray
         ([], "same", 0),
         ([0, 5], "gaps", 8),
         ([65_535], "gaps", 4),  # as many before it as 16 bit can say
-        ([65_536], "gaps", 8),  # one more: an element between is told that is what it was
+        ([65_536], "gaps", 8),  # one more: an element between is sent although it has not changed
         ([199_999], "gaps", 16),
         (slice(0, None, 10), "mask", 25_000 + 40_000),
         (slice(None), "all", 400_000),
@@ -90,7 +90,7 @@ class Engine:
         self.held: Weights = {}
 
     def take(self, version: int) -> bool:
-        """Whether changes alone have come."""
+        """Return whether changes alone have come."""
         with receive(self.address, version, 20, copy=self.copy) as stream:
             self.held = load(stream)
             stream.confirm(stream.prove(self.held.__getitem__))
@@ -104,7 +104,7 @@ class Trainer:
         self._sender, self._copy, self.version = sender, WeightCopy(max_changes), 0
 
     def send(self, weights: Weights, *engines: Engine) -> list[object]:
-        """Whether each engine was sent changes alone, or its error."""
+        """Return whether each engine was sent changes alone, or its error."""
         self.version += 1
         version = self.version
         threads = [in_thread(lambda one=one: one.take(version)) for one in engines]
@@ -144,15 +144,15 @@ def test_versions_that_arrive_as_changes_are_whole(rounded: WeightSender, weight
 
 def test_all_weights_travel_every_so_many_versions(rounded: WeightSender, weights: Weights) -> None:
     trainer, engine = Trainer(rounded, max_changes=2), Engine(rounded)
-    told = []
+    were_changes = []
     for version in range(7):
         change(weights, version)
-        told += trainer.send(weights, engine)
-    assert told == [False, True, True, False, True, True, False]
+        were_changes += trainer.send(weights, engine)
+    assert were_changes == [False, True, True, False, True, True, False]
     assert are_equal(engine.held, expected(weights, rounded))
 
 
-def test_who_holds_something_else_makes_all_weights_travel(rounded: WeightSender, weights: Weights) -> None:
+def test_an_engine_that_holds_something_else_makes_all_weights_travel(rounded: WeightSender, weights: Weights) -> None:
     trainer, first = Trainer(rounded, max_changes=9), Engine(rounded)
     trainer.send(weights, first)
     change(weights, 1)
@@ -173,9 +173,9 @@ def test_weights_of_another_plan_travel_whole(rounded: WeightSender, weights: We
     engine, copy = Engine(rounded), WeightCopy(max_changes=9)
     part = {name: weights[name] for name in ("embed", "norm")}
     for version, (sent, plan) in enumerate(((weights, rounded.plan), (part, plan_of(part, "bfloat16")), (part, None))):
-        with in_thread(partial(engine.take, version)) as told:
+        with in_thread(partial(engine.take, version)) as took_changes:
             rounded.send(sent.items(), version, 1, plan=plan or plan_of(part, "bfloat16"), copy=copy)
-        assert told == [plan is None], "changes alone where the same plan came last"
+        assert took_changes == [plan is None], "changes alone where the same plan came last"
         assert list(engine.held) == list(sent)
     assert torch.equal(engine.held["norm"], part["norm"])
 

@@ -52,7 +52,7 @@ def test_a_name_without_a_transport_is_refused_with_those_that_there_are() -> No
 
 
 class CountingTransport(TcpTransport):
-    """As another package would have it: TCP under a name of its own, which counts the streams that it opens."""
+    """A transport as of another package: TCP under a name of its own, which counts the streams that it opens."""
 
     num_opened = 0
 

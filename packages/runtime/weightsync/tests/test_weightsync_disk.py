@@ -111,7 +111,7 @@ def test_a_writer_that_dies_between_two_files_leaves_no_version(tmp_path: Path, 
     assert are_equal(read(tmp_path, 2), weights)
 
 
-def test_a_reader_that_dies_disturbs_nobody(tmp_path: Path, weights: Weights) -> None:
+def test_a_reader_that_dies_disturbs_no_other(tmp_path: Path, weights: Weights) -> None:
     write(tmp_path, weights, 1)
     die_in(read, tmp_path, 1, "die at wide")
     assert len(read(tmp_path, 1)) == 8
@@ -133,7 +133,7 @@ def test_a_version_has_its_name_once_it_is_on_the_disk_and_the_one_before_goes_a
 
 
 class AtOnce(Executor):
-    """Has done what it was given before the caller goes on, as a thread may have."""
+    """An executor that has done its work before the caller continues, as a thread may have."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -147,8 +147,8 @@ class AtOnce(Executor):
         return future
 
 
-class ToldLate(AtOnce):
-    """Has done what it was given before the caller goes on, and does not tell so until it is waited for."""
+class ReportedLate(AtOnce):
+    """An executor that has done its work before the caller continues, and does not report so until it is waited for."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future = super().submit(function, *arguments, **options)
@@ -159,7 +159,7 @@ class ToldLate(AtOnce):
 def test_what_was_written_after_the_disk_had_begun_is_on_it_before_the_version_has_its_name(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat_weightsync._transports.version_folder.ThreadPoolExecutor", ToldLate)
+    monkeypatch.setattr("offbeat_weightsync._transports.version_folder.ThreadPoolExecutor", ReportedLate)
     with DiskRecord(tmp_path) as disk:
         write(tmp_path, weights, 1)
     assert disk.steps
@@ -169,7 +169,7 @@ def test_what_was_written_after_the_disk_had_begun_is_on_it_before_the_version_h
 def test_a_version_does_not_appear_whichever_of_its_bytes_the_disk_refuses(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system tells of lost bytes once: a later sync of the same file says that all is well."""
+    """The system reports lost bytes once: a later sync of the same file says that all is well."""
     refused, done = set[int](), list[int]()
 
     def sync_or_refuse(sync: Callable[[int], None], file: int) -> None:
@@ -394,7 +394,7 @@ def test_a_folder_that_an_engine_does_not_see_is_named_by_both_sides(
 def test_a_folder_with_other_tensors_than_were_announced_is_refused(
     tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_otherwise(root: Path, plan: BucketPlan, source: object, version: int, look_up: object) -> None:
+    def write_otherwise(root: Path, plan: BucketPlan, source: object, version: int, check: object) -> None:
         write_weights(root, plan_of(weights, None, 128), weights.items(), version)
 
     with open_sender(tmp_path, weights) as sender:
@@ -405,7 +405,7 @@ def test_a_folder_with_other_tensors_than_were_announced_is_refused(
     assert words in str(held[0])
 
 
-def test_a_full_disk_is_told_to_all(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_to_all(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -21,7 +21,7 @@ from offbeat_weightsync import (
 )
 
 FLOAT32_ROUNDING = 2.0**-22
-"""Of the division by the scale and the product with it: relative."""
+"""Relative error of the division by the scale and the product with it."""
 
 
 def check_bound(weight: torch.Tensor) -> None:

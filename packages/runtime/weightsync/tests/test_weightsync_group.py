@@ -1,4 +1,4 @@
-"""Weights over a group: it is made once; a member that fails or dies is named; who joins gets weights by a new one."""
+"""Weights over a group: it is made once; a member that fails or dies is named; a new member gets a new group."""
 
 import os
 import re
@@ -105,10 +105,10 @@ def test_a_failure_ends_the_group_and_the_next_sync_makes_another(sender: GroupS
 def test_two_members_on_one_device_are_refused_before_the_group_is_made(
     sender: GroupSender, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As nccl has it, which would wait or fail with words of its own. The processors here say that they are one GPU."""
-    seat_of = WeightGroup.member.fget
-    assert seat_of is not None
-    on_gpu = property(lambda group: msgspec.structs.replace(seat_of(group), device="gpu-0"))
+    """Check a rule of nccl, which would wait or fail with its own text. The processors here pretend to be one GPU."""
+    member_of = WeightGroup.member.fget
+    assert member_of is not None
+    on_gpu = property(lambda group: msgspec.structs.replace(member_of(group), device="gpu-0"))
     monkeypatch.setattr(WeightGroup, "member", on_gpu)
     trainer, engine = sync(sender, weights, 1, [Member(sender, "rollout-0")])
     words = "two members of the group compute on one device, which nccl refuses: use cuda-ipc"
@@ -136,7 +136,7 @@ def test_an_engine_that_dies_before_the_group_is_made_is_named(
 
 
 @pytest.mark.parametrize("way", ["group", "disk"])
-def test_an_engine_killed_in_a_sync_is_named_the_others_go_on_and_one_that_joins_gets_weights(
+def test_an_engine_killed_in_a_sync_is_named_the_others_continue_and_one_that_joins_gets_weights(
     way: str, weights: Weights, start_peer: Callable[..., Any], tmp_path: Path
 ) -> None:
     def held(version: int) -> str:

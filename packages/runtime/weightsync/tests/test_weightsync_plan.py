@@ -115,7 +115,7 @@ def test_what_cannot_be_planned_is_refused(
 
 
 class Elsewhere(Tensor):
-    """Memory that says it is not the host's, so that nobody looks at it as such."""
+    """Memory that says it is not the host's, so that no code reads it as such."""
 
     is_cpu = property(lambda _: False)
 

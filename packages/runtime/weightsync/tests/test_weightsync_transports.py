@@ -85,7 +85,7 @@ def test_a_stream_that_is_over_holds_nothing_of_the_engines(listen: Any, weights
     assert isinstance(streams[0], PeerStream)
     held.clear()
     for each in memory.values():
-        each.close()  # raises BufferError if anybody still looks at it
+        each.close()  # raises BufferError if it is still referenced
 
 
 def test_an_engine_without_room_says_so_before_anything_is_written(sender: WeightSender, weights: Weights) -> None:
@@ -123,7 +123,7 @@ def test_an_engine_that_stands_still_is_named_at_the_deadline(
 def test_an_engine_that_is_given_up_in_the_middle_of_a_sync_is_waited_for_no_longer(
     sender: WeightSender, weights: Weights, start_engine: Any, num_receivers: int
 ) -> None:
-    """As when its machine is gone: nothing is ever heard of it again, not even that its connection has ended."""
+    """Stop it, as if its machine were gone: no message comes from it again, not even the end of its connection."""
     engine = start_engine(sender.address, "stop at wide")
     for number in range(1, num_receivers):
         start_engine(sender.address, name=f"rollout-{number}")

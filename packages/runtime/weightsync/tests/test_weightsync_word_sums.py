@@ -69,7 +69,7 @@ def test_every_changed_byte_shows(data: bytes, draw: st.DataObject) -> None:
 
 @pytest.fixture
 def sender(weights: Weights, address: str) -> Iterator[SharedMemorySender]:
-    """As one whose slots lie on a device, but for these."""
+    """Yield a sender that behaves as if its slots were on a device."""
     with SharedMemorySender(address, plan_of(weights, "bfloat16"), deadline_s=30) as sender:
         sender._checksum = "words"
         yield sender

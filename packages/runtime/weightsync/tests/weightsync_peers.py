@@ -202,6 +202,6 @@ def receiving(address: str | Path, version: int = 1, deadline_s: float = 30) -> 
 
 
 def are_equal(held: object, weights: Weights) -> bool:
-    """Whether an engine holds these weights, to the bit."""
+    """Return whether an engine holds these weights, to the bit."""
     assert isinstance(held, dict), held
     return list(held) == list(weights) and all(torch.equal(held[name], weights[name]) for name in weights)

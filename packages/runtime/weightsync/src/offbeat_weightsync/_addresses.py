@@ -8,8 +8,8 @@ is host, port and a secret token, which itself never travels:
     its nonce, HMAC(token, both nonces)     ->
                                             <-      HMAC(token, both nonces, the other way round)
 
-Who does not know the token is sent away before anything it says is read. The HMACs are of SHA-256; each side answers to
-the other's nonce, so an answer that was overheard is worth nothing. What follows is neither encrypted nor signed: use
+A client without the token is disconnected before anything it sends is read. The HMACs are of SHA-256; each side answers
+to the other's nonce, so an answer that was overheard is useless. What follows is neither encrypted nor signed: use
 networks that you trust.
 """
 
@@ -39,13 +39,13 @@ _NUM_WAITING: Final = 128
 _UCRED: Final = struct.Struct("3i")
 _NONCE_BYTES: Final = 32
 ANSWER_BYTES: Final = _NONCE_BYTES + 32
-"""What a receiver says over TCP before it is let in: its nonce and a MAC."""
+"""What a receiver sends over TCP before it is admitted: its nonce and a MAC."""
 
 
 class TcpAddress(NamedTuple):
     """Address of a sender for receivers on any host; port 0: any that is free.
 
-    Whoever knows the token may connect. As text it is without the token: that is for errors and logs.
+    A client that knows the token may connect. As text it is without the token: that is for errors and logs.
     """
 
     host: str
@@ -67,7 +67,7 @@ class TcpAddress(NamedTuple):
         return cls(host, port, token)
 
     def with_token(self) -> str:
-        """Text to hand to receivers, and to nobody else."""
+        """Return the text to give to receivers, and to no other process."""
         return f"{_TCP}://{self.token}@{self._host_and_port}"
 
     def __str__(self) -> str:
@@ -83,8 +83,8 @@ def new_address(host: str = "", port: int = 0) -> str:
 
     Args:
         host: "" for receivers of this machine, by shared memory. Otherwise the IP address or name under which receivers
-            of other machines reach this one: the address gets a secret token, and whoever has it may connect. The bytes
-            are not encrypted: use networks that you trust.
+            of other machines reach this one: the address gets a secret token, and clients that have it may connect. The
+            bytes are not encrypted: use networks that you trust.
         port: to listen on over TCP; 0 takes a free one.
 
     Raises:
@@ -101,7 +101,7 @@ def new_socket_path() -> str:
     """Make an address for a sender to listen on, unique on this machine.
 
     On Linux it is a name in the kernel ("@offbeat-..."), which vanishes with its process, so that even `kill -9`
-    leaves nothing behind; who connects is checked to be the same user. Elsewhere it is a file in a fresh folder.
+    leaves nothing behind; a client is checked to be of the same user. Elsewhere it is a file in a fresh folder.
     """
     if _NAMELESS:
         return f"@offbeat-{os.getpid()}-{secrets.token_hex(8)}"
@@ -136,7 +136,7 @@ def listen(address: str | Path) -> tuple[socket.socket, str]:
     except OSError as error:
         where = address if tcp is None else tcp
         raise WeightSyncError(f"cannot listen for receivers at {where}: {error.strerror or error}") from error
-    listener.setblocking(False)  # who has gone before it is accepted shall not make anybody wait
+    listener.setblocking(False)  # a client that has gone before it is accepted shall not block the sender
     return listener, str(address) if tcp is None else tcp._replace(port=listener.getsockname()[1]).with_token()
 
 
@@ -155,9 +155,9 @@ def connect(address: str | Path, deadline: Deadline) -> Connection:
         raise deadline.missed(f"the sender at {where}") from None
     except OSError as error:
         raise WeightSyncError(f"no sender listens at {where}: {error.strerror or error}") from error
-    if tcp is None and not is_same_user(sock):  # a name in the kernel is free for whoever takes it first
+    if tcp is None and not is_same_user(sock):  # a name in the kernel belongs to the process that takes it first
         sock.close()
-        raise WeightSyncError(f"who listens at {address} is another user's process: run both as the same user")
+        raise WeightSyncError(f"the sender at {address} is another user's process: run both as the same user")
     connection = Connection(sock, "the sender" if tcp is None else f"the sender at {tcp}", deadline)
     if tcp is not None:
         _show_token(connection, tcp)

@@ -22,7 +22,7 @@ from offbeat_weightsync._tensors import RUN_BYTES, Bytes, PlannedTensors, tensor
 Bits = npt.NDArray[np.unsignedinteger]
 Coding = Literal["same", "gaps", "mask", "all"]
 """How a run travels: not at all; for each changed element, 16 bit, how many before it are as they were; one bit for
-each element; all elements. The new values of the changed elements follow. The shortest is taken."""
+each element; all elements. The new values of the changed elements follow. The shortest is used."""
 
 _LONGEST_GAP: Final = 1 << 16
 
@@ -88,7 +88,7 @@ def decode_run(values: Bits, coding: str, num_changed: int, data: memoryview) ->
 
 
 class WeightCopy:
-    """The weights that travelled last, kept at either side to tell, or to apply, what has changed since.
+    """The weights that travelled last, kept at either side to send, or to apply, what has changed since.
 
     It takes as many bytes of main memory as they have. Give a sender and each receiver one of their own, to keep from
     one version to the next; after a failure it is not relied on, and all weights travel anew.
@@ -148,7 +148,7 @@ class WeightCopy:
 
 
 def runs_of(bucket: Bucket) -> Iterator[Piece]:
-    """The runs in which changes of a bucket are told; as `PlannedTensors.runs` cuts them."""
+    """Yield the runs in which changes of a bucket are sent; as `PlannedTensors.runs` cuts them."""
     for piece in bucket.pieces:
         yield from piece.cut(RUN_BYTES)
 
@@ -170,16 +170,16 @@ def _bits_dtype(plan: BucketPlan, run: Piece) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"u{torch_dtype(plan.specs[run.tensor].dtype).itemsize}")
 
 
-def apply_bucket(bucket: Bucket, told: list[tuple[str, int]], data: Bytes, copy: WeightCopy) -> None:
+def apply_bucket(bucket: Bucket, changes: list[tuple[str, int]], data: Bytes, copy: WeightCopy) -> None:
     """Write what has changed in a bucket into the copy.
 
     Raises:
-        WeightSyncError: what was told is of other runs, or has other bytes.
+        WeightSyncError: the changes are of other runs, or have other bytes.
     """
     runs, rest = list(runs_of(bucket)), data.data
-    if len(runs) != len(told):
-        raise WeightSyncError(f"changes of {len(told)} runs came for a bucket of {len(runs)}")
-    for run, (coding, num_changed) in zip(runs, told, strict=True):
+    if len(runs) != len(changes):
+        raise WeightSyncError(f"changes of {len(changes)} runs came for a bucket of {len(runs)}")
+    for run, (coding, num_changed) in zip(runs, changes, strict=True):
         rest = rest[decode_run(copy.bits(run), coding, num_changed, rest) :]
     if rest:
         raise WeightSyncError(f"{len(rest)} bytes of changes are left over")

@@ -37,14 +37,14 @@ T = TypeVar("T")
 UNDECLARED_S: Final = 0.05
 """Shorter waits are not declared to the liveness monitor. A longer one is, and ends with the deadline."""
 
-LOOK_UP_S: Final = 0.2
+POLL_EVERY_S: Final = 0.2
 """A longer wait is interrupted so often, to see whether the sync has been withdrawn."""
 
 _DRAIN_S: Final = 1.0
 """How long a side that has said why it gives up still takes what was sent to it: see `Connection.close`."""
 
 _REASON_S: Final = 5.0
-"""How long a side whose sending failed waits to be told why. One that gives up says so before it hangs up."""
+"""How long a side whose sending failed waits for the reason. One that gives up sends it before it hangs up."""
 
 _HEADER: Final = struct.Struct("<I")
 _DATA: Final = 1 << 31
@@ -103,7 +103,7 @@ class Join(msgspec.Struct, tag="join", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The sender has noted the request, and says who it is; what it sends follows when all receivers are there."""
+    """The sender has noted the request, and gives its name; what it sends follows when all receivers are there."""
 
     name: str
 
@@ -135,7 +135,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Filled(msgspec.Struct, tag="filled", frozen=True):
-    """So many bytes of a bucket lie in its slot."""
+    """Notice that this number of bytes of a bucket is in its slot."""
 
     bucket: int
     num_bytes: int
@@ -184,7 +184,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(Message)
 class Deadline:
     """A point in time, shared by all the waits of one sync, which `waiting` names: "weight sync of version 3".
 
-    `is_withdrawn` is asked while somebody is waited for: True ends the wait, as nobody will come or answer.
+    `is_withdrawn` is polled during a wait for another process: True ends the wait, as none will come or answer.
     """
 
     def __init__(self, waiting: str, seconds: float, is_withdrawn: Callable[[], bool] = lambda: False) -> None:
@@ -199,7 +199,7 @@ class Deadline:
         """Let the liveness monitor see a wait for `on`, for a verdict to name it."""
         return waiting(self.waiting, on=on, deadline_s=self.seconds)
 
-    def look_up(self, on: str) -> None:
+    def raise_if_withdrawn(self, on: str) -> None:
         """Raise WeightSyncError if the sync, which waits for `on`, is not wanted any more."""
         if self.is_withdrawn():
             raise WeightSyncError(f"{self.waiting} was withdrawn while it waited for {on}")
@@ -222,7 +222,7 @@ class Connection:
 
     @property
     def own_host(self) -> str:
-        """By which address of this machine the other side is reached; of a connection over TCP."""
+        """Address of this machine from which the other side is reached; of a connection over TCP."""
         return str(self._socket.getsockname()[0])
 
     def send(self, message: Message) -> None:
@@ -235,7 +235,7 @@ class Connection:
         self.send_plain(data)
 
     def send_plain(self, data: memoryview, *, more: bool = False) -> None:
-        """Send bytes without a frame, of which more follow at once; raises as `send` does."""
+        """Send bytes without a frame, with `more` if others follow at once; raises as `send` does."""
         flags = getattr(socket, "MSG_MORE", 0) if more else 0
         try:
             while data:
@@ -302,7 +302,7 @@ class Connection:
         return fds[0]
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other side why this one gives up, if it still listens."""
+        """Send the other side the reason why this one gives up, if it still listens."""
         self._failed = True
         with contextlib.suppress(WeightSyncError, DeadlineError):
             self.send(Failure(reason_of(error)))
@@ -346,11 +346,11 @@ class Connection:
         try:
             with self.deadline.declared(self.peer):
                 while True:
-                    self._socket.settimeout(min(self.deadline.left_s(), LOOK_UP_S) or 1e-3)
+                    self._socket.settimeout(min(self.deadline.left_s(), POLL_EVERY_S) or 1e-3)
                     try:
                         return operation()
                     except TimeoutError as error:
-                        self.deadline.look_up(on)
+                        self.deadline.raise_if_withdrawn(on)
                         if not self.deadline.left_s():
                             raise self.deadline.missed(on) from error
         finally:
@@ -358,7 +358,7 @@ class Connection:
                 self._socket.settimeout(UNDECLARED_S)
 
     def _why_gone(self) -> WeightSyncError:
-        """Why sending failed: a side that gives up says so before it hangs up."""
+        """Return why sending failed: a side that gives up sends the reason before it hangs up."""
         deadline = self.deadline
         self.deadline = Deadline(deadline.waiting, min(deadline.left_s(), _REASON_S))
         try:

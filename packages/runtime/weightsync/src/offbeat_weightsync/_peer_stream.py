@@ -22,12 +22,12 @@ class PeerStream(ArrivingStream):
     def take_changes(self, copy: WeightCopy) -> WeightProof:
         """Write what has changed into the copy, and return what the copy should be now."""
         for index, bucket in enumerate(self.plan.buckets):
-            told = self._connection.receive(Changes, self._bucket(index))
-            if not 0 <= told.num_bytes <= bucket.num_bytes:
-                raise WeightSyncError(f"{told.num_bytes} bytes of changes came for {self._bucket(index)}")
-            data = np.empty(told.num_bytes, np.uint8)
+            changes = self._connection.receive(Changes, self._bucket(index))
+            if not 0 <= changes.num_bytes <= bucket.num_bytes:
+                raise WeightSyncError(f"{changes.num_bytes} bytes of changes came for {self._bucket(index)}")
+            data = np.empty(changes.num_bytes, np.uint8)
             self._connection.receive_data(data.data, f"the changes in {self._bucket(index)}")
-            apply_bucket(bucket, told.runs, data, copy)
+            apply_bucket(bucket, changes.runs, data, copy)
         return self._end()
 
     def take_all(self, copy: WeightCopy) -> WeightProof:

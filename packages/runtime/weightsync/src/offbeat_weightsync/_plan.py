@@ -53,7 +53,7 @@ class BucketPlan:
         specs: the tensors, in the order in which they are sent.
         bucket_bytes: no bucket is longer.
         buckets: every byte of every tensor, once.
-        digest: 16 hex digits; equal for equal plans, so two processes can tell that they agree.
+        digest: 16 hex digits; equal for equal plans, so two processes can check that they agree.
     """
 
     specs: tuple[TensorSpec, ...]

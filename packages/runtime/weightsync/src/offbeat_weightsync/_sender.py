@@ -1,4 +1,4 @@
-"""The trainer's side of the transports between processes: who may join, and one sync from the offer to the proofs."""
+"""The trainer's side of the transports between processes: admission, and one sync from the offer to the proofs."""
 
 import selectors
 import socket
@@ -15,7 +15,7 @@ from offbeat_core import DeadlineError, WeightProof, WeightSyncError
 from offbeat_weightsync._addresses import ANSWER_BYTES, TcpAddress, admit, listen
 from offbeat_weightsync._changes import WeightCopy, coded_buckets
 from offbeat_weightsync._connection import (
-    LOOK_UP_S,
+    POLL_EVERY_S,
     UNDECLARED_S,
     Accepted,
     Changes,
@@ -42,9 +42,9 @@ from offbeat_weightsync._tensors import (
 T = TypeVar("T")
 
 _GREETING_S: Final = 5.0
-"""For a receiver that has been let in to say the rest of what it has begun to say: others wait meanwhile."""
+"""Time for an admitted receiver to send the rest of a message that it has begun: others wait meanwhile."""
 
-_MAX_STRANGERS: Final = 64
+_MAX_PENDING: Final = 64
 """Connections that have not asked for weights yet. For one more the oldest that has not shown the token has to go;
 where all have, it waits in the kernel."""
 
@@ -97,7 +97,7 @@ class WeightSender(ABC):
 
     @abstractmethod
     def _greet(self, sock: socket.socket, connection: Connection) -> PendingConnection | None:
-        """Begin with somebody who has connected; None: it may not."""
+        """Begin the greeting of a client that has connected; None: it is refused."""
 
     def close(self) -> None:
         """Stop listening."""
@@ -136,7 +136,7 @@ class WeightSender(ABC):
         Raises:
             WeightSyncError: tensors differ from the plan, a receiver failed or died, or holds other bytes; or it was
                 withdrawn.
-            DeadlineError: somebody did not come, load or prove in time.
+            DeadlineError: a receiver did not come, load or prove in time.
         """
         with self._joined(version, num_receivers, deadline_s, is_withdrawn) as joined:
             plan = plan or self.plan
@@ -225,7 +225,7 @@ class WeightSender(ABC):
         deadline_s: float | None,
         is_withdrawn: Callable[[], bool] = lambda: False,
     ) -> Iterator[dict[Connection, Join]]:
-        """The receivers of a sync. An error within is told to all of them."""
+        """Yield the receivers of a sync. An error within is sent to all of them."""
         seconds = self._deadline_s if deadline_s is None else deadline_s
         deadline = Deadline(f"weight sync of version {version}", seconds, is_withdrawn)
         joined: dict[Connection, Join] = {}
@@ -247,7 +247,7 @@ class WeightSender(ABC):
         """Wait until all receivers have asked for this version."""
         refused: list[str] = []
         while len(joined) < num_receivers:
-            deadline.look_up("receivers")
+            deadline.raise_if_withdrawn("receivers")
             names = ", ".join([peer.peer for peer in joined]) or "none"
             missing = f"{num_receivers - len(joined)} of {num_receivers} receivers to connect (here: {names})"
             arrived = self._accept(deadline, "; ".join([missing, *refused]))
@@ -267,23 +267,23 @@ class WeightSender(ABC):
             peer.send(Welcome(self._name))
 
     def _accept(self, deadline: Deadline, missing: str) -> tuple[Connection, Join] | None:
-        """Wait a moment for somebody to connect, or to ask for weights. Who falls silent holds nobody up."""
+        """Wait a moment for a client to connect, or to ask for weights. A silent client delays no other."""
         if not deadline.left_s():
-            raise deadline.missed(missing)  # also while strangers keep coming
+            raise deadline.missed(missing)  # also while unknown clients keep coming
         with selectors.DefaultSelector() as selector:
-            if len(self._pending) < _MAX_STRANGERS or self._oldest_unknown():
+            if len(self._pending) < _MAX_PENDING or self._oldest_unknown():
                 selector.register(self._listener, selectors.EVENT_READ)
             for each in self._pending:
                 selector.register(each, selectors.EVENT_READ, each)
-            ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
+            ready = selector.select(min(deadline.left_s(), POLL_EVERY_S))
         for key, _ in ready:
             if key.data is None:
                 self._admit_next()
             if key.data not in self._pending:  # it was the oldest of too many, perhaps
                 continue
             key.data.deadline = Deadline("greeting of a receiver", min(_GREETING_S, deadline.left_s()))
-            join = self._hear(key.data)
-            if join is not None:  # whoever else is ready still is the next time
+            join = self._read_greeting(key.data)
+            if join is not None:  # the others that are ready still are the next time
                 key.data.peer, key.data.deadline = join.name, deadline
                 return key.data, join
         return None
@@ -298,7 +298,7 @@ class WeightSender(ABC):
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        if len(self._pending) == _MAX_STRANGERS and (oldest := self._oldest_unknown()):
+        if len(self._pending) == _MAX_PENDING and (oldest := self._oldest_unknown()):
             self._send_away(oldest)
         connection = Connection(sock, "a receiver", Deadline("greeting of a receiver", _GREETING_S))
         try:
@@ -310,8 +310,8 @@ class WeightSender(ABC):
         else:
             self._pending[connection] = pending
 
-    def _hear(self, connection: Connection) -> Join | None:
-        """Hear what it says now, and let it in if it knows the token; return its request, once that is here."""
+    def _read_greeting(self, connection: Connection) -> Join | None:
+        """Read what has arrived, and admit the client if it knows the token; return its request, once that is here."""
         pending = self._pending[connection]
         try:
             if pending.is_admitted:
@@ -329,7 +329,7 @@ class WeightSender(ABC):
             if pending.is_admitted:
                 return None
         except (WeightSyncError, DeadlineError):
-            pass  # nobody: it left, or stood still, before it had said who it was
+            pass  # unauthenticated: it left, or stalled, before it had shown the token
         self._send_away(connection)
         return None
 
@@ -360,9 +360,9 @@ def collect(peers: list[Connection], take: Callable[[Connection], T], what: str)
             ready = selector.select(min(deadline.left_s(), UNDECLARED_S))
             if not ready:
                 with deadline.declared(missing):
-                    ready = selector.select(min(deadline.left_s(), LOOK_UP_S))
+                    ready = selector.select(min(deadline.left_s(), POLL_EVERY_S))
             if not ready:
-                deadline.look_up(missing)
+                deadline.raise_if_withdrawn(missing)
                 if not deadline.left_s():
                     raise deadline.missed(f"{missing} {what}")
             for key, _ in ready:

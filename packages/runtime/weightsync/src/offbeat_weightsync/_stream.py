@@ -27,7 +27,7 @@ Runs = Iterator[tuple[Piece, Tensor | None]]
 """Runs of bytes with the memory where each lies, valid until the next is asked for; None: it lies in its room."""
 
 MAX_RUN_BYTES: Final = 8 << 20
-"""So short that neither side waits long for the other, so long that they seldom exchange messages."""
+"""Longest run: so short that neither side waits long for the other, so long that messages are rare."""
 
 
 class ArrivingStream(ABC):
@@ -51,7 +51,7 @@ class ArrivingStream(ABC):
 
     @abstractmethod
     def _arrive(self, room: Room) -> Runs:
-        """Every byte of the plan, in order. Whoever asks for the next run has loaded the one before."""
+        """Yield every byte of the plan, in order. A caller that asks for the next run has loaded the one before."""
 
     @abstractmethod
     def _end(self) -> WeightProof:

@@ -1,6 +1,6 @@
 """Tensors as bytes: the trainer's on their way into buckets, the engine's that are written, and checksums of both.
 
-A checksum of each bucket proves that weights have arrived; one of each tensor tells what has changed.
+A checksum of each bucket proves that weights have arrived; one of each tensor shows what has changed.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from offbeat_weightsync._word_sums import WordSum
 Bytes = npt.NDArray[np.uint8]
 
 Checksum = Literal["xxh3", "words"]
-"""Of a bucket: 64-bit xxh3, in host memory, or the sum of its words where they lie (`WordSum`)."""
+"""Checksum of a bucket: 64-bit xxh3, in host memory, or the sum of its words where they lie (`WordSum`)."""
 
 RUN_BYTES: Final = 512 << 10
 """Copied or sent, and hashed: short enough for what was read and written to be in the cache of the core (L2)."""
@@ -220,9 +220,9 @@ def prove_tensors(
     holder: str = "the engine",
     checksum: Checksum = "xxh3",
 ) -> WeightProof:
-    """Read every tensor back and say what is there, in the form that `PlannedTensors` gives for the buckets sent.
+    """Read every tensor back and report its bytes, in the form that `PlannedTensors` gives for the buckets sent.
 
-    It looks at all of it, after all of it was loaded: a tensor that a later one has overwritten shows.
+    It reads all of it after all of it was loaded, so a tensor that a later one has overwritten shows.
     """
     if checksum == "words":
         found = tuple(_word_sums(plan, read, holder))

@@ -2,11 +2,11 @@
 
 It is a backend of torch by itself and belongs to no world: trainer and engines may each be in one of their own, as
 vLLM's processes are. What its members say to each other beside the bytes goes over their connections
-(`_connection.py`), so that a member that fails or dies is heard of while others wait for it in the group.
+(`_connection.py`), so that a failure or a death of a member is reported while others wait for it in the group.
 
 vLLM's own `NCCLWeightTransferEngine` does not fit (vllm 0.32.0, vllm/distributed/weight_transfer/): the trainer needs
 vLLM beside it for `PyNcclCommunicator`, the store passes pickles, a member that dies leaves the others waiting without
-end, and nobody says what it holds. Source of what is called here: torch/_C/_distributed_c10d.pyi of torch 2.13.
+end, and no member reports what it holds. Source of what is called here: torch/_C/_distributed_c10d.pyi of torch 2.13.
 """
 
 import threading
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCP
 from offbeat_core import ConfigError, WeightSyncError, new_future, settle
 from offbeat_device import open_device
 from offbeat_mesh import break_off
-from offbeat_weightsync._connection import LOOK_UP_S, Deadline, GroupAddress, GroupMember
+from offbeat_weightsync._connection import POLL_EVERY_S, Deadline, GroupAddress, GroupMember
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import Checksum
 
@@ -33,15 +33,15 @@ NUM_BUFFERS: Final = 2
 """One travels while the other is filled or loaded."""
 
 _POLL_S: Final = 5e-4
-"""How often a member looks whether a bucket has come."""
+"""How often a member polls for a bucket."""
 
 _REASON_S: Final = 4.0
-"""How long a member whose group broke waits to hear over its connection who broke it."""
+"""How long a member whose group broke waits for its connection to report the member that broke it."""
 
 _NEVER: Final = timedelta(days=1)
-"""Of nccl, whose watchdog ends the process of a member that waits longer. Our deadlines end the wait."""
+"""Timeout of nccl, whose watchdog ends the process of a member that waits longer. Our deadlines end the wait."""
 
-LookUp = Callable[[], object]
+Check = Callable[[], object]
 """Raises when another member has failed."""
 
 
@@ -69,7 +69,7 @@ class WeightGroup:
 
     @property
     def checksum(self) -> Checksum:
-        """By what a bucket is proved that lies where the group brings it."""
+        """Checksum that proves a bucket where the group delivers it."""
         return "xxh3" if self._on_host else "words"
 
     @property
@@ -79,7 +79,7 @@ class WeightGroup:
 
     @property
     def member(self) -> GroupMember:
-        """Return what to tell the sender when joining."""
+        """Return what to send to the sender when joining."""
         where = self._device.torch_device
         device = "" if self._on_host else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
         if self._place is None:
@@ -103,20 +103,20 @@ class WeightGroup:
         # Making one waits in torch for the other members, and nothing ends that wait but its timeout.
         threading.Thread(target=settle, args=(self._making, make), name="offbeat-weight-group", daemon=True).start()
 
-    def await_members(self, look_up: LookUp, deadline: Deadline) -> None:
+    def await_members(self, check: Check, deadline: Deadline) -> None:
         """Return when all have come."""
         if self._backend is not None:
             return
         with deadline.declared("the members of the group"):
             while self._backend is None:
                 try:
-                    self._backend = self._making.result(LOOK_UP_S)
+                    self._backend = self._making.result(POLL_EVERY_S)
                 except TimeoutError:
-                    look_up()
+                    check()
                     if not deadline.left_s():
                         raise deadline.missed("the members of the group") from None
                 except RuntimeError as error:
-                    raise self._broken("it was made", look_up, error) from error
+                    raise self._broken("it was made", check, error) from error
 
     def buffers(self, plan: BucketPlan) -> list[Tensor]:
         """Memory for buckets of a plan, each [bytes] uint8 on the device."""
@@ -126,24 +126,24 @@ class WeightGroup:
         """Send a bucket from rank 0 to all others; all members call this for each bucket, in order."""
         return _broadcast(self._backend, bucket, timedelta(seconds=deadline.left_s() + 1.0))
 
-    def finish(self, work: dist.Work, look_up: LookUp, deadline: Deadline, what: str) -> None:
+    def finish(self, work: dist.Work, check: Check, deadline: Deadline, what: str) -> None:
         """Wait until a bucket has come, called `what` in errors."""
         while not work.is_completed():
-            look_up()
+            check()
             if not deadline.left_s():
                 raise deadline.missed(f"{what} to come over the group")
             time.sleep(_POLL_S)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._broken(f"{what} was awaited", look_up, error) from error
+            raise self._broken(f"{what} was awaited", check, error) from error
 
     def synchronize(self) -> None:
         """Return when what was copied to the device or on it is there."""
         self._device.synchronize()
 
     def leave(self) -> None:
-        """Break the group off, here and for whoever still waits in it."""
+        """Break the group off, here and for members that still wait in it."""
         if self._backend is not None:
             break_off(self._backend)
         self._place = self._making = self._backend = None
@@ -151,11 +151,11 @@ class WeightGroup:
     def _buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
-    def _broken(self, when: str, look_up: LookUp, error: RuntimeError) -> WeightSyncError:
-        """Return the error to raise when torch says that the group is broken, unless somebody says why."""
+    def _broken(self, when: str, check: Check, error: RuntimeError) -> WeightSyncError:
+        """Return the error to raise when torch says that the group is broken, unless `check` raises the reason."""
         end = time.monotonic() + _REASON_S
         while time.monotonic() < end:
-            look_up()
+            check()
             time.sleep(0.01)
         size = self._place.size if self._place is not None else 0
         return WeightSyncError(f"the group of {size} processes broke while {when}: {str(error).splitlines()[0]}")

@@ -45,7 +45,7 @@ def open_sender(
         device: of what is on its way, on this machine: see `SharedMemorySender`.
 
     Raises:
-        WeightSyncError: the address is taken, or no address; there is not enough memory, or no such device.
+        WeightSyncError: the address is in use, or no address; there is not enough memory, or no such device.
     """
     if TcpAddress.parse(str(address)) is None:
         return SharedMemorySender(address, plan, deadline_s=deadline_s, name=name, device=device)

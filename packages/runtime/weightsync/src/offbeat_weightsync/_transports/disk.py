@@ -20,7 +20,7 @@ from offbeat_weightsync._transports.version_folder import VersionFolder, await_p
 from offbeat_weightsync._weight_group import WeightGroup
 
 SEEN_S: Final = 10.0
-"""For a folder of the sender to be seen by a receiver."""
+"""Time for a folder of the sender to appear at a receiver."""
 
 
 class DiskTransport(Transport):
@@ -65,7 +65,7 @@ class DiskSender(TcpSender):
         folder: of versions, for this sender alone; made if it is not there.
 
     Raises:
-        WeightSyncError: the address is taken, or none of this machine; the folder cannot be written, or another sender
+        WeightSyncError: the address is in use, or none of this machine; the folder cannot be written, or another sender
             writes to it.
     """
 
@@ -102,11 +102,11 @@ class DiskSender(TcpSender):
     def _send_buckets(self, peers: list[Connection], plan: BucketPlan, source: PlannedTensors, version: int) -> None:
         root, deadline = self._root(plan.digest), peers[0].deadline
 
-        def look_up() -> None:
-            deadline.look_up("the disk")
+        def check() -> None:
+            deadline.raise_if_withdrawn("the disk")
             raise_if_spoken(peers)
 
-        self._folder.write(root, plan, source, version, look_up)
+        self._folder.write(root, plan, source, version, check)
         for peer in peers:
             peer.send(FilesWritten())
         await_loaded(peers, plan, len(plan.buckets) - 1)

@@ -102,7 +102,7 @@ class GroupSender(TcpSender):
         device: of the trainer, by name.
 
     Raises:
-        WeightSyncError: the address is taken, or none of this machine.
+        WeightSyncError: the address is in use, or none of this machine.
         ConfigError: there is no such device, or no group of its kind.
     """
 

@@ -78,7 +78,7 @@ class SharedMemorySender(WeightSender):
             IPC; None: it lies in host memory.
 
     Raises:
-        WeightSyncError: there is no such device, the address is taken or too long, or there is not enough memory.
+        WeightSyncError: there is no such device, the address is in use or too long, or there is not enough memory.
     """
 
     transport = "shared-memory"

@@ -114,7 +114,7 @@ def _reserve_memory(num_bytes: int) -> int:
     try:
         os.ftruncate(fd, num_bytes)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, num_bytes)  # otherwise a full machine kills whoever writes first
+            os.posix_fallocate(fd, 0, num_bytes)  # otherwise a full machine kills the process that writes first
     except OSError as error:
         os.close(fd)
         raise WeightSyncError(

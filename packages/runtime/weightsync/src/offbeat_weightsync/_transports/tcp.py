@@ -43,7 +43,7 @@ class TcpSender(WeightSender):
         address: from `new_address(host)`. What is not named here: see `WeightSender`.
 
     Raises:
-        WeightSyncError: the address is taken, or none of this machine.
+        WeightSyncError: the address is in use, or none of this machine.
     """
 
     transport = "tcp"

@@ -57,7 +57,7 @@ FILE_BYTES: Final = 1 << 30
 _OURS: Final = re.compile(r"\.?version-\d{8}(\.partial|\.removed)?|plan-[0-9a-f]{16}")
 
 LOOK_S: Final = 0.05
-"""How often a folder is looked at for what is awaited."""
+"""How often a folder is polled."""
 
 Layout = list[tuple[int, int]]
 """Which tensors share a file: [first, last) of each."""
@@ -106,9 +106,9 @@ def _write_version(
     version: int,
     keep: int,
     file_bytes: int = FILE_BYTES,
-    look_up: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> Path:
-    """As `write_weights`; `look_up` is asked before each bucket, and raises to end it."""
+    """Do the same as `write_weights`; `check` is called before each bucket, and raises to end it."""
     partial, final = root / f".{PREFIX}{version:08d}.partial", _version_folder(root, version)
     layout = _file_layout(plan, file_bytes)
     try:
@@ -121,7 +121,7 @@ def _write_version(
         try:
             with _FileWriter(partial, plan, layout) as files:
                 for bucket in plan.buckets:
-                    look_up()
+                    check()
                     for run, data in source.runs(bucket):
                         files.write(run, data)
                     files.start_sync()
@@ -170,10 +170,10 @@ class VersionFolder:
         plan: BucketPlan,
         source: PlannedTensors,
         version: int,
-        look_up: Callable[[], object],
+        check: Callable[[], object],
     ) -> None:
         """Write a version whole, and remove the one before it. See `write_weights`."""
-        _write_version(root, plan, source, version, 1, look_up=look_up)
+        _write_version(root, plan, source, version, 1, check=check)
 
     def close(self) -> None:
         """Let another sender write here."""
@@ -247,7 +247,7 @@ def list_versions(root: str | Path) -> list[int]:
 def remove_old_versions(root: str | Path, keep: int) -> None:
     """Remove all complete versions but the `keep` written last, which need not be the highest: a run may go back.
 
-    Who reads one already reads on: it has the files open.
+    A process that reads one already keeps reading: it has the files open.
 
     Raises:
         WeightSyncError: `keep` is below 1.
@@ -350,7 +350,7 @@ class FileReader(ExitStack):
         super().__init__()
         self._plan, self._deadline = plan, deadline
         self._offsets: dict[int, tuple[int, Path, int]] = {}
-        # A file system that hangs holds this thread, which nobody waits for.
+        # A file system that hangs blocks this thread, which no other waits for.
         self._jobs: queue.SimpleQueue[tuple[Future[None], Piece, memoryview] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="offbeat-weights-from-disk", daemon=True).start()
         self.callback(self._jobs.put, None)
