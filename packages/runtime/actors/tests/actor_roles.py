@@ -196,7 +196,7 @@ def _raise_memory_error(*_: Any, **__: Any) -> Any:
 
 
 class NoMemoryForItError(Exception):
-    """For whose text there is no memory."""
+    """An error whose text cannot be made for lack of memory."""
 
     __str__ = _raise_memory_error
 
@@ -217,7 +217,7 @@ class Faulty:
         raise PeerFailedError("scorer-0", "ValueError: no", "its last line")
 
     def own_error(self) -> None:
-        raise OwnError("nobody out there knows my type")
+        raise OwnError("no other process knows my type")
 
     def value_error(self) -> None:
         raise ValueError("7 is not even")
@@ -290,7 +290,7 @@ class Sleeper:
 
 
 class Blocking:
-    """Stands still in its event loop, so that it answers nothing."""
+    """Blocks its event loop, so that it answers nothing."""
 
     async def generate(self) -> None:
         threading.Event().wait()
@@ -372,7 +372,7 @@ class Deserter:
         ours, theirs = os.pipe()
         if pid := os.fork():
             os.close(theirs)
-            os.read(ours, 1)  # until it has a session: whoever ends this process now leaves it alone
+            os.read(ours, 1)  # until it has a session: a signal to this process's group no longer reaches it
             os.close(ours)
             return pid
         os.setsid()

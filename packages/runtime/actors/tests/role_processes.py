@@ -1,4 +1,4 @@
-"""Finds the processes that a test has started, whoever their parent is."""
+"""Finds the processes that a test has started, whatever their parent."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def role_processes(folder: Path) -> set[int]:
         try:
             if wanted in path.read_bytes().split(b"\0"):
                 found.add(int(path.parent.name))
-        except OSError:  # gone meanwhile, or somebody else's
+        except OSError:  # gone meanwhile, or another user's
             continue
     return found - {os.getpid()}
 

@@ -1,4 +1,4 @@
-"""A call to many roles names whoever does not answer, and a stopped process is told from a slow one."""
+"""A call to many roles names those that do not answer, and tells a stopped process from a slow one."""
 
 import asyncio
 import os
@@ -38,27 +38,27 @@ def test_all_answers_come_in_the_order_of_the_roles(launchers: Launchers, role_e
 def test_a_group_says_how_far_it_is_while_it_works_and_no_longer(
     role_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_group, "_HEARD_EVERY_S", 0.01)
-    heard: list[str] = []
+    monkeypatch.setattr(_group, "_PROGRESS_EVERY_S", 0.01)
+    reported: list[str] = []
 
     async def scenario() -> None:
         async with LocalLauncher("test") as launcher:
             group = ActorGroup(await start_all(launcher, "Counting", ["trainer-0", "trainer-1"], role_env), 30.0)
-            async with group.heard(heard.append):
+            async with group.heard(reported.append):
                 await group.call("work", 4, 0.2, deadline_s=60)
-            num_heard = len(heard)
+            num_reported = len(reported)
             await asyncio.sleep(0.1)
-            assert len(heard) == num_heard
+            assert len(reported) == num_reported
             await group.forget()
 
     asyncio.run(scenario())
-    steps = [so_far for so_far in dict.fromkeys(heard) if so_far]
+    steps = [so_far for so_far in dict.fromkeys(reported) if so_far]
     assert steps == sorted(steps)
-    assert len(steps) > 1, heard
+    assert len(steps) > 1, reported
     assert set(steps) <= {f"{number} of 4" for number in range(1, 5)}
 
 
-def test_who_works_in_vain_is_named_by_the_call_and_not_by_the_questions(role_env: dict[str, str]) -> None:
+def test_a_role_that_dies_at_work_is_named_by_the_call_and_not_by_the_questions(role_env: dict[str, str]) -> None:
     async def scenario() -> None:
         async with LocalLauncher("test") as launcher:
             group = ActorGroup(await start_all(launcher, "Counting", ["trainer-0"], role_env), 30.0)

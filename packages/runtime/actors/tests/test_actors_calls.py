@@ -73,7 +73,7 @@ def test_every_wire_type_arrives_as_itself(start_role: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_an_answer_that_came_while_the_caller_stood_still_is_not_late(start_role: Any) -> None:
+def test_an_answer_that_came_while_the_caller_was_stalled_is_not_late(start_role: Any) -> None:
     """A long step of the caller, such as a garbage collection, does not make a role that has answered late."""
 
     name = "x" * 2**20  # an answer that is read in several steps
@@ -82,7 +82,7 @@ def test_an_answer_that_came_while_the_caller_stood_still_is_not_late(start_role
         async with start_role("Echo") as role:
             call = asyncio.create_task(role.call("note", name, 0.3, returns=list[str], deadline_s=0.6))
             await asyncio.sleep(0.1)  # the question is on its way
-            time.sleep(1.0)  # the event loop stands still past the deadline
+            time.sleep(1.0)  # the event loop is blocked past the deadline
             return await call
 
     assert asyncio.run(scenario()) == [f"{name} begins", f"{name} ends"]
@@ -181,7 +181,7 @@ def test_cancelling_a_call_takes_it_off_the_queue(start_role: Any, tmp_path: Pat
 async def refused(role: ActorHandle, method: str, *args: Any, **kwargs: Any) -> str:
     with pytest.raises(PeerFailedError) as caught:
         await role.call(method, *args, **kwargs)
-    assert await role.call("anything", 1, returns=int) == 1  # the role goes on
+    assert await role.call("anything", 1, returns=int) == 1  # the role continues
     return caught.value.reason
 
 
@@ -209,9 +209,9 @@ def test_threads_that_wait_sleep_where_roles_share_cpus(start_role: Any, monkeyp
         monkeypatch.delenv(name, raising=False)
 
     async def scenario() -> None:
-        told = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "7"}
-        untold = {"OMP_WAIT_POLICY": "", "KMP_BLOCKTIME": ""}
-        for shares_cpus, wanted in ((True, told), (False, untold)):
+        active = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "7"}
+        unset = {"OMP_WAIT_POLICY": "", "KMP_BLOCKTIME": ""}
+        for shares_cpus, wanted in ((True, active), (False, unset)):
             async with start_role("Patient", shares_cpus=shares_cpus) as role:
                 assert {name: await role.call("environment", name, returns=str) for name in wanted} == wanted
 

@@ -1,4 +1,4 @@
-"""Which devices a role sees where nobody reserves them, and which a machine and a Ray cluster are planned with."""
+"""The devices that a role sees where none are reserved, and those a machine and a Ray cluster are planned with."""
 
 import asyncio
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_role_sees_the_devices_of_its_place_also_when_started_again(
 
 
 @pytest.mark.usefixtures("_abacus")
-def test_devices_that_a_role_names_by_number_are_given_to_nobody_else() -> None:
+def test_devices_that_a_role_names_by_number_are_given_to_no_other_role() -> None:
     devices = {"engine.device": "abacus", "rollout.device": "abacus:2", "teacher.device": "abacus:6"}
     view = find_view(ClusterConfig(), devices, widths={"rollout.device": 3})
     [node] = view.nodes
@@ -76,7 +76,7 @@ def test_devices_that_a_role_names_by_number_are_given_to_nobody_else() -> None:
     assert node.total == {"abacus": 8}
 
 
-def test_devices_of_a_kind_that_nobody_knows_are_refused() -> None:
+def test_devices_of_an_unknown_kind_are_refused() -> None:
     groups = [RankGroup(role="trainer", accelerator="abacus")]
     plan = plan_placement(grid_nodes(1, 1, "abacus"), groups)
     with pytest.raises(BackendError, match=r"offbeat\.device backend 'abacus' is not installed"):

@@ -73,7 +73,7 @@ def test_offbeat_errors_keep_type_text_and_exit_code(start_role: Any) -> None:
 @pytest.mark.parametrize(
     "method", ["no_memory_for_an_async_error", "no_memory_for_a_callback", "no_memory_in_a_thread"]
 )
-def test_a_role_without_the_memory_to_answer_ends_and_keeps_nobody_waiting(start_role: Any, method: str) -> None:
+def test_a_role_without_the_memory_to_answer_ends_and_keeps_no_caller_waiting(start_role: Any, method: str) -> None:
     async def scenario() -> None:
         async with start_role("Faulty") as role:
             error = await error_of(role, method, deadline_s=20.0)
@@ -89,7 +89,7 @@ def test_an_offbeat_error_of_unknown_type_arrives_as_its_nearest_known_base(star
         async with start_role("Faulty") as role:
             error = await error_of(role, "own_error")
             assert type(error) is WeightSyncError
-            assert str(error) == "nobody out there knows my type"
+            assert str(error) == "no other process knows my type"
 
     asyncio.run(scenario())
 
@@ -180,12 +180,12 @@ def test_a_call_past_its_deadline_names_role_method_and_seconds(start_role: Any)
             assert isinstance(error, DeadlineError)
             assert str(error).startswith("rollout-0.hang: waited 0.2 s for rollout-0, which did not come; it is alive")
             assert "rollout-0.log" in error.advice
-            assert "7 is not even" in str(await error_of(role, "value_error"))  # the role goes on
+            assert "7 is not even" in str(await error_of(role, "value_error"))  # the role continues
 
     asyncio.run(scenario())
 
 
-def test_an_answer_that_came_while_the_caller_stood_still_misses_no_deadline(start_role: Any) -> None:
+def test_an_answer_that_came_while_the_caller_was_stalled_misses_no_deadline(start_role: Any) -> None:
     async def scenario() -> None:
         async with start_role("Patient") as role:
             call = asyncio.ensure_future(role.call("compute", 0.1, returns=str, deadline_s=2.0))
@@ -302,7 +302,7 @@ def test_stopping_closes_the_role_and_leaves_nothing(launchers: Launchers, start
     asyncio.run(scenario())
 
 
-def test_an_error_while_closing_reaches_whoever_stops(start_role: Any) -> None:
+def test_an_error_while_closing_reaches_the_caller_of_stop(start_role: Any) -> None:
     async def scenario() -> None:
         async with start_role("CloseFails") as role:
             with pytest.raises(OffbeatError, match="the disk is full"):
@@ -340,7 +340,7 @@ def test_a_role_that_does_not_leave_is_killed_within_the_deadline(
 
 @needs_linux
 @ray_at_night
-def test_a_launcher_closes_within_its_deadline_or_at_once_when_told_to_kill(
+def test_a_launcher_closes_within_its_deadline_or_at_once_when_asked_to_kill(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(close: Callable[[Any], Awaitable[None]]) -> None:
@@ -444,7 +444,7 @@ def test_a_process_that_sigkill_does_not_end_is_waited_for_no_longer(monkeypatch
     monkeypatch.setattr(_local, "_KILL_S", 0.2)
 
     async def scenario() -> None:
-        # It leads no process group, so the signal to its group does not reach it: as one in the kernel, it goes on.
+        # It leads no process group, so the signal to its group does not reach it: as one in the kernel, it runs on.
         child = await asyncio.create_subprocess_exec("sleep", "60")
         try:
             process = LocalProcess(child)

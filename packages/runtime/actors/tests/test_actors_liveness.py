@@ -1,4 +1,4 @@
-"""Calls to roles are edges in the graph of who waits for whom, on every launcher."""
+"""Calls to roles are edges in the graph of processes that wait for each other, on every launcher."""
 
 import asyncio
 import sys
@@ -48,12 +48,12 @@ def test_a_circle_of_waits_through_calls_is_named(
     assert "trainer-0 waits for driver in prompts.get" in verdict.headline
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="who has died is known by /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="a death is noticed through /proc")
 @ray_at_night
 def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     launchers: Launchers, role_env: dict[str, str], tmp_path: Path
 ) -> None:
-    """On the way one of them dies and is started again: nobody may wait for the dead one."""
+    """One of them dies on the way and is started again: no process may wait for the dead one."""
 
     def spec(name: str) -> RoleSpec:
         kwargs, log_path = {"name": name, "folder": tmp_path / name}, tmp_path / f"{name}.log"
@@ -62,9 +62,9 @@ def test_roles_that_share_no_folder_meet_at_the_monitor_of_the_driver(
     async def scenario() -> Any:
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Any] = loop.create_future()
-        told = _once(found)
+        keep_first = _once(found)
         monitor = liveness.watch(
-            stall_after_s=1, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(told, verdict)
+            stall_after_s=1, name="driver", on_verdict=lambda verdict: loop.call_soon_threadsafe(keep_first, verdict)
         )
         try:
             async with launchers.make() as launcher, asyncio.timeout(90):

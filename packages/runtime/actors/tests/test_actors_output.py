@@ -13,10 +13,10 @@ BOUND = 100_000
 
 
 def test_a_bounded_log_has_the_beginning_and_the_end(role_env: dict[str, str], tmp_path: Path) -> None:
-    log, told = tmp_path / "chatty-0.log", list[tuple[str, str]]()
+    log, notices = tmp_path / "chatty-0.log", list[tuple[str, str]]()
 
     async def scenario() -> None:
-        async with LocalLauncher("test-run", on_output=lambda *said: told.append(said)) as launcher:
+        async with LocalLauncher("test-run", on_output=lambda *notice: notices.append(notice)) as launcher:
             for _ in range(4):
                 spec = RoleSpec(
                     RoleName("chatty"), "actor_roles:Chatty", {}, env=role_env, log_path=log, max_log_bytes=BOUND
@@ -30,13 +30,13 @@ def test_a_bounded_log_has_the_beginning_and_the_end(role_env: dict[str, str], t
     text = log.read_text()
     assert text.startswith("\x1b[1mfirst words xxx")
     assert len(text) < 3 * BOUND + 2 * 65 * 1024, "also over processes that are started again"
-    assert len(told) == 4
-    assert told[0][0] == "chatty-0"
-    assert told[0][1].startswith("[1mfirst words")
-    assert len(told[0][1]) <= 200
+    assert len(notices) == 4
+    assert notices[0][0] == "chatty-0"
+    assert notices[0][1].startswith("[1mfirst words")
+    assert len(notices[0][1]) <= 200
 
 
-def test_who_kills_a_role_is_not_told_to_look_for_the_killer(role_env: dict[str, str]) -> None:
+def test_a_caller_that_kills_a_role_is_not_advised_to_look_for_the_killer(role_env: dict[str, str]) -> None:
     async def scenario() -> str:
         async with LocalLauncher("test-run") as launcher:
             spec = RoleSpec(RoleName("chatty"), "actor_roles:Chatty", {}, env=role_env)

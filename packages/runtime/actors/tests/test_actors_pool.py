@@ -1,4 +1,4 @@
-"""A pool keeps its roles alive, and a role on call comes back when it is called: with handles that do as they are told.
+"""A pool keeps its roles alive, and a role on call comes back when it is called: with handles that do as the test says.
 
 Real processes that are killed, stuck or too few are tests of the launchers and of the applications.
 """
@@ -37,9 +37,9 @@ class Starter:
 
 
 def open_pool(
-    starter: Starter, told: list[str], max_restarts: int = 5, kind: Callable[..., Pool[Member]] = Pool
+    starter: Starter, notices: list[str], max_restarts: int = 5, kind: Callable[..., Pool[Member]] = Pool
 ) -> Pool[Member]:
-    keep = KeepAlive(budget=RestartBudget(max_restarts, 3600.0), silent_after_s=SILENT_AFTER_S, notify=told.append)
+    keep = KeepAlive(budget=RestartBudget(max_restarts, 3600.0), silent_after_s=SILENT_AFTER_S, notify=notices.append)
     return kind(starter, keep, Member)
 
 
@@ -103,8 +103,8 @@ def test_only_the_process_that_failed_is_given_up() -> None:
 
 def test_a_member_that_ends_is_started_again_and_serves_only_then() -> None:
     async def scenario() -> None:
-        starter, told = Starter(), list[str]()
-        pool = open_pool(starter, told)
+        starter, notices = Starter(), list[str]()
+        pool = open_pool(starter, notices)
         await pool.start(replicas(2))
         member = pool.members["teacher-1"]
         first = member.actor
@@ -116,7 +116,7 @@ def test_a_member_that_ends_is_started_again_and_serves_only_then() -> None:
         starter.may_start.set()
         assert await member.ready("score", 10.0) is not first
         assert not pool.are_starting
-        assert told == ["teacher-1: its process exited with code 1; it is started again"]
+        assert notices == ["teacher-1: its process exited with code 1; it is started again"]
         assert pool.num_restarts == 1
         pool.raise_if_failed()
         await pool.close()
@@ -135,7 +135,7 @@ def test_the_restarts_of_another_pool_with_the_same_budget_do_not_count() -> Non
     run(scenario)
 
 
-def test_a_member_that_can_never_serve_again_fails_whoever_waits_and_whoever_asks() -> None:
+def test_a_member_that_can_never_serve_again_fails_all_that_wait_and_all_that_ask() -> None:
     async def scenario() -> None:
         starter = Starter()
         pool = open_pool(starter, [], max_restarts=1)
@@ -154,19 +154,19 @@ def test_a_member_that_can_never_serve_again_fails_whoever_waits_and_whoever_ask
     run(scenario)
 
 
-def test_others_go_on_without_a_member_only_where_the_pool_says_so() -> None:
+def test_others_continue_without_a_member_only_where_the_pool_says_so() -> None:
     class Flexible(Pool[Member]):
         def goes_on_without(self, member: Member, error: OffbeatError) -> bool:
             return isinstance(error, PlacementError)
 
     async def scenario() -> None:
-        starter, told = Starter(), list[str]()
-        pool = open_pool(starter, told, kind=Flexible)
+        starter, notices = Starter(), list[str]()
+        pool = open_pool(starter, notices, kind=Flexible)
         await pool.start(replicas(2))
         starter.fails.append(PlacementError("no node has room"))
         starter.started[0].end("its node is gone")
         await until(lambda: len(pool.members) == 1)
-        assert told[-1] == "teacher-0 has left: 1 role"
+        assert notices[-1] == "teacher-0 has left: 1 role"
         pool.raise_if_failed()
         starter.fails.append(ConfigError("no such model"))
         starter.started[1].end("its node is gone")
@@ -186,8 +186,8 @@ def test_a_member_that_was_asked_to_leave_while_it_was_started_is_stopped_and_do
     up: list[str] = []
 
     async def scenario() -> None:
-        starter, told = Starter(), list[str]()
-        pool = open_pool(starter, told, kind=Noting)
+        starter, notices = Starter(), list[str]()
+        pool = open_pool(starter, notices, kind=Noting)
         await pool.start(replicas(2))
         member = pool.members["teacher-1"]
         starter.may_start.clear()
@@ -198,7 +198,7 @@ def test_a_member_that_was_asked_to_leave_while_it_was_started_is_stopped_and_do
         await until(lambda: "teacher-1" not in pool.members)
         assert not starter.started[-1].alive
         assert up == ["teacher-0", "teacher-1"]
-        assert told[-1] == "teacher-1 has left: 1 role"
+        assert notices[-1] == "teacher-1 has left: 1 role"
         await pool.close()
 
     run(scenario)

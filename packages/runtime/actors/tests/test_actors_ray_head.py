@@ -12,7 +12,7 @@ PATIENCE_S = 0.5
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_head, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(_head, "_POLL_EVERY_S", 0.02)
 
 
 async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

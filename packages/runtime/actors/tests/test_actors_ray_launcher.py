@@ -74,7 +74,7 @@ print("left", *role_processes(Path(sys.argv[2])))
 
 
 def knows_token(pid: int) -> bool:
-    """Whether a process has been given what opens a Ray cluster."""
+    """Return whether a process has the token of a Ray cluster."""
     return b"RAY_AUTH_TOKEN=" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
@@ -182,14 +182,14 @@ print("ended", time.monotonic() - begin_s < 200)
 
 def test_a_launcher_that_is_closed_while_ray_connects_does_not_wait_for_it() -> None:
     pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts connections, and never answers
         command = [sys.executable, "-c", CLOSE_EARLY, f"127.0.0.1:{listener.getsockname()[1]}"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
-            listener.accept()[0].close()  # the look whether anybody listens: now it connects
+            listener.accept()[0].close()  # the check whether a server listens: now it connects
             assert driver.communicate("\n", timeout=300)[0] == "ended True\n"
 
 
-def test_without_ray_the_install_line_is_told() -> None:
+def test_without_ray_the_error_has_the_install_line() -> None:
     said = run_python(CONNECT, "127.0.0.1:1", "ray").stdout
     line = 'pip install "offbeat-actors[ray]"'
     needs = 'cluster.launcher = "ray" needs Ray, which is not installed'

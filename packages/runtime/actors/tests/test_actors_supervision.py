@@ -1,4 +1,4 @@
-"""Supervision ends, restarts and picks actors as its rules say: with handles that do as they are told."""
+"""Supervision ends, restarts and picks actors as its rules say: with handles that do as the test says."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ SILENT_AFTER_S = 0.4
 
 
 class Handle:
-    """As much of an `ActorHandle` as a supervisor needs; every call gives what `answer` returns."""
+    """The part of an `ActorHandle` that a supervisor needs; every call gives what `answer` returns."""
 
     address = "127.0.0.1"
 
@@ -137,7 +137,7 @@ def test_an_actor_that_answers_again_is_not_held_to_its_errors_of_before() -> No
 
 
 def test_an_actor_is_asked_several_times_within_the_silence_that_it_is_allowed() -> None:
-    """Else one that stands still right after an answer is found a whole deadline late."""
+    """Otherwise one that stalls right after an answer is found a whole deadline late."""
 
     async def scenario() -> None:
         handle, asked_s = Handle(), list[float]()
@@ -166,7 +166,7 @@ def test_restarts_long_ago_are_forgotten_and_each_role_has_its_own() -> None:
 def test_what_ends_before_it_is_ready_is_started_again_until_the_budget_is_spent() -> None:
     async def scenario() -> None:
         ends: list[OffbeatError] = [PeerFailedError("trainer", "killed"), DeadlineError("starting", "trainer", 3.0)]
-        told: list[str] = []
+        notices: list[str] = []
 
         async def start() -> str:
             if ends:
@@ -174,18 +174,18 @@ def test_what_ends_before_it_is_ready_is_started_again_until_the_budget_is_spent
             return "ready"
 
         budget = RestartBudget(max_restarts=4, window_s=3600.0)
-        assert await start_again(budget, "trainer", "out of memory", start, told.append) == "ready"
-        assert [line.split(";")[0] for line in told] == [
+        assert await start_again(budget, "trainer", "out of memory", start, notices.append) == "ready"
+        assert [line.split(";")[0] for line in notices] == [
             "trainer: out of memory",
             "trainer: killed",
             "trainer: starting: waited 3 s for trainer, which did not come",
         ]
         ends[:] = [PeerFailedError("trainer", "killed again"), PeerFailedError("trainer", "never started")]
         with pytest.raises(PeerFailedError, match=r"killed again; it was started again 4 times"):
-            await start_again(budget, "trainer", "out of memory", start, told.append)
+            await start_again(budget, "trainer", "out of memory", start, notices.append)
         ends[:] = [ConfigError("no such model")]
         with pytest.raises(ConfigError, match="no such model"):
-            await start_again(RestartBudget(4, 3600.0), "trainer", "killed", start, told.append)
+            await start_again(RestartBudget(4, 3600.0), "trainer", "killed", start, notices.append)
         assert not ends, "another attempt would not help"
 
     run(scenario)
@@ -224,13 +224,13 @@ def test_ranks_are_named_by_their_numbers_and_end_themselves_where_they_are_stuc
 
 def test_of_ranks_that_fail_the_one_that_died_first_is_named() -> None:
     async def scenario() -> None:
-        heard = PeerFailedError("trainer-1", "connection closed by peer", "its last line")
+        failure = PeerFailedError("trainer-1", "connection closed by peer", "its last line")
         first = Handle("trainer-0")
 
         def answer(method: str) -> object:
             if method == "update":
                 first.end("its process was killed by SIGKILL")
-                raise heard
+                raise failure
             return None
 
         actors = [first, Handle("trainer-1", answer)]

@@ -35,15 +35,15 @@ _GRACE_S: Final = 0.5
 
 
 _STATE_TIMEOUT_S: Final = 2.0
-"""For asking what a process that did not answer in time is doing."""
+"""Time for asking what a process that did not answer in time is doing."""
 
 
-_STOOD_STILL_S: Final = 0.1
+_STALLED_S: Final = 0.1
 """A deadline noticed later than this was not noticed in time: this process was stopped, or in a long step."""
 
 
 _CATCH_UP_S: Final = 1.0
-"""For reading what came while this process stood still."""
+"""Time for reading what came while this process was stalled."""
 
 
 class RoleProcess(Protocol):
@@ -70,7 +70,7 @@ class RoleProcess(Protocol):
         ...
 
     async def wait(self) -> int | str:
-        """Wait for its end: its exit code, minus the signal that killed it, or words when nobody saw how it ended."""
+        """Wait for its end: its exit code, minus the signal that killed it, or a text if its exit status is unknown."""
         ...
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -78,7 +78,7 @@ class RoleProcess(Protocol):
         ...
 
     async def state(self) -> str:
-        """Return what it is doing, in words for an error text; "" when nothing is odd about it."""
+        """Return what it is doing, for an error text; "" when nothing is odd about it."""
         ...
 
 
@@ -140,7 +140,7 @@ class ActorHandle:
 
     @property
     def log(self) -> str:
-        """Return where its output goes, in words."""
+        """Describe where its output goes."""
         return str(self._spec.log_path) if self._spec.log_path else "its output"
 
     @overload
@@ -323,11 +323,11 @@ class ActorHandle:
 
 
 async def _in_time(answer: "asyncio.Future[Frame]", deadline_s: float | None) -> Frame:
-    """Await an answer; one that came while this process stood still is read after its deadline, and is not late."""
+    """Await an answer; one that came while this process was stalled is read after its deadline, and is not late."""
     if deadline_s is not None:
         end_s = time.monotonic() + deadline_s
         await asyncio.wait({answer}, timeout=deadline_s)
-        if not answer.done() and time.monotonic() - end_s > _STOOD_STILL_S:
+        if not answer.done() and time.monotonic() - end_s > _STALLED_S:
             await asyncio.wait({answer}, timeout=_CATCH_UP_S)
         if not answer.done():
             raise TimeoutError

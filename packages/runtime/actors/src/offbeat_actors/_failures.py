@@ -1,4 +1,4 @@
-"""Failures in an actor's process, told to its caller: the exception, without pickle, and the end of its log."""
+"""Failures in an actor's process, reported to its caller: the exception, without pickle, and the end of its log."""
 
 import os
 import sys

@@ -16,12 +16,12 @@ from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 T = TypeVar("T")
 
 DEATH_SEEN_AFTER_S: Final = 2.0
-"""Torch tells the other ranks of a death at once; the driver hears of it from the kernel a moment later."""
+"""Torch notifies the other ranks of a death at once; the kernel notifies the driver a moment later."""
 _LAST_ANSWERS_S: Final = 3.0
 """All calls have one deadline; how long to wait for each to say what its role is doing."""
-_HEARD_EVERY_S: Final = 1.0
-_HEARD_WITHIN_S: Final = 5.0
-"""Patience with an actor that is asked how far it is: a late answer is worth nothing."""
+_PROGRESS_EVERY_S: Final = 1.0
+_PROGRESS_DEADLINE_S: Final = 5.0
+"""Patience with an actor that is asked for its progress: a late answer is useless."""
 
 
 @overload
@@ -151,9 +151,9 @@ class ActorGroup:
 
     async def _ask_how_far(self, notify: Callable[[str], None]) -> None:
         while True:
-            with contextlib.suppress(OffbeatError):  # who watches over it, and the call itself, say what is wrong
-                notify(await self.actors[-1].call("beat", returns=str, deadline_s=_HEARD_WITHIN_S))
-            await asyncio.sleep(_HEARD_EVERY_S)
+            with contextlib.suppress(OffbeatError):  # its supervision, and the call itself, say what is wrong
+                notify(await self.actors[-1].call("beat", returns=str, deadline_s=_PROGRESS_DEADLINE_S))
+            await asyncio.sleep(_PROGRESS_EVERY_S)
 
     async def death(self, log_tail: str = "") -> PeerFailedError | None:
         """Return the first death of one, when there was one: the others may see it before the driver does.

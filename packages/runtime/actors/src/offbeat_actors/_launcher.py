@@ -25,7 +25,7 @@ class Launcher(ABC):
     """Starts each role as a process of its own; where, its subclasses say. Found by entry point `offbeat.launcher`.
 
     Args:
-        run_name: told to every role as the environment variable OFFBEAT_RUN.
+        run_name: passed to every role as the environment variable OFFBEAT_RUN.
         config: deadlines; the defaults when None.
 
     Attributes:
@@ -156,7 +156,7 @@ class Launcher(ABC):
     def kill(self) -> None:
         """End every role now. A `close` that runs, or comes after it, has nothing left to wait for."""
         for actor in self._actors.values():
-            if actor.alive:  # the process id of another may belong to somebody else by now
+            if actor.alive:  # the process id of a dead one may belong to another process by now
                 actor.kill()
 
     @abstractmethod

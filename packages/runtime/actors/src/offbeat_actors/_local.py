@@ -119,9 +119,9 @@ class LocalLauncher(Launcher):
     process group is ended by `close`; it stays where this process is killed.
 
     Args:
-        run_name: told to every role as the environment variable OFFBEAT_RUN.
+        run_name: passed to every role as the environment variable OFFBEAT_RUN.
         config: deadlines; the defaults when None.
-        on_output: is told when a role with `max_log_bytes` first prints.
+        on_output: is called when a role with `max_log_bytes` first prints.
     """
 
     reserves = False
@@ -230,7 +230,7 @@ class LocalLauncher(Launcher):
 
 
 def _plan_places(plan: Plan, groups: Sequence[RankGroup], node: str, now_s: float) -> dict[RoleName, RolePlace]:
-    """For each role of a plan its place on this machine."""
+    """Return the place of each role of a plan on this machine."""
     by_role = {group.role: group for group in groups}
     held: dict[RoleName, list[str]] = defaultdict(list)
     for rank in plan.ranks:
@@ -244,7 +244,7 @@ def _plan_places(plan: Plan, groups: Sequence[RankGroup], node: str, now_s: floa
 
 
 def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[RoleName, dict[str, str]]:
-    """For each role with devices the variable that shows it these, and no others of the kind."""
+    """Return for each role with devices the variable that shows it these, and no others of the kind."""
     by_role = {group.role: group for group in groups}
     kinds: dict[RoleName, str] = {}
     held: dict[RoleName, list[int]] = defaultdict(list)

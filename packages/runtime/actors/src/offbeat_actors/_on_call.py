@@ -1,6 +1,6 @@
 """A role that is started when it is called, ended when it does not answer in time, and started again by the next call.
 
-It needs no budget and nobody who watches: its calls are many and have short deadlines.
+It needs no budget and no supervision: its calls are many and have short deadlines.
 """
 
 import asyncio

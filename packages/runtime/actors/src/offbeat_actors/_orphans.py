@@ -21,8 +21,8 @@ MARK: Final = "OFFBEAT_LAUNCHER"
 """Environment variable of every role, and of what it starts: which launcher has started it."""
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _GONE_S: Final = 2.0
-"""For processes to end that were sent SIGKILL, on a machine under load."""
-_LOOK_EVERY_S: Final = 0.005
+"""Time for processes to end after SIGKILL, on a machine under load."""
+_POLL_EVERY_S: Final = 0.005
 _REAP_EVERY_S: Final = 10.0
 """Between looks for processes that have ended; a reward that starts one for each completion leaves few until then."""
 
@@ -61,7 +61,7 @@ async def end_orphans(mark: str, roles: frozenset[int]) -> None:
         killed -= ended
         if not killed and not ended:  # what has ended may have left children of its own, which are seen next
             return
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_POLL_EVERY_S)
 
 
 async def end_session(session: int) -> None:
@@ -80,7 +80,7 @@ async def end_session(session: int) -> None:
                     os.kill(child.pid, signal.SIGKILL)
         if time.monotonic() > end_s:
             return
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_POLL_EVERY_S)
 
 
 async def reap_orphans() -> None:

@@ -14,7 +14,7 @@ _LAST_BYTES: Final = 64 * 1024
 """Longest end of a log: tracebacks of a role that dies."""
 _SHOWN_CHARACTERS: Final = 200
 _GRACE_S: Final = 0.5
-"""For output on its way when the process has ended. What it has left behind may hold the pipe for ever."""
+"""Time for output on its way when the process has ended. Its children may hold the pipe for ever."""
 
 OnOutput = Callable[[str, str], None]
 """Takes a role's name and the beginning of what it has printed, once."""
@@ -27,7 +27,7 @@ class RoleOutput(asyncio.Protocol):
         role: its name.
         path: of the log, which is appended to; None: nothing is kept.
         max_bytes: of the log, before the last of the output.
-        on_output: is told when the role first prints.
+        on_output: is called when the role first prints.
     """
 
     def __init__(self, role: str, path: Path | None, max_bytes: int, on_output: OnOutput | None) -> None:

@@ -38,7 +38,7 @@ class Member:
     Attributes:
         actor: its process; a dead one while the next is started.
         load: work in progress, in any unit.
-        serves: it can be asked. Set as well when it never will again, for those who wait.
+        serves: it can be asked. Set as well when it never will again, for the callers that wait.
         leaving: it gets no more work, and is not started again.
         has_left: it will never serve again.
         failure: why it never will, where that is an error.
@@ -128,7 +128,7 @@ class Pool(Generic[M]):
         """Take a member whose process has ended, before the next one is started."""
 
     def goes_on_without(self, member: M, error: OffbeatError) -> bool:
-        """Return whether the others go on without a member that cannot be started again; else the error is raised."""
+        """Return whether the others continue without a member that cannot be restarted; else the error is raised."""
         return False
 
     # ── starting ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,7 +194,7 @@ class Pool(Generic[M]):
     def raise_if_failed(self) -> None:
         """Raise why a member never serves again, or what went wrong in the background.
 
-        Each time: the run may take it for another's fault, go on, and would have a member that nobody looks after.
+        It does so each time: a run that blames another member and continues would have one without supervision.
         """
         for task in [task for task in self._tasks if task.done()]:
             if not task.cancelled() and (error := task.exception()):
@@ -210,13 +210,13 @@ class Pool(Generic[M]):
             self.keep.notify(f"{member.name} did not close well: {error}")
 
     async def close(self) -> None:
-        """Watch over them no longer; whoever has started the processes ends them."""
+        """Watch over them no longer; the launcher that has started the processes ends them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look_after(self, member: M) -> None:
-        """Watch a member through all its processes. Who waits for it to serve hears why it never will."""
+        """Watch a member through all its processes. Callers that wait for it get the reason if it never serves."""
         try:
             await self._keep_alive(member)
         except Exception as error:
@@ -251,6 +251,6 @@ class Pool(Generic[M]):
         return not member.leaving
 
     def describe(self) -> str:
-        """Return how many stay, in words."""
+        """Return the number of members that stay, as text."""
         number = sum(not member.leaving for member in self.members.values())
         return f"{number} role{'s' if number != 1 else ''}"

@@ -18,11 +18,11 @@ import time
 from typing import Final
 
 GRACE_S: Final = 2
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 PR_SET_PDEATHSIG: Final = 1
 
 _ROLE_ENDED: Final = signal.SIGRTMAX - 7 if sys.platform == "linux" else signal.SIGUSR1
-"""From the kernel. Nobody sends it to the group for a reason of his own."""
+"""Signal that the kernel sends. No program sends it to the group for a reason of its own."""
 # `read` returns at the end of the pipe or at the signal; the last line ends the reaper too.
 _SCRIPT: Final = f"""
 trap '' HUP INT QUIT TERM
@@ -32,13 +32,13 @@ kill -TERM 0
 sleep {GRACE_S}
 kill -KILL 0
 """
-_LOOK_EVERY_S: Final = 0.005
+_POLL_EVERY_S: Final = 0.005
 _GONE_S: Final = 2.0
-"""For a process to end that was sent SIGKILL, on a machine under load."""
+"""Time for a process to end after SIGKILL, on a machine under load."""
 
 
 class ReaperPipe:
-    """The pipe of one reaper, as held by whoever starts the role.
+    """The pipe of one reaper, as held by the process that starts the role.
 
     Attributes:
         theirs: the end for the role to inherit; close it with `hand_over` when the role was started.
@@ -55,9 +55,9 @@ class ReaperPipe:
         """Let go of the pipe when the group of the role was killed: returns when the reaper is gone too."""
         give_up_s = time.monotonic() + _GONE_S
         poll = select.poll()
-        poll.register(self._ours, 0)  # of a pipe that nobody reads any more it tells POLLERR
+        poll.register(self._ours, 0)  # reports POLLERR once the pipe has no reader any more
         while not poll.poll(0) and time.monotonic() < give_up_s:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_EVERY_S)
         self.abandon()
 
     def abandon(self) -> None:
@@ -81,17 +81,17 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            preexec_fn=_hear_of_the_role,
+            preexec_fn=_request_end_signal,
         )
         os.close(fd)
 
     def dismiss(self) -> None:
-        """End it, and leave no zombie: for a role that was told to stop. Its driver ends the rest of the group."""
+        """End it, and leave no zombie: for a role that was asked to stop. Its driver ends the rest of the group."""
         with contextlib.suppress(ChildProcessError):
             self._process.kill()
             self._process.wait()
 
 
-def _hear_of_the_role() -> None:
+def _request_end_signal() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, _ROLE_ENDED)

@@ -113,7 +113,7 @@ def _allocation(cluster: ClusterConfig, view: ClusterView, devices: Devices) -> 
 def _with_own_devices(node: Node, devices: Devices, widths: Mapping[str, int]) -> Node:
     """Add the accelerators of this machine that roles are set to, by kind as the device seam calls it.
 
-    Those that a role names by their number are taken: nobody is given one of them.
+    Those that a role names by their number are reserved: no other role is given one of them.
     """
     wanted = {name.partition(":")[0] for name in devices.values()} - {"cpu"}
     if not wanted:

@@ -51,7 +51,7 @@ from offbeat_liveness import watch_if_invited
 
 EXIT_PARENT_GONE: Final = 70
 EXIT_NO_ANSWER: Final = 71
-"""An answer could not be given, as for lack of memory: who waits for it hears of the end instead."""
+"""An answer could not be given, as for lack of memory: the caller is notified of the end of the process instead."""
 
 
 class _Server:
@@ -65,7 +65,7 @@ class _Server:
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to stop; leave at once when the parent is gone."""
+        """Serve until asked to stop; leave at once when the parent is gone."""
         reading = asyncio.create_task(self._read())
         closing = asyncio.create_task(self._closed.wait())
         await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +76,7 @@ class _Server:
             task.cancel()
         await self._channel.flush()
         if self._num_in_worker:
-            _exit_now(0)  # a normal exit would wait for a method that nobody can interrupt
+            _exit_now(0)  # a normal exit would wait for a method that cannot be interrupted
 
     async def _read(self) -> None:
         while (frame := await self._channel.receive()) is not None:
@@ -118,7 +118,7 @@ class _Server:
 
         # The constructor is watched as the role's first method; only if it went well comes `start`.
         failure_or_result = await self._in_worker(START_ID, construct)
-        gc.freeze()  # what it has built stays: a collector that looks at all of it again takes a tenth of small calls
+        gc.freeze()  # what it has built stays: a collector that scans all of it again takes a tenth of small calls
         if self._role is not None and hasattr(self._role, "start"):
             return await self._invoke(START_ID, self._role.start)
         return failure_or_result
@@ -180,7 +180,7 @@ def _exit_now(code: int) -> None:
 
 
 class _EndsWithoutMemory(logging.Handler):
-    """Ends the process when a library logs that it had no memory to wake who waits for a result."""
+    """Ends the process when a library logs that it had no memory to wake the waiter for a result."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], MemoryError):
@@ -188,7 +188,7 @@ class _EndsWithoutMemory(logging.Handler):
 
 
 def _end_without_memory() -> None:
-    """Let a lack of memory that no caller would hear of end this process."""
+    """End this process on a lack of memory that would not be reported to any caller."""
     for name in ("asyncio", "concurrent.futures"):
         logging.getLogger(name).addHandler(_EndsWithoutMemory())
     notify = threading.excepthook

@@ -26,8 +26,8 @@ class RoleSpec:
         log_path: file that takes stdout and stderr, appended to; None: those of the parent.
         max_log_bytes: of that file, for a role that runs code which may print without end: it gets so much of the
             beginning, and the last. Without `log_path` nothing is kept. 0: no bound. On this machine only.
-        liveness_policy: of its monitor, where the driver is watched: "report" says who waits for whom; "abort" also
-            ends the process, with exit code 4, when it stands in a wait that will never end.
+        liveness_policy: of its monitor, where the driver is watched: "report" names the processes that wait;
+            "abort" also ends the process, with exit code 4, when it is in a wait that will never end.
         main_thread: the constructor and the methods that are not `async` run in the main thread of the process, where
             code may use signals and event loops of its own; the others run in another thread then.
     """
@@ -52,7 +52,7 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class Wait:
-    """A call that has not been answered: an edge from the driver in the graph of who waits for whom.
+    """A call that has not been answered: an edge from the driver in the graph of processes that wait for each other.
 
     Args:
         on: role that has to answer, such as "rollout-1".
@@ -104,7 +104,7 @@ class RolePlace:
 class ClusterConfig:
     """Section `cluster`: where the actors of a run live, and how long to wait for them."""
 
-    launcher: str = setting("local", "Who starts the role processes: local, on this machine without Ray; or ray.")
+    launcher: str = setting("local", "What starts the role processes: local, on this machine without Ray; or ray.")
     address: str = setting(
         "local", "Ray cluster to use, as host:port; local starts one on this machine's loopback, for this run alone."
     )

@@ -23,7 +23,7 @@ QUESTIONS_PER_DEADLINE: Final = 4
 """A silence is found at most a quarter of its deadline late."""
 
 Notify = Callable[[str], None]
-"""Takes one line about what has happened to an actor, for whoever looks at the run."""
+"""Takes one line about what has happened to an actor, for the user."""
 
 
 class StuckError(OffbeatError):
@@ -91,7 +91,7 @@ class RestartBudget:
 
         Args:
             name: such as "rollout-0".
-            cause: how it ended, in words.
+            cause: how it ended, as text.
             now_s: of any clock that never goes back.
 
         Raises:
@@ -118,7 +118,7 @@ async def start_again(
     Args:
         budget: takes each attempt.
         name: such as "rollout-0".
-        cause: how it ended, in words.
+        cause: how it ended, as text.
         start: starts it.
         notify: takes a line for each attempt.
 

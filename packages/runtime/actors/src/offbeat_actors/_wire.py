@@ -44,7 +44,7 @@ class Call(msgspec.Struct, tag="call", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Parent to child: nobody waits for call `id` any more."""
+    """Parent to child: no caller waits for call `id` any more."""
 
     id: int
 

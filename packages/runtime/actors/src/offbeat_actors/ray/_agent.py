@@ -31,7 +31,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class LogFile(msgspec.Struct, frozen=True):
-    """A log file of the driver, so described that another process can tell whether it has the same file.
+    """A log file of the driver, described so that another process can check whether it has the same file.
 
     Args:
         path: on the driver's machine.
@@ -123,7 +123,7 @@ _REPORT_BYTES: Final = 1 << 20
 
 
 def describe_log(path: Path) -> LogFile:
-    """Touch a log file and describe it, so that a node agent can tell whether it has the same one."""
+    """Touch a log file and describe it, so that a node agent can check whether it has the same one."""
     os.utime(path)
     found = path.stat()
     return LogFile(str(path.absolute()), found.st_ino, found.st_mtime_ns)
@@ -132,7 +132,7 @@ def describe_log(path: Path) -> LogFile:
 class LogMirror:
     """Copies a role's log from its node to the driver, part by part.
 
-    Where driver and node share the file, the role writes straight to it and there is nothing to tell. Otherwise it
+    Where driver and node share the file, the role writes straight to it and there is nothing to send. Otherwise it
     writes to a file of the node, which is read from here and is gone with the process.
 
     Args:
@@ -148,7 +148,7 @@ class LogMirror:
             self.fd, path = tempfile.mkstemp(prefix=f"offbeat-{role}-", suffix=".log")
             self._reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             os.set_inheritable(self.fd, False)
-            os.unlink(path)  # it lives as long as somebody holds it open
+            os.unlink(path)  # it lives as long as a process holds it open
 
     def news(self) -> bytes:
         """Return what has been written since the last time."""
@@ -211,7 +211,7 @@ class AgentProcess:
             theirs.close()
             self._reaper.hand_over()
         self._held = bytearray()
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._code: int | None = None
         self._loop = asyncio.get_running_loop()
         self._news, self._room = asyncio.Event(), asyncio.Event()
@@ -220,7 +220,7 @@ class AgentProcess:
         # A thread, not a child watcher: the loop of a Ray actor does not run in the main thread.
         threading.Thread(target=self._wait, name=f"wait for {order.role}", daemon=True).start()
         self._ending = asyncio.create_task(self._end())
-        self._leasing = asyncio.create_task(self._end_unheard(order.lease_s))
+        self._leasing = asyncio.create_task(self._end_without_lease(order.lease_s))
 
     @property
     def pid(self) -> int:
@@ -228,13 +228,13 @@ class AgentProcess:
         return self._child.pid
 
     async def send(self, data: bytes) -> None:
-        """Write to its socket; what it no longer reads is dropped: the report tells of its end."""
+        """Write to its socket; what it no longer reads is dropped: the report has its end."""
         with contextlib.suppress(ConnectionError):
             await self._loop.sock_sendall(self._socket, data)
 
     async def report(self, patience_s: float) -> Report:
         """Return what has come since the last report; waits for something to come, at most `patience_s`."""
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         if not self._held and self._code is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(patience_s, _LOG_PATIENCE_S) if self._is_mirrored else patience_s):
@@ -245,7 +245,7 @@ class AgentProcess:
         self._room.set()
         closed = self._reading.done() and not self._held
         log = self._log.news() if self._log else b""
-        # The log goes first: who learns of the end reads the last lines at once.
+        # The log goes first: a driver that learns of the end reads the last lines at once.
         ended = self._code if not self._held and not log else None
         if ended is not None and self._log is not None:
             self._log.close()
@@ -281,9 +281,9 @@ class AgentProcess:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the node agent is on its way out
             self._loop.call_soon_threadsafe(self._exited.set)
 
-    async def _end_unheard(self, lease_s: float) -> None:
+    async def _end_without_lease(self, lease_s: float) -> None:
         """End it when the driver has asked nothing for so long: it has given this node up, or cannot reach it."""
-        while (left_s := self._heard_s + lease_s - time.monotonic()) > 0:
+        while (left_s := self._last_message_s + lease_s - time.monotonic()) > 0:
             await asyncio.sleep(left_s)
         self.send_signal(signal.SIGKILL)
 
@@ -302,7 +302,7 @@ class AgentProcess:
 
 _TOKEN: Final = "RAY_AUTH_TOKEN"
 _VISIBLE: Final = "VISIBLE"
-"""In the name of every variable by which Ray tells a process its devices, whatever their kind."""
+"""Part of the name of every variable by which Ray gives a process its devices, whatever their kind."""
 
 
 class NodeAgent:
@@ -369,14 +369,14 @@ def _visible_devices(held: list[str], ordinals: list[int] | None) -> Mapping[str
     """Variables that show a process its own part of what the block holds. Ray has shown the whole of it already.
 
     Raises:
-        ConfigError: Ray was told to set no such variable, so that every process would see all devices of the node.
+        ConfigError: Ray is configured to set no such variable, so every process would see all devices of the node.
     """
     if ordinals is None or not held:
         return {}
     names = [name for name, value in os.environ.items() if _VISIBLE in name and _is_list_of(value, held)]
     if not names:
         raise ConfigError(
-            "Ray told this worker its devices in no environment variable (RAY_EXPERIMENTAL_NOSET_...?): roles of one "
+            "Ray set no environment variable with this worker's devices (RAY_EXPERIMENTAL_NOSET_...?): roles of one "
             "block cannot be kept apart"
         )
     return dict.fromkeys(names, ",".join(held[ordinal] for ordinal in ordinals))

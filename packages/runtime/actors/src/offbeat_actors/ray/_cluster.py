@@ -25,16 +25,16 @@ _ADVICE: Final = (
     "is a Ray of this version there, and are RAY_AUTH_MODE and the token (RAY_AUTH_TOKEN_PATH) what its nodes have?"
 )
 _SLICE_S: Final = 0.1
-"""Of the wait for a connection: who is interrupted meanwhile does not wait for its end."""
+"""Slice of the wait for a connection, so that a caller that is interrupted meanwhile does not wait for its end."""
 _END_S: Final = 30.0
-"""For Ray to end the processes of a cluster of our own; they die with this one in any case."""
+"""Time for Ray to end the processes of a cluster of our own; they die with this one in any case."""
 
 
 class Connection:
     """The connection of this process to Ray, which knows one cluster at a time.
 
     Args:
-        config: names the cluster. A connection that somebody else has made in this process is used, and left as it is.
+        config: names the cluster. A connection that other code has made in this process is used, and left as it is.
         given_up: ends the wait for a connection once it is set.
 
     Attributes:
@@ -124,7 +124,7 @@ def _check_same(ray: Any, address: str) -> None:
 class _Owner(threading.Thread):
     """Calls ray.init, and stays until the connection is closed.
 
-    A thread, because ray.init knows no deadline, and for an address where nobody is it never returns. It stays, because
+    A thread, because ray.init knows no deadline, and never returns for an address without a server. It stays, because
     the processes of a cluster of our own die with the thread that has started them (PR_SET_PDEATHSIG).
     """
 
@@ -217,7 +217,7 @@ _TOKEN: Final = secrets.token_hex(32)
 
 
 def start_own_cluster(ray: Any, folder: Path, overlaps: Callable[[], bool], **options: Any) -> None:
-    """Start a cluster that nobody else can reach, and connect to it.
+    """Start a cluster that other users cannot reach, and connect to it.
 
     Without a token every user of this machine could run code in it. Ray asks for one by itself (Ray 2.60,
     ray/_private/authentication), but would keep one for all clusters in a file of the home folder.

@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Final
 
-_LOOK_EVERY_S: Final = 2.0
+_POLL_EVERY_S: Final = 2.0
 _REACH_S: Final = 2.0
-"""For the head to take a connection."""
+"""Time for the head to accept a connection."""
 PATIENCE_S: Final = 15.0
 """A head that answers nothing for so long is lost: before Ray ends all processes, this one too, after 60 s
 (RAY_gcs_rpc_server_reconnect_timeout_s), a run must have saved what it has."""
@@ -17,18 +17,18 @@ async def head_loss(address: str, patience_s: float) -> str:
 
     Args:
         address: host:port of the head.
-        patience_s: it must have answered nothing for so long.
+        patience_s: it is lost after so long without an answer.
     """
-    heard_s = time.monotonic()
+    last_answer_s = time.monotonic()
     while True:
         if await _answers(address):
-            heard_s = time.monotonic()
-        elif time.monotonic() - heard_s > patience_s:
+            last_answer_s = time.monotonic()
+        elif time.monotonic() - last_answer_s > patience_s:
             return (
                 f"it has answered nothing at {address} for {patience_s:g} s; see gcs_server.out among the logs of Ray "
                 "on its machine (/tmp/ray/session_latest/logs), and start the cluster again"
             )
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_POLL_EVERY_S)
 
 
 async def _answers(address: str) -> bool:

@@ -41,7 +41,7 @@ _LEASE: Final = 5
 """Times `silent_after_s` after which a cut-off node ends its roles. More than once: a driver may be suspended."""
 
 _SAVING_S: Final = 28.0
-"""From the loss of the head until all roles are given up. To look, this, and the 7 s in which Ray lets go come to some
+"""Time from the loss of the head until all roles are given up. Polling, this, and Ray's 7 s to let go come to some
 55 s: after 60 s Ray ends this process, too."""
 
 
@@ -61,7 +61,7 @@ class RayLauncher(Launcher):
     of them is pickled. Everything is gone when this process is, however it dies.
 
     Args:
-        run_name: told to every role as the environment variable OFFBEAT_RUN, and shown by Ray.
+        run_name: passed to every role as the environment variable OFFBEAT_RUN, and shown by Ray.
         config: cluster and deadlines; the defaults when None.
     """
 
@@ -140,7 +140,7 @@ class RayLauncher(Launcher):
         if self._watching is not None:
             self._watching.cancel()
         if (connection := _result(self._connection)) is not None:
-            if self._loss is None:  # else nobody is there to take back what was reserved
+            if self._loss is None:  # else there is no cluster to take back what was reserved
                 if (home := _result(self._home)) is not None:
                     home.kill()
                 await release(connection.ray, self._held)
@@ -270,7 +270,7 @@ class RayLauncher(Launcher):
         return link
 
     async def _connect(self) -> Connection:
-        """Connect in a thread, once: it takes seconds, in which the driver must hear Ctrl-C.
+        """Connect in a thread, once: it takes seconds, in which the driver must react to Ctrl-C.
 
         Raises:
             PeerFailedError: the head has been lost since.

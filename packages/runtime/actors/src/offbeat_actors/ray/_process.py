@@ -17,16 +17,16 @@ from offbeat_core import RunFolderError
 _log: Final = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 10.0
-"""A node agent reports at least so often, even when there is nothing to tell."""
+"""A node agent reports at least so often, even when there is nothing to report."""
 _ASK_S: Final = 5.0
-"""For Ray to say whether a node lives."""
+"""Time for Ray to answer whether a node lives."""
 _AGAIN_S: Final = 0.1
 _REACH_S: Final = 2.0
-"""For a node to take a connection."""
+"""Time for a node to accept a connection."""
 _LOOK_AGAIN_S: Final = 2.0
-"""After `silent_after_s`, for what has come to be read."""
+"""Time after `silent_after_s` for reading what has come."""
 _KILL_S: Final = 5.0
-"""After SIGKILL: how long the node agent has to report the end, before it is given up itself."""
+"""Time that the node agent has after SIGKILL to report the end, before it is given up itself."""
 
 
 class AgentLink:
@@ -39,7 +39,7 @@ class AgentLink:
         address: of its node.
 
     Attributes:
-        lost: how it was lost, in words; "" while it is not.
+        lost: how it was lost, as text; "" while it is not.
         is_silent: it was lost because it did not answer.
     """
 
@@ -55,7 +55,7 @@ class AgentLink:
     async def explain_loss(self, error: BaseException) -> str:
         """Say in one line how it was lost, and remember that it is."""
         alive = True
-        with contextlib.suppress(TimeoutError):  # nobody answers where the driver itself is cut off
+        with contextlib.suppress(TimeoutError):  # there is no answer where the driver itself is cut off
             async with asyncio.timeout(_ASK_S):
                 error = await self._final_word(error)
                 alive = await asyncio.to_thread(is_node_alive, self.ray, self.node)
@@ -112,7 +112,7 @@ class RemoteProcess:
         self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
         self._chunk = memoryview(b"")
         self._is_log_lost = False
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._listening = asyncio.create_task(self._listen())
 
     @property
@@ -149,8 +149,8 @@ class RemoteProcess:
             async with asyncio.timeout(1.0):
                 return str(await self._link.actor.state.remote(self._key))
         except TimeoutError:
-            silent_s = time.monotonic() - self._heard_s
-            return f"nothing has been heard of its node {self.address} for {silent_s:.0f} s: stopped, or cut off?"
+            silent_s = time.monotonic() - self._last_message_s
+            return f"no message from its node {self.address} for {silent_s:.0f} s: stopped, or cut off?"
         except self._link.ray.exceptions.RayError as error:
             return await self._link.explain_loss(error)
 
@@ -172,7 +172,7 @@ class RemoteProcess:
                 raise ConnectionError(str(error)) from error
 
     def abandon(self, lost: str) -> None:
-        """Take its end as given, where nobody is left to report or bring it about."""
+        """Take its end as given, where no process is left to report it or bring it about."""
         self._link.lost = lost
         self._finish(lost)
 
@@ -185,17 +185,17 @@ class RemoteProcess:
             while self.alive:
                 report = await self._next_report()
                 if report is None:
-                    self._give_up(f"nothing was heard of its node {self.address} for {self._silent_after_s:g} s")
+                    self._give_up(f"no message from its node {self.address} for {self._silent_after_s:g} s")
                     return
-                self._heard_s = time.monotonic()
+                self._last_message_s = time.monotonic()
                 self._take(report)
         except self._link.ray.exceptions.RayError as error:
             self._finish(await self._link.explain_loss(error))
 
     async def _next_report(self) -> Report | None:
-        """Return what the node agent has to tell; None: it was silent for too long, and this process was not suspended.
+        """Return the node agent's report; None: it was silent for too long, and this process was not suspended.
 
-        Of a process that goes on after SIGSTOP the timers are due before it has read what came meanwhile: it looks
+        In a process that continues after SIGSTOP the timers are due before it has read what came meanwhile: it polls
         once more.
         """
         asked = asyncio.ensure_future(self._ask())

@@ -17,7 +17,7 @@ from offbeat_placement import Block, Node
 _POLL_S: Final = 0.05
 _RELEASE_S: Final = 10.0
 _EXPLAIN_S: Final = 5.0
-"""For Ray to say what a missed deadline was spent on."""
+"""Time for Ray to report what a missed deadline was spent on."""
 _SOME_CPU: Final = 0.001
 """Ray reserves something or nothing at all: the share of a block that needs neither devices nor CPUs of its own."""
 
@@ -42,7 +42,7 @@ class Reservation:
 
     @property
     def link(self) -> AgentLink:
-        """To the agent."""
+        """Link to the agent."""
         assert self.agent is not None  # `reserve` starts one in each block
         return self.agent
 
@@ -155,7 +155,7 @@ def find_room(block: Block, nodes: Mapping[str, Node], *, is_silent: bool) -> tu
     Args:
         block: where it was.
         nodes: that live as far as Ray knows, by its ids.
-        is_silent: its own node was not heard of: it may be cut off, which Ray takes a minute to notice.
+        is_silent: its own node sent no message: it may be cut off, which Ray takes a minute to notice.
 
     Returns:
         The block on its node, and Ray's id of that.
@@ -250,7 +250,7 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
 async def _explain_missed(
     connection: Connection, held: Sequence[Reservation], nodes: Mapping[str, str], deadline_s: float
 ) -> DeadlineError:
-    """Return what was waited for; Ray itself, if it does not tell."""
+    """Return what was waited for; Ray itself, if it does not answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_EXPLAIN_S):
             return await asyncio.to_thread(_describe_wait, connection, held, nodes, deadline_s)
