@@ -34,6 +34,34 @@ SAME_NAMES = {
     "ConfigError": "hanglint stands alone: nothing of offbeat is below it",
 }
 
+# Exported names that nothing in the repository uses outside their package, and no page names, by the reason they stay.
+FOR_USERS = {
+    "options of a backend": {
+        "MegatronEngineOptions",
+        "TorchEngineOptions",
+        "TorchRolloutOptions",
+        "VllmRolloutOptions",
+    },
+    "returned or raised": {
+        *("Analysis", "Unreadable", "LivenessError", "Monitor", "Party", "Suggestion", "PushError", "CommandEnded"),
+        *("Renaming", "SupportedVersion", "DecodeCurve", "DecodeTime", "RunMeasures", "Scenario", "SimulationReport"),
+        *("Workload", "DiskStep", "TinyFamily"),
+    },
+    "formulas for any trainer": {
+        "gae_advantages",
+        "ipo_losses",
+        "kto_losses",
+        "orpo_losses",
+        "reward_losses",
+        "simpo_losses",
+        "sequence_of_tokens",
+    },
+    "for trackers, transports and models of one's own": {
+        *("Tracker", "PeerStream", "Bucket", "TensorSlice", "tiny_tokenizer"),
+        *("Operators", "PackedBatch", "PaddedBatch", "VisionBatch", "cann_version"),
+    },
+}
+
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     found = [
@@ -72,6 +100,20 @@ def test_examples_import_what_their_package_exports() -> None:
         if alias.name not in public[node.module]
     ]
     assert found == []
+
+
+def test_a_package_exports_what_others_use() -> None:
+    """Another package, an application or a test of several packages; or a page names it."""
+    tracked = [path for path in committed_files() if path.suffix in {".py", ".md"} and path.name != "CHANGELOG.md"]
+    elsewhere = [path for path in tracked if "releases" not in path.parts and path != Path(__file__)]
+    words = {path: set(re.findall(r"\w+", path.read_text())) for path in elsewhere}
+    found: set[str] = set()
+    for package in packages():
+        names = (ROOT / "tests" / "contracts" / "public_names" / f"{package.import_name}.txt").read_text().split()
+        others = [known for path, known in words.items() if path.suffix == ".md" or package.folder not in path.parents]
+        found |= set(names).difference(*others)
+    wanted = set().union(*FOR_USERS.values())
+    assert (sorted(found - wanted), sorted(wanted - found)) == ([], [])
 
 
 def test_the_text_of_our_own_errors_is_read_by_people_only() -> None:

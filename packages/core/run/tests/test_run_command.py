@@ -21,9 +21,9 @@ from offbeat_run import (
     run_named_command,
     show_usage,
     size_text,
-    split_arguments,
     whole_number,
 )
+from offbeat_run._command import split_arguments
 
 
 def run(body, *words, **env):

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_core import ConfigError
-from offbeat_run import bootstrap_interval, majority_at_k, pass_at_k
+from offbeat_run import pass_at_k
+from offbeat_run._validation.estimates import bootstrap_interval, majority_at_k
 
 
 def enumerated_pass(right, k):

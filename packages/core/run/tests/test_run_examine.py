@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import offbeat_run
 from offbeat_core import INSTALL_LINES, BackendError, ModelError
-from offbeat_run import (
-    _examine,  # its loader is replaced
-    examine,
-    inspect_model,
-)
+from offbeat_run import _examine, inspect_model
+from offbeat_run._examine import examine
+from offbeat_run._metric_names import METRIC_NAMES
 
 
 @pytest.fixture
@@ -151,5 +148,5 @@ def test_every_metric_of_the_report_is_written_down_with_its_meaning():
         "async/lag_histogram",
         "eval/loss",
         "engine/steps_refused",
-    } <= offbeat_run.METRIC_NAMES.keys()
-    assert all(metric.doc.endswith(".") for metric in offbeat_run.METRIC_NAMES.values())
+    } <= METRIC_NAMES.keys()
+    assert all(metric.doc.endswith(".") for metric in METRIC_NAMES.values())

@@ -9,17 +9,13 @@ from hypothesis import strategies as st
 
 from offbeat_core import BackendError, Metric, RunFolderError
 from offbeat_run import (
-    Alarm,
     CheckpointConfig,
     Generation,
-    GenerationsLog,
     ItemAnswers,
     LogConfig,
-    MetricsLog,
     RunFolder,
     RunLog,
     check_trackers,
-    open_trackers,
     print_conclusion,
     read_alarms,
     read_answers,
@@ -27,7 +23,9 @@ from offbeat_run import (
     read_metrics,
     read_timeline,
 )
-from offbeat_run._metrics import Tracker
+from offbeat_run._metrics import MetricsLog, Tracker
+from offbeat_run._run_log import Alarm, GenerationsLog
+from offbeat_run._trackers import open_trackers
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_core import ConfigError
-from offbeat_run import LogConfig, PrometheusServer, RunFolder, RunLog
-from offbeat_run._prometheus import CONTENT_TYPE, TOKEN_VARIABLE, exposition
+from offbeat_run import LogConfig, RunFolder, RunLog
+from offbeat_run._prometheus import CONTENT_TYPE, TOKEN_VARIABLE, PrometheusServer, exposition
 
 TOKEN = "a-secret-of-many-letters"
 

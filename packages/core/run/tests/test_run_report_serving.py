@@ -13,13 +13,14 @@ from itertools import pairwise
 import pytest
 
 from offbeat_core import ConfigError
-from offbeat_run import RunFolder, serve_report
-from offbeat_run._report.serving import ServedReport
+from offbeat_run import RunFolder
+from offbeat_run._report.serving import ServedReport, serve_report
 
 DEADLINE_S = 60.0
 SERVE = """
 import sys
-from offbeat_run import RunFolder, serve_report
+from offbeat_run import RunFolder
+from offbeat_run._report.serving import serve_report
 serve_report(RunFolder.open(sys.argv[1], write=False), int(sys.argv[2]))
 """
 

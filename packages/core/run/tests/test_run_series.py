@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_run import GenerationsLog, MetricsLog, RunFolder, Timeline, write_report
+from offbeat_run import RunFolder
+from offbeat_run._metrics import MetricsLog
+from offbeat_run._report.page import write_report
+from offbeat_run._run_log import GenerationsLog
 from offbeat_run._series import MAX_POINTS, LagColumns, Series
+from offbeat_run._timeline import Timeline
 
 PEAK = """
 import resource, sys
-from offbeat_run import write_report
+from offbeat_run._report.page import write_report
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 write_report(sys.argv[1])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)

@@ -9,7 +9,8 @@ from threading import Thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_run import Timeline, clock_s, read_timeline
+from offbeat_run import clock_s, read_timeline
+from offbeat_run._timeline import Timeline
 
 
 def spans(path):

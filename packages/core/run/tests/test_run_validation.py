@@ -10,19 +10,19 @@ from offbeat_run import (
     AnswersLog,
     EvalFolder,
     Generation,
-    GenerationsLog,
     ItemAnswers,
-    MetricsLog,
     RunFolder,
     SampledAnswer,
-    item_histories,
     read_answers,
     summarize,
     table_markdown,
     table_text,
     write_comparison,
-    write_report,
 )
+from offbeat_run._metrics import MetricsLog
+from offbeat_run._report.page import write_report
+from offbeat_run._run_log import GenerationsLog
+from offbeat_run._validation.items import item_histories
 
 EVIL = "</pre><script>alert(1)</script>"
 

@@ -10,7 +10,8 @@ import trtllm_standin
 from trtllm_peers import EngineProcess, open_in
 
 from offbeat_core import GenerateRequest, RolloutEngineConfig, load_backend
-from offbeat_rollout_trtllm import LocalLink, TrtllmRolloutEngine
+from offbeat_rollout_trtllm import TrtllmRolloutEngine
+from offbeat_rollout_trtllm._local_link import LocalLink
 from offbeat_testing import RolloutConformance
 
 

@@ -23,10 +23,11 @@ from offbeat_core import (
     SamplingParams,
     WeightSyncError,
 )
-from offbeat_rollout_trtllm import TrtllmRolloutEngine, find_release
+from offbeat_rollout_trtllm import TrtllmRolloutEngine
 from offbeat_rollout_trtllm._handles import tensors_checksum
 from offbeat_rollout_trtllm._requests import to_engine_params
 from offbeat_rollout_trtllm._server_link import HttpEngine, ServerLink
+from offbeat_rollout_trtllm._versions import find_release
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 from offbeat_weightsync import dequantize_blocks
 

@@ -20,8 +20,9 @@ from offbeat_core import (
     RolloutEngineSettings,
     TensorSpec,
 )
-from offbeat_rollout_trtllm import TrtllmRolloutEngine, find_release, is_fp8_weight
+from offbeat_rollout_trtllm import TrtllmRolloutEngine, is_fp8_weight
 from offbeat_rollout_trtllm._server_link import ServerLink
+from offbeat_rollout_trtllm._versions import find_release
 from offbeat_testing import tiny_model
 
 LOOK = """

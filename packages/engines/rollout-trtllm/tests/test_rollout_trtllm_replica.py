@@ -8,7 +8,8 @@ import torch
 from trtllm_peers import HostHandles, record_of, set_faults
 
 from offbeat_core import DeadlineError, MismatchError, PeerFailedError, WeightSyncError
-from offbeat_rollout_trtllm import EngineControl, ReplicaWeights, plan_flushes
+from offbeat_rollout_trtllm import EngineControl, ReplicaWeights
+from offbeat_rollout_trtllm._weights import plan_flushes
 from offbeat_weightsync import BucketPlan, describe_tensors
 
 BUCKET_BYTES = 64

@@ -8,7 +8,8 @@ from trtllm_peers import HostHandles, record_of, set_faults
 from trtllm_sight import Sight
 
 from offbeat_core import ModelFolder, RolloutEngineConfig
-from offbeat_rollout_trtllm import EngineControl, ReplicaWeights, TrtllmRolloutEngine, plan_flushes
+from offbeat_rollout_trtllm import EngineControl, ReplicaWeights, TrtllmRolloutEngine
+from offbeat_rollout_trtllm._weights import plan_flushes
 from offbeat_testing import changed_weights
 from offbeat_weightsync import BucketPlan, describe_tensors
 

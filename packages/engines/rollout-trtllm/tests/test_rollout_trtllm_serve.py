@@ -8,7 +8,8 @@ import pytest
 from trtllm_peers import ask, record_of
 
 from offbeat_core import BackendError, ConfigError, PeerFailedError, RolloutEngineConfig
-from offbeat_rollout_trtllm import EngineControl, find_release
+from offbeat_rollout_trtllm import EngineControl
+from offbeat_rollout_trtllm._versions import find_release
 from offbeat_rollout_trtllm.serve import serve
 
 CONFIG = RolloutEngineConfig(model_path="no-model")

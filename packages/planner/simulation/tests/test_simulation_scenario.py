@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from offbeat_core import ConfigError, DataError
-from offbeat_simulation import ScenarioModel, read_lengths, read_run, read_scenario, scenario_text
+from offbeat_simulation import ScenarioModel, read_run, read_scenario, scenario_text
 from offbeat_simulation._calibration import ColocatedStep, calibrate, engine_time, length_moments
 from offbeat_simulation._report import advise
 from offbeat_simulation._search import propose
-from offbeat_simulation._workload import Lengths
+from offbeat_simulation._workload import Lengths, read_lengths
 
 TEXT = """
 [async]

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from offbeat_async_policy import AsyncConfig
 from offbeat_core import ConfigError, DataError
-from offbeat_simulation import Cluster, DecodeCurve, DecodeTime, Lengths, Workload, read_lengths, simulate
+from offbeat_simulation import Cluster, DecodeCurve, DecodeTime, Lengths, Workload, simulate
+from offbeat_simulation._workload import read_lengths
 
 FLAT = DecodeCurve(((1, 100.0),))  # 100 tokens/s whatever runs
 LINEAR = DecodeCurve(((1, 100.0), (1000, 100_000.0)))  # every sample at 100 tokens/s whatever else runs

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_core import Metric, merge_metrics
-from offbeat_objectives import measure_mismatch, summarise_mismatch
+from offbeat_objectives import summarise_mismatch
+from offbeat_objectives._mismatch import measure_mismatch
 
 FIGURES = ("kl", "abs_p99_nats", "abs_max_nats", "ess_share")
 BIN = 10 ** (1 / 32)

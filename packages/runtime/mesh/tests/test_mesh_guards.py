@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offbeat_core import ConfigError, GuardError, PeerFailedError
-from offbeat_mesh import AXES, Guard, Layout, Mesh, join_world
+from offbeat_mesh import Guard, Layout, Mesh, join_world
 from offbeat_mesh._guard import check_guards
+from offbeat_mesh._layout import AXES
 
 SIZES = st.sampled_from([1, 2, 3])
 

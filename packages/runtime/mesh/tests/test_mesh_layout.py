@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_core import ConfigError
-from offbeat_mesh import AXES, Layout
-from offbeat_mesh._layout import GRID_AXES, describe_group, name_ranks
+from offbeat_mesh import Layout
+from offbeat_mesh._layout import AXES, GRID_AXES, describe_group, name_ranks
 
 SIZES = st.sampled_from([1, 2, 3])
 few = settings(max_examples=40)

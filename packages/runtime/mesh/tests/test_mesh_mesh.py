@@ -11,8 +11,9 @@ from torch.distributed import distributed_c10d
 
 from offbeat_core import ConfigError, DeadlineError
 from offbeat_device import open_device
-from offbeat_mesh import AXES, Mesh, current_world, join_world
+from offbeat_mesh import Mesh, current_world, join_world
 from offbeat_mesh._calls import make_process_group
+from offbeat_mesh._layout import AXES
 
 
 def test_every_group_of_one_process_is_itself():

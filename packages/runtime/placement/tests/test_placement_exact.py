@@ -17,14 +17,13 @@ from offbeat_placement import (
     Plan,
     RankGroup,
     _packing,
-    apply_changes,
     check_plan,
     grid_nodes,
     plan_placement,
-    suggest_changes,
 )
 from offbeat_placement._packing import Room, UnitType, pack
 from offbeat_placement._planner import find_plan
+from offbeat_placement._shortfall import apply_changes, suggest_changes
 
 MANY = settings(max_examples=250)
 

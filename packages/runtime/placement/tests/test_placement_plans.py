@@ -21,9 +21,9 @@ from offbeat_placement import (
     plan_blocks,
     plan_placement,
     read_nodes,
-    suggest_changes,
     verify_placed,
 )
+from offbeat_placement._shortfall import suggest_changes
 
 
 def trainer(num_ranks, **more):

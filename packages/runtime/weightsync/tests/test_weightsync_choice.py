@@ -13,12 +13,12 @@ from offbeat_weightsync import (
     Endpoint,
     Route,
     TcpSender,
-    TcpTransport,
     WeightSender,
     new_address,
     open_transport,
     transport_class,
 )
+from offbeat_weightsync._transports.tcp import TcpTransport
 
 NAMES = ("auto", "cuda-ipc", "disk", "nccl", "shared-memory", "tcp")
 HERE, THERE = Endpoint(node="a", device="cpu"), Endpoint(node="b", device="cpu")

@@ -21,14 +21,8 @@ from weightsync_peers import Weights, are_equal, give, load, load_into, plan_of,
 
 from offbeat_core import DeadlineError, WeightSyncError
 from offbeat_testing import DiskRecord
-from offbeat_weightsync import (
-    BucketPlan,
-    DiskSender,
-    list_versions,
-    new_address,
-    read_weights,
-    write_weights,
-)
+from offbeat_weightsync import BucketPlan, DiskSender, new_address, read_weights, write_weights
+from offbeat_weightsync._transports.version_folder import list_versions
 
 FORK = multiprocessing.get_context("fork")
 

@@ -11,13 +11,13 @@ from offbeat_weightsync import (
     EXPERTS,
     GATE_UP,
     QKV,
-    Fusion,
     InProcessStream,
     NameMap,
     describe_tensors,
     merge_adapter,
     select_adapter,
 )
+from offbeat_weightsync._names import Fusion
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 

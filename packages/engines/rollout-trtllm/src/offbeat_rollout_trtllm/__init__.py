@@ -9,12 +9,11 @@ from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_rollout_trtllm._engine import TrtllmRolloutEngine
-    from offbeat_rollout_trtllm._handles import CudaHandles, HandleFormat
-    from offbeat_rollout_trtllm._local_link import LocalLink
+    from offbeat_rollout_trtllm._handles import CudaHandles
     from offbeat_rollout_trtllm._options import TrtllmOptions
     from offbeat_rollout_trtllm._server_link import EngineControl
-    from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, USES, Release, Use, find_release
-    from offbeat_rollout_trtllm._weights import ReplicaWeights, is_fp8_weight, plan_flushes
+    from offbeat_rollout_trtllm._versions import SUPPORTED_VERSIONS, USES, Release, Use
+    from offbeat_rollout_trtllm._weights import ReplicaWeights, is_fp8_weight
     from offbeat_rollout_trtllm.serve import RolloutApp
 
 __all__ = [
@@ -22,29 +21,24 @@ __all__ = [
     "USES",
     "CudaHandles",
     "EngineControl",
-    "HandleFormat",
-    "LocalLink",
     "Release",
     "ReplicaWeights",
     "RolloutApp",
     "TrtllmOptions",
     "TrtllmRolloutEngine",
     "Use",
-    "find_release",
     "is_fp8_weight",
-    "plan_flushes",
 ]
 
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
         "_engine": "TrtllmRolloutEngine",
-        "_handles": "CudaHandles HandleFormat",
-        "_local_link": "LocalLink",
+        "_handles": "CudaHandles",
         "_options": "TrtllmOptions",
         "_server_link": "EngineControl",
-        "_versions": "find_release Release SUPPORTED_VERSIONS Use USES",
-        "_weights": "is_fp8_weight plan_flushes ReplicaWeights",
+        "_versions": "Release SUPPORTED_VERSIONS Use USES",
+        "_weights": "is_fp8_weight ReplicaWeights",
         "serve": "RolloutApp",
     },
 )

@@ -3,7 +3,7 @@
 from offbeat_simulation._runs import RunMeasures, read_run, scenario_text
 from offbeat_simulation._scenario import Scenario, ScenarioModel, read_scenario
 from offbeat_simulation._simulate import SimulationReport, simulate
-from offbeat_simulation._workload import Cluster, DecodeCurve, DecodeTime, Lengths, Workload, read_lengths
+from offbeat_simulation._workload import Cluster, DecodeCurve, DecodeTime, Lengths, Workload
 
 __all__ = [
     "Cluster",
@@ -15,7 +15,6 @@ __all__ = [
     "ScenarioModel",
     "SimulationReport",
     "Workload",
-    "read_lengths",
     "read_run",
     "read_scenario",
     "scenario_text",

@@ -1,6 +1,6 @@
 """When to generate, when to update, when to sync: the control logic of asynchronous RL, and its loop."""
 
-from offbeat_async_policy._clock import Busy, BusyClock, BusyShares, OnSpan
+from offbeat_async_policy._clock import Busy, BusyClock, BusyShares
 from offbeat_async_policy._config import AsyncConfig
 from offbeat_async_policy._loop import GroupResult, LoopBackend, LoopSummary, run_loop
 from offbeat_async_policy._policy import AsyncPolicy
@@ -19,7 +19,6 @@ __all__ = [
     "GroupResult",
     "LoopBackend",
     "LoopSummary",
-    "OnSpan",
     "PolicyStatus",
     "Statistics",
     "Submit",

@@ -1,7 +1,7 @@
 """Data sets, tokenizers, chat templates, rewards and verifiers. No torch."""
 
 from offbeat_data._character_tokenizer import ARITHMETIC_ALPHABET, build_character_tokenizer
-from offbeat_data._chat_template import ChatTemplate, Message, RenderedChat
+from offbeat_data._chat_template import ChatTemplate, Message
 from offbeat_data._conversations import ConversationSet, load_conversations, mark_assistant_turns
 from offbeat_data._environments.built_in import EnvironmentConfig, build_environment, environment_tools
 from offbeat_data._environments.environment import Environment, EnvironmentFailedError, EpisodeHost
@@ -48,7 +48,6 @@ __all__ = [
     "Prompt",
     "PromptSet",
     "Rating",
-    "RenderedChat",
     "Reward",
     "RewardConfig",
     "RewardError",

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from offbeat_objectives._advantages import compute_advantages
     from offbeat_objectives._correction import Correction, correct_rollouts
     from offbeat_objectives._critic import ValueLoss, compute_returns
-    from offbeat_objectives._divergence import Distillation, distill, kl_per_token, weighted_kl
+    from offbeat_objectives._divergence import Distillation, distill, kl_per_token
     from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
-    from offbeat_objectives._mismatch import measure_mismatch, summarise_mismatch
+    from offbeat_objectives._mismatch import summarise_mismatch
     from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
     from offbeat_objectives._preferences import (
         PreferenceLoss,
@@ -64,7 +64,6 @@ __all__ = [
     "kl_per_token",
     "kto_baseline",
     "kto_losses",
-    "measure_mismatch",
     "orpo_losses",
     "overlong_penalty",
     "pack",
@@ -76,7 +75,6 @@ __all__ = [
     "summarise_mismatch",
     "try_functions",
     "unpack",
-    "weighted_kl",
 ]
 
 __getattr__, __dir__ = load_lazily(
@@ -85,10 +83,10 @@ __getattr__, __dir__ = load_lazily(
         "_advantages": "compute_advantages",
         "_correction": "correct_rollouts Correction",
         "_critic": "compute_returns ValueLoss",
-        "_divergence": "distill Distillation kl_per_token weighted_kl",
+        "_divergence": "distill Distillation kl_per_token",
         "_estimators": "Advantages gae_advantages RewardedSamples",
         "_losses": "build_loss PolicyLoss sft_loss",
-        "_mismatch": "measure_mismatch summarise_mismatch",
+        "_mismatch": "summarise_mismatch",
         "_packing": "aggregate pack Packed sequence_of_tokens unpack",
         "_preferences": "dpo_losses ipo_losses kto_baseline kto_losses orpo_losses PreferenceLoss reward_losses"
         " simpo_losses",

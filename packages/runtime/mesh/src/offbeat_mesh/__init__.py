@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from offbeat_mesh._calls import break_off
     from offbeat_mesh._group import Group, ReduceOp
     from offbeat_mesh._guard import Guard
-    from offbeat_mesh._layout import AXES, Layout
+    from offbeat_mesh._layout import Layout
     from offbeat_mesh._mesh import Mesh
     from offbeat_mesh._rendezvous import Rendezvous, open_rendezvous
     from offbeat_mesh._world import World, current_world, join_world, open_store
 
 __all__ = [
-    "AXES",
     "Group",
     "Guard",
     "Layout",
@@ -38,7 +37,7 @@ __getattr__, __dir__ = load_lazily(
         "_calls": "break_off",
         "_group": "Group ReduceOp",
         "_guard": "Guard",
-        "_layout": "AXES Layout",
+        "_layout": "Layout",
         "_mesh": "Mesh",
         "_rendezvous": "open_rendezvous Rendezvous",
         "_world": "current_world join_world open_store World",

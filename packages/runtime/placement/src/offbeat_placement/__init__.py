@@ -25,7 +25,7 @@ from offbeat_placement._resources import (
     local_node,
     read_nodes,
 )
-from offbeat_placement._shortfall import Change, Suggestion, apply_changes, suggest_changes
+from offbeat_placement._shortfall import Change, Suggestion
 
 __all__ = [
     "ACCELERATOR",
@@ -48,7 +48,6 @@ __all__ = [
     "SettingValue",
     "Suggestion",
     "TrainMemory",
-    "apply_changes",
     "available_cpus",
     "check_plan",
     "draw_plan",
@@ -60,7 +59,6 @@ __all__ = [
     "process_of",
     "read_nodes",
     "read_shape",
-    "suggest_changes",
     "train_advice",
     "train_memory",
     "verify_placed",

@@ -10,47 +10,39 @@ from offbeat_weightsync._fp8 import (
     quantize_blocks,
     quantize_tensors,
 )
-from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, Fusion, NameMap, TensorSlice, merge_adapter, select_adapter
+from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, NameMap, TensorSlice, merge_adapter, select_adapter
 from offbeat_weightsync._peer_stream import KeptStream, PeerStream
-from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan, Piece
+from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
 from offbeat_weightsync._receiver import receive, transport_class
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._stream import ArrivingStream, InProcessStream
 from offbeat_weightsync._tensors import describe_tensors, tensor_checksums
 from offbeat_weightsync._transport import Endpoint, Reach, Route, Transport, open_transport
-from offbeat_weightsync._transports.auto import AutoTransport, open_sender
-from offbeat_weightsync._transports.disk import DiskSender, DiskTransport, FolderStream
-from offbeat_weightsync._transports.group import GroupSender, GroupStream, GroupTransport
+from offbeat_weightsync._transports.auto import open_sender
+from offbeat_weightsync._transports.disk import DiskSender, FolderStream
+from offbeat_weightsync._transports.group import GroupSender, GroupStream
 from offbeat_weightsync._transports.shared_memory import (
-    CudaIpcTransport,
     SharedMemorySender,
     SharedMemoryStream,
     SharedMemoryTransport,
 )
-from offbeat_weightsync._transports.tcp import TcpSender, TcpStream, TcpTransport
-from offbeat_weightsync._transports.version_folder import DiskStream, list_versions, read_weights, write_weights
+from offbeat_weightsync._transports.tcp import TcpSender, TcpStream
+from offbeat_weightsync._transports.version_folder import read_weights, write_weights
 from offbeat_weightsync._weight_group import WeightGroup
 
 __all__ = [
-    "DEFAULT_BUCKET_BYTES",
     "EXPERTS",
     "GATE_UP",
     "QKV",
     "ArrivingStream",
-    "AutoTransport",
     "Bucket",
     "BucketPlan",
-    "CudaIpcTransport",
     "DequantizedStream",
     "DiskSender",
-    "DiskStream",
-    "DiskTransport",
     "Endpoint",
     "FolderStream",
-    "Fusion",
     "GroupSender",
     "GroupStream",
-    "GroupTransport",
     "InProcessStream",
     "KeptStream",
     "NameMap",
@@ -63,7 +55,6 @@ __all__ = [
     "SharedMemoryTransport",
     "TcpSender",
     "TcpStream",
-    "TcpTransport",
     "TensorSlice",
     "Transport",
     "WeightCopy",
@@ -73,7 +64,6 @@ __all__ = [
     "describe_tensors",
     "fp8_specs",
     "is_fp8_weight",
-    "list_versions",
     "merge_adapter",
     "new_address",
     "new_socket_path",
