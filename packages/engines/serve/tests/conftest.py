@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Served:
-    """A server and those who talk to it."""
+    """A server and its clients."""
 
     server: RolloutServer
     engine: RolloutEngine

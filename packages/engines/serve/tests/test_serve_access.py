@@ -1,4 +1,4 @@
-"""Who is answered: this machine without a token, anybody with it, nobody else; and the token is told to nobody."""
+"""Which clients are answered: this machine without a token, any with it, no other; and the token is never revealed."""
 
 import logging
 

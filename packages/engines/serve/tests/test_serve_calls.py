@@ -18,7 +18,7 @@ def said(ids, logprob, version=0, stop_reason="eos"):
 
 
 def call(prompt, ids, number=0):
-    """A call whose tokens can be told from those of all others by their log-probability."""
+    """A call whose tokens differ from those of all others in their log-probability."""
     return RecordedCall(prompt_ids=np.array(prompt, np.int32), completion=said(ids, -float(number)))
 
 
@@ -27,13 +27,13 @@ ids = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # few tokens, so that
 
 @st.composite
 def trees_of_calls(draw):
-    """Calls in an order in which they may have ended: each goes on with an earlier one, or begins anew."""
+    """Calls in an order in which they may have ended: each continues an earlier one, or begins anew."""
     calls = []
     for number in range(draw(st.integers(1, 12))):
         parent = draw(st.integers(-1, number - 1))
         before = [] if parent < 0 else calls[parent].end_ids.tolist()
-        told = draw(ids if parent < 0 else st.lists(st.integers(0, 2), max_size=2))
-        calls.append(call([*before, *told], draw(ids), number))
+        added = draw(ids if parent < 0 else st.lists(st.integers(0, 2), max_size=2))
+        calls.append(call([*before, *added], draw(ids), number))
     return calls
 
 
@@ -69,7 +69,7 @@ def test_a_call_begins_a_trajectory_only_where_nothing_lets_it_go_on(calls):
     seen = set()
     for trajectory, end in zip(trajectories, ends, strict=True):
         begin = tuple(trajectory.prompt_ids.tolist())
-        # No earlier trajectory ends where this one begins: it would have been gone on with.
+        # No earlier trajectory ends where this one begins: it would have continued it.
         assert not any(begin[: len(other)] == other for other in seen)
         seen.add(tuple(end))
 
@@ -120,7 +120,7 @@ def test_a_last_turn_that_is_too_long_stays_cut_off_whatever_was_refused_after_i
 
 
 def time_of(num_calls):
-    """Processor time of calls that none goes on with, each of a prompt of its own length and words."""
+    """Processor time of calls that no other continues, each of a prompt of its own length and words."""
     rng = np.random.default_rng(0)
     calls = [call(rng.integers(0, 9, int(rng.integers(50, 1000))), [1, 2]) for _ in range(num_calls)]
     began_s = time.process_time()

@@ -146,10 +146,10 @@ async def test_tools_reach_the_template_and_calls_come_apart(serving, tool_folde
         first = await served.chat(messages=QUESTION, tools=[TOOL], extra_body=EXTRA)
         [choice] = first.choices
         [called] = choice.message.tool_calls
-        told = {"role": "tool", "tool_call_id": called.id, "content": "2"}
-        await served.chat(messages=[*QUESTION, choice.message.model_dump(), told], tools=[TOOL])
+        result = {"role": "tool", "tool_call_id": called.id, "content": "2"}
+        await served.chat(messages=[*QUESTION, choice.message.model_dump(), result], tools=[TOOL])
         written = {key: value for key, value in choice.message.model_dump().items() if key != "token_ids"}
-        await served.chat(messages=[*QUESTION, written, told], tools=[TOOL])
+        await served.chat(messages=[*QUESTION, written, result], tools=[TOOL])
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "let me see")
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 1, "b": 1})
     assert (first.policy_version, choice.version_segments[0]["version"]) == (3, 3)
@@ -202,11 +202,11 @@ async def test_a_stream_is_the_answer_in_chunks(served):
     whole = await served.chat(**ask)
     chunks = [chunk async for chunk in await served.chat(**ask, stream=True)]
     for choice in whole.choices:
-        told = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
-        assert "".join(one.delta.content or "" for one in told) == choice.message.content
-        assert [ids for one in told for ids in getattr(one, "token_ids", [])] == choice.token_ids
-        assert told[-1].finish_reason == choice.finish_reason
-        assert [one.delta.role for one in told] == ["assistant"] + [None] * (len(told) - 1)
+        deltas = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert "".join(one.delta.content or "" for one in deltas) == choice.message.content
+        assert [ids for one in deltas for ids in getattr(one, "token_ids", [])] == choice.token_ids
+        assert deltas[-1].finish_reason == choice.finish_reason
+        assert [one.delta.role for one in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
 
 

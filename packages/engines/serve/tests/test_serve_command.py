@@ -1,4 +1,4 @@
-"""The command `offbeat-serve`: what it is told and how it leaves; and the README's example."""
+"""The command `offbeat-serve`: what it is given and how it leaves; and the README's example."""
 
 import os
 import pty
@@ -17,7 +17,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["nowhere"], "model folder nowhere does not exist"),
         (["{model}", "--backend", "tourch"], "offbeat.rollout backend 'tourch' is not installed (installed adapters: "),
@@ -30,13 +30,13 @@ README = Path(__file__).parents[1] / "README.md"
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
-def test_a_wrong_setting_is_one_line_and_exit_code_2(model, words, told, capsys, monkeypatch, tmp_path):
+def test_a_wrong_setting_is_one_line_and_exit_code_2(model, words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert main([word.format(model=model) if word.startswith("{m") else word for word in words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("offbeat-serve: ")
-    assert told in error
+    assert message in error
     assert len(error.splitlines()) == 1
 
 
@@ -67,10 +67,10 @@ def test_a_token_cannot_be_given_on_the_command_line(model, capsys):
 def test_help_tells_every_setting_with_its_unit(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for option in ("--max-in-flight SAMPLES", "--body-deadline-s S", "--max-model-len TOKENS", "--token-file"):
-        assert option in told
-    assert "exit codes: 0 ended by Ctrl-C or SIGTERM" in re.sub(r"\s+", " ", told)
+        assert option in output
+    assert "exit codes: 0 ended by Ctrl-C or SIGTERM" in re.sub(r"\s+", " ", output)
 
 
 def readme_sources() -> list[str]:
@@ -80,8 +80,8 @@ def readme_sources() -> list[str]:
 def test_the_readme_s_example_runs(model, capsys):
     source, _ = readme_sources()
     exec(compile(source.replace("SmolLM2-135M-Instruct", str(model)), "README.md", "exec"), {"__name__": "readme"})
-    told = capsys.readouterr().out
-    assert re.search(r"policy 0 .* never tokenised again: True", told)
+    output = capsys.readouterr().out
+    assert re.search(r"policy 0 .* never tokenised again: True", output)
 
 
 def test_in_a_terminal_the_command_says_that_it_is_loading(tmp_path):

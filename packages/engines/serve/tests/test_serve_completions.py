@@ -133,16 +133,16 @@ async def test_a_stream_tells_what_the_whole_answer_says(served):
     whole = await served.complete(**ask)
     stream = await served.complete(**ask, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
-    assert len(chunks) > 3, "no token was told of before the end"
+    assert len(chunks) > 3, "no token was streamed before the end"
     for choice in whole.choices:
-        told = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
-        assert [token for one in told for token in one.token_ids] == choice.token_ids
-        assert "".join(one.text for one in told) == choice.text
+        parts = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert [token for one in parts for token in one.token_ids] == choice.token_ids
+        assert "".join(one.text for one in parts) == choice.text
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [item for one in told for item in getattr(one.logprobs, name)] == getattr(choice.logprobs, name)
-        assert [one.finish_reason for one in told] == [None] * (len(told) - 1) + [choice.finish_reason]
-        assert told[0].prompt_token_ids == choice.prompt_token_ids
-        assert told[-1].version_segments == choice.version_segments
+            assert [item for one in parts for item in getattr(one.logprobs, name)] == getattr(choice.logprobs, name)
+        assert [one.finish_reason for one in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+        assert parts[0].prompt_token_ids == choice.prompt_token_ids
+        assert parts[-1].version_segments == choice.version_segments
     assert chunks[-1].usage == whole.usage
 
 
@@ -172,7 +172,7 @@ async def test_a_stream_begins_at_once_and_whoever_leaves_it_ends_its_samples(se
 
 
 class HeldEngine(FakeRolloutEngine):
-    """Tells of a first token, and is then held up until it fails."""
+    """Streams a first token, and is then held up until it fails."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: [1])
@@ -251,7 +251,7 @@ async def test_what_cannot_be_is_refused_by_name(serving, wrong, param):
 
 async def test_an_engine_s_refusal_is_told_in_one_sentence(served):
     too_long = "a b c " * 300
-    with pytest.raises(openai.BadRequestError, match="context 512, of which"):
+    with pytest.raises(openai.BadRequestError, match="context 512: one must be left"):
         await served.complete(prompt=too_long)
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         await served.complete(model="gpt-9", prompt="a")

@@ -69,7 +69,7 @@ async def test_a_client_that_leaves_ends_its_samples(served):
 
 async def test_of_many_streams_those_that_are_left_end_and_the_others_are_whole(served):
     async def read(num_events):
-        # A busy server sends several tokens in one event: who is to leave in the midst asks for many.
+        # A busy server sends several tokens in one event: a client that is to leave in the middle asks for many.
         ask = {**ASK, "max_tokens": 16 if num_events is None else 400, "stream": True}
         async with served.http.stream("POST", "/v1/completions", json=ask) as answer:
             lines = answer.aiter_lines()
@@ -157,7 +157,7 @@ async def test_paths_and_methods_that_are_not_there_are_told_in_openai_s_form(se
     assert "/openapi.json says what there is" in put.json()["error"]["message"]
 
 
-async def test_closing_answers_who_is_waiting_and_lets_nobody_in(served):
+async def test_closing_answers_waiting_clients_and_admits_no_others(served):
     await served.engine.pause("keep")
     asked = asyncio.create_task(served.post("/v1/completions", **ASK))
     await until_running(served, 1)
@@ -175,7 +175,7 @@ class HeldEngine(FakeRolloutEngine):
 
     def __init__(self) -> None:
         super().__init__(lambda *_: [1])
-        self.is_asked, self.is_told, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.is_asked, self.is_aborted, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def generate(self, request):
         if request.params.max_tokens > 1:
@@ -184,7 +184,7 @@ class HeldEngine(FakeRolloutEngine):
         return await super().generate(request)
 
     async def abort(self, request_id: str) -> None:
-        self.is_told.set()
+        self.is_aborted.set()
         await self.may_end.wait()
 
 
@@ -194,7 +194,7 @@ async def test_a_server_that_waits_for_its_last_answers_lets_nothing_more_in(ser
         asked = asyncio.create_task(served.post("/v1/completions", **ASK))
         await engine.is_asked.wait()
         closing = asyncio.create_task(served.server.close())
-        await engine.is_told.wait()
+        await engine.is_aborted.wait()
         late = await served.post("/v1/completions", **{**ASK, "max_tokens": 1})
         engine.may_end.set()
         await closing
@@ -204,7 +204,7 @@ async def test_a_server_that_waits_for_its_last_answers_lets_nothing_more_in(ser
 
 
 class StuckEngine(FakeRolloutEngine):
-    """Never answers, and hears of no abort."""
+    """Never answers, and ignores aborts."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: [1])
@@ -264,17 +264,17 @@ class BrokenEngine(FakeRolloutEngine):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [(ZeroDivisionError("a secret"), "unexpected ZeroDivisionError"), (OffbeatError("the end"), "the end")],
     ids=["bug", "typed"],
 )
-async def test_an_engine_that_fails_is_a_500_that_tells_no_secret(serving, error, told, caplog):
+async def test_an_engine_that_fails_is_a_500_that_tells_no_secret(serving, error, message, caplog):
     async with serving(engine=BrokenEngine(error)) as served:
         answer = await served.post("/v1/completions", **ASK)
     assert answer.status_code == 500
-    assert answer.json()["error"]["message"].startswith(told)
+    assert answer.json()["error"]["message"].startswith(message)
     assert "a secret" not in answer.text
-    assert ("a secret" in caplog.text) == (told != "the end")
+    assert ("a secret" in caplog.text) == (message != "the end")
 
 
 async def test_one_request_may_not_ask_for_more_than_may_be_in_flight():

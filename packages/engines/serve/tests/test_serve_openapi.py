@@ -61,7 +61,7 @@ def test_the_description_is_of_this_model_and_these_limits(request, url):
 @pytest.mark.nightly
 def test_schemathesis_finds_nothing(url, command, tmp_path):
     """Every check it has: statuses, media types, headers, schemas, refusal of wrong data, acceptance of right data,
-    methods, and that nothing is told without the token."""
+    methods, and that nothing is revealed without the token."""
     # A seed, because a schema cannot say how many tokens a text has: a very long one is refused, and rightly so.
     words = ["--phases", "coverage,fuzzing", "--max-examples", "20", "--seed", "2", "--no-color"]
     words += ["-H", f"Authorization: Bearer {TOKEN}", "--request-timeout", "60"]

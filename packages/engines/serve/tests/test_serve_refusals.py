@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "told"),
+    ("asked", "param", "message"),
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty", "must be 0 or left out: no rollout engine applies penalties"),
         ({"presence_penalty": -1}, "presence_penalty", "must be 0 or left out: no rollout engine applies penalties"),
@@ -43,12 +43,12 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_no_engine_does_is_said_in_a_sentence(serving, asked, param, told):
+async def test_what_no_engine_does_is_said_in_a_sentence(serving, asked, param, message):
     async with serving(engine=FakeRolloutEngine(lambda *_: [1])) as served:
         answer = await served.post("/v1/chat/completions", **CHAT, **asked)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
-    assert told in error["message"]
+    assert message in error["message"]
     assert "$." not in error["message"] or param == "repetition_penalty"
 
 
@@ -139,30 +139,30 @@ async def test_an_offer_names_the_address_that_is_configured_and_not_what_a_head
 
 
 def half_a_head(served):
-    stranger = socket.create_connection((urlparse(served.server.url).hostname, urlparse(served.server.url).port))
-    stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-    stranger.settimeout(DEADLINE_S)
-    return stranger
+    connection = socket.create_connection((urlparse(served.server.url).hostname, urlparse(served.server.url).port))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+    connection.settimeout(DEADLINE_S)
+    return connection
 
 
-async def test_strangers_in_front_of_a_client_do_not_keep_it_out_and_are_let_go(serving, tmp_path):
+async def test_unknown_clients_in_front_of_a_client_do_not_keep_it_out_and_are_let_go(serving, tmp_path):
     token = "a-token-for-tests-only"
     (tmp_path / "token").write_text(token)
     files = {"token_file": str(tmp_path / "token"), "head_deadline_s": 1.0}
     async with serving(engine=FakeRolloutEngine(lambda *_: [1]), token=token, **files) as served:
-        strangers = await asyncio.to_thread(lambda: [half_a_head(served) for _ in range(100)])
+        connections = await asyncio.to_thread(lambda: [half_a_head(served) for _ in range(100)])
         assert (await served.post("/v1/completions", prompt="a", max_tokens=1)).status_code == 200
-        ends = await asyncio.to_thread(lambda: [end_of(stranger) for stranger in strangers])
+        ends = await asyncio.to_thread(lambda: [end_of(connection) for connection in connections])
     assert ends == [b""] * 100
 
 
-def end_of(stranger):
+def end_of(connection):
     try:
-        return stranger.recv(100)
+        return connection.recv(100)
     except ConnectionResetError:
         return b""
     finally:
-        stranger.close()
+        connection.close()
 
 
 TEMPLATE = (
@@ -197,7 +197,7 @@ async def test_what_nests_too_deep_is_a_mistake_of_the_client_and_half_a_charact
         assert (answer.status_code, "nested too deep" in answer.text) == (400, True)
         answer = await served.post("/v1/chat/completions", messages=calling('{"a": "\\ud800"}'), max_tokens=2)
         assert answer.status_code == 200, answer.text
-    assert "nobody expected" not in caplog.text
+    assert "unexpected error" not in caplog.text
 
 
 @pytest.mark.parametrize(

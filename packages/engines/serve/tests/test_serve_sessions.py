@@ -90,7 +90,7 @@ async def test_a_turn_that_was_changed_and_a_compacted_context_begin_trajectorie
 
 
 async def test_what_is_as_short_as_the_agent_asked_was_not_cut_off(served, agent):
-    """Whoever asks yes or no asks for one token: that is no answer which a limit of the run has broken off."""
+    """An agent that asks yes or no asks for one token: its answer is not one that a limit of the run has cut off."""
     session, client = agent(params=SamplingParams(max_tokens=20, seed=7, ignore_eos=True))
     question = [{"role": "user", "content": "yes or no?"}]
     said = await chat(client, question, max_tokens=1)
@@ -111,13 +111,13 @@ FILLING = "so " * 512
 async def test_an_episode_whose_last_call_a_limit_refused_was_cut_off(served, agent):
     """The agent has handled the refusal and ended its session, as it does when it is done."""
     asked = {"role": "user", "content": "yes or no?"}
-    for max_calls, told, code, ended in (
+    for max_calls, reply, code, ended in (
         (1, "why?", "session_limit", "max_turns"),
         (9, FILLING, "context_length_exceeded", "max_tokens"),
     ):
         session, client = agent(max_calls=max_calls)
         said = await chat(client, [asked], max_tokens=1)
-        follow = [asked, {"role": "assistant", "content": said.content}, {"role": "user", "content": told}]
+        follow = [asked, {"role": "assistant", "content": said.content}, {"role": "user", "content": reply}]
         with pytest.raises(openai.BadRequestError) as refused:
             await chat(client, follow, max_tokens=1)
         assert refused.value.code == code
@@ -202,7 +202,7 @@ class EndingEngine(FakeRolloutEngine):
         return found
 
 
-async def test_what_comes_after_the_end_of_a_session_is_recorded_by_nobody(serving):
+async def test_what_comes_after_the_end_of_a_session_is_not_recorded(serving):
     engine = EndingEngine(lambda *_: [1])
     async with serving(engine=engine) as served:
         session = served.server.sessions.open(plan(params=SamplingParams(max_tokens=6)))
@@ -240,8 +240,8 @@ async def test_a_session_ends_at_its_deadline_or_with_a_reward(served, agent):
     await chat(client, [{"role": "user", "content": "two"}])
     headers = {"Authorization": f"Bearer {session.reward_key}"}
     body = {"reward": 0.5, "parts": {"right": 1.0}}
-    told = await served.http.post("/v1/sessions/end", json=body, headers=headers)
-    assert told.json() == {"num_calls": 1}
+    reply = await served.http.post("/v1/sessions/end", json=body, headers=headers)
+    assert reply.json() == {"num_calls": 1}
     again = await served.http.post("/v1/sessions/end", json=body, headers=headers)
     assert again.status_code == 409
     recorded = taken(served, session)

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(backend: str, model_name: str, settings: ServeSettings, config: RolloutEngineConfig) -> None:
-    """Start the engine, serve it until told to end, close it."""
+    """Start the engine, serve it until a signal asks it to end, close it."""
     token = read_token(settings)  # before a model is loaded for nothing
     if sys.stderr.isatty():  # elsewhere a wrong setting is one line
         print(printable(f"offbeat-serve: loading {config.model_path} ..."), file=sys.stderr, flush=True)
@@ -61,13 +61,13 @@ async def _serve(backend: str, model_name: str, settings: ServeSettings, config:
     model = ServedModel.read(config, model_name)
     engine = await _start(backend, config, settings.start_deadline_s)
     try:
-        told = _catch_signals()
+        ending = _catch_signals()
         async with RolloutServer(engine, tokenizer, model, settings) as server:
             print(printable(f"offbeat-serve: {model.name} at {server.url}/v1 (Ctrl-C ends)"), flush=True)
             if not token:
                 notice = f"every user of this machine is answered; {TOKEN_VARIABLE} makes it ask for a token"
                 print(f"offbeat-serve: {notice}", file=sys.stderr)
-            await told.wait()
+            await ending.wait()
     finally:
         await engine.close()
 
@@ -85,16 +85,16 @@ async def _start(backend: str, config: RolloutEngineConfig, deadline_s: float) -
 
 def _catch_signals() -> asyncio.Event:
     """Set at the first Ctrl-C or SIGTERM; the next one ends the process."""
-    told, loop, caught = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    ending, loop, caught = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
 
     def notify() -> None:
-        told.set()
+        ending.set()
         for number in caught:
             loop.remove_signal_handler(number)
 
     for number in caught:
         loop.add_signal_handler(number, notify)
-    return told
+    return ending
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,20 +116,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(group: "argparse._ArgumentGroup", settings: type[ServeSettings] | type[RolloutEngineConfig]) -> None:
-    """An option for every setting that has a default, told and checked as it is declared."""
+    """An option for every setting that has a default, documented and checked as it is declared."""
     types = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
-        told: Setting = field.metadata[METADATA_KEY]
+        setting: Setting = field.metadata[METADATA_KEY]
         option, kind = f"--{field.name.replace('_', '-')}", types[field.name]
         if field.default is True or field.default is False:
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default, help=told.doc)
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default, help=setting.doc)
         elif field.default is not dataclasses.MISSING:
-            metavar = (told.unit or kind.__name__).upper()
-            group.add_argument(option, type=kind, default=field.default, metavar=metavar, help=told.doc)
+            metavar = (setting.unit or kind.__name__).upper()
+            group.add_argument(option, type=kind, default=field.default, metavar=metavar, help=setting.doc)
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
             reader = partial(_read_json, kind=type(default))
-            group.add_argument(option, type=reader, default=default, metavar="JSON", help=told.doc)
+            group.add_argument(option, type=reader, default=default, metavar="JSON", help=setting.doc)
 
 
 def _read_json(text: str, kind: type) -> Any:

@@ -34,8 +34,8 @@ class Usage(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True):
     """Fields of all choices.
 
-    `ended_by` tells the end token (`eos`) from a stop text (`stop`); `aborted` is unfinished: go on with its tokens, or
-    drop it, but do not take it for an answer.
+    `ended_by` distinguishes the end token (`eos`) from a stop text (`stop`); `aborted` is unfinished: continue from its
+    tokens, or drop it, but do not take it for an answer.
     """
 
     index: int

@@ -1,8 +1,8 @@
-"""Trajectories of recorded calls: a call that goes on where another has ended is one more turn of it.
+"""Trajectories of recorded calls: a call that continues where another has ended is one more turn of it.
 
 Whatever an agent does (asks again, tries two ways from one point, has sub-agents, rewrites its context), its calls make
-trees: a call goes on with another whose prompt and completion its own prompt begins with. A path of calls is one
-trajectory; where a path forks, the first child goes on with it and each other child begins a trajectory of its own,
+trees: a call continues another if its prompt begins with the prompt and completion of that one. A path of calls is one
+trajectory; where a path forks, the first child continues it and each other child begins a trajectory of its own,
 whose prompt holds what the path had said. So every sampled token is in the loss once, in the context that it was
 sampled in, and everywhere else it is read.
 
@@ -36,7 +36,7 @@ class RecordedCall:
 
     @property
     def end_ids(self) -> Ids:
-        """Return what the prompt of a call that goes on with this one begins with."""
+        """Return the tokens that the prompt of a call that continues this one begins with."""
         return np.concatenate([self.prompt_ids, self.completion.ids])
 
 
@@ -60,9 +60,9 @@ def trajectories_of(
 
     Args:
         calls: in the order in which they ended, each with at least one sampled token.
-        decode: the text of what the model was told between two turns, for people.
-        refused: what the agent asked for last, where a limit refused that: the trajectory that it goes on with is not
-            done, nor is the one with the last call where it goes on with none.
+        decode: the text of what the model was given between two turns, for people.
+        refused: the agent's last call, if a limit refused it: the trajectory that it would continue is not done; if
+            it continues none, the one with the last recorded call is not.
     """
     chains: list[list[RecordedCall]] = []
     chain: list[RecordedCall] | None = None
@@ -79,7 +79,7 @@ def trajectories_of(
 
 
 class _OpenEnds:
-    """Chains of calls that nobody has gone on with yet, by a mark of all that was read and said in them."""
+    """Chains that no call has continued yet, by a mark of all that was read and said in them."""
 
     def __init__(self) -> None:
         self._chains: defaultdict[int, list[list[RecordedCall]]] = defaultdict(list)
@@ -105,7 +105,7 @@ _BASE: Final = np.uint64(0x9E3779B97F4A7C15)
 def _prefix_marks(ids: Ids) -> list[int]:
     """Return a number for each prefix of ids, [P + 1], the same for the same prefix of others.
 
-    Two prefixes may have one number, which is rare. With it all prefixes of a prompt are looked up in time that grows
+    Two prefixes may have one number, which is rare. With it all prefixes of a prompt are found in time that grows
     with its length, and not with the number of calls.
     """
     powers = np.cumprod(np.full(len(ids), _BASE))  # modulo 2^64

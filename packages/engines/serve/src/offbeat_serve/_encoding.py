@@ -34,7 +34,7 @@ class PromptEncoder:
         """Refuse text that no number of tokens within the context could stand for, before it costs anything.
 
         Args:
-            prompt: a text, or a structure of texts of which a prompt will be made.
+            prompt: a text, or a structure of texts that a prompt will be made of.
 
         Raises:
             RefusedError: it is too long.

@@ -1,4 +1,4 @@
-"""The ASGI application: who may ask, what is asked, the samples, and the answer or the error where there is none."""
+"""The ASGI application: access, what is asked, the samples, and the answer, or an error where there is none."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClientGoneError(OffbeatError):
-    """The client has left, so nobody reads the answer."""
+    """The client has left, so its answer would not be read."""
 
 
 class Generation:
@@ -102,14 +102,14 @@ class Generation:
         gone: Callable[[], Awaitable[None]],
         notify: Callable[[int, int, int, float], None] | None = None,
     ) -> list[list[Completion]]:
-        """Complete every prompt. Whatever ends the wait, the engine is told to end what it still does for it."""
+        """Complete every prompt. Whatever ends the wait, the engine then aborts what it still does for it."""
         if notify is not None and isinstance(self._engine, StreamingEngine):
             streams = [self._engine.stream(request, partial(notify, at)) for at, request in enumerate(requests)]
             work = [asyncio.ensure_future(stream) for stream in streams]
         else:
             work = [asyncio.ensure_future(self._engine.generate(request)) for request in requests]
         done, leaving = asyncio.gather(*work), asyncio.ensure_future(gone())
-        done.add_done_callback(heard)
+        done.add_done_callback(retrieve_exception)
         request_ids = [request.request_id for request in requests]
         self._request_ids.update(request_ids)
         try:
@@ -153,8 +153,8 @@ class Generation:
                 _log.warning("the engine did not end a request: %s", outcome)
 
 
-def heard(outcome: "asyncio.Future[Any]") -> None:
-    """Take note of how it ended, so that asyncio does not complain where nobody waits for it any more."""
+def retrieve_exception(outcome: "asyncio.Future[Any]") -> None:
+    """Retrieve the exception, so that asyncio does not warn about it if no task awaits the outcome any more."""
     if not outcome.cancelled():
         outcome.exception()
 
@@ -165,7 +165,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 VERSION_HEADER: Final = "X-Policy-Version"
 """Header of answers: the policy version that is served now."""
 REFUSAL_S: Final = 0.2
-"""So long an engine may take to refuse what is to be streamed; after that its refusal is a part of the stream."""
+"""Time for an engine to refuse what is to be streamed; after that its refusal is a part of the stream."""
 KEEP_ALIVE_S: Final = 10.0
 """A stream says after so long without a token that it is alive, for clients and proxies that time silence."""
 
@@ -216,27 +216,27 @@ class Endpoint:
     # ── around every request ──────────────────────────────────────────────────────────────────────────────────────
 
     def _answering(self, handler: Handler) -> Handler:
-        """Ask who it is, answer, and put every error into OpenAI's form."""
+        """Check the client's key, answer, and put every error into OpenAI's form."""
 
         async def answer(request: Request) -> Response:
             try:
                 self._let_in(request)
                 return await handler(request)
             except (ClientDisconnect, ClientGoneError):
-                return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
-            except Exception as error:  # noqa: BLE001  the boundary: whoever asked hears what went wrong
+                return Response(status_code=HTTPStatus.BAD_REQUEST)  # no client reads it
+            except Exception as error:  # noqa: BLE001  the boundary: the client is sent the error
                 return _refuse(refusal_of(error))
 
         return answer
 
     def _let_in(self, request: Request) -> None:
-        """Let in who brings the key of a session, and whom `check_access` lets in."""
+        """Let in a client that brings the key of a session or that `check_access` admits."""
         request.state.session = self.sessions.find(bearer(request))
         if request.state.session is None:
             check_access(request.headers, self._token)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
-        """Starlette's own 404 and 405, which only those may see that may ask."""
+        """Starlette's own 404 and 405, which only those may see that may send requests."""
         assert isinstance(error, HTTPException)
         try:
             self._let_in(request)
@@ -333,7 +333,7 @@ class Endpoint:
         if (longest := max(map(len, prompts), default=0)) >= limit:
             if session:
                 session.note_refusal(prompts, "max_tokens")
-            message = f"the prompt has {longest} tokens and the model's context {limit}, of which one must be left"
+            message = f"the prompt has {longest} tokens and the model's context {limit}: one must be left"
             raise RefusedError(HTTPStatus.BAD_REQUEST, message, code=CONTEXT_EXCEEDED)
         if session:
             session.admit(prompts, body.num_samples)
@@ -358,7 +358,7 @@ class Endpoint:
     async def _answer(
         self, request: Request, body: SamplingRequest, requests: Sequence[GenerateRequest], make: MakeAnswer
     ) -> Response:
-        """Complete every prompt n times and tell of it, at the end or all the while."""
+        """Complete every prompt n times and send the samples, at the end or as they are sampled."""
         if body.stream:
             return await self._stream(request, body, requests, make)
         sampled = await self._sample(request, body, requests)
@@ -391,7 +391,7 @@ class Endpoint:
         """Begin to answer. What is refused at once is an answer with that status, as it is without a stream."""
         news: asyncio.Queue[tuple[int, int, int, float] | None] = asyncio.Queue()
         work = asyncio.ensure_future(self._sample(request, body, requests, lambda *token: news.put_nowait(token)))
-        work.add_done_callback(heard)
+        work.add_done_callback(retrieve_exception)
         work.add_done_callback(lambda _: news.put_nowait(None))
         try:
             tokens = await _next(news, REFUSAL_S)
@@ -419,8 +419,8 @@ class Endpoint:
                 for event in stream.rest(await asyncio.to_thread(make, sampled, now)):
                     yield event
             except ClientGoneError:
-                pass  # nobody reads it
-            except Exception as error:  # noqa: BLE001  the boundary: whoever asked hears what went wrong
+                pass  # no client reads it
+            except Exception as error:  # noqa: BLE001  the boundary: the client is sent the error
                 yield error_event(refusal_of(error))
             finally:
                 work.cancel()

@@ -44,7 +44,7 @@ def describe(
     all_types = [*requests, *answers, ModelList, HealthAnswer, ErrorAnswer]
     refs, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(all_types, refs, strict=True))
-    _tell_what_types_cannot(components, settings, model.max_model_len)
+    _add_manual_checks(components, settings, model.max_model_len)
     if not reads_tools:
         components["ChatRequest"]["anyOf"] = _NO_CALLS
     access = "401" if needs_token else "403"
@@ -103,7 +103,7 @@ def _error(status: str, schema: Any) -> dict[str, Any]:
     return {"description": _ERRORS[status], "content": {_JSON: {"schema": schema}}}
 
 
-def _tell_what_types_cannot(components: dict[str, Any], settings: ServeSettings, max_model_len: int) -> None:
+def _add_manual_checks(components: dict[str, Any], settings: ServeSettings, max_model_len: int) -> None:
     """Add the checks made by hand.
 
     Prompts are of one kind; temperatures next to 0, one of two truth values and more tokens than the context has are

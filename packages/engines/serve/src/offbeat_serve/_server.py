@@ -20,7 +20,7 @@ class RolloutServer:
         tokenizer: of the model.
         model: what is served.
         settings: where, how much, how long; loopback by default.
-        sessions_only: let nobody in but agents with the key of a session.
+        sessions_only: admit only agents with the key of a session.
 
     Raises:
         ConfigError: the address can be reached from elsewhere and there is no token.
@@ -78,7 +78,7 @@ class RolloutServer:
         self.url = self._http.url
 
     async def close(self) -> None:
-        """Let nobody in, answer who is waiting with what there is, and stop. Closing twice is fine."""
+        """Admit no more clients, answer those that wait with what has been sampled, and stop. Closing twice is fine."""
         if self._http:
             await self._endpoint.generation.close()
             await self._http.close()

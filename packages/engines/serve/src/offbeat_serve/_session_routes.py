@@ -21,7 +21,7 @@ JSON: Final = "application/json"
 class SessionOffer(msgspec.Struct, kw_only=True):
     """Something to do: answer `row` with the model at `base_url`, whose key is `session_key`, within `deadline_s`.
 
-    `reward_key` ends the session with a reward; empty where no reward is taken.
+    `reward_key` ends the session with a reward; empty where no reward is accepted.
     """
 
     session_key: str
@@ -32,7 +32,7 @@ class SessionOffer(msgspec.Struct, kw_only=True):
 
 
 class SessionEnding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The agent has done what it could; what that was worth, where it knows."""
+    """The agent has done what it could; its reward, if it knows one."""
 
     reward: float | None = None
     parts: dict[str, float] = msgspec.field(default_factory=dict)

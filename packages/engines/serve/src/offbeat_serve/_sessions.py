@@ -1,4 +1,4 @@
-"""Sessions: the calls of one agent, told apart by a key, recorded token for token and made into trajectories.
+"""Sessions: the calls of one agent, identified by a key, recorded token for token and made into trajectories.
 
 An agent sends text back. What the model has said it finds by the conversation up to there, and puts the tokens that
 were sampled in its place, so that the next prompt begins with the last one and what was said to it. Where that cannot
@@ -47,7 +47,7 @@ from offbeat_serve._requests import (
 from offbeat_serve._settings import RefusedError
 
 KEY_PREFIX: Final = "session-"
-"""Of all keys, so that one whose session is over is not taken for somebody without a session."""
+"""Prefix of all keys, so that a client whose session is over is not mistaken for one without a session."""
 REWARD_KEY_PREFIX: Final = "reward-"
 
 
@@ -64,8 +64,8 @@ class Session:
 
     Attributes:
         key: the agent's, secret.
-        reward_key: of whoever may end the session with a reward, which what the agent starts need not have; secret, and
-            empty where no reward may be posted.
+        reward_key: ends the session with a reward; processes that the agent starts need not have it; secret, and empty
+            where no reward may be posted.
         over: set when the session has ended.
     """
 
@@ -124,23 +124,21 @@ class Session:
         last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
         if last >= 0 and not any(message.was_sampled for message in messages):
             *_, mark = _marks(asked, messages[: last + 1])
-            if (spoken := self._spoken.get(mark)) is not None and (ids := self._go_on(spoken, asked, last)) is not None:
+            spoken = self._spoken.get(mark)
+            if spoken is not None and (ids := self._continue(spoken, asked, last)) is not None:
                 return ids
         return chat_prompt(asked, self._tokenizer)
 
-    def _go_on(self, spoken: _SampledTurn, asked: ChatRequest, last: int) -> Ids | None:
-        """Return the prompt that begins with a turn and all before it.
-
-        None where the chat template would rewrite it.
-        """
+    def _continue(self, spoken: _SampledTurn, asked: ChatRequest, last: int) -> Ids | None:
+        """Return the prompt that begins with a turn and all before it; None if the chat template would rewrite it."""
         replies = [template_message(message) for message in asked.messages[last + 1 :]]
         if not replies:
             return spoken.ids
         try:
-            told = turn_template(self._tokenizer, asked.template_options).reply_ids(spoken.said, replies)
+            reply_ids = turn_template(self._tokenizer, asked.template_options).reply_ids(spoken.said, replies)
         except ModelError:
             return None
-        ids: Ids = np.concatenate([spoken.ids, told])
+        ids: Ids = np.concatenate([spoken.ids, reply_ids])
         return ids
 
     # ── what it is answered ───────────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +146,7 @@ class Session:
     def record(
         self, asked: SamplingRequest, requests: Sequence[GenerateRequest], found: Sequence[Sequence[Completion]]
     ) -> None:
-        """Keep what was sampled. What comes after the end, or was aborted, is kept by nobody."""
+        """Keep what was sampled. What comes after the end, or was aborted, is dropped."""
         if self.over.is_set():
             return
         for request, completions in zip(requests, found, strict=True):
@@ -192,7 +190,7 @@ class Session:
 
 
 def _marks(asked: ChatRequest, messages: Sequence[ChatMessage | AnsweredMessage]) -> Iterator[bytes]:
-    """Yield what tells a conversation up to each of its messages from every other one.
+    """Yield a digest that identifies the conversation up to each of its messages.
 
     Agents trim what they send back, and name calls anew: neither makes another conversation.
     """

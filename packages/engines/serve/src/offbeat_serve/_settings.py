@@ -1,4 +1,4 @@
-"""Settings of the server: what it serves, who may ask, and how it refuses.
+"""Settings of the server: what it serves, which clients may ask, and how it refuses.
 
 Errors are as OpenAI words them: `{"error": {"message", "type", "param", "code"}}` and a status.
 Without a token only requests that name this machine are answered, because another site may have its own name lead here
@@ -182,7 +182,7 @@ def error_answer(refusal: RefusedError) -> ErrorAnswer:
 
 
 def refusal_of(error: Exception) -> RefusedError:
-    """Return the refusal that tells a client of an error. An unexpected one goes to the log, not to the client."""
+    """Return the refusal that reports an error to a client. An unexpected one goes to the log, not to the client."""
     match error:
         case RefusedError():
             return error
@@ -197,7 +197,7 @@ def refusal_of(error: Exception) -> RefusedError:
             return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_unusable")
         case OffbeatError():
             return RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
-    _log.error("a request failed in a way nobody expected", exc_info=error)
+    _log.error("a request failed with an unexpected error", exc_info=error)
     return RefusedError(
         HTTPStatus.INTERNAL_SERVER_ERROR, f"unexpected {type(error).__name__}; the server's log says more"
     )

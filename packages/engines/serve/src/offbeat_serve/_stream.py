@@ -35,8 +35,8 @@ class _Choice:
     text: str = ""
     decoded: int = 0
     context: int = 0
-    told_tokens: int = 0
-    told_chars: int = 0
+    sent_tokens: int = 0
+    sent_chars: int = 0
     token_chars: int = 0
 
     def decode(self, tokenizer: Tokenizer) -> None:
@@ -50,9 +50,9 @@ class _Choice:
             self.text += after[len(before) :]
             self.context, self.decoded = self.decoded, len(self.ids)
 
-    def tellable(self, stops: Sequence[str]) -> int:
+    def sendable(self, stops: Sequence[str]) -> int:
         """Characters that no stop text can take back."""
-        found = [at for stop in stops if (at := self.text.find(stop, self.told_chars)) >= 0]
+        found = [at for stop in stops if (at := self.text.find(stop, self.sent_chars)) >= 0]
         return min(found, default=len(self.text) - max((len(stop) - 1 for stop in stops), default=0))
 
 
@@ -73,7 +73,7 @@ class AnswerStream:
         self._request, self._prompts, self._version = request, prompts, version
         self._make, self._tokenizer = make, tokenizer
         self._choices = [_Choice() for _ in range(len(prompts) * request.num_samples)]
-        self._told_prompts = set[int]()
+        self._sent_prompts = set[int]()
 
     def deltas(self, tokens: Sequence[tuple[int, int, int, float]]) -> Iterator[bytes]:
         """The events of new tokens: (prompt, sample, id, log-probability) each."""
@@ -88,12 +88,12 @@ class AnswerStream:
         for index in sorted(grown):
             choice = self._choices[index]
             choice.decode(self._tokenizer)
-            if (end := choice.tellable(self._request.stops)) > choice.told_chars:
+            if (end := choice.sendable(self._request.stops)) > choice.sent_chars:
                 yield self._delta(index, choice, end)
 
     def _delta(self, index: int, choice: _Choice, end: int) -> bytes:
-        start, prompt = choice.told_tokens, self._prompts[index // self._request.num_samples]
-        ids, text = choice.ids[start:], choice.text[choice.told_chars : end]
+        start, prompt = choice.sent_tokens, self._prompts[index // self._request.num_samples]
+        ids, text = choice.ids[start:], choice.text[choice.sent_chars : end]
         partial = Completion.join(ids, choice.logprobs[start:], [(self._version, len(ids))], None, text)
         head, [chunk] = _parts(self._make([Sampled(prompt, [partial])], self._version))
         chunk |= {"index": index, "finish_reason": None}
@@ -103,19 +103,19 @@ class AnswerStream:
             choice.token_chars += offsets[-1] + len(chunk["logprobs"]["tokens"][-1])
         if "message" in chunk:
             chunk["delta"] = _said(chunk.pop("message"), is_first=not start)
-        choice.told_chars, choice.told_tokens = end, len(choice.ids)
+        choice.sent_chars, choice.sent_tokens = end, len(choice.ids)
         return self._event(head, chunk)
 
     def rest(self, answer: ChatAnswer | CompletionAnswer) -> Iterator[bytes]:
-        """The events of what was not told of a finished answer, and the end."""
+        """The events of the part of a finished answer that was not sent yet, and the end."""
         head, chunks = _parts(answer)
         for index, chunk in enumerate(chunks):
-            told = self._choices[index]
-            _leave_out(chunk, told)
+            choice = self._choices[index]
+            _leave_out(chunk, choice)
             if "message" not in chunk:
                 yield self._event(head, chunk)
                 continue
-            said = _said(chunk.pop("message"), is_first=not told.told_tokens)
+            said = _said(chunk.pop("message"), is_first=not choice.sent_tokens)
             spoken = {"index": index, "delta": said, "finish_reason": None}
             spoken |= {name: chunk.pop(name) for name in ("logprobs", "token_ids") if name in chunk}
             yield self._event(head, spoken)
@@ -131,8 +131,8 @@ class AnswerStream:
         prompt_ids = owner.pop("prompt_token_ids", None)
         which = 0 if owner is head else chunk["index"]
         extra: dict[str, Any] = {}
-        if prompt_ids is not None and which not in self._told_prompts:
-            self._told_prompts.add(which)
+        if prompt_ids is not None and which not in self._sent_prompts:
+            self._sent_prompts.add(which)
             extra = {"prompt_token_ids": prompt_ids}
         if owner is head:
             return _event({**head, **extra, "choices": [chunk]})
@@ -140,7 +140,7 @@ class AnswerStream:
 
 
 def error_event(refusal: RefusedError) -> bytes:
-    """Return what ends a stream whose status was told before it failed."""
+    """Return the event that ends a stream which fails after its status was sent."""
     return _event(msgspec.to_builtins(error_answer(refusal)))
 
 
@@ -164,19 +164,19 @@ def _said(message: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
     return message
 
 
-def _leave_out(chunk: dict[str, Any], told: _Choice) -> None:
-    """Take out of a finished choice what was told of it."""
-    if not told.told_tokens:
+def _leave_out(chunk: dict[str, Any], choice: _Choice) -> None:
+    """Remove from a finished choice the part that was sent already."""
+    if not choice.sent_tokens:
         return
     if "token_ids" in chunk:
-        chunk["token_ids"] = chunk["token_ids"][told.told_tokens :]
+        chunk["token_ids"] = chunk["token_ids"][choice.sent_tokens :]
     if chunk["logprobs"]:
         lists = {name: value for name, value in chunk["logprobs"].items() if value is not None}
-        chunk["logprobs"] |= {name: value[told.told_tokens :] for name, value in lists.items()}
+        chunk["logprobs"] |= {name: value[choice.sent_tokens :] for name, value in lists.items()}
     if "message" in chunk:
-        chunk["message"]["content"] = (chunk["message"]["content"] or "")[told.told_chars :]
+        chunk["message"]["content"] = (chunk["message"]["content"] or "")[choice.sent_chars :]
     else:
-        chunk["text"] = chunk["text"][told.told_chars :]
+        chunk["text"] = chunk["text"][choice.sent_chars :]
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
