@@ -9,7 +9,7 @@ from offbeat_async_policy._lag import can_train_in_time, is_too_old, room_for_ne
 
 
 def some_order_trains_in_time(oldest_versions, *, next_version, groups_per_update, max_version_lag):
-    """The slow reference: try every choice of groups for the next update, then go on."""
+    """The slow reference: try every choice of groups for the next update, then continue."""
 
     @cache
     def search(left, version):

@@ -318,11 +318,11 @@ def test_every_kind_of_work_has_a_deadline_with_its_name(deadline, where, text):
     with pytest.raises(DeadlineError) as late:
         run(AsyncPolicy(AsyncConfig(**QUICK, **{deadline: 0.02}), 40), backend)
     assert text in str(late.value)
-    assert "rollouter" in str(late.value), "and says who waits for whom"
+    assert "rollouter" in str(late.value), "and says which role waits for which"
 
 
 def test_a_drop_has_a_deadline_too():
-    """A group that is too old at once is dropped: the run goes on from a checkpoint under a tighter bound."""
+    """A group that is too old at once is dropped: the run resumes from a checkpoint under a tighter bound."""
     loose, tight = (
         {"staleness_threshold": 4.0},
         {"staleness_threshold": 4.0, "max_version_lag": 1, "on_exceed": "drop", "group_deadline_s": 0.3},
@@ -341,7 +341,7 @@ def test_a_drop_has_a_deadline_too():
         run(AsyncPolicy.restore(AsyncConfig(**QUICK, **tight), state, 80), second)
 
 
-def test_a_time_out_of_the_backends_own_is_not_told_as_a_deadline_of_the_loop():
+def test_a_time_out_of_the_backends_own_is_not_reported_as_a_deadline_of_the_loop():
     async def time_out(*_):
         raise TimeoutError("the file system has given up")
 

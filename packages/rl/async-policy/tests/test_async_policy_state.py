@@ -1,4 +1,4 @@
-"""Checkpoints of the policy, what it refuses to be told, and what it says of itself."""
+"""Checkpoints of the policy, which events it refuses, and what it says of itself."""
 
 import json
 
@@ -29,7 +29,7 @@ def policy_in_the_middle():
     return policy
 
 
-def test_a_restored_policy_syncs_then_issues_again_what_was_in_flight_then_goes_on_in_order():
+def test_a_restored_policy_syncs_then_issues_again_what_was_in_flight_then_continues_in_order():
     state = json.loads(json.dumps(policy_in_the_middle().state()))
     assert state["finished"] == [[2, 0]]
     assert state["waiting"] == [4, 5, 6]
@@ -125,7 +125,7 @@ def test_more_groups_than_fit_one_update_are_not_all_kept_where_nothing_may_be_s
 
 
 @pytest.mark.parametrize(("batch", "max_updates", "ends_at"), [(4, 10, 10), (16, 10, 10), (8, 14, 14), (8, 5, 9)])
-def test_a_restored_run_ends_at_the_updates_it_is_told_now_whatever_their_size(batch, max_updates, ends_at):
+def test_a_restored_run_ends_at_the_updates_it_is_given_now_whatever_their_size(batch, max_updates, ends_at):
     policy = drive(AsyncPolicy(AsyncConfig(mini_batch_size=8), None, max_updates=10), until=8)
     restored = AsyncPolicy.restore(AsyncConfig(mini_batch_size=batch), policy.state(), None, max_updates)
     assert drive(restored).version == ends_at
@@ -189,7 +189,7 @@ def test_ending_early_trains_what_was_started_and_finishes():
     policy.sync_finished()
     assert policy.actions() == [Finish()]
     assert policy.actions() == []
-    assert policy.describe_wait() == "nobody waits: the run is over"
+    assert policy.describe_wait() == "no role waits: the run is over"
 
 
 def test_a_sync_on_request_waits_for_the_trainer_and_comes_before_the_next_update():

@@ -36,7 +36,7 @@ class BusyClock:
         trainer: name of the trainer.
         num_rollouts: how many rollout engines there are now; all but the trainer count as such.
         now_s: clock, in seconds.
-        on_span: told of each stretch in which a role was busy.
+        on_span: called with each stretch in which a role was busy.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BusyClock:
         return shares
 
     def _change(self, apply: Callable[[], object]) -> None:
-        """Add the time since the last change to whoever was busy, then apply the next change."""
+        """Add the time since the last change to the roles that were busy, then apply the next change."""
         now_s = self._now_s()
         passed_s, self._last_s = now_s - self._last_s, now_s
         for role in self._since_s:

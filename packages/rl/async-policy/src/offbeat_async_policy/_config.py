@@ -49,7 +49,7 @@ class AsyncConfig:
     sync_deadline_s: float = setting(600.0, "Longest time for one weight sync.", "s", gt=0)
     stall_after_s: float = setting(
         600.0,
-        "With nothing moving for so long while the trainer waits, the run ends and names who waits for whom.",
+        "With nothing moving for so long while the trainer waits, the run ends and names which role waits for which.",
         "s",
         gt=0,
     )

@@ -15,11 +15,11 @@ Progress. Suppose I(v), and that the engines serve e with v <= e + K - 1 (no syn
    the trainer lacks groups.
 2. The trainer may take any R finished groups that leave I(v + 1) true; otherwise it waits for groups in flight. Waiting
    ends: once all of them have finished, the R earliest deadlines are among the finished, and taking those turns I(v)
-   into I(v + 1). Nobody else waits for the trainer meanwhile, except the rollouter at its bounds.
+   into I(v + 1). Nothing else waits for the trainer meanwhile, except the rollouter at its bounds.
 3. Filtering, losing or dropping a group only removes it from the list, which keeps I(v). A finished group's oldest
    token is never older than was assumed at its admission, which moves its deadline later only.
 4. A sync changes e, not v and not the deadlines. With partial_rollout=false it waits for the groups in flight, which
-   need neither the trainer nor a sync; with partial_rollout=true it waits for nobody. So it cannot break I, nor block.
+   need neither the trainer nor a sync; with partial_rollout=true it waits for none. So it cannot break I, nor block.
 
 Source: earliest deadline first is optimal for unit jobs, Jackson 1955.
 """

@@ -55,7 +55,7 @@ class LoopBackend(Protocol):
         ...
 
     async def sync(self, version: int, interrupt: bool) -> None:
-        """Bring the trainer's weights to every engine; with `interrupt`, hold what is in flight and go on after it."""
+        """Bring the trainer's weights to every engine; with `interrupt`, hold what is in flight meanwhile."""
         ...
 
     async def drop(self, group_id: int) -> None:
@@ -76,7 +76,7 @@ class LoopBackend(Protocol):
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write trainer, state and the samples of the groups in state["finished"] as one.
 
-        Generation goes on meanwhile: take hold of the samples before the first `await`.
+        Generation continues meanwhile: take hold of the samples before the first `await`.
         """
         ...
 
@@ -84,11 +84,11 @@ class LoopBackend(Protocol):
         """Called about every second; a place to show the wait, and to raise if a process has died.
 
         Args:
-            wait: who waits for whom, in one line.
+            wait: which role waits for which, in one line.
             idle_s: seconds since anything moved.
 
         Returns:
-            Any number that changes while work moves, such as the tokens sampled so far: it tells slow from stuck.
+            Any number that changes while work moves, such as the tokens sampled so far: it separates slow from stuck.
         """
         ...
 
@@ -169,7 +169,7 @@ async def run_loop(
 
     Raises:
         DeadlineError: one action passed its deadline, or nothing moved for `stall_after_s` while the trainer
-            had nothing to do; names who waits for whom.
+            had nothing to do; names which role waits for which.
         PeerFailedError: a group was lost too often, or a process died that is not an engine's.
         Exception: whatever else the backend raises. In every case all work is cancelled and awaited first.
     """

@@ -126,7 +126,7 @@ class AsyncPolicy:
 
     @property
     def _sync_is_due(self) -> bool:
-        """After K updates, when somebody asked, and once at the end, so that the engines hold the final weights."""
+        """After K updates, on request, and once at the end, so that the engines hold the final weights."""
         updates_since_sync = self.version - self._engine_version
         return (
             self._sync_requested
@@ -146,7 +146,7 @@ class AsyncPolicy:
         return submits
 
     def _closed_because(self) -> str:
-        """Return the first rule that forbids to start one more group now, in words; empty when none does."""
+        """Return the first rule that forbids to start one more group now, as text; empty when none does."""
         if self._syncing or self._sync_is_due:
             return f"paused for sync {self.version}"
         if self._data_has_ended:
@@ -302,7 +302,7 @@ class AsyncPolicy:
         )
 
     def describe_wait(self, where: Callable[[int], str] | None = None) -> str:
-        """Return who waits for whom, in one line.
+        """Return which role waits for which, in one line.
 
         Args:
             where: names the engine that holds a group in flight, such as "rollout-0".
@@ -353,7 +353,7 @@ class AsyncPolicy:
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """Plain data, fit for JSON, from which `restore` goes on; it matches the trainer's weights of `version`.
+        """Plain data, fit for JSON, from which `restore` continues; it matches the trainer's weights of `version`.
 
         An update that runs is as if it had not begun. The driver keeps the samples of the groups in `finished`.
         """
@@ -370,13 +370,13 @@ class AsyncPolicy:
     def restore(
         cls, config: AsyncConfig, state: Mapping[str, Any], num_groups: int | None, max_updates: int | None = None
     ) -> "AsyncPolicy":
-        """Go on from a checkpoint: what was finished stays finished, what was in flight is issued again first.
+        """Resume from a checkpoint: what was finished stays finished, what was in flight is issued again first.
 
         The first action is a Sync, as the engines may hold any weights. Settings may differ from those of the state;
         when fewer groups are wanted now, those that were finished or in flight are trained nevertheless. With a
         staleness threshold of 0, finished groups that are older than it admits are issued again too: the driver
         forgets samples of groups that `state` no longer lists as finished. A run that had ended early for lack of
-        signal begins to count anew: whoever resumes it has mended something.
+        signal begins to count anew: its user has mended something.
 
         Raises:
             RunFolderError: the state is damaged or of another format.

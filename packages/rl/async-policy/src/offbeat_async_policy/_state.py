@@ -42,7 +42,7 @@ class Sync:
 
     Args:
         version: policy version to publish.
-        interrupt: groups are in flight; hold them while the weights change and go on with the tokens they have.
+        interrupt: groups are in flight; hold them while the weights change and continue with the tokens they have.
     """
 
     version: int
@@ -146,14 +146,14 @@ class PolicyStatus:
 
 
 def describe_wait(status: PolicyStatus, where: Callable[[int], str] | None = None) -> str:
-    """Such as "trainer waits for 64 groups: 12 finished, 40 in flight on rollout-0; rollouter out of prompts".
+    """Return, say, "trainer waits for 64 groups: 12 finished, 40 in flight on rollout-0; rollouter out of prompts".
 
     Args:
         status: of the policy.
         where: names the engine that holds a group in flight.
     """
     if status.is_over:
-        return "nobody waits: the run is over"
+        return "no role waits: the run is over"
     rollouter = f"rollouter {status.rollouter_closed_because or 'open'}"
     return f"{_describe_trainer(status, _describe_in_flight(status, where))}; {rollouter}"
 
@@ -173,7 +173,7 @@ def _describe_trainer(status: PolicyStatus, flight: str) -> str:
 
 
 def _describe_in_flight(status: PolicyStatus, where: Callable[[int], str] | None) -> str:
-    """Such as "40 in flight on rollout-0", or "40 in flight: 25 on rollout-0, 15 on rollout-1"."""
+    """Return, say, "40 in flight on rollout-0", or "40 in flight: 25 on rollout-0, 15 on rollout-1"."""
     text = f"{len(status.in_flight)} in flight"
     if where is None or not status.in_flight:
         return text
