@@ -1,4 +1,4 @@
-"""A loss and an advantage of one's own: what they say reaches the metrics, and a faulty one is told before a run."""
+"""A loss and an advantage of one's own: what they say reaches the metrics, and faulty ones are found before a run."""
 
 import pytest
 import torch

@@ -56,8 +56,8 @@ def written_out(config, sequences):
             total -= (1 - smoothing) * log_sigmoid(gain) + smoothing * log_sigmoid(-gain)
     total /= len(pairs)
     if config.loss == "orpo":
-        told = [logp for each in sequences if each["sign"] > 0 for logp in each["logprobs"]]
-        total -= sum(told) / len(told)
+        preferred = [logp for each in sequences if each["sign"] > 0 for logp in each["logprobs"]]
+        total -= sum(preferred) / len(preferred)
     return total
 
 
@@ -91,7 +91,7 @@ def tokens_of(sequences, every=None):
     """What an engine hands over for some sequences of a batch."""
     every = every or sequences
     lengths = torch.tensor([len(each["logprobs"]) for each in sequences])
-    num_told = sum(len(each["logprobs"]) for each in every if each["sign"] > 0)
+    num_preferred = sum(len(each["logprobs"]) for each in every if each["sign"] > 0)
 
     def flat(name):
         rows = [
@@ -109,7 +109,7 @@ def tokens_of(sequences, every=None):
         extras={
             **{name: flat(name) for name in ("reference", "answer", "pair", "baseline")},
             "sign": sign_N,
-            "likelihood": (sign_N > 0).double() / num_told,
+            "likelihood": (sign_N > 0).double() / num_preferred,
         },
         total_tokens=0,
         total_sequences=len(every),
@@ -142,18 +142,18 @@ def test_a_loss_is_its_formula_whole_and_in_micro_batches(loss, data):
         zip(map(id, sequences), whole.logprobs_N.grad.split([len(s["logprobs"]) for s in sequences]), strict=True)
     )
 
-    shares, told = 0.0, []
+    shares, reported = 0.0, []
     for pair in {each["pair"] for each in sequences}:  # each pair in a micro-batch of its own
         own = [each for each in sequences if each["pair"] == pair]
         part = tokens_of(own, sequences)
         value, found = PreferenceLoss(config)(part)
         value.backward()
         shares += float(value.detach())
-        told.append(found)
+        reported.append(found)
         for each, gradient in zip(own, part.logprobs_N.grad.split([len(s["logprobs"]) for s in own]), strict=True):
             torch.testing.assert_close(gradient, gradients[id(each)])
     assert shares == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-    merged = merge_metrics(told)
+    merged = merge_metrics(reported)
     assert merged.keys() == metrics.keys()
     for name, metric in metrics.items():
         assert merged[name].value == pytest.approx(metric.value, rel=1e-9, abs=1e-12), name

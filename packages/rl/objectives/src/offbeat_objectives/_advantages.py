@@ -126,7 +126,7 @@ def trajectories(sequence_N: Tensor, trajectory_N: Tensor | None) -> Tensor:
 
 
 def kl_penalty(config: AlgorithmConfig, kl_N: Tensor | None, sequence_N: Tensor) -> Tensor:
-    """[N] float64: what is taken off the reward at every token; 0 where the penalty is not in the reward."""
+    """[N] float64: what is subtracted from the reward at every token; 0 where the penalty is not in the reward."""
     if not config.needs_reference or config.kl_in != "reward":
         return torch.zeros(len(sequence_N), dtype=torch.float64, device=sequence_N.device)
     return config.kl_coefficient * required(kl_N, "kl_in = reward", "kl_N").double()

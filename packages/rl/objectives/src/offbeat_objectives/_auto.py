@@ -13,7 +13,7 @@ compared with the sampler: a policy that equals its teacher would still be moved
 There the form is decoupled for every loss.
 
 The weight is of a token for every loss, also for those whose ratio is of a sequence (gspo, sapo, gmpo). Their gradient
-is a sum over tokens, each of which gets the weight of its own probability. The product over a sequence is the exact
+is a sum over tokens, and each gets the weight of its own probability. The product over a sequence is the exact
 weight, with a variance that grows with the length: where log r of a token has the deviation s, the effective sample
 size of T tokens is exp(-T s²) of them, 1 in 7 for T = 8192 and s = 0.0155.
 
@@ -38,13 +38,13 @@ def resolve_correction(
 
     Args:
         config: as it was written.
-        off_policy: why tokens may be sampled by another policy than the one in training, in words; empty where weights,
-            number format and engine are the same.
+        off_policy: why tokens may be sampled by another policy than the one in training; empty where weights, number
+            format and engine are the same.
         unclipped: why a clip around the policy before the update would not bound how far the policy goes from older
-            weights that sampled, in words; empty where it would, or where none are older.
+            weights that sampled; empty where it would, or where none are older.
 
     Returns:
-        The configuration without `auto`, and each choice with its reason, in words.
+        The configuration without `auto`, and each choice with its reason.
     """
     form, said = config.correction_form, list[str]()
     if form == AUTO:

@@ -108,7 +108,7 @@ def _unknown(key: str, name: str, known: tuple[str, ...]) -> str:
 
 
 def _options(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
-    """Options that nobody reads, of another type, or out of bounds; a function of one's own may read any."""
+    """Options that neither reads, of another type, or out of bounds; a function of one's own may read any."""
     kinds = [LOSS_OPTIONS.get(config.loss, LossOptions), ADVANTAGE_OPTIONS.get(config.advantage)]
     known = [{each.name for each in fields(kind)} if kind else set() for kind in kinds]
     names = sorted(known[0] | known[1])

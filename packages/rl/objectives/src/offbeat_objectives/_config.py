@@ -165,7 +165,7 @@ class AlgorithmConfig:
     filter_groups: bool = setting(
         False,
         "Drop prompts whose samples teach nothing, and draw others (DAPO's dynamic sampling): those of one reward, "
-        "before the overlong penalty; with gdpo those of which no weighted reward differs.",
+        "before the overlong penalty; with gdpo those where no weighted reward differs.",
     )
     overlong_buffer_tokens: int = setting(
         0, "Length before the limit over which a penalty grows from 0 to its full size; 0: none.", "tokens", ge=0

@@ -27,7 +27,7 @@ class RewardedSamples:
 
     Args:
         rewards_S: [S] float64, finite: of each sample, shaping included, less the KL penalty of `kl_in = "reward"`.
-        parts_S: each reward by name, [S] float64, before its weight and without shaping; empty if nobody gave them.
+        parts_S: each reward by name, [S] float64, before its weight and without shaping; empty if none were given.
         weights: of each part.
         prompts_S: [S] int64 in [0, G): the prompt of each sample.
         num_prompts: G.

@@ -73,7 +73,7 @@ class PolicyLoss:
 
     @property
     def _starts_at_old(self) -> bool:
-        """Return whether the old policy is the one in training: ratio, clips and divergence then tell nothing."""
+        """Return whether the old policy is the one in training: ratio, clips and divergence then mean nothing."""
         return self.single_step and self.config.correction_form != "bypass"
 
     @property
@@ -159,7 +159,7 @@ class PolicyLoss:
         return correction.weights_N, keep_N * correction.keep_N, correction.metrics
 
     def _mask(self, surrogate: Surrogate, policy: PolicyTokens, tokens: LossTokens[Any]) -> Surrogate:
-        """Without the objective of what the off-policy mask leaves out."""
+        """Remove the objective of what the off-policy mask leaves out."""
         if self._mask_bound is None:
             return surrogate
         masked_N = off_policy_mask(policy, tokens.extras[ROLLOUT], self._mask_bound) == 0

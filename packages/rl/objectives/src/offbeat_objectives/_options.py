@@ -62,7 +62,7 @@ class GrpoPasskOptions:
 class PassAtKOptions:
     """Options of `advantage = "pass_at_k"`."""
 
-    k: int = setting(4, "Samples of which the best counts.", "samples", ge=1)
+    k: int = setting(4, "Samples; the best of them counts.", "samples", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ LOSS_OPTIONS: Final[dict[str, type[LossOptions]]] = {
     "dppo_tv": DppoOptions,
     "dppo_kl": DppoOptions,
 }
-"""Of the losses that have options of their own."""
+"""Options of the losses that have some of their own."""
 ADVANTAGE_OPTIONS: Final[dict[str, type]] = {
     "grpo_passk": GrpoPasskOptions,
     "pass_at_k": PassAtKOptions,

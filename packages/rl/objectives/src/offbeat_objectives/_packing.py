@@ -28,7 +28,7 @@ class Packed:
 
 
 def pack(mask_BT: Tensor, *tensors_BT: Tensor) -> Packed:
-    """Drop the padding of [B, T] tensors; the way in for callers who hold padded batches.
+    """Drop the padding of [B, T] tensors; the way in for callers that hold padded batches.
 
     Args:
         mask_BT: [B, T] bool (or 0 and 1); True where a token enters the loss.

@@ -77,12 +77,12 @@ class PreferenceConfig:
 
     @property
     def resolved_beta(self) -> float:
-        """As given, or the default of the loss."""
+        """The given value, or the default of the loss."""
         return DEFAULT_BETAS[self.loss] if self.beta is None else self.beta
 
     @property
     def resolved_target_margin(self) -> float:
-        """As given, or the default."""
+        """The given value, or the default."""
         return DEFAULT_TARGET_MARGIN if self.target_margin is None else self.target_margin
 
 

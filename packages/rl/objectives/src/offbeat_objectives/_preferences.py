@@ -26,7 +26,7 @@ LIKELIHOOD: Final = "likelihood"
 BASELINE: Final = "baseline"
 
 _LARGEST_LOGPROB: Final = -1e-7
-"""Of an answer that is all but certain: its odds stay finite in float32."""
+"""Log-probability of an answer that is all but certain: its odds stay finite in float32."""
 
 
 def dpo_losses(chosen_P: Tensor, rejected_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rewards as a driver reads them, without torch: has a group anything to teach, and what is taken off for length."""
+"""Rewards as a driver reads them, without torch: whether a group can teach anything, and the penalty for length."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

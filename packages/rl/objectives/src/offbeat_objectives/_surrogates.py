@@ -148,7 +148,7 @@ def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
 
 
 def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
-    """That of ppo_clip, without some of the tokens that lower the entropy most.
+    """Return that of ppo_clip, without some of the tokens that lower the entropy most.
 
     Of the tokens that the clip leaves alone and whose covariance lies between `cov_low` and `cov_high`, `cov_share` of
     all tokens, drawn at random and at least one, have an objective of 0. The covariance and the share are those of one
@@ -225,7 +225,7 @@ def dppo_tv(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
 
 
 def dppo_kl(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
-    """That of dppo_tv, with KL(π_old ‖ π_θ) over the same two outcomes as the divergence.
+    """Return that of dppo_tv, with KL(π_old ‖ π_θ) over the same two outcomes as the divergence.
 
     Source: DPPO with the binary Kullback-Leibler divergence, 2602.04879; verl, verl/trainer/ppo/core_algos.py.
     """

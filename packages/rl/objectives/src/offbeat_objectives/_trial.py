@@ -1,4 +1,4 @@
-"""Functions of the user's own, tried on random data before a run starts: a fault is told at once and in one line."""
+"""Functions of the user's own, tried on random data before a run starts: faults are reported early and in one line."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -61,8 +61,8 @@ class _Trial:
         return ConfigError(f"{self._called} failed the check {check!r} on random data: {found}; {advice}")
 
     @contextmanager
-    def told(self, case: str) -> Iterator[None]:
-        """An error of the user's code is a failed check, with its place in that code."""
+    def reported(self, case: str) -> Iterator[None]:
+        """Turn an error of the user's code into a failed check, with its place in that code."""
         try:
             yield
         except Exception as error:
@@ -94,7 +94,7 @@ def _try_loss(config: AlgorithmConfig) -> None:
     def objective(case: str, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
         """[N] the objective of kept tokens, and [N] the gradient of its sum."""
         logprobs_N = tokens.logprobs_N.clone().requires_grad_()
-        with trial.told(case):
+        with trial.reported(case):
             result = function(replace(tokens, logprobs_N=logprobs_N), config)
         trial.check_result(result, Surrogate, len(logprobs_N))
         kept_N = torch.where(tokens.keep_N > 0, result.objective_N, 0.0)
@@ -160,7 +160,7 @@ def _try_advantage(config: AlgorithmConfig, weights: dict[str, float]) -> None:
         ("any rewards", _random_samples(weights, lambda size, of: torch.randn(size, generator=of))),
         ("rewards of 0", _random_samples(weights, lambda size, _: torch.zeros(size))),
     ):
-        with trial.told(case), torch.no_grad():
+        with trial.reported(case), torch.no_grad():
             result = function(samples, config)
         trial.check_result(result, Advantages, len(samples.sequence_N))
         if case == "any rewards" and not bool((result.advantages_N != 0).any()):
