@@ -1,4 +1,4 @@
-"""A rehearsal: the trainer made small, and data drawn on the spot of which every answer is what it is said to be."""
+"""A rehearsal: the trainer made small, and data drawn on the spot, whose answers are what they are said to be."""
 
 import json
 from dataclasses import dataclass

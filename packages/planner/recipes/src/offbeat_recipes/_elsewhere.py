@@ -31,7 +31,7 @@ def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) ->
 
     Args:
         config: of the engine; its devices need not be here. Where data that are not here end the run, its `total_steps`
-            is 0, and as long a run is taken as its schedule needs.
+            is 0, and the run is assumed to be as long as its schedule needs.
         backend: its name.
         num_ranks: that train together.
 
@@ -52,7 +52,7 @@ def layout_elsewhere(config: TrainEngineConfig, backend: str, num_ranks: int) ->
 
 @contextmanager
 def _planned_folder(path: str) -> Iterator[str]:
-    """The model's folder; where there is its config.json alone, one beside weights that nobody reads for a plan."""
+    """The model's folder; where there is its config.json alone, one beside weights that a plan does not read."""
     folder = user_path(path)
     if not (folder / "config.json").is_file() or next(folder.glob("*.safetensors"), None):
         yield path
@@ -64,11 +64,11 @@ def _planned_folder(path: str) -> Iterator[str]:
 
 
 def layout_row(layout: TrainLayout | None, backend: str) -> tuple[str, str]:
-    """Row of a plan: how the ranks share the model, or that nobody could say.
+    """Row of a plan: how the ranks share the model, or that it is unknown.
 
     Args:
         layout: of `layout_elsewhere`.
         backend: that was asked.
     """
-    unknown = f"of {backend}, which cannot be asked here: memory is told as if it were FSDP's"
+    unknown = f"of {backend}, which cannot be asked here: memory is estimated as if it were FSDP's"
     return ("layout", unknown if layout is None else str(layout))

@@ -26,7 +26,7 @@ PLAN_OPTIONS: Final = ("cluster", "fit", "format")
 PLAN_SWITCHES: Final = ("shrink",)
 _FORMATS: Final = ("text", "json")
 _SAMPLE_CHARACTERS: Final = 400, 200
-"""Of the beginning and the end of a text that a plan shows: what a template writes stands there."""
+"""Lengths of the beginning and the end of a text that a plan shows: they hold what a template writes."""
 _MADE_TO_FIT: Final = "made to fit another cluster: where words and settings differ, the settings hold."
 
 
@@ -47,7 +47,7 @@ class RunMemory:
     limits: Mapping[str, int] = field(default_factory=dict)
 
     def rows(self, placement: Placement | None = None) -> list[tuple[str, str]]:
-        """In words."""
+        """Return the plan as text."""
         shape = self.shape
         model = f"{shape.family}, {count_text(shape.num_parameters)} parameters"
         if shape.num_vision_parameters:
@@ -84,7 +84,7 @@ class RunMemory:
         """Return the roles that need most of those on a device of this one, all of them loaded while it computes.
 
         Roles that share the trainer's devices take turns with it. Any other that shares devices is loaded all the time,
-        and is told at those that it shares with.
+        and is reported with those that it shares with.
         """
         hosts = {group.role: group.shares_devices_with for group in placement.groups}
         stay = {other for other, host in hosts.items() if host and host != "trainer" and other in self.roles}
@@ -141,7 +141,7 @@ class RunPlan:
         print_table(self.rows, title="plan")
 
     def as_data(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the plan for programs."""
         placed: dict[str, Any] = {}
         if self.placement:
             nodes = [{"name": node.name, "address": node.address} for node in self.placement.nodes]

@@ -31,7 +31,7 @@ def installed_backend(kind: str, name: str) -> str:
 
 
 def stand_ins(wanted: Mapping[str, tuple[str, str]]) -> list[str]:
-    """In words, which backend has another in its place.
+    """Return texts on which backend has another in its place.
 
     Args:
         wanted: by key: the backend of the recipe, and the one taken.

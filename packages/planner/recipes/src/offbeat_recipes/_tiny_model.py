@@ -44,7 +44,7 @@ _FAMILY_OF_NAME: Final = {
     "llama": "llama",
     "smollm": "llama",
 }
-"""Where there is no config.json: what in a folder's name tells the family; the first that fits."""
+"""Where there is no config.json: parts of folders' names and the family they stand for; the first that fits."""
 _LANGUAGE_HALF: Final = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
@@ -74,7 +74,7 @@ def tiny_family(model_path: str, *, has_experts: bool, can_see: bool) -> tuple[s
         made = _DECODED[0]
     if made == own:
         return made, ""
-    return made, f"model: {own or 'of a family that cannot be told'} is rehearsed with a {made}"
+    return made, f"model: {own or 'of an unknown family'} is rehearsed with a {made}"
 
 
 def _read_family(model_path: str) -> str:

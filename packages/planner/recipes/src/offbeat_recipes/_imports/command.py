@@ -1,4 +1,4 @@
-"""`import FRAMEWORK FILE` of an application: writes our TOML, and tells what did not come along."""
+"""`import FRAMEWORK FILE` of an application: writes our TOML, and lists what did not come along."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Framework:
 
     Args:
         read: a file, and the variables that its script may use.
-        check: refuses what is another kind of run, by the file's name, and tells what is not known of one.
+        check: refuses what is another kind of run, by the file's name, and reports what is not known of one.
         translate: what the file holds.
     """
 
@@ -61,7 +61,7 @@ def import_recipe(
     path, found = Path(file), frameworks[framework]
     target = Path(words.options.get("out") or f"{path.stem}.toml")
     source = found.read(path, _variables(words.options.get("set", "")))
-    told = found.check(source, path)
+    messages = found.check(source, path)
     draft = found.translate(source)
     if not draft.knows_any:
         names = ", ".join(list(source.options)[:3])
@@ -70,7 +70,7 @@ def import_recipe(
         )
     remarks = {
         "not decided": source.undecided,
-        "not understood": (*told, *source.not_understood),
+        "not understood": (*messages, *source.not_understood),
         "exported by the script": source.exports,
     }
     head = f"Written by `{program} import {framework}` from {path.name}.\nBehind each key: its source."
@@ -98,16 +98,17 @@ def _variables(text: str) -> dict[str, str]:
 
 
 def _notify(draft: RecipeBuilder, remarks: Mapping[str, Sequence[str]]) -> None:
-    told = {
-        title: [f"{draft.value(name)}: {text}" for name, text in found.items()] for title, found in draft.told().items()
+    messages = {
+        title: [f"{draft.value(name)}: {text}" for name, text in found.items()]
+        for title, found in draft.messages().items()
     }
-    lost = told.pop(CHANGES_RESULT, [])
+    lost = messages.pop(CHANGES_RESULT, [])
     if lost:
         _print_lines(CHANGES_RESULT, lost)
         print_text("")
     for title, lines in remarks.items():
         _print_lines(f"{title}{' (a variable can be given: --set NAME=VALUE)' * (title == 'not decided')}", lines)
-    for title, lines in told.items():
+    for title, lines in messages.items():
         _print_lines(title, lines)
     print_text(f"{len(draft.entries)} keys written")
 

@@ -111,7 +111,7 @@ class RecipeBuilder:
         return default
 
     def count(self, *names: str, default: int) -> int:
-        """Return a number of things likewise, of which there is at least one."""
+        """Return a number of things likewise, at least one."""
         value = self.number(*names, default=default)
         if value >= 1:
             return int(value)
@@ -201,9 +201,9 @@ class RecipeBuilder:
             option = self.entries.pop(key).source.partition(" and ")[0]
             self.lose(option, f"a command of the script makes it, and none is run: set {key}")
         sources = {name for entry in self.entries.values() for name in entry.source.split(" and ")}
-        told = {name for found in self.told().values() for name in found}
+        mentioned = {name for found in self.messages().values() for name in found}
         for name, value in self._options.items():
-            is_mentioned = name in told or self._written.get(name, name) in sources
+            is_mentioned = name in mentioned or self._written.get(name, name) in sources
             if is_mentioned or name in self._left or value in (None, [], {}):
                 continue
             if is_open(value):
@@ -222,16 +222,16 @@ class RecipeBuilder:
                 verdict, text = table.judge(name, value)
                 sections[verdict].setdefault(name, text)
 
-    def told(self) -> dict[str, dict[str, str]]:
+    def messages(self) -> dict[str, dict[str, str]]:
         """Return what is said of options, by title; what changes the result comes first."""
-        told = {
+        messages = {
             CHANGES_RESULT: self.lost,
             "has another meaning here": self.changed,
             _ALWAYS: self.always,
             "has no effect here": self.unused,
             "not supported here, but harmless": self.harmless,
         }
-        return {title: found for title, found in told.items() if found}
+        return {title: found for title, found in messages.items() if found}
 
     def value(self, name: str) -> str:
         """Return an option as the source had it, for people."""
@@ -251,13 +251,13 @@ class RecipeBuilder:
             if held:
                 lines += ["", f"[{section}]"]
                 lines += [f"{_line(key, entry.value):<34}  # {entry.source}" for key, entry in held.items()]
-        for title, found in self.told().items():
+        for title, found in self.messages().items():
             if title != _ALWAYS:
                 lines += ["", f"# {title}:"]
                 lines += [f"#   {self.value(name)}: {_one_line(text)}" for name, text in found.items()]
-        for title, told in remarks.items():
-            if told:
-                lines += ["", f"# {title}:", *(f"#   {_one_line(line)}" for line in told)]
+        for title, listed in remarks.items():
+            if listed:
+                lines += ["", f"# {title}:", *(f"#   {_one_line(line)}" for line in listed)]
         return "\n".join(lines) + "\n"
 
 
@@ -278,8 +278,8 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _add(told: dict[str, str], name: str, text: str) -> None:
-    told[name] = "; ".join(filter(None, (told.get(name), text)))
+def _add(texts: dict[str, str], name: str, text: str) -> None:
+    texts[name] = "; ".join(filter(None, (texts.get(name), text)))
 
 
 def _line(key: str, value: Any) -> str:

@@ -30,14 +30,14 @@ def describe_exports(reading: ShellReading, text: str) -> Sequence[str]:
         reading: of the script.
         text: of the script.
     """
-    told = []
+    lines = []
     for name, value in reading.exports.items():
         if re.search(rf"\$\{{?{name}\b", text):
             continue
         reasons = (reason for names, reason in _NOT_NEEDED.items() if _is_one_of(name, names))
         reason = next(reasons, "")
-        told.append(f"{name} = {value}: " + (f"not needed: {reason}" if reason else _BY_HAND))
-    return told
+        lines.append(f"{name} = {value}: " + (f"not needed: {reason}" if reason else _BY_HAND))
+    return lines
 
 
 def describe_defaults(reading: ShellReading, options: Mapping[str, Any]) -> Sequence[str]:

@@ -117,7 +117,7 @@ class Source:
     Args:
         options: by their full name, such as "data.max_prompt_length".
         program: of a script, that they are given to.
-        undecided: conditions of a script that only the machine decides, and what stands.
+        undecided: conditions of a script that only the machine decides, and what is assumed.
         not_understood: words and lines of a script that were not read.
         variables: by option, of a path that begins with a variable of the environment: its name, and the default that
             the script gives it; of a list, its first.
@@ -146,14 +146,14 @@ def read_options(path: Path, *, is_hydra: bool, given: Mapping[str, str] | None 
     text = _read_text(path)
     if path.suffix in _STRUCTURED:
         held = _parse(path, text)
-        told: list[str] = []
+        messages: list[str] = []
         if is_hydra:
-            options = _resolved(_with_defaults(path, held, told.append))
+            options = _resolved(_with_defaults(path, held, messages.append))
         elif path.suffix == ".toml":
             options = dict(_flat(held))
         else:
             options = {name: _plain(value) for name, value in held.items()}
-        source = Source(options, not_understood=tuple(told))
+        source = Source(options, not_understood=tuple(messages))
     elif is_hydra:
         source = _read_script(path, text, given)
     else:
@@ -181,15 +181,15 @@ def read_command_line(path: Path, given: Mapping[str, str] | None = None) -> Sou
     if not programs:
         raise ConfigError(f"{path} starts nothing of openrlhf.cli: give a script that does")
     chosen, *others = sorted(programs, key=lambda each: not each.name.endswith(".train_ppo_ray"))
-    told = [*reading.not_understood, *map(_told, chosen.others)]
-    told += [f"{each.name}: another command, not read" for each in others]
+    messages = [*reading.not_understood, *map(_unread_word, chosen.others)]
+    messages += [f"{each.name}: another command, not read" for each in others]
     options = {name: read_value(value) for name, value in chosen.options.items()}
     undecided = (*reading.undecided, *describe_defaults(reading, options))
     exports = tuple(describe_exports(reading, text))
-    return Source(options, chosen, undecided, tuple(told), exports=exports)
+    return Source(options, chosen, undecided, tuple(messages), exports=exports)
 
 
-def _told(word: str) -> str:
+def _unread_word(word: str) -> str:
     return f"{word}: unknown here, and so are the options it holds" if is_open(word) else f"{word}: no option"
 
 
@@ -209,14 +209,14 @@ def _read_text(path: Path) -> str:
 def _read_script(path: Path, text: str, given: Mapping[str, str] | None) -> Source:
     reading = read_shell(text, given, str(path))
     chosen, others = _choose_program(reading)
-    told = [*reading.not_understood, *map(_told, chosen.others)]
-    told += [f"{each.name or 'a command'}: another command, not read" for each in others]
+    messages = [*reading.not_understood, *map(_unread_word, chosen.others)]
+    messages += [f"{each.name or 'a command'}: another command, not read" for each in others]
     options = _read_overrides(chosen)
     return Source(
         options,
         chosen,
         (*reading.undecided, *describe_defaults(reading, options)),
-        tuple(dict.fromkeys(told)),
+        tuple(dict.fromkeys(messages)),
         _find_variables(path, text, given, reading.defaults, options),
         tuple(describe_exports(reading, text)),
     )
@@ -242,7 +242,7 @@ def _find_variables(
 ) -> dict[str, tuple[str, str]]:
     """Find the options whose paths begin with a variable, by reading the script again with all of them set.
 
-    Two paths that are equal tell nothing of where they come from: an option refers to a variable, be it by way of
+    Equal paths do not show where they come from: an option refers to a variable, be it by way of
     others, where it begins with what that was set to.
     """
     paths = {name: f"/{_PROBE}{name}{_PROBE}" for name, default in defaults.items() if "/" in default}

@@ -25,7 +25,7 @@ _COMPARISONS: Final[dict[str, Callable[[str, str], bool]]] = {
 _QUANTIFIER: Final = re.compile(r"(?<!\\)[*+?{]")
 _REPEATED_GROUP: Final = re.compile(r"\)[*+{]")
 _MAX_WAYS: Final = 10**6
-"""In which a text is split by a regular expression: more take too long to try."""
+"""Ways to split a text by a regular expression: more take too long to try."""
 
 
 def _search(pattern: str, text: str) -> bool:
@@ -42,7 +42,7 @@ def decide(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
         variables: that the script has set.
 
     Returns:
-        None where only the machine can tell: of files, and of values that are open.
+        None where only the machine can decide: for files, and for values that are open.
     """
     for joints, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
         if position := _outermost(words, joints):

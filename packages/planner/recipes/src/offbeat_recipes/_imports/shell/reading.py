@@ -105,7 +105,7 @@ def read_shell(text: str, given: Mapping[str, str] | None = None, script: str = 
     reader = _Reader(text, given or {}, values=Values(script=script))
     reader.values.variables |= reader.given
     reader.read(ShellParser(text).script(reader.notify))
-    reader.tell_given()
+    reader.report_given()
     reader.reading.defaults = reader.values.defaults
     return reader.reading
 
@@ -133,8 +133,8 @@ class _Reader:
             except (_EndError, _ReturnError, _BreakError, _ContinueError):
                 return
 
-    def tell_given(self) -> None:
-        """Say which variables that were given change nothing."""
+    def report_given(self) -> None:
+        """Report the given variables that change nothing."""
         for name, value in self.given.items():
             if not re.search(rf"\b{name}\b", self.text):
                 self.notify(f"{name}={value} was given: the script does not use it")
@@ -289,7 +289,7 @@ class _Reader:
             self.notify(f"{_shown(shown)}: followed {_MAX_ROUNDS} times, and not to its end")
 
     def _undecided(self, condition: str, bodies: list[Commands], *, is_one_taken: bool = False) -> None:
-        """Follow branches of which one may be taken: what was set before stands, or else what the first sets.
+        """Follow branches, one of which may be taken: what was set before is kept, or else what the first sets.
 
         Args:
             condition: as it is written.
@@ -310,8 +310,8 @@ class _Reader:
                 self.values.variables = other.variables | self.values.variables
                 self.values.arrays = other.arrays | self.values.arrays
         others = [*after, before] if not is_one_taken else after
-        if told := self._differences(others):
-            text = f"{_shown(condition)}: {', '.join(told)}"
+        if differences := self._differences(others):
+            text = f"{_shown(condition)}: {', '.join(differences)}"
             if text not in self.reading.undecided:
                 self.reading.undecided.append(text)
 
@@ -323,18 +323,18 @@ class _Reader:
         return False
 
     def _differences(self, others: list[Values]) -> list[str]:
-        """Return what would be another way after another branch, where the script makes use of it."""
-        told = []
+        """Return what would differ after another branch, where the script makes use of it."""
+        found = []
         for name, value in self.values.variables.items():
             different = dict.fromkeys(each.variables[name] for each in others if name in each.variables)
             different.pop(value, None)
             if different and re.search(rf"\$\{{?{name}\b", self.text):
                 shown = " or ".join(_shown(_bare(each)) or "nothing" for each in different)
-                told.append(f"{name} = {_shown(_bare(value)) or 'nothing'} is assumed, not {shown}")
+                found.append(f"{name} = {_shown(_bare(value)) or 'nothing'} is assumed, not {shown}")
         for name, held in self.values.arrays.items():
             more = [word for each in others for word in each.arrays.get(name, {}).values() if word not in held.values()]
-            told += [f"{_shown(_bare(word))} is left out" for word in dict.fromkeys(more) if _OVERRIDE.fullmatch(word)]
-        return told
+            found += [f"{_shown(_bare(word))} is left out" for word in dict.fromkeys(more) if _OVERRIDE.fullmatch(word)]
+        return found
 
     def _assign(self, one: Assignment) -> None:
         if one.is_array:
@@ -443,7 +443,7 @@ class _Reader:
             self.values.arguments, self.calls = outer, self.calls - 1
 
     def _record(self, words: list[str]) -> None:
-        """Keep a command that has overrides, or may have them in words that are not known."""
+        """Keep a command that has overrides, or may have them in unknown words."""
         bare = [_bare(word) for word in words]
         if _OVERRIDE.fullmatch(bare[0]):
             self.notify(f"{bare[0]}: stands in no command (the line before it ends without a backslash)")

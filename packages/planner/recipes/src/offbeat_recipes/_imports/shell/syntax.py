@@ -1,6 +1,6 @@
 """The syntax of bash, as far as scripts that start a program use it: a text becomes commands made of words.
 
-Nothing is run or looked up here; `reading` gives the words their values.
+Nothing is run or evaluated here; `reading` gives the words their values.
 """
 
 import re
@@ -60,7 +60,7 @@ class ShellParser:
     _here_documents: list[tuple[str, bool]] = field(default_factory=list)
 
     def script(self, notify: Callable[[str], None]) -> Commands:
-        """Return all commands; a line that cannot be read is told and left out."""
+        """Return all commands; a line that cannot be read is reported and left out."""
         found: list[Line] = []
         while self._skip_to_command():
             start = self.at
@@ -410,7 +410,7 @@ class ShellParser:
         return Text("$", is_quoted)
 
     def _enclosed(self, begin: str, end: str) -> str:
-        """Return what stands between two brackets, which may hold others of their kind, and quotes."""
+        """Return the text between two brackets, which may hold others of their kind, and quotes."""
         start, depth = self.at + 1, 0
         while self.at < len(self.text):
             character = self.text[self.at]
