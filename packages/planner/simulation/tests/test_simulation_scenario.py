@@ -217,7 +217,7 @@ def test_two_synchronous_runs_give_the_costs_back(tmp_path):
     [
         ([(8, 0.1, 1.0), (32, 8.192, 16.0)], (0.0, 0.0), 0.001, 0.5),  # the smaller batch was faster than in proportion
         ([(8, 8.0, 9.0), (32, 6.4, 8.0)], (0.1, 8.0), 0.0, 0.0),  # the larger batch was faster
-        ([(32, 8.192, 16.0)], (0.0, 0.0), 0.001, 0.5),  # one run does not tell them apart
+        ([(32, 8.192, 16.0)], (0.0, 0.0), 0.001, 0.5),  # one run does not separate them
     ],
     ids=["no step below zero", "no group below zero", "one run"],
 )

@@ -1,6 +1,6 @@
 """Turns the measured parts of colocated training steps into costs of engines and of a trainer.
 
-A colocated step generates, scores and trains in turn on the same n accelerators. Each part is taken as
+A colocated step generates, scores and trains in turn on the same n accelerators. Each part is modelled as
 
     part_s(n) = fixed_s + work_s / n
 

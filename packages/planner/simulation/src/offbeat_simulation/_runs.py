@@ -5,7 +5,7 @@ With G groups of S samples on E engines, summed over the decoding steps of a bat
 
     generate_s = step_s · E[longest of G·S] + sample_s · G·S·E[length] / E        update_s = step_s + group_s · R / n
 
-One run gives one equation of each kind: then all of the time is taken as sample_s and group_s.
+One run gives one equation of each kind: then all of the time is attributed to sample_s and group_s.
 """
 
 import json
@@ -129,7 +129,7 @@ def _check_runs(runs: Sequence[RunMeasures]) -> None:
         if run.recipe["async"]["staleness_threshold"]:
             raise ConfigError(
                 f"run folder {run.folder}: a synchronous run is required, with async.staleness_threshold = 0; in an "
-                "asynchronous one trainer and engines slow each other, and their times cannot be told apart"
+                "asynchronous one trainer and engines slow each other, and their times cannot be separated"
             )
     if len({run.groups_per_sync for run in runs}) < len(runs):
         raise ConfigError("two runs to measure need different async.mini_batch_size")

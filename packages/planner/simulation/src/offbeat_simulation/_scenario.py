@@ -97,7 +97,7 @@ class SyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Everything a simulation can be told; see the sections."""
+    """All settings of a simulation; see the sections."""
 
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     work: WorkConfig = field(default_factory=WorkConfig)

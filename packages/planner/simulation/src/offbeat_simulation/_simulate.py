@@ -66,7 +66,7 @@ TRAINER_KINDS: Final = ("training", "supply", "bound", "drain", "sync")
 ENGINE_KINDS: Final = ("decoding", "tail", "bound", "drain", "end", "open", "sync")
 TAIL_SHARE: Final = 1 / 8
 WAITING: Final = "waiting"
-"""What the trainer does when it waits for groups: the account itself tells supply from bound."""
+"""What the trainer does when it waits for groups: the account itself distinguishes supply from bound."""
 
 
 class TimeAccount:
@@ -112,7 +112,7 @@ class TimeAccount:
         self.engine_s[self.closed] += passed_s * self._num_by_state["empty"]
 
     def engine_runs(self, engine: int, num_running: int) -> None:
-        """From now on the engine runs so many samples."""
+        """Note that the engine runs so many samples from now on."""
         self._num_by_state[self._state(self._running[engine])] -= 1
         self._running[engine] = num_running
         if num_running > self._most_running:
@@ -199,7 +199,7 @@ class EngineModel:
         return self._fill()
 
     def next_end_s(self) -> float | None:
-        """When the next sample ends, if nothing changes before."""
+        """Return when the next sample ends, if nothing changes before."""
         if self._paused or not self._running:
             return None
         tokens_left = self._running[0][0] - self._token_counter
@@ -255,7 +255,7 @@ class _Simulation:
         while not self._perform(self._policy.actions()):
             self._note_who_waits()
             while not self._handle(heapq.heappop(self._events)):
-                pass  # nothing that the policy would hear of
+                pass  # nothing that the policy is notified of
         return self._report()
 
     def _perform(self, actions: list[Action]) -> bool:
@@ -274,7 +274,7 @@ class _Simulation:
         return False
 
     def _handle(self, event: tuple[float, int, str, int, int]) -> bool:
-        """Let the event happen; return whether the policy was told something."""
+        """Let the event happen; return whether the policy was notified."""
         time_s, _, kind, engine, revision = event
         if kind == "sample" and revision != self._engines[engine].revision:
             return False  # something changed on the engine since this was foreseen
