@@ -65,8 +65,8 @@ def test_what_ranks_have_written_in_parts_is_read_by_other_boxes(tmp_path):
         for name, each in values.items():
             assert torch.equal(state.moments.read(f"{name}.a", ((0, 4), (2, 5))), each[:, 2:5])
             assert state.moments.read(f"{name}.a", ((4, 4), (0, 6))).shape == (0, 6)
-        for shapes, told in (({"b": (2,)}, "knows a"), ({"a": (4, 5)}, "must have shape"), ({"a": (5, 6)}, "cover")):
-            with pytest.raises(ModelError, match=told):
+        for shapes, message in (({"b": (2,)}, "knows a"), ({"a": (4, 5)}, "must have shape"), ({"a": (5, 6)}, "cover")):
+            with pytest.raises(ModelError, match=message):
                 state.check(shapes)
     (tmp_path / "trainer" / "optimizer-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"optimizer-1\.safetensors is missing"), TrainerState(tmp_path):

@@ -151,12 +151,12 @@ def test_ranks_that_share_the_vocabulary_find_what_one_finds_in_logits_at_hand()
     top = torch.maximum(*(each.logsumexp(1) for each in parts))
     total = sum((each.logsumexp(1) - top).exp() for each in parts)
     for rank, own in enumerate(parts):
-        told = []
+        added = []
 
-        def add(tensor, told=told):
-            told.append(tensor.clone())
+        def add(tensor, added=added):
+            added.append(tensor.clone())
             return torch.stack([chosen[0] + chosen[1], total])
 
         part = VocabularyPart(first=6 * rank, add=add, largest=lambda tensor: torch.maximum(tensor, top))
         torch.testing.assert_close(logprobs_of_logits(own, target, part), wanted)
-        torch.testing.assert_close(told, [torch.stack([chosen[rank], (own.logsumexp(1) - top).exp()])])
+        torch.testing.assert_close(added, [torch.stack([chosen[rank], (own.logsumexp(1) - top).exp()])])

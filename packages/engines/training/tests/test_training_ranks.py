@@ -43,14 +43,14 @@ def test_metrics_are_those_of_who_speaks_and_a_failure_is_raised_on_all(mesh, ra
 
 def finish(background):
     """Wait for a write to end; return its errors."""
-    told = []
+    errors = []
     while True:
         try:
             background.finish()
         except OffbeatError as error:
-            told.append(str(error))
+            errors.append(str(error))
         else:
-            return told
+            return errors
 
 
 @pytest.mark.mesh(dp=2, compare=False)
@@ -64,9 +64,9 @@ def test_a_write_goes_well_after_one_that_a_rank_came_too_late_for(mesh, rank, t
             time.sleep(0.01)
 
     background.begin(tmp_path / "late", write_late, lambda: done.append("published"), lambda: done.append("cleared"))
-    told = finish(background)
+    errors = finish(background)
     given_up.touch()
-    assert told
+    assert errors
     assert done == ["cleared"]
     background.begin(tmp_path / "next", lambda: None, lambda: done.append("published"), lambda: done.append("cleared"))
     assert finish(background) == []

@@ -1,4 +1,4 @@
-"""A write beside the training: published whole or not at all, one at a time, and its failure told once."""
+"""A write beside the training: published whole or not at all, one at a time, and its failure raised once."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from offbeat_training import BackgroundWrite
 
 
 class Folder:
-    """Notes what is done with a folder, and fails where it is told to."""
+    """Notes what is done with a folder, and fails where it is asked to."""
 
     def __init__(self, path, fails_in=""):
         self.path, self.fails_in, self.done = path, fails_in, []
@@ -44,7 +44,7 @@ def test_what_was_written_is_published_and_nothing_cleared(tmp_path):
         ("publish", ["write", "publish", "clear"], "no checkpoint, the one before it is as it was"),
     ],
 )
-def test_a_failure_is_told_once_clears_away_and_the_next_write_goes_well(tmp_path, fails_in, done, words):
+def test_a_failure_is_raised_once_clears_away_and_the_next_write_goes_well(tmp_path, fails_in, done, words):
     background = BackgroundWrite(Mesh(), 30.0)
     bad, good = Folder(tmp_path / "bad", fails_in), Folder(tmp_path / "good")
     bad.begin(background)

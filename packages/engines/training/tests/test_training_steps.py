@@ -166,10 +166,10 @@ def sequence(prompt, completion, *, seed=0, **extras):
 
 def test_what_no_loss_token_is_in_takes_no_part_and_extras_must_be_alike():
     silent = sequence(3, 0)
-    told = [sequence(3, 2, advantage=np.ones(5, np.float32)) for _ in range(2)]
-    assert with_loss_tokens([told[0], silent, told[1]]) == told
+    speaking = [sequence(3, 2, advantage=np.ones(5, np.float32)) for _ in range(2)]
+    assert with_loss_tokens([speaking[0], silent, speaking[1]]) == speaking
     with pytest.raises(ShapeError, match="same extras"):
-        with_loss_tokens([*told, sequence(3, 2)])
+        with_loss_tokens([*speaking, sequence(3, 2)])
 
 
 def ones(batch):
@@ -245,11 +245,11 @@ def test_answers_of_all_shares_come_back_to_their_sequences():
         member: np.arange(int(sequences[member].loss_mask.sum()), dtype=np.float32) + 10 * member + 1
         for member in range(len(sequences))
     }
-    told = []
+    answers = []
     for share in shares:
         members = [member for batch in share for family in batch for member in family.members]
-        told.append(np.concatenate([np.zeros(0, np.float32), *(values[member] for member in members)]))
-    found = answers_of_all(Gathered(told), sequences, shares, [told[0]])
+        answers.append(np.concatenate([np.zeros(0, np.float32), *(values[member] for member in members)]))
+    found = answers_of_all(Gathered(answers), sequences, shares, [answers[0]])
     for member, (each, answer) in enumerate(zip(sequences, found, strict=True)):
         np.testing.assert_array_equal(answer[each.loss_mask], values[member])
         assert not answer[~each.loss_mask].any()

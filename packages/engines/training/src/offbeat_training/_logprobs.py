@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""Of a chunk's logits, on a processor."""
+"""Size of a chunk's logits, on a processor."""
 DEVICE_CHUNK_BYTES = 512 * 2**20
 """The same on a device with memory of its own, which a product of few tokens does not fill."""
 MIN_CHUNK_TOKENS = 16
 KEPT_BYTES = 256 * 2**20
-"""Of what the forward pass keeps for the backward pass: 2,730 tokens of a vocabulary of 49,152 in bfloat16."""
+"""Size of what the forward pass keeps for the backward pass: 2,730 tokens of a vocabulary of 49,152 in bfloat16."""
 BLOCK_BYTES = 4 * 2**20
-"""Of the logits that a processor passes over at a time, one operation after the other: they stay in its cache."""
+"""Size of the logits that a processor passes over at a time, one operation after the other: they stay in its cache."""
 PRODUCT_ROWS = 8192
 """Rows of the weight's gradient that are multiplied at a time, where it is of a wider format than its factors."""
 

@@ -59,7 +59,7 @@ class LoraLinear(nn.Module):
 def add_lora(backbone: nn.Module, *, rank: int, alpha: float) -> None:
     """Freeze the backbone and put adapters on all its linear layers (the vocabulary head is not part of it).
 
-    Their values are those of `initial_adapters`, once someone has put them there. Fused experts, which are no linear
+    Their values are those of `initial_adapters`, once the caller has put them there. Fused experts, which are no linear
     layers, get none: a warning says so.
     """
     backbone.requires_grad_(requires_grad=False)
@@ -117,7 +117,7 @@ def without_lora(adapters: Iterable[Any]) -> Iterator[None]:
     """Run the base model.
 
     Args:
-        adapters: all of the model, each of which takes part while its `active` is True.
+        adapters: all of the model; each takes part while its `active` is True.
     """
     layers = list(adapters)
     for layer in layers:

@@ -46,7 +46,7 @@ class LossCalls:
     """Calls the loss function for each micro-batch, and keeps what it said.
 
     A loss that raises, returns something else than it should or is not finite must not end the pass, in which other
-    ranks wait for this one: there is nothing to differentiate, and all ranks hear of it afterwards.
+    ranks wait for this one: there is nothing to differentiate, and it is reported to all ranks afterwards.
 
     Args:
         sequences: of the whole update, each with a loss token.

@@ -2,7 +2,7 @@
 
 Two things are never computed: what comes after the last loss token's predecessor (it predicts nothing), and, with
 shared prompts, a prompt's second copy. A group's prompt is laid out once; its completions follow, each at positions
-that go on from the prompt's. Sequences of one group (`TrainSequence.group`) are one unit of a plan: they go into one
+that continue the prompt's. Sequences of one group (`TrainSequence.group`) are one unit of a plan: they go into one
 micro-batch, and share a prompt among themselves alone.
 
 Shapes: T packed tokens, N loss tokens, M placeholder tokens, t a token's index in its own sequence.
@@ -55,7 +55,7 @@ class MicroBatch:
     Args:
         ids_T: token ids.
         positions_T: position of each token in its own sequence; [3, T] where a position has three axes.
-        segments: who attends to whom, in order of `start`; children follow their parent at once.
+        segments: which tokens attend to which, in order of `start`; children follow their parent at once.
         predictor_N: packed index of the token whose hidden state predicts each loss token.
         target_N: id of each loss token.
         sequence_N: which of `members` each loss token belongs to, sorted.
@@ -234,7 +234,7 @@ def _plan_evenly(sequences: Sequence[TrainSequence], budget: int, share_prompts:
 
 
 def rounds_with_images(sequences: Sequence[TrainSequence], shares: list[Share]) -> list[bool]:
-    """For each round of micro-batches, whether any share has an image in it: all meet in the vision tower then."""
+    """Return, for each round of micro-batches, whether any share has an image: all meet in the vision tower then."""
     return [
         any(sequences[member].images for batch in batches for family in batch for member in family.members)
         for batches in zip(*shares, strict=True)

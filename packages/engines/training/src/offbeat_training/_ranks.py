@@ -25,7 +25,7 @@ class TrainerRanks:
         dp: those that each compute a share of every update.
         device: of this rank.
         speaks: this rank reports what its share has found.
-        pp: the stages of this rank's share, the last of which has its answers; None where this rank has them.
+        pp: the stages of this rank's share; the last one has its answers; None where this rank has them.
 
     Attributes:
         share: this rank's part of every update, in [0, num_shares).
@@ -64,7 +64,7 @@ class TrainerRanks:
         return merge_over_ranks(results, failure, share=self.share, speaks=self._speaks, exchange=self.exchange)
 
     def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
-        """Values of every share, of which each has as many as `counts` says."""
+        """Values of every share; each has as many as `counts` says."""
         if not any(counts):
             return [np.zeros(0, np.float32) for _ in counts]
         padded = torch.zeros(max(counts), dtype=torch.float32, device=self._device)
@@ -85,9 +85,9 @@ def answers_of_all(
     """Return what all ranks have found, by sequence; a call of all.
 
     Args:
-        ranks: who computed it.
+        ranks: that computed it.
         sequences: that were asked about.
-        shares: who has computed what.
+        shares: what each rank has computed.
         answers: of this rank's micro-batches, one value per loss token; none where another stage has them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A write of a checkpoint that goes on beside the training."""
+"""A write of a checkpoint that runs beside the training."""
 
 import atexit
 import logging
@@ -59,7 +59,7 @@ class BackgroundWrite:
         atexit.register(self._finish_at_exit)
 
     def finish(self) -> None:
-        """Wait for the write that is going on, if one is.
+        """Wait for the write in progress, if there is one.
 
         Raises:
             RunFolderError: it has failed on some rank; raised on all, once.
@@ -94,13 +94,13 @@ class BackgroundWrite:
         try:
             write()
             reason = ""
-        except Exception as error:  # noqa: BLE001  the boundary of the thread: told to all ranks below
+        except Exception as error:  # noqa: BLE001  the boundary of the thread: reported to all ranks below
             reason = f"{type(error).__name__}: {error}"
         found: list[str] = []
         self._waits_for = OTHERS
         try:
-            told = group.all_gather_data(reason, deadline_s=self._deadline_s)
-            found = [f"trainer rank {rank} could not write its part: {each}" for rank, each in enumerate(told) if each]
+            reasons = group.all_gather_data(reason, deadline_s=self._deadline_s)
+            found = [f"trainer rank {rank} could not write its part: {why}" for rank, why in enumerate(reasons) if why]
             if not found:
                 group.decide(publish_once, deadline_s=self._deadline_s)
         except OffbeatError as error:
@@ -115,7 +115,7 @@ class BackgroundWrite:
             clear()
 
     def _finish_at_exit(self) -> None:
-        """A process that ends waits for its write, whoever forgot to."""
+        """Wait for the write of a process that ends without a call of `finish`."""
         try:
             self.finish()
         except OffbeatError as error:

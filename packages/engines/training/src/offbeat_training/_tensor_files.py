@@ -28,7 +28,7 @@ MAX_FILE_BYTES: Final = 4 * 10**9
 """A file of a model is not larger, unless one unit of it is."""
 
 MIN_FILE_BYTES: Final = 64 * 2**20
-"""Smaller files are not worth another writer."""
+"""Smaller files gain nothing from another writer."""
 
 _OLD_TOWER: Final = "visual."
 
@@ -103,7 +103,7 @@ def _row_chunk(num_rows: int, place: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFile:
-    """One file, and who writes it.
+    """One file, and the rank that writes it.
 
     Args:
         name: beside the others.
@@ -122,7 +122,7 @@ def plan_files(stem: str, units: Sequence[Sequence[TensorSpec]], num_ranks: int)
     Args:
         stem: of the files' names: "model.safetensors", or "model-00001-of-00002.safetensors" and so on.
         units: what stays in one file, in the order of the stream.
-        num_ranks: who write.
+        num_ranks: that write.
     """
     sizes = [sum(spec.num_bytes for spec in unit) for unit in units]
     total = sum(sizes)

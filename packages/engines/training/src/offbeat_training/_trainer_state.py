@@ -1,4 +1,4 @@
-"""Layout of a checkpoint in its folder: a Hugging Face model, and beside it what training needs to go on.
+"""Layout of a checkpoint in its folder: a Hugging Face model, and beside it what training needs to resume.
 
 config.json, model*.safetensors, tokenizer   the weights, adapters merged; plain transformers loads the folder
 mtp*.safetensors                             layers of multi-token prediction, which transformers does not look at
@@ -142,7 +142,7 @@ class TrainerState:
         with TensorFolder(self._folder, {name: [((), file, name)] for name in (_HOST_RNG, _DEVICE_RNG)}) as tensors:
             torch.set_rng_state(tensors.read(_HOST_RNG, ()))
             state = tensors.read(_DEVICE_RNG, ())
-        if state.shape == device.rng_state().shape:  # another kind of device goes on from its own
+        if state.shape == device.rng_state().shape:  # another kind of device continues from its own
             device.set_rng_state(state)
 
     def _format_1_parts(self) -> Parts:

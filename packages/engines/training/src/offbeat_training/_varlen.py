@@ -79,5 +79,5 @@ def varlen_attention(
 
 @cache
 def _takes_enable_gqa(function: Any) -> bool:
-    """Before torch 2.13 there is no such argument, and fewer key heads are taken without it."""
+    """Before torch 2.13 there is no such argument, and fewer key heads are accepted without it."""
     return "enable_gqa" in signature(function).parameters
