@@ -256,9 +256,9 @@ def test_the_first_refusal_is_told(caplog: pytest.LogCaptureFixture) -> None:
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="", fields={"tests": ["assert f() == 3"]})
     for _ in range(2):
         reward.score(prompt, "class A: pass\ndef f(): return A()")
-    [told] = [record.getMessage() for record in caplog.records if "reward code" in record.getMessage()]
-    assert "a test compares or combines (__eq__) an object of the program, of class A" in told
-    assert "docs/rewards.md" in told
+    [message] = [record.getMessage() for record in caplog.records if "reward code" in record.getMessage()]
+    assert "a test compares or combines (__eq__) an object of the program, of class A" in message
+    assert "docs/rewards.md" in message
 
 
 @needs_bubblewrap
@@ -266,8 +266,8 @@ def test_a_refusal_commands_no_terminal(caplog: pytest.LogCaptureFixture) -> Non
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="", fields={"tests": ["assert f() == 3"]})
     program = "A = type('\\x1b]0;owned\\x07', (), {})\ndef f(): return A()"
     build_reward(RewardConfig(name="code")).score(prompt, f"```python\n{program}\n```")
-    [told] = [record.getMessage() for record in caplog.records if "reward code" in record.getMessage()]
-    assert r"of class \x1b]0;owned\x07" in told
+    [message] = [record.getMessage() for record in caplog.records if "reward code" in record.getMessage()]
+    assert r"of class \x1b]0;owned\x07" in message
 
 
 @needs_bubblewrap

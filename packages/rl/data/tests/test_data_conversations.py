@@ -303,10 +303,10 @@ def test_calls_and_tools_that_the_template_leaves_out_are_noticed(make_tokenizer
     def notices(template):
         return load_conversations(ConversationConfig(path=write_jsonl(rows)), make_tokenizer(template)).notices
 
-    left_out, untold = notices("chatml")
+    left_out, hidden = notices("chatml")
     assert left_out.startswith("1 of 2 rows hold calls of tools (first: ")
     assert "rows.jsonl, row 2), which the chat template leaves out" in left_out
-    assert untold.startswith("1 of 2 rows bring tools (first: ")
+    assert hidden.startswith("1 of 2 rows bring tools (first: ")
     assert notices("tools") == ()
 
 

@@ -152,7 +152,7 @@ PATIENCE_S = 30.0
 
 
 class Echo:
-    """Says back what it hears, or does what a test has put in for a text; ends on "end"."""
+    """Repeats what it is sent, or does what a test has put in for a text; ends on "end"."""
 
     def __init__(self, deeds):
         self._deeds = deeds
@@ -201,7 +201,7 @@ def searching():
 
 
 def stubborn():
-    """Catches what it can, and goes on."""
+    """Catches what it can, and keeps running."""
     num_caught = 0
     while True:
         try:
@@ -328,7 +328,7 @@ def test_an_answer_of_another_form_is_a_failure():
         play(EpisodeHost(lambda: Odd({}), STEP_TIMEOUT_S), "hello")
 
 
-def test_an_episode_that_nobody_began_is_lost():
+def test_an_episode_that_was_never_begun_is_lost():
     async def episode():
         await EpisodeHost(lambda: Echo({}), STEP_TIMEOUT_S).step(7, "hello")
 

@@ -126,13 +126,13 @@ def test_without_a_template_words_follow_words(make_tokenizer):
     assert tokenizer.decode(reply_ids) == TOOL["content"]
 
 
-@pytest.mark.parametrize(("said", "told"), [("add 2 2\n", "\n4\n"), ("6*7=4", "42"), ("4", "4")])
+@pytest.mark.parametrize(("said", "reply"), [("add 2 2\n", "\n4\n"), ("6*7=4", "42"), ("4", "4")])
 @pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"])
-def test_words_that_begin_with_the_last_token_said_are_read_whole(said, told, template, tmp_path):
+def test_words_that_begin_with_the_last_token_said_are_read_whole(said, reply, template, tmp_path):
     """A stop text has ended the turn, and nothing but the environment's words follows it."""
-    tokenizer = spelling_tokenizer(tmp_path, template, said + told)
-    reply_ids = turn_template(tokenizer).reply_ids(encode(tokenizer, said), [{"role": "tool", "content": told}])
-    assert tokenizer.decode(reply_ids) == told
+    tokenizer = spelling_tokenizer(tmp_path, template, said + reply)
+    reply_ids = turn_template(tokenizer).reply_ids(encode(tokenizer, said), [{"role": "tool", "content": reply}])
+    assert tokenizer.decode(reply_ids) == reply
 
 
 def test_a_separator_of_the_template_that_was_said_already_is_not_repeated(tmp_path):
@@ -187,14 +187,14 @@ class ScriptedModel:
 
 
 class Answers:
-    """An environment's `step`: fixed answers, and what it heard."""
+    """An environment's `step`: fixed answers, and what it received."""
 
     def __init__(self, *answers):
-        self._answers, self.heard = list(answers), list[str]()
+        self._answers, self.received = list(answers), list[str]()
 
     async def step(self, text):
-        self.heard.append(text)
-        answer = self._answers[len(self.heard) - 1]
+        self.received.append(text)
+        answer = self._answers[len(self.received) - 1]
         return None if answer is None else [{"role": "tool", "content": answer}]
 
 
@@ -220,7 +220,7 @@ def test_sampled_tokens_are_never_encoded_anew(make_tokenizer):
     model, answers = ScriptedModel(tokenizer, [(call, "eos"), (answer, "eos")]), Answers("12", None)
     trajectory = play(model, answers, tokenizer)
 
-    assert answers.heard == ["the answer is", "that is the sum"]
+    assert answers.received == ["the answer is", "that is the sum"]
     assert trajectory.ended == "done"
     reply = trajectory.replies[0].ids.tolist()
     assert (
@@ -258,7 +258,7 @@ def test_every_turn_keeps_the_versions_that_sampled_it(make_tokenizer):
         (["eos"], ["a" * 500], {"max_tokens": 60}, "max_tokens", 1),
     ],
 )
-def test_every_end_has_its_name_and_the_environment_hears_the_last_turn(
+def test_every_end_has_its_name_and_the_environment_gets_the_last_turn(
     stop_reasons, answers, limits, ended, num_turns, make_tokenizer
 ):
     tokenizer = make_tokenizer("chatml")
@@ -267,7 +267,7 @@ def test_every_end_has_its_name_and_the_environment_hears_the_last_turn(
     model = ScriptedModel(tokenizer, [(said, reason) for reason in stop_reasons])
     trajectory = play(model, environment, tokenizer, **limits)
     assert (trajectory.ended, len(trajectory.turns)) == (ended, num_turns)
-    assert len(environment.heard) == num_turns
+    assert len(environment.received) == num_turns
     assert len(trajectory.ids) <= limits.get("max_tokens", 999)
 
 

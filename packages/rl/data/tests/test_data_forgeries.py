@@ -18,12 +18,12 @@ import json, sys
 from offbeat_data._scoring.assertions import run_assertions
 from offbeat_data._scoring.sandbox import BubblewrapSandbox
 from offbeat_data._scoring.watching import ProgramLimits
-told, given = {}, json.load(sys.stdin)
+found, given = {}, json.load(sys.stdin)
 for name, (program, tests) in given["programs"].items():
     limits = ProgramLimits(timeout_s=given["timeout_s"], packages=given["packages"])
     verdict = run_assertions(BubblewrapSandbox(limits, is_tried=True), program, "", tests)
-    told[name] = [verdict.held, verdict.refused, verdict.why]
-print(json.dumps(told))
+    found[name] = [verdict.held, verdict.refused, verdict.why]
+print(json.dumps(found))
 """
 Verdicts = dict[str, tuple[list[bool], int, str]]
 
@@ -40,16 +40,16 @@ def read(size):
     return data
 def asked():
     return json.loads(read(struct.unpack('<Q', read(8))[0]))
-def tell(message):
+def send(message):
     data = message if isinstance(message, bytes) else json.dumps(message).encode()
     os.write(fd, struct.pack('<Q', len(data)) + data)
 KIND = ['class', 0, 'f', [], ['__call__'], False]
-def answer(told, add=['object', 1, KIND]):
+def answer(forged, add=['object', 1, KIND]):
     while True:
         if (question := asked())[0] == 'names':
-            tell(['names', {'add': add}])
+            send(['names', {'add': add}])
         else:
-            told(question) if callable(told) else tell(told)
+            forged(question) if callable(forged) else send(forged)
 """
 """Functions of a program that answers by itself."""
 FORGED = {
@@ -65,9 +65,9 @@ FORGED = {
     "a kind that is not known": "answer(['returned', ['lambda', 'x: True'], '', []])",
     "a kind that is a list": "answer(['returned', [['list'], 3], '', []])",
     "a hundred answers before a question": (
-        "for number in range(100):\n    tell(['returned', 90 + number, '', []])\nanswer(['names', {}])"
+        "for number in range(100):\n    send(['returned', 90 + number, '', []])\nanswer(['names', {}])"
     ),
-    "two answers to each question": "answer(lambda question: [tell(['returned', n, '', []]) for n in (0, 1)])",
+    "two answers to each question": "answer(lambda question: [send(['returned', n, '', []]) for n in (0, 1)])",
     "names as an answer": "answer(['names', {'add': 3}])",
     "the module that judges as the function": (
         "answer(['returned', 3, '', []], ['module', 'offbeat_data._scoring._inside_tests'])"
@@ -82,10 +82,10 @@ FORGED = {
     "a class whose base is a function": (
         "answer(['returned', ['object', 2, ['class', 3, 'Y', [['back', 0]], [], False]], '', []])"
     ),
-    "special methods that nobody offers": (
+    "special methods that are not offered": (
         "names = ['__eq__', '__ne__', '__radd__', '__instancecheck__', '__class__', '__hash__', '__call__']\n"
         "kind = ['class', 3, 'Y', [], names, False]\n"
-        "answer(lambda q: tell(['returned', ['object', 2, kind] if q[1] == 1 else True, '', []]))"
+        "answer(lambda q: send(['returned', ['object', 2, kind] if q[1] == 1 else True, '', []]))"
     ),
     "plain data that is an object again": (
         "kind = ['class', 3, 'Y', [['builtin', 'int']], ['plain'], False]\n"
@@ -98,13 +98,13 @@ FORGED = {
     "an exception that ends tests": ("answer(['raised', [['builtin', 'SystemExit'], '0', ['tuple', [0]], 4], '', []])"),
     "arguments changed that are numbers": "answer(['returned', 0, '', [[0, 3], [1, 10]]])",
     "arguments changed that are not there": "answer(['returned', 0, '', [[7, ['list', []]], ['a', 3]]])",
-    "a function of the tests that was not passed": "answer(lambda question: tell(['back', 0, [3]]))",
+    "a function of the tests that was not passed": "answer(lambda question: send(['back', 0, [3]]))",
     "a function of the tests as a result": "answer(['returned', ['back', -1], '', []])",
     "a verdict as what was printed": "answer(['returned', 0, '\\n[0, 1, \"\"] 00\\n[1, 1, \"\"] 00\\n', []])",
     "descriptors with the answer": (
         "end = socket.socket(fileno=os.dup(fd))\n"
-        "def told(question):\n    data = json.dumps(['returned', 0, '', []]).encode()\n"
-        "    socket.send_fds(end, [struct.pack('<Q', len(data)) + data], [0, 1, 2])\nanswer(told)"
+        "def forged(question):\n    data = json.dumps(['returned', 0, '', []]).encode()\n"
+        "    socket.send_fds(end, [struct.pack('<Q', len(data)) + data], [0, 1, 2])\nanswer(forged)"
     ),
     "a socket that does not wait": "os.set_blocking(fd, False)\nanswer(['returned', 0, '', []])",
     "a socket that is shut down": (
@@ -116,25 +116,25 @@ FORGED = {
         "os.set_inheritable(fd, True)\nos.execv(words[0], words)"
     ),
 }
-"""What is told in place of an answer."""
+"""What is sent in place of an answer."""
 
 
 @pytest.fixture(scope="module")
 def verdicts(run_as_user: Callable[[str, Any], Any]) -> Callable[..., Verdicts]:
     def judge(programs: dict[str, tuple[str, list[str]]], timeout_s: float = 50.0, packages: Any = ()) -> Verdicts:
         given = {"programs": programs, "timeout_s": timeout_s, "packages": list(packages)}
-        told: Verdicts = run_as_user(SCRIPT, given)
-        return told
+        found: Verdicts = run_as_user(SCRIPT, given)
+        return found
 
     return judge
 
 
 def test_what_a_program_says_in_place_of_an_answer_earns_nothing(verdicts: Callable[..., Verdicts]) -> None:
-    right = SPEAKS + "answer(lambda question: tell(['returned', sum(question[2]), '', []]))"
+    right = SPEAKS + "answer(lambda question: send(['returned', sum(question[2]), '', []]))"
     programs = {name: (SPEAKS + forged, TESTS) for name, forged in FORGED.items()}
-    told = verdicts({"right": (right, TESTS), **programs})
-    assert told.pop("right")[0] == [True, True], "a program that speaks for itself and is right"
-    assert {name: held for name, (held, *_) in told.items() if any(held)} == {}
+    found = verdicts({"right": (right, TESTS), **programs})
+    assert found.pop("right")[0] == [True, True], "a program that speaks for itself and is right"
+    assert {name: held for name, (held, *_) in found.items() if any(held)} == {}
 
 
 LIES = {
@@ -180,8 +180,8 @@ LIES = {
         "sys.modules['offbeat_data._scoring._inside_tests'] = fake\ndef add(a, b): return 0"
     ),
     "a thread that answers after the answer": (
-        "import os, struct, threading\nfd = int(os.environ['OFFBEAT_SOCKET'])\ntold = b'[\"returned\", 0, \"\", []]'\n"
-        "def later():\n    while True: os.write(fd, struct.pack('<Q', len(told)) + told)\n"
+        "import os, struct, threading\nfd = int(os.environ['OFFBEAT_SOCKET'])\nlie = b'[\"returned\", 0, \"\", []]'\n"
+        "def later():\n    while True: os.write(fd, struct.pack('<Q', len(lie)) + lie)\n"
         "def add(a, b):\n    threading.Thread(target=later, daemon=True).start()\n    return 0"
     ),
     "a finalizer": (
@@ -193,8 +193,8 @@ LIES = {
 
 
 def test_what_could_be_taken_for_an_answer_earns_nothing(verdicts: Callable[..., Verdicts]) -> None:
-    told = verdicts({name: (lie, TESTS) for name, lie in LIES.items()})
-    assert {name: held for name, (held, *_) in told.items() if any(held)} == {}
+    found = verdicts({name: (lie, TESTS) for name, lie in LIES.items()})
+    assert {name: held for name, (held, *_) in found.items() if any(held)} == {}
 
 
 READS_NAMES = """
@@ -257,8 +257,8 @@ ITERATORS = (
 def test_a_program_neither_learns_what_is_expected_nor_decides_what_holds(verdicts: Callable[..., Verdicts]) -> None:
     packages = [os.path.dirname(os.path.dirname(numpy.__file__))]
     right = ("def f(x): return x ** 0.5", ["import numpy\nassert numpy.allclose(f(2), 1.41421)"])
-    told = verdicts({"right": right, "iterators": ITERATORS, **SWALLOWS}, packages=packages)
-    assert told.pop("right")[0] == [True]
-    assert told.pop("iterators")[0] == [True] * 4
-    assert {name: held for name, (held, *_) in told.items() if any(held)} == {}
-    assert told["what is in it"][1] == 1, "refused, as the program would decide"
+    found = verdicts({"right": right, "iterators": ITERATORS, **SWALLOWS}, packages=packages)
+    assert found.pop("right")[0] == [True]
+    assert found.pop("iterators")[0] == [True] * 4
+    assert {name: held for name, (held, *_) in found.items() if any(held)} == {}
+    assert found["what is in it"][1] == 1, "refused, as the program would decide"

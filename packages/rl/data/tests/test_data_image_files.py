@@ -92,7 +92,7 @@ def test_the_limit_is_that_of_section_data(vision_folder, rules, tmp_path, write
         load_prompts(DataConfig(path=path, max_image_pixels=32 * 24 - 1), tokenizer)
 
 
-# The kernel's peak is taken from here on: that of getrusage begins with what the parent held at the fork.
+# The kernel's peak is measured from here on: that of getrusage begins with what the parent held at the fork.
 DECODES = """
 import pathlib, sys
 from offbeat_data import Picture

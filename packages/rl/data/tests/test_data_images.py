@@ -301,7 +301,7 @@ def pixels_of(image, **options):
 
 
 def drawing(mode, line_alpha):
-    """Pixels of a black line on a ground of black that nobody sees: colours, then alpha."""
+    """Pixels of a black line on an invisible ground of black: colours, then alpha."""
     made = np.zeros((SIZE_PX, SIZE_PX, len(mode)), np.uint8)
     made[LINE, :, -1] = line_alpha
     return made

@@ -50,10 +50,10 @@ class Endpoint:
                     return
                 status, text = answer
                 usage = {"prompt_tokens": 30, "completion_tokens": 5}
-                told = (
+                reply = (
                     {"choices": [{"message": {"content": text}}], "usage": usage} if status == 200 else {"error": text}
                 )
-                data = json.dumps(told).encode()
+                data = json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 for name, value in endpoint.headers.items():
@@ -142,11 +142,11 @@ def test_what_fails_in_passing_is_asked_again_and_no_oftener_than_told(endpoint:
 
 
 @pytest.mark.parametrize(
-    ("told", "waited_s"),
+    ("retry_after", "waited_s"),
     [("7", 7.0), ("0", 0.0), ("-5", 0.0), ("86400", 30.0), ("inf", 30.0), ("nan", 0.25), ("Fri, 1 Jan 2100", 0.25)],
 )
 def test_a_judge_that_says_when_to_come_back_is_asked_then_and_never_puts_it_off_for_ever(
-    told: str, waited_s: float, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    retry_after: str, waited_s: float, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_s: list[float] = []
     sleep = asyncio.sleep
@@ -157,13 +157,13 @@ def test_a_judge_that_says_when_to_come_back_is_asked_then_and_never_puts_it_off
 
     monkeypatch.setattr(asyncio, "sleep", note)
     monkeypatch.setattr("random.uniform", lambda low, high: low)
-    endpoint.headers["Retry-After"] = told
+    endpoint.headers["Retry-After"] = retry_after
     endpoint.reply = lambda number, body: (429, "slow down") if number == 1 else (200, "Score: 5")
     assert ask(endpoint, ["x"], backoff_s=0.5)[0].value == 0.5
     assert waits_s == [waited_s]
 
 
-def test_a_judge_whose_certificate_nobody_vouches_for_is_told_nothing(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_a_judge_whose_certificate_is_not_trusted_is_sent_nothing(endpoint: Endpoint, tmp_path: Path) -> None:
     certificate = own_certificate(tmp_path / "own.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)

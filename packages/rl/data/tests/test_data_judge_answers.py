@@ -43,7 +43,7 @@ class RawEndpoint:
             try:
                 read_request(connection)
                 self.send(connection)
-            except OSError:  # the client has heard enough
+            except OSError:  # the client has read enough
                 pass
 
     def close(self) -> None:
@@ -108,13 +108,13 @@ PACKED = gzip.compress(b" " * 64 * MEBIBYTE)
 
 
 @pytest.mark.parametrize(
-    ("send", "told"),
+    ("send", "message"),
     [
         pytest.param(large, "more than 4194304 bytes", id="100 MiB"),
         pytest.param(endless, "more than 4194304 bytes", id="without an end"),
         pytest.param(whole(PACKED, b"Content-Encoding: gzip"), "more than 4194304 bytes", id="a bomb"),
         pytest.param(whole(b"no gzip", b"Content-Encoding: gzip"), "packs its answer", id="packed wrongly"),
-        pytest.param(whole(b"?", b"Content-Encoding: zstd"), "packs its answer", id="packed in a way nobody asked for"),
+        pytest.param(whole(b"?", b"Content-Encoding: zstd"), "packs its answer", id="packed in another way"),
         pytest.param(whole(b"[" * 100_000), "no chat completion", id="deep"),
         pytest.param(whole(said(["Score: 7"])), "no chat completion", id="a list"),
         pytest.param(whole(said(7)), "no chat completion", id="a number"),
@@ -125,11 +125,11 @@ PACKED = gzip.compress(b" " * 64 * MEBIBYTE)
         pytest.param(lambda connection: connection.sendall(b"\0" * 1000), "did not answer", id="no HTTP"),
     ],
 )
-def test_what_is_no_answer_is_an_error_of_that_completion(endpoint: RawEndpoint, send: Send, told: str) -> None:
+def test_what_is_no_answer_is_an_error_of_that_completion(endpoint: RawEndpoint, send: Send, message: str) -> None:
     endpoint.send = send
     tracemalloc.start()
     try:
-        with pytest.raises(RewardError, match=told):
+        with pytest.raises(RewardError, match=message):
             ask(endpoint)
         _, most = tracemalloc.get_traced_memory()
     finally:

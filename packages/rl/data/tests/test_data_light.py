@@ -86,8 +86,8 @@ def test_a_missing_extra_names_its_install_line(missing, work, line, tmp_path):
     (tmp_path / "older" / "vocab.json").write_text("{}")
     (tmp_path / "verifiers.py").write_text("__version__ = '0.4.0'")
     hide = f"sys.modules[{missing!r}] = None\n" if missing else ""
-    told = "from offbeat_core import BackendError\ntry: {}\nexcept BackendError as error: print(error)\n"
-    done = run_python(tmp_path, hide + told.format(work))
+    guarded = "from offbeat_core import BackendError\ntry: {}\nexcept BackendError as error: print(error)\n"
+    done = run_python(tmp_path, hide + guarded.format(work))
     assert (line if "pip" in line else f'pip install "offbeat-data[{line}]"') in done.stdout, done.stderr
 
 

@@ -46,7 +46,7 @@ def test_the_number_of_a_draw_alone_says_what_is_drawn(weights, seed, numbers):
 
 def test_the_order_of_sources_never_changes_between_releases():
     pinned = [(1, 0), (0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (0, 4), (0, 5), (0, 6), (0, 7), (1, 2), (0, 8)]
-    # A run resumed by a later release must go on with the same sources. numpy promises the start's stream (NEP 19).
+    # A run resumed by a later release must continue with the same sources. numpy promises the start's stream (NEP 19).
     assert [MixtureOrder([3, 1], seed=5)(number) for number in range(12)] == pinned
     assert [MixtureOrder([3, 1], seed=6)(number)[0] for number in range(50)] != [
         MixtureOrder([3, 1], seed=5)(number)[0] for number in range(50)

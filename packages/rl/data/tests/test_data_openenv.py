@@ -1,4 +1,4 @@
-"""OpenEnv without a server: what is refused before a run and how one that is gone is told.
+"""OpenEnv without a server: what is refused before a run and how one that is gone is reported.
 
 With a real one, which wants an environment of its own: tests/nightly/test_openenv_server.py.
 """
@@ -33,21 +33,21 @@ def openenv(url, **options):
 
 
 @pytest.fixture
-def nobody():
+def unused():
     """An address that no server has, and none gets meanwhile."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
-def test_a_server_that_is_not_there_is_named_before_a_run_and_ends_an_episode_in_it(nobody, tmp_path):
-    with pytest.raises(DataError, match=rf"no OpenEnv server answers at {nobody}/schema: .*refused.*; start it"):
-        environment_tools(openenv(nobody))
-    with pytest.raises(DataError, match=f"no OpenEnv server answers at {nobody}"):
-        load_prompts(DataConfig(path=f"openenv:{nobody}"), build_character_tokenizer(tmp_path), needs_answer=False)
+def test_a_server_that_is_not_there_is_named_before_a_run_and_ends_an_episode_in_it(unused, tmp_path):
+    with pytest.raises(DataError, match=rf"no OpenEnv server answers at {unused}/schema: .*refused.*; start it"):
+        environment_tools(openenv(unused))
+    with pytest.raises(DataError, match=f"no OpenEnv server answers at {unused}"):
+        load_prompts(DataConfig(path=f"openenv:{unused}"), build_character_tokenizer(tmp_path), needs_answer=False)
 
     async def begin():
-        await EpisodeHost(build_environment(openenv(nobody)), 10.0).reset(0, PROMPT)
+        await EpisodeHost(build_environment(openenv(unused)), 10.0).reset(0, PROMPT)
 
     with pytest.raises(EnvironmentFailedError, match=r"\(raised\).*no OpenEnv server answers at"):
         asyncio.run(begin())
@@ -90,20 +90,20 @@ def test_options_without_a_meaning_are_refused(config, text):
         build_environment(config)
 
 
-def test_a_token_that_is_not_there_is_named(nobody):
+def test_a_token_that_is_not_there_is_named(unused):
     with pytest.raises(ConfigError, match="token_env = 'OFFBEAT_NO_TOKEN'"):
-        environment_tools(openenv(nobody, token_env="OFFBEAT_NO_TOKEN"))
+        environment_tools(openenv(unused, token_env="OFFBEAT_NO_TOKEN"))
 
 
 def test_the_model_is_told_one_field_of_an_observation_or_all_of_it():
     observation = {"message": "too low", "seen": [1, 2], "hint": None, "metadata": {}}
     result = StepResult(observation=observation, reward=None, done=False)
-    assert result.told("message") == "too low"
-    assert result.told("seen") == "[1, 2]"
-    assert result.told("hint") == ""
-    assert result.told("") == '{"message": "too low", "seen": [1, 2], "hint": null}'
+    assert result.text_of("message") == "too low"
+    assert result.text_of("seen") == "[1, 2]"
+    assert result.text_of("hint") == ""
+    assert result.text_of("") == '{"message": "too low", "seen": [1, 2], "hint": null}'
     deeper = StepResult(observation={"metadata": {"hint": "higher"}}, reward=None, done=False)
-    assert deeper.told("metadata.hint") == "higher"
-    assert deeper.told("") == '{"metadata": {"hint": "higher"}}'
+    assert deeper.text_of("metadata.hint") == "higher"
+    assert deeper.text_of("") == '{"metadata": {"hint": "higher"}}'
     with pytest.raises(DataError, match="observation_field = 'messages' is not in the observation"):
-        result.told("messages")
+        result.text_of("messages")

@@ -132,10 +132,10 @@ def test_ratings_carry_their_label_and_the_answer_of_another_prompt(make_tokeniz
     ]
     ratings = load_ratings(ConversationConfig(path=write_jsonl(rows)), tokenizer).train
     assert [rating.is_good for rating in ratings] == [True, False, False, True]
-    told = [(split(tokenizer, rating.answer), split(tokenizer, rating.mismatched)) for rating in ratings]
-    assert all(own[0] == other[0] for own, other in told)
+    splits = [(split(tokenizer, rating.answer), split(tokenizer, rating.mismatched)) for rating in ratings]
+    assert all(own[0] == other[0] for own, other in splits)
     # Of two rows with one prompt neither is compared with the other's answer.
-    assert [other[1].removesuffix("<|im_end|>") for _, other in told] == ["four", "four", "two", "three"]
+    assert [other[1].removesuffix("<|im_end|>") for _, other in splits] == ["four", "four", "two", "three"]
 
 
 @pytest.mark.parametrize(

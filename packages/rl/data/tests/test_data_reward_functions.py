@@ -168,8 +168,8 @@ def test_functions_are_found_by_module_too_and_signatures_can_be_told(
     assert values(PROMPT, ["13"], name="verl_short:compute_score") == [0.25]
     assert values(PROMPT, ["x"], name="odd_reward:one") == [1.0], "two parameters of any name: prompt and completion"
     for name, settings, message in (
-        ("odd_reward:two", {}, "fit|do not tell who it was written for .it could be verl and trl"),
-        ("odd_reward:three", {}, "do not tell who it was written for .it could be none"),
+        ("odd_reward:two", {}, "fit|do not show what it was written for .it could be verl and trl"),
+        ("odd_reward:three", {}, "do not show what it was written for .it could be none"),
         ("odd_reward:four", {}, "cannot be called as function.prompt, completion"),
         ("odd_reward:one", {"signature": "verl"}, "cannot be called as verl's compute_score.*missing"),
     ):

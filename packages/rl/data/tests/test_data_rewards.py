@@ -1,4 +1,4 @@
-"""What a completion is worth: where the answer is, when it is right, and functions of a user's own."""
+"""The score of a completion: where the answer is, when it is right, and functions of a user's own."""
 
 import copy
 import threading

@@ -88,8 +88,8 @@ def test_nothing_of_the_reward_process_can_be_read(attack: str, sandbox: Sandbox
     run = sandbox.run(HOSTILE[attack].replace("SECRET", repr(str(secret))), "")
     assert run.ended == "exited"
     assert attack != "files" or "FileNotFoundError" in run.stderr
-    for told in ("sk-of-the-judge", "the answer is 42", "answers.jsonl", str(os.getpid()), "pytest"):
-        assert told not in run.stdout, f"{attack}: {run.stdout}"
+    for secret in ("sk-of-the-judge", "the answer is 42", "answers.jsonl", str(os.getpid()), "pytest"):
+        assert secret not in run.stdout, f"{attack}: {run.stdout}"
 
 
 @needs_bubblewrap
@@ -109,7 +109,7 @@ def test_a_program_reaches_no_network_and_no_server_of_this_machine(sandbox: San
 
 
 @needs_bubblewrap
-def test_signals_reach_nobody_outside(sandbox: Sandbox) -> None:
+def test_signals_reach_no_process_outside(sandbox: Sandbox) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
         code = (
             "import os, signal\nfor pid in (PID, PARENT, os.getppid(), 1, -1):\n    try:\n"
@@ -201,7 +201,7 @@ def test_a_time_limit_holds_and_leaves_nothing_running(escape: str) -> None:
 
 
 def test_a_program_that_takes_back_what_it_prints_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it may open the pipe, it can be faster than whoever was told that there is something to read."""
+    """Where it may open the pipe, it can be faster than the reader that was notified of something to read."""
     ready = watching._ready
 
     def taken(*args: Any) -> Any:
@@ -294,7 +294,7 @@ def test_one_sandbox_of_two_that_does_not_start_is_no_fault_of_the_program(
 
 
 @needs_bubblewrap
-@pytest.mark.skipif(os.geteuid() != 0, reason="limits on processes hold for everybody but root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="limits on processes hold for every user but root")
 def test_root_without_the_rights_of_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may make a user namespace, in which programs still count as root's: there is no limit on processes."""
     monkeypatch.setattr("offbeat_data._scoring.sandbox._has_rights", lambda: False)

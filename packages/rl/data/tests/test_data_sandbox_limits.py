@@ -113,18 +113,18 @@ SCRIPT = """
 import json, sys
 from offbeat_data._scoring.sandbox import BubblewrapSandbox
 from offbeat_data._scoring.watching import ProgramLimits
-told = {}
+runs = {}
 for name, program in json.load(sys.stdin).items():
     limits = ProgramLimits(timeout_s=50.0, memory_bytes=160 << 20, processes=12)
-    run = BubblewrapSandbox(limits, is_tried=bool(told)).run(program, "")
-    told[name] = [run.ended, run.code, run.stdout, run.stderr]
-print(json.dumps(told))
+    run = BubblewrapSandbox(limits, is_tried=bool(runs)).run(program, "")
+    runs[name] = [run.ended, run.code, run.stdout, run.stderr]
+print(json.dumps(runs))
 """
 
 
 @pytest.fixture(scope="module")
 def runs(run_as_user: Callable[[str, Any], Any]) -> dict[str, tuple[str, int, str, str]]:
-    """How the programs above end in a sandbox that has been tried first, by the user who starts it."""
+    """How the programs above end in a sandbox that has been tried first, by the user that starts it."""
     programs = {
         "denied": DENIED,
         "usual": USUAL,
@@ -159,12 +159,12 @@ def test_a_process_that_a_program_can_write_to_has_its_limits_and_its_filter(
 
 @needs_bubblewrap
 def test_memory_of_all_processes_together_is_bounded(runs: dict[str, tuple[str, int, str, str]]) -> None:
-    assert runs["fills"][0] == "used_too_much", "four processes of 60 MiB, each of which may have 160"
+    assert runs["fills"][0] == "used_too_much", "four processes of 60 MiB; each may have 160"
 
 
 @needs_bubblewrap
 def test_sockets_count_as_what_the_kernel_may_hold_for_them(runs: dict[str, tuple[str, int, str, str]]) -> None:
-    assert runs["talks"][0] == "used_too_much", "41 sockets, of which each may hold 10 MiB"
+    assert runs["talks"][0] == "used_too_much", "41 sockets; each may hold 10 MiB"
 
 
 @needs_bubblewrap
@@ -174,7 +174,7 @@ def test_memory_that_processes_share_counts_once(runs: dict[str, tuple[str, int,
 
 @needs_bubblewrap
 def test_the_number_of_files_is_bounded(runs: dict[str, tuple[str, int, str, str]]) -> None:
-    assert runs["files"][0] == "used_too_much", "also where it ends before anybody looks"
+    assert runs["files"][0] == "used_too_much", "also where it ends before it is measured"
 
 
 def kernel_denies_traces() -> bool:
@@ -195,7 +195,7 @@ def test_what_does_not_hold_on_a_machine_is_named(bubblewrap_that: Callable[[str
         "make new user namespaces",
         "in new user namespaces",
         "System V shared memory",
-        "outlive who scores",
+        "outlive its scorer",
         "files in memory outside of /tmp",
     ]
     words += [] if kernel_denies_traces() else ["trace processes"]

@@ -1,4 +1,4 @@
-"""Environments that answer with images: tokens and pixels of a turn, whoever has shown it."""
+"""Environments that answer with images: tokens and pixels of a turn, whatever has shown it."""
 
 import asyncio
 import base64

@@ -133,7 +133,7 @@ def test_without_shuffling_items_come_in_their_own_order():
 
 def test_the_order_never_changes_between_releases():
     pinned = [0, 4, 7, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 7, 4, 5]
-    # A run resumed by a later release must go on with the same items. numpy promises this stream (NEP 19).
+    # A run resumed by a later release must continue with the same items. numpy promises this stream (NEP 19).
     assert [EpochOrder(8, seed=3)(position)[1] for position in range(16)] == pinned
 
 

@@ -95,14 +95,14 @@ SPOOFS = {
         "kind = ['class', 0, 'int', [['builtin', 'int']], ['plain', '__eq__', '__call__', '__hash__'], False]\n"
         "while head := os.read(fd, 8):\n    asked = json.loads(os.read(fd, struct.unpack('<Q', head)[0]))\n"
         "    found = {'add': ['object', 1, kind], '__builtins__': {}, 'assert': 1, 'abs': ['object', 1, kind]}\n"
-        "    told = ['names', found] if asked[0] == 'names' else ['returned', ['object', 2, kind], '', []]\n"
-        "    data = json.dumps(told).encode()\n    os.write(fd, struct.pack('<Q', len(data)) + data)"
+        "    answer = ['names', found] if asked[0] == 'names' else ['returned', ['object', 2, kind], '', []]\n"
+        "    data = json.dumps(answer).encode()\n    os.write(fd, struct.pack('<Q', len(data)) + data)"
     ),
     "raises what ends tests": "def add(a, b): raise SystemExit(0)",
 }
 
 
-def worth(scorer: CodeScorer, program: str, tests: list[str]) -> float | None:
+def share_of_tests(scorer: CodeScorer, program: str, tests: list[str]) -> float | None:
     prompt = Prompt(index=0, ids=np.array([1], np.int32), text="", fields={"tests": tests})
     [found] = scorer.score(prompt, [CompletionText(text=f"```python\n{program}\n```")])
     return found.value
@@ -116,12 +116,12 @@ def scorer() -> CodeScorer:
 @needs_bubblewrap
 @pytest.mark.parametrize("spoof", SPOOFS)
 def test_a_program_that_solves_nothing_earns_nothing(spoof: str, scorer: CodeScorer) -> None:
-    assert worth(scorer, SPOOFS[spoof], TESTS) == 0.0, "the share of tests that hold"
+    assert share_of_tests(scorer, SPOOFS[spoof], TESTS) == 0.0, "the share of tests that hold"
 
 
 @needs_bubblewrap
 def test_the_same_tests_pay_the_program_that_solves_them(scorer: CodeScorer) -> None:
-    assert worth(scorer, "def add(a, b): return a + b", TESTS) == 1.0
+    assert share_of_tests(scorer, "def add(a, b): return a + b", TESTS) == 1.0
 
 
 LENIENT = {
@@ -145,9 +145,9 @@ def test_a_program_does_not_bring_what_tests_judge_with(name: str, scorer: CodeS
         "assert round(f(2), 3) == 1.414",
     ]
     imports = "import math\nfrom math import isclose\n"
-    assert worth(scorer, f"{imports}def f(x): return 7.0\n{LENIENT[name]}", tests) == 0.0
+    assert share_of_tests(scorer, f"{imports}def f(x): return 7.0\n{LENIENT[name]}", tests) == 0.0
     if name == "math":
-        assert worth(scorer, f"{imports}def f(x): return x ** 0.5\nfrom math import fabs", tests) == 1.0
+        assert share_of_tests(scorer, f"{imports}def f(x): return x ** 0.5\nfrom math import fabs", tests) == 1.0
 
 
 class OtherUser:

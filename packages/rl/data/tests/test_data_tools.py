@@ -97,12 +97,12 @@ def test_calls_are_read_as_chat_models_write_them():
 def test_tools_are_called_and_answer_one_by_one():
     async def slow(word):
         await asyncio.sleep(0)
-        return {"heard": word}
+        return {"word": word}
 
     environment = ToolEnvironment({"add": lambda a, b: a + b, "slow": slow})
     assert say(environment, call("add", '{"a": 1, "b": 2}') + call("slow", '{"word": "hé"}')) == [
         "3",
-        '{"heard": "hé"}',
+        '{"word": "hé"}',
     ]
 
 

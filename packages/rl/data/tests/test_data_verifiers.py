@@ -147,7 +147,7 @@ def test_an_episode_cut_short_is_cleaned_up_and_scored():
     [
         ("guess", "fail", "raised", "ToolError"),
         ("guess", "block", "timed_out", "blocked the thread"),
-        ("forgetful", "3", "raised", "does not go on from the messages before"),
+        ("forgetful", "3", "raised", "does not continue the messages before"),
     ],
 )
 def test_what_breaks_is_named(kind, text, reason, detail):

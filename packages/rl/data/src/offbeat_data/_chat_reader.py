@@ -19,7 +19,7 @@ class ChatReader:
         config: the `data` section.
         tokenizer: with a chat template.
         images: reads those of a row.
-        notes: counts control tokens in words.
+        notes: counts control tokens in text.
     """
 
     def __init__(self, config: SourceConfig, tokenizer: Tokenizer, images: RowImages, notes: RowNotes) -> None:

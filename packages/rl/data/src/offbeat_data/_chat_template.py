@@ -82,7 +82,7 @@ class ChatTemplate:
 
     Attributes:
         variables: names that the template reads, such as "tools".
-        writes_calls: whether it writes an assistant's calls of tools, as far as its text tells.
+        writes_calls: whether it writes an assistant's calls of tools, as far as its text shows.
 
     Raises:
         ModelError: the template is not valid Jinja.

@@ -45,7 +45,7 @@ class ConversationSet:
         train_counts: of their rows.
         eval_counts: of their rows.
         notices: what the rows hold that is probably not meant: several forms, roles that few templates know, control
-            tokens in words, turns whose end is not learned.
+            tokens in text, turns whose end is not learned.
         template: as `SequenceBuilder.template`.
     """
 
@@ -278,7 +278,7 @@ def mark_assistant_turns(
         it, each ending with that turn, or with the marker of the next role where engines stop at it.
 
     Raises:
-        DataError: there is no assistant turn, or it cannot be told from the rest.
+        DataError: there is no assistant turn, or it cannot be separated from the rest.
     """
     template = tokenizer.require_template()
     turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]

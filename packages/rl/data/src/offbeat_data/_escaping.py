@@ -166,8 +166,8 @@ class RowNotes:
 
     def _say_tools(self, found: _Finding) -> str:
         return (
-            f"{found.num} of {self._num_rows} rows bring tools (first: {found.first}), of which the chat template does "
-            "not tell the model: use a template that reads the variable tools, or describe them in a system message"
+            f"{found.num} of {self._num_rows} rows bring tools (first: {found.first}), which the chat template does "
+            "not show to the model: use a template that reads the variable tools, or describe them in a system message"
         )
 
     def _say_turns(self, found: _Finding) -> str:

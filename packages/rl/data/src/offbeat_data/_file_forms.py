@@ -1,4 +1,4 @@
-"""Files that are something else than their name says, told by their first bytes, with the line that converts them."""
+"""Files that are not what their name says, recognised by their first bytes, with the line that converts them."""
 
 import json
 from pathlib import Path

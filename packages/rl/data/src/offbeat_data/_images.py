@@ -100,7 +100,7 @@ def _limits(settings: Mapping[str, Any]) -> dict[str, int]:
 
 _PREVIEW_PX: Final = 256
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Pillow has some forty readers more, one of which starts Ghostscript; images come from data sets and from servers."""
+"""Pillow has some forty more readers, and one starts Ghostscript; images come from data sets and from servers."""
 _BROKEN = (OSError, ValueError, SyntaxError)  # what Pillow raises about a file
 _INSTALL = 'images are read with Pillow; install it with: pip install "offbeat-data[images]"'
 
@@ -187,7 +187,7 @@ def read_picture(value: Any, folder: Path, rules: ImageRules, max_pixels: int) -
 
 
 def picture_key(value: Any) -> Any:
-    """Return what tells an image from another, as JSON data: a digest of its bytes, or its path."""
+    """Return what identifies an image, as JSON data: a digest of its bytes, or its path."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     return hashlib.blake2b(value, digest_size=16).hexdigest() if isinstance(value, bytes) else value
@@ -250,7 +250,7 @@ def _upright(image: Any) -> Any:
 
 
 def _on_white(image: Any) -> Any:
-    """As RGB, seen on a white page: the colours of what is transparent mean nothing, and are black in most drawings.
+    """Convert to RGB on a white page: the colours of transparent pixels mean nothing, and are black in most drawings.
 
     Engines are given these pixels, so that none decides on a ground of its own: transformers would drop transparency.
 
@@ -383,7 +383,7 @@ def is_image(part: Any) -> bool:
 
 
 def image_part(kind: str, data: str) -> dict[str, Any]:
-    """Such a part; `kind` is a media type as image/png, `data` the file in base64."""
+    """Return the part of an image; `kind` is a media type as image/png, `data` the file in base64."""
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 

@@ -24,7 +24,7 @@ class MixtureOrder:
     Draw g belongs to the source in whose part of [0, 1) the fraction of (start + g / golden ratio) lies; the parts are
     as long as the shares of the weights, and the start comes from the seed. Such a sequence fills the interval more
     evenly than random numbers do: of any n draws in a row each source has its share within about 1 + ln(n) draws,
-    so that every update has nearly the whole mix. There is no state: to resume, go on counting.
+    so that every update has nearly the whole mix. There is no state: to resume, continue counting.
 
     Source: Kuipers and Niederreiter, Uniform Distribution of Sequences (1974), chapter 2, section 3: the discrepancy of
     the multiples of a number whose continued fraction is bounded.
@@ -71,10 +71,10 @@ class CurriculumConfig:
     """Section `curriculum`: prompts that have lately been too easy or too hard are drawn less often."""
 
     low: float = setting(
-        0.0, "A prompt of which a smaller share of the samples succeeds is too hard; 0: none is.", "share", ge=0, le=1
+        0.0, "A prompt is too hard where a smaller share of its samples succeeds; 0: none is.", "share", ge=0, le=1
     )
     high: float = setting(
-        1.0, "A prompt of which a larger share of the samples succeeds is too easy; 1: none is.", "share", ge=0, le=1
+        1.0, "A prompt is too easy where a larger share of its samples succeeds; 1: none is.", "share", ge=0, le=1
     )
     outside_weight: float = setting(
         0.1, "How often a prompt that is too easy or too hard is drawn, for one draw of any other.", "draws", gt=0, le=1
@@ -147,7 +147,7 @@ class SuccessRates:
 
     @property
     def num_known(self) -> int:
-        """Items of which a group has been recorded."""
+        """Items with a recorded group."""
         return int(np.count_nonzero(~np.isnan(self._rates)))
 
     @property

@@ -29,11 +29,11 @@ from offbeat_data._rows import Row, as_text, find_column, has_column
 OPENENV: Final = "openenv"
 """Column of a row, and field of a prompt: an object whose `reset` holds the arguments of the server's reset."""
 DESCRIBE_TIMEOUT_S: Final = 30.0
-"""For a server to give its schema before a run begins."""
+"""Limit for a server to give its schema before a run begins."""
 _DRAW_TIMEOUT_S: Final = 60.0
-"""For a server to begin one task while prompts are drawn."""
+"""Limit for a server to begin one task while prompts are drawn."""
 _CLOSE_TIMEOUT_S: Final = 1.0
-"""For a server to confirm the end of a session; after it the connection is cut."""
+"""Limit for a server to confirm the end of a session; after it the connection is cut."""
 _NEXT_TRY_S: Final = 0.5
 """Between two tries to get a session from a server that has no place for another."""
 _LARGEST_MESSAGE_BYTES: Final = 100 * 2**20  # as in OpenEnv's own client: observations may hold screenshots
@@ -87,7 +87,7 @@ class StepResult:
     reward: float | None
     done: bool
 
-    def told(self, observation_field: str) -> str:
+    def text_of(self, observation_field: str) -> str:
         """Return the field of the observation that the model reads, or a part of one; the whole as JSON without a name.
 
         Raises:
@@ -127,7 +127,7 @@ class OpenEnvServer:
         """JSON schemas of its actions and observations. Blocks.
 
         Raises:
-            DataError: nobody answers, or something else than an OpenEnv server.
+            DataError: no server answers, or something else than an OpenEnv server.
             ConfigError: the token is not there.
         """
         address = f"{self._address('http')}/schema"
@@ -145,7 +145,7 @@ class OpenEnvServer:
         """Return a WebSocket connection, which is a session of its own on the server. The caller has the deadline.
 
         Raises:
-            DataError: nobody answers.
+            DataError: no server answers.
             ConfigError: the token is not there.
         """
         websockets, headers = import_websockets(), self._headers
@@ -186,7 +186,7 @@ class OpenEnvServer:
 
 
 class OpenEnvSession:
-    """One session: the server keeps an environment for it. Every wait is bounded by whoever awaits these methods."""
+    """One session: the server keeps an environment for it. Every wait is bounded by the caller."""
 
     def __init__(self, server: OpenEnvServer) -> None:
         self._server = server
@@ -199,7 +199,7 @@ class OpenEnvSession:
             arguments: of the environment's reset.
 
         Raises:
-            DataError: nobody answers, or the server does with an error.
+            DataError: no server answers, or it does with an error.
         """
         while True:
             self._connection = await self._server.connect()
@@ -321,7 +321,7 @@ async def _draw(server: OpenEnvServer, settings: _DrawOptions, seeds: range) -> 
             arguments = {"seed": seed, **settings.reset}
             async with asyncio.timeout(_DRAW_TIMEOUT_S):
                 began = await (session.ask("reset", arguments) if rows else session.begin(arguments))
-            prompt = began.told(settings.observation_field)
+            prompt = began.text_of(settings.observation_field)
             task = {"reset": arguments, "begins": prompt, "observation_field": settings.observation_field}
             rows.append({"prompt": prompt, OPENENV: task})
     except TimeoutError:

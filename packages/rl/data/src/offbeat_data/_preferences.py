@@ -1,4 +1,4 @@
-"""Preferences: rows with two answers of which one is better, or with one answer that is good or bad.
+"""Preferences: rows with two answers, one of them better, or with one answer that is good or bad.
 
 A prompt and its answers are read as `load_conversations` reads prompt and completion; the loss mask of each sequence
 holds the tokens of its answer.
@@ -72,7 +72,7 @@ def load_pairs(config: ConversationConfig, tokenizer: Tokenizer, *, ends_turns: 
             conversations: it reads them later as the template alone renders them.
 
     A row has `chosen_column` and `rejected_column` beside `prompt_column`, each a text or chat messages; or two whole
-    conversations, whose prompt is what they have in common. A pair of which one answer is too long is left out; one of
+    conversations, whose prompt is what they have in common. A pair with an answer that is too long is left out; one of
     two equal answers too, and counted in `notices`.
 
     Raises:
@@ -214,7 +214,7 @@ def _split_conversations(
     """Return what two conversations have in common, at their beginning, and what is left of each."""
     pairs = zip(chosen, rejected, strict=False)
     num_same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-    if num_same == len(chosen) == len(rejected):  # equal answers are counted by who asked
+    if num_same == len(chosen) == len(rejected):  # equal answers are counted by the caller
         num_same -= 1
     one, other = chosen[num_same:], rejected[num_same:]
     if not num_same or not all(answer and answer[0]["role"] == "assistant" for answer in (one, other)):
@@ -261,7 +261,7 @@ def _with_mismatched(read: Sequence[_Answers], limit: int, source: str) -> Itera
         if other is None:
             raise DataError(
                 f"{source}: all prompts are the same, and ratings need answers to other prompts to compare with; add "
-                "rows with another prompt, in words or in images"
+                "rows with another prompt, in text or in images"
             )
         ids = np.concatenate([answer.ids[: starts[at]], answers[other].ids[starts[other] :]])[:limit]
         mask = np.concatenate([answer.loss_mask[: starts[at]], answers[other].loss_mask[starts[other] :]])[:limit]

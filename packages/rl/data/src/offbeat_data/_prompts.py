@@ -61,7 +61,7 @@ class Prompt:
 
     @property
     def fields_to_answer(self) -> dict[str, Any]:
-        """`fields` without the reference answer, nor what a library of tasks judges by: for whoever is to answer."""
+        """`fields` without the reference answer, nor what a library of tasks judges by: for the agent that answers."""
         return without_judgement(without_column(self.fields, self.answer_column))
 
     @property
@@ -105,7 +105,7 @@ class PromptSet:
         eval: prompts.
         train_counts: of their rows.
         eval_counts: of their rows.
-        notices: what the rows hold that is probably not meant: control tokens in words, roles that few templates know,
+        notices: what the rows hold that is probably not meant: control tokens in text, roles that few templates know,
             prompts that end with an answer.
         template: file of the model folder whose chat template has rendered the first prompt; "": its text is as it was.
     """

@@ -96,7 +96,7 @@ def _read_folder(folder: Path, split: str, limit: int) -> list[Row]:
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """Return the files named after the split; all of them where no names tell them apart."""
+    """Return the files named after the split; all of them where no names distinguish them."""
     if named := [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]:
         return named
     splits = sorted({(found[1] or found[2]) if (found := _SPLIT.match(path.name)) else "" for path in files})

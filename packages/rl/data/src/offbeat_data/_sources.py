@@ -115,7 +115,7 @@ def permutation(num_items: int, *seeds: int) -> npt.NDArray[np.int64]:
 class EpochOrder:
     """Maps a position, counted from the start of the run, to (epoch, item).
 
-    Every epoch serves every item once, in an order of its own. There is no state: to resume, go on counting.
+    Every epoch serves every item once, in an order of its own. There is no state: to resume, continue counting.
 
     Args:
         num_items: items of one epoch, >= 1.
@@ -194,7 +194,7 @@ def _problem(first: int, second: int, sign: str) -> Row:
 
 
 def check_data_paths(config: SourceConfig) -> None:
-    """Refuse paths where nothing is, without reading what is there.
+    """Refuse paths where nothing is, without reading their contents.
 
     Raises:
         DataError: with the path, and what it may be.
@@ -206,7 +206,7 @@ def check_data_paths(config: SourceConfig) -> None:
 
 
 def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
-    """Read what the configuration names; `question` gives what a row asks as JSON data, None when it cannot be told."""
+    """Read what the configuration names; `question` gives what a row asks as JSON data, None when it is unknown."""
     if not config.path:
         raise ConfigError(
             "data.path is empty: name a file, a folder, reasoning-gym:TASK, verifiers:NAME, openenv:URL, "

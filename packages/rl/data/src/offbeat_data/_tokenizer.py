@@ -19,9 +19,9 @@ from offbeat_data._chat_template import MARKS, ChatTemplate
 from offbeat_data._turn_markers import find_markers
 
 _BLOCK = 256
-"""Texts encoded at a time: an encoding holds some hundred bytes a token, of which four are kept."""
+"""Texts encoded at a time: an encoding holds some hundred bytes a token, and four of them are kept."""
 _BREAK: Final = "\ufdd3"
-"""Breaks a control token that is written in words; a Unicode noncharacter, which no text holds."""
+"""Breaks a control token that is written in text; a Unicode noncharacter, which no text holds."""
 _ANY_MARK: Final = re.compile(f"[{MARKS}]")
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -96,7 +96,7 @@ class Tokenizer:
         return self.eos_id if self.eos_id in self.end_ids else min(self.end_ids, default=self.eos_id)
 
     def first_difference(self, other: "Tokenizer") -> str:
-        """Return a text that the two know under different ids, in words; "" where every id means the same to both."""
+        """Return a text that the two know under different ids; "" where every id means the same to both."""
         own, theirs = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
         for text in sorted(own.keys() | theirs.keys(), key=lambda text: own.get(text, -1)):
             if own.get(text) != theirs.get(text):

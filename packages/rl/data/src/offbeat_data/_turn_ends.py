@@ -86,7 +86,7 @@ def find_end(tokenizer: Tokenizer, text: str, start: int, end: int) -> int:
     """Return where a turn of the model ends: behind its end token, where others follow that one.
 
     Some templates close each turn by an end token and the conversation by another (Phi-3's `<|end|>` and eos). Engines
-    stop at the first, so that nobody samples the second.
+    stop at the first, so that the second is never sampled.
 
     Args:
         tokenizer: of the model.
@@ -96,7 +96,7 @@ def find_end(tokenizer: Tokenizer, text: str, start: int, end: int) -> int:
     """
     ends = sorted(filter(None, map(tokenizer.token_text, tokenizer.end_ids)), key=len, reverse=True)
     found = at = end
-    while at > start:  # backwards, each character once: a token may be white space, of which there may be much
+    while at > start:  # backwards, each character once: a token may be white space, and there may be much of it
         token = next((each for each in ends if text.endswith(each, start, at)), "")
         if not token and not text[at - 1].isspace():
             break

@@ -1,7 +1,7 @@
 """Section `environment`: which environment answers the model's turns, and those that come with offbeat.
 
 A verifiers environment drives its own loop and calls a client for each turn of the model. Here that client waits: it
-hands the messages out, and goes on when `step` brings what the model said. So everything the environment does around
+hands the messages out, and continues when `step` brings what the model said. So everything the environment does around
 its turns (set-up, stop conditions, tools, clean-up) is done by its own code.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers, verifiers/legacy: envs/multiturn_env.py (`rollout`),
@@ -75,7 +75,7 @@ class EnvironmentConfig:
 
     @property
     def judges(self) -> bool:
-        """Return whether it says itself what an episode was worth; one of the user's own may, too."""
+        """Return whether it scores an episode itself; one of the user's own may, too."""
         return JUDGES.get(self.name) is True
 
     def check(self, *, has_reward: bool) -> None:
@@ -128,9 +128,9 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
 
 
 def environment_tools(config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Tools that the model is told of in its prompts, as chat templates know them: those of an MCP server.
+    """Tools that are described to the model in its prompts, as chat templates know them: those of an MCP server.
 
-    An OpenEnv server, which nobody starts here, is asked whether it is there.
+    An OpenEnv server, which is not started here, is asked whether it is there.
 
     Raises:
         DataError: the server cannot be started, or is not there.
@@ -165,7 +165,7 @@ TRY_AGAIN: Final = "That is not right. Try again."
 
 
 class ReasoningGymEnvironment:
-    """The model answers; after a wrong answer it is told so, and may try again, `attempts` times in all.
+    """The model answers; after a wrong answer it gets a message, and may try again, `attempts` times in all.
 
     The reward is the score of the last attempt, in [0, 1], with the parts that the reward `reasoning_gym` has. The
     answer is in the last <tag> of a turn, or without a tag the whole turn.
@@ -223,7 +223,7 @@ class VerifiersEnvironment:
             return None
         num_read = len(self._read)
         if messages[:num_read] != self._read or len(messages) < num_read + 2:
-            raise DataError("the environment does not go on from the messages before: only growing ones are supported")
+            raise DataError("the environment does not continue the messages before: only growing ones are supported")
         self._read = messages
         return messages[num_read + 1 :]
 
@@ -241,7 +241,7 @@ class VerifiersEnvironment:
             await asyncio.wait({self._rollout})
 
     async def _next_question(self) -> list[dict[str, Any]] | None:
-        """Return the messages that the model is to go on from; None when the rollout has ended."""
+        """Return the messages that the model is to continue; None when the rollout has ended."""
         assert self._rollout is not None
         question = asyncio.ensure_future(self._turns.questions.get())
         try:

@@ -1,9 +1,9 @@
-"""The interface of an environment: it answers the model's turns, and says in the end what they were worth.
+"""The interface of an environment: it answers the model's turns, and scores them in the end.
 
 Environments are other people's work. A host lets none of them take the others, or the process, with it: a deadline
 holds for work that waits, and for work that never lets go of the thread. `asyncio.timeout` ends what waits. What blocks
 (a loop without an end, a socket without a deadline, `time.sleep`) stops the event loop and every deadline in it; here a
-timer signal breaks into it, and the time it took is given back to everybody who waited meanwhile. That works in the
+timer signal breaks into it, and the time it took is given back to all that waited meanwhile. That works in the
 main thread only, where Python runs signal handlers; elsewhere only waiting is bounded. Code that neither waits nor lets
 Python look at signals cannot be ended but with its process.
 """
@@ -43,11 +43,11 @@ class Environment(Protocol):
             text: without control tokens.
 
         Returns:
-            What it is told, as chat messages such as {"role": "tool", "content": "42"}; None when the episode is over.
+            What it is sent, as chat messages such as {"role": "tool", "content": "42"}; None when the episode is over.
         """
 
     async def reward(self) -> RewardScore | None:
-        """Return what the episode was worth; None leaves its last turn to the `reward` section."""
+        """Return the score of the episode; None leaves its last turn to the `reward` section."""
 
     async def close(self) -> None:
         """Free what the episode holds."""
@@ -116,7 +116,7 @@ class EpisodeHost:
         return await self._call(episode, answer())
 
     async def reward(self, episode: int) -> RewardScore | None:
-        """Return what an episode was worth, as `Environment.reward`. Raises as `reset`."""
+        """Return the score of an episode, as `Environment.reward`. Raises as `reset`."""
 
         async def judge() -> RewardScore | None:
             score = await self._find(episode).reward()
@@ -127,7 +127,7 @@ class EpisodeHost:
         return await self._call(episode, judge())
 
     async def close(self, episode: int) -> None:
-        """End an episode. Nothing is raised: it is over, and what it was worth is known."""
+        """End an episode. Nothing is raised: it is over, and its score is known."""
         environment = self._episodes.pop(episode, None)
         if environment is not None:
             try:
@@ -168,7 +168,7 @@ def _plain(message: Message) -> dict[str, Any]:
 _AGAIN_S: Final = 1.0
 """The timer strikes again after so long, should the work have caught what the first stroke raised."""
 _NOTICED_S: Final = 0.01
-"""Stretches shorter than this hold nobody up."""
+"""Stretches shorter than this delay no other episode."""
 _allowed_s: ContextVar[float] = ContextVar("offbeat_step_deadline_s", default=0.0)
 _waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Timeout]] = WeakKeyDictionary()
 
@@ -233,7 +233,7 @@ def _timer(deadline_s: float, own: asyncio.Timeout | None) -> Iterator[None]:
     is_over = False
 
     def strike(number: int, frame: object) -> None:
-        if not is_over:  # a stroke may be on its way when the timer is taken back
+        if not is_over:  # a stroke may be on its way when the timer is cancelled
             raise StepBlockedError
 
     handler = signal.signal(signal.SIGALRM, strike)

@@ -189,7 +189,7 @@ class EpisodeLimits:
 
     Args:
         max_turns: of the model.
-        max_tokens: after the prompt, said by the model and told to it.
+        max_tokens: after the prompt, said by the model and sent to it.
         max_turn_tokens: of one turn.
     """
 
@@ -240,7 +240,7 @@ async def play_episode(
 
 
 async def _reply(template: TurnTemplate, completion: Completion, messages: Sequence[Message]) -> Reply:
-    """In another thread where there are images to decode: everything waits for this one."""
+    """Return the reply, made in another thread where there are images to decode: everything waits for this one."""
     if not any(is_image(part) for message in messages for part in _parts(message.get("content"))):
         return template.reply(completion, messages)
     return await asyncio.to_thread(template.reply, completion, messages)

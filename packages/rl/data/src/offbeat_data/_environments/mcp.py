@@ -16,7 +16,7 @@ from offbeat_data._images import image_part
 from offbeat_data._prompts import Prompt
 
 DESCRIBE_TIMEOUT_S: Final = 60.0
-"""For a server to start and to name its tools before a run begins."""
+"""Limit for a server to start and to name its tools before a run begins."""
 
 
 def import_mcp() -> Any:
@@ -85,11 +85,11 @@ class McpServer:
             async with mcp.Client(mcp.stdio_client(server)) as client:
                 self._client.set_result(client)
                 await self._over.wait()
-        except Exception as error:  # noqa: BLE001  whoever waits for it hears why
-            told = DataError(f"the MCP server {' '.join(self._command)} is gone: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  what waits for it gets the reason
+            failure = DataError(f"the MCP server {' '.join(self._command)} is gone: {type(error).__name__}: {error}")
             if not self._client.done():
-                self._client.set_exception(told)
-                self._client.exception()  # nobody may be waiting
+                self._client.set_exception(failure)
+                self._client.exception()  # retrieved here, as nothing may be waiting
 
 
 class McpEnvironment(ToolEnvironment):
@@ -183,12 +183,12 @@ def _described(tool: Any) -> dict[str, Any]:
 
 
 def _text(blocks: Sequence[Any]) -> str:
-    """Return a result in words; what is no text is named."""
+    """Return a result as text; what is no text is named."""
     return "\n".join(str(block.text) if block.type == "text" else f"[{block.type}]" for block in blocks)
 
 
 def _parts(blocks: Sequence[Any]) -> str | list[dict[str, Any]]:
-    """Return a result with its images, as parts of a chat message; without any, in words."""
+    """Return a result with its images, as parts of a chat message; without any, as text."""
     if not any(block.type == "image" for block in blocks):
         return _text(blocks)
     return [

@@ -25,22 +25,22 @@ from offbeat_data._scoring.rewards import RewardScore
 class OpenEnvEnvironment:
     """One episode in a session of its own on an OpenEnv server, which gives the reward.
 
-    OpenEnv's reward is that of the last action, as Gymnasium's is, so an episode is worth the sum over its steps.
+    OpenEnv's reward is that of the last action, as Gymnasium's is, so an episode's reward is the sum over its steps.
     Environments whose every step says how the episode stands so far want reward = "last".
 
     An action that cannot be read, or that the server finds of another form than its own, is the model's to mend: it is
-    told what is wrong, and the server's episode stays where it was.
+    sent the error, and the server's episode stays where it was.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
         action_field: field of the action that takes the model's words; empty: the words are the action, a JSON object.
         action: further fields, the same in every action.
         tag: the words are those in the last <tag> of a turn; empty: the whole turn.
-        observation_field: what the model is told of an observation, such as `message`, or `metadata.hint` for a part of
-            a field; empty: all of it as JSON.
+        observation_field: the part of an observation that the model is sent, such as `message`, or `metadata.hint` for
+            a part of a field; empty: all of it as JSON.
         image_field: field of an observation with an image that the model is shown after that: a file in base64, alone
             or in an address data:image/...;base64,...; nothing is shown where it is null or empty.
-        role: of the messages that tell it.
+        role: of these messages.
         reward: "sum" or "last".
         token_env: environment variable with the token that the server asks for.
 
@@ -93,7 +93,7 @@ class OpenEnvEnvironment:
         if not isinstance(kept, Mapping) or not isinstance(kept.get("reset", {}), Mapping):
             raise DataError(f"the column {OPENENV} holds an object of reset, the arguments of it; got {kept!r:.80}")
         began = await self._session.begin(kept.get("reset", {}))
-        if "begins" in kept and (first := began.told(kept["observation_field"])) != kept["begins"]:
+        if "begins" in kept and (first := began.text_of(kept["observation_field"])) != kept["begins"]:
             raise DataError(
                 f"the server begins with {first!r:.80}, and the prompt that was drawn of it is {kept['begins']!r:.80}: "
                 f"the same arguments {kept['reset']} must give the same task"
@@ -136,8 +136,8 @@ class OpenEnvEnvironment:
         return {**self._action, **found}
 
     def _notify(self, result: StepResult) -> list[Message]:
-        words = result.told(self._observation_field)
-        image = result.told(self._image_field) if self._image_field else ""
+        words = result.text_of(self._observation_field)
+        image = result.text_of(self._image_field) if self._image_field else ""
         if not image:
             return [{"role": self._role, "content": words}]
         kind, _, data = image.removeprefix("data:").rpartition(";base64,")

@@ -1,4 +1,4 @@
-"""Tools that a model calls in its text: read its calls, run them, tell it what they gave; and a calculator.
+"""Tools that a model calls in its text: read its calls, run them, send it their results; and a calculator.
 
 Source of the call format: Qwen3's and Hermes' chat templates, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 """
@@ -70,10 +70,10 @@ def _read_call(found: str) -> ToolCall:
 class ToolEnvironment:
     """The model may call tools; its first turn without a call is its answer, which the `reward` section scores.
 
-    What is wrong with a call, or goes wrong in it, is told to the model.
+    What is wrong with a call, or goes wrong in it, is reported to the model.
 
     Args:
-        tools: functions by name, async or not, called with the arguments by name. What they return is told as text; but
+        tools: functions by name, async or not, called with the arguments by name. What they return is sent as text; but
             a list of parts of a chat message, some of them images ({"type": "image_url", ...}), is shown as it is.
         read_calls: finds the calls in a turn.
     """

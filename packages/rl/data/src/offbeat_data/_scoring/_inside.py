@@ -8,7 +8,7 @@ import sys
 
 
 def take_limits(limits: dict[str, int]) -> None:
-    """Set what a program may use, for good: the hard limit is the same, and nobody without rights raises it.
+    """Set what a program may use, for good: the hard limit is the same, and no process without rights raises it.
 
     Bubblewrap's own process in the sandbox gets the same: a program of the same user can write to its memory.
     """
@@ -28,14 +28,14 @@ def take_limits(limits: dict[str, int]) -> None:
 
 
 def give_rights_away(uid: int) -> None:
-    """Become a user that nobody else is: rights of root end with it, and processes are counted for it alone."""
+    """Become a user that no other process has: rights of root end with it, and processes are counted for it alone."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def hand_out_measures(meter: int) -> None:
-    """Send this sandbox's /proc and /tmp to whoever measures them."""
+    """Send this sandbox's /proc and /tmp to the process that measures them."""
     import _socket  # socket itself takes as long to load as a short program runs
 
     folders = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in ("/proc", "/tmp")]

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 MESSAGE_BYTES = 1 << 24
-"""Of one message: so much the process with the tests holds of what a program says."""
+"""Limit of one message: the most that the process with the tests holds of what a program says."""
 _DEPTH = 100
-"""Of containers in containers; what holds itself is deeper."""
+"""Limit of containers in containers; what holds itself is deeper."""
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool)}

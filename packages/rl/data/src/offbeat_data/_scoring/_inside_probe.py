@@ -23,11 +23,11 @@ CALLS = {
     "shmget": ("it may hold System V shared memory", (0, 4096, 0o600)),
     "mq_open": ("it may call mq_open, which makes POSIX message queues", (0, 0, 0, 0)),
     "memfd_create": ("it may hold files in memory outside of /tmp", (b"probe", 0)),
-    "mmap": ("it may share memory that is in nobody's (MAP_SHARED, MAP_ANONYMOUS)", (0, 4096, 3, 0x21, -1, 0)),
+    "mmap": ("it may share memory that counts for no process (MAP_SHARED, MAP_ANONYMOUS)", (0, 4096, 3, 0x21, -1, 0)),
     "bpf": ("it may call bpf", (0, 0, 0)),
     "keyctl": ("it may use the kernel's keys", (0, -3, 0)),
     "io_uring_setup": ("it may use io_uring", (1, 0)),
-    "prctl": ("it may outlive who scores it (PR_SET_PDEATHSIG)", (1, 0)),
+    "prctl": ("it may outlive its scorer (PR_SET_PDEATHSIG)", (1, 0)),
     "ptrace": ("it may trace processes", (0, 0, 0, 0)),
     "process_vm_readv": ("it may read memory of other processes", (0, 0, 0, 0, 0, 0)),
     "userfaultfd": ("it may call userfaultfd", (0,)),
@@ -37,7 +37,7 @@ DENIED = (errno.EPERM, errno.ENOSYS)
 
 
 def findings() -> Iterator[str]:
-    """Everything that does not hold, in words."""
+    """Yield a text for everything that does not hold."""
     if os.getpid() >= 10:
         yield "it sees processes of others"
     if os.getuid() == 0:
@@ -48,7 +48,7 @@ def findings() -> Iterator[str]:
     yield from system_calls(json.load(sys.stdin))
     try:
         os.close(os.open("/dev/zero", os.O_RDWR))
-        yield "it opens /dev/zero, by which memory may be shared that is in nobody's"
+        yield "it opens /dev/zero, by which memory may be shared that counts for no process"
     except OSError:
         pass
     for path in ("/written", "/usr/written", "/dev/written"):

@@ -41,7 +41,7 @@ _OWN.update(dict.fromkeys(("math", "cmath", "operator", "itertools", "functools"
 _OWN.update({"copy": "", "numpy": "", "np": ""})
 """Names that tests judge with and that programs import for them: a name and its module, or a module itself."""
 _SHOWN = ("__array__", "__dict__", "__doc__", "__module__", "__name__", "__qualname__", "__wrapped__")
-"""Of names in two underscores those that tests see of an object of the program, besides its special methods."""
+"""Names in two underscores that tests see of an object of the program, besides its special methods."""
 _WHY_LENGTH = 300
 
 
@@ -133,7 +133,7 @@ class Runner(Link):
     """Asks a program.
 
     Attributes:
-        refused: what tests have asked for and did not get, in words.
+        refused: what tests have asked for and did not get, as text.
         num_failed: assertions that failed in functions of the tests while the program called them.
         is_gone: it cannot be asked any longer.
         expects_stop: the test that runs names StopIteration, and so may get it from any call.
@@ -261,7 +261,7 @@ class Runner(Link):
         raise result
 
     def _global(self, data: Any) -> Any:
-        is_module = type(data) is list and data[0] == "module"  # of which this process has its own
+        is_module = type(data) is list and data[0] == "module"  # this process has its own
         return importlib.import_module(data[1]) if is_module else self._decode(data)
 
     def _decode(self, data: Any) -> Any:
@@ -417,8 +417,8 @@ def main(descriptor: int | None, source: str) -> None:
         process, descriptor = _start_program(source)
     key = bytes.fromhex(given["key"])
     for result in run(descriptor, given["setup"], given["tests"], given["names"]):
-        told = json.dumps(result)
-        os.write(out, f"\n{told} {hashlib.blake2b(told.encode(), key=key).hexdigest()}\n".encode())
+        line = json.dumps(result)
+        os.write(out, f"\n{line} {hashlib.blake2b(line.encode(), key=key).hexdigest()}\n".encode())
     if process:
         process.kill()
     os._exit(0)

@@ -45,7 +45,7 @@ def numbers_match(number: Decimal, reference: Decimal, tolerance: float) -> bool
 
 
 def last_in_tag(text: str, tag: str) -> str | None:
-    """Return what stands between the last <tag> and the </tag> after it."""
+    """Return the text between the last <tag> and the </tag> after it."""
     texts = [found for found, _, _ in between(text, f"<{tag}>", f"</{tag}>")]
     return texts[-1].strip() if texts else None
 
@@ -72,7 +72,7 @@ def last_match(text: str, pattern: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what stands in the last \\boxed{...}, inner braces matched."""
+    """Return the text in the last \\boxed{...}, inner braces matched."""
     start = text.rfind("\\boxed{")
     depth = 0
     for at in range(start + 6, len(text)) if start >= 0 else ():
@@ -113,7 +113,7 @@ def as_latex(text: str) -> str:
 
 
 def without_units(text: str) -> str:
-    """Without squares and cubes of units of length: 9 of `9 \\mathrm{m}^2`, where `m^2` would be a variable's."""
+    """Remove squares and cubes of units of length: 9 of `9 \\mathrm{m}^2`, where `m^2` would be a variable's."""
     return _POWER_OF_UNIT.sub(r"\1", text)
 
 

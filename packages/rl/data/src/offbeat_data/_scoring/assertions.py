@@ -30,7 +30,7 @@ class Verdict:
     Args:
         held: of each, whether it holds.
         refused: how many asked for what the process with the tests refuses; they count as not held.
-        why: the first of these, in words.
+        why: text on the first of these.
     """
 
     held: Sequence[bool]

@@ -61,12 +61,12 @@ class CodeScorer:
     """Scores completions by tests.
 
     Attributes:
-        note: how programs are run, in words.
+        note: text on how programs are run.
     """
 
     def __init__(self, config: RewardConfig, options: CodeOptions, sandbox: Sandbox, note: str) -> None:
         self._config, self._options, self._sandbox, self.note = config, options, sandbox, note
-        self._has_told = False
+        self._has_logged = False
 
     def score(self, prompt: Prompt, written: Sequence[CompletionText]) -> list[RewardValue]:
         """Return the share of tests that pass, or whether all do.
@@ -97,8 +97,8 @@ class CodeScorer:
 
     def _notify(self, verdict: Verdict) -> None:
         """Log the first refusal: what is refused often is a data set that cannot be judged so."""
-        if verdict.why and not self._has_told:
-            self._has_told = True
+        if verdict.why and not self._has_logged:
+            self._has_logged = True
             why = printable(verdict.why)  # names of the program are in it
             _log.warning("reward code: %s; it counts as not held (reward/code/refused; docs/rewards.md)", why)
 

@@ -120,7 +120,7 @@ def _statements(text: str) -> list[ast.stmt]:
 def names_used(texts: Sequence[str]) -> list[str]:
     """Find the names that tests use as code, sorted: what of a program they may ask for.
 
-    The program is told them, so words of other texts and of comments are not among them: expected results are there.
+    The program is sent them, so words of other texts and of comments are not among them: expected results are there.
     """
     names = set[str]()
     for text in texts:

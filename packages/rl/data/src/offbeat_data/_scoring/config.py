@@ -83,7 +83,7 @@ class RewardConfig:
     on_error: str = setting(
         "drop",
         "A completion that cannot be scored (a function raised, ended its process, or returned no finite number) is "
-        "left out of its group, or worth 0, or ends the run. It is counted; the first tracebacks are kept.",
+        "left out of its group, or scored 0, or ends the run. It is counted; the first tracebacks are kept.",
         choices=("drop", "zero", "fail"),
     )
     max_error_share: float = setting(

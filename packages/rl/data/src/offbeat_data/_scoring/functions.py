@@ -152,7 +152,7 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
 
 
 _OTHERS: Final = frozenset({"prompts", "ground_truth", "data_source", "extra_info", "labels"})
-"""Names of which none is one of offbeat's own, and none tells whose it is."""
+"""Names that are not offbeat's own, and that several libraries share."""
 
 
 class RewardFunction:
@@ -160,7 +160,7 @@ class RewardFunction:
 
     Attributes:
         signature: how it is called.
-        note: the same in words, and whether that was told or found.
+        note: the same as text, and whether that was set or found.
         waits: it is a coroutine function.
 
     Raises:
@@ -173,8 +173,8 @@ class RewardFunction:
         self._parameters = _parameters_of(self._function)
         kind = self._kind(config.signature)
         self.signature = SIGNATURES[kind]
-        told = "as reward.signature says" if config.signature != "auto" else "by the names of its parameters"
-        self.note = f"{name}: called as {self.signature.words}, {told}"
+        origin = "as reward.signature says" if config.signature != "auto" else "by the names of its parameters"
+        self.note = f"{name}: called as {self.signature.words}, {origin}"
         self.waits = _is_coroutine(self._function)
         self._check_bound()
 
@@ -229,8 +229,8 @@ class RewardFunction:
         if len(found) > 1 or (not found and names & _OTHERS):
             fit = " and ".join(found) or "none"
             raise ConfigError(
-                f"reward {self._name}: its parameters {', '.join(self._parameters)} do not tell who it was written for "
-                f"(it could be {fit}): set reward.signature to offbeat, verl, trl or openrlhf"
+                f"reward {self._name}: its parameters {', '.join(self._parameters)} do not show what it was written "
+                f"for (it could be {fit}): set reward.signature to offbeat, verl, trl or openrlhf"
             )
         return found[0] if found else "offbeat"
 
@@ -252,7 +252,7 @@ class RewardFunction:
                 f"reward {self._name} cannot be called as {self.signature.words}: {error}; set reward.signature to "
                 "what it was written for, or give what is missing in reward.function_options"
             ) from error
-        except ValueError:  # a function of C, which does not tell
+        except ValueError:  # a function of C, which has no signature
             return
 
 

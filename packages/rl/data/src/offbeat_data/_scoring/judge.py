@@ -41,7 +41,7 @@ class JudgeOptions:
         r"(?i)score:\s*(?:\*+\s*)?(-?\d+(?:\.\d+)?(?:/\d+)?)",
         "Regular expression; the first group of its last match in the reply is the score.",
     )
-    scores: dict[str, float] = setting({}, "What words are worth where the score is no number, such as {yes = 1}.")
+    scores: dict[str, float] = setting({}, "Scores of words, where the reply's score is no number, such as {yes = 1}.")
     divide_by: float = setting(10.0, "The number that was found is divided by this.", gt=0)
     lowest: float = setting(0.0, "Of the result; what is below becomes this.")
     highest: float = setting(1.0, "Of the result; what is above becomes this.")
@@ -125,7 +125,7 @@ class Judge:
 
     def _value(self, text: str) -> float | None:
         options = self._options
-        words = {word.casefold(): worth for word, worth in options.scores.items()}
+        words = {word.casefold(): score for word, score in options.scores.items()}
         if text.casefold() in words:
             return float(words[text.casefold()])
         number = to_number(text)
@@ -153,12 +153,12 @@ class Judge:
             raise ConfigError("reward.judge.template must contain {completion}: the judge would not see what it judges")
         if options.lowest >= options.highest:
             raise ConfigError("reward.judge.lowest must be below reward.judge.highest")
-        if not all(isinstance(worth, int | float) for worth in options.scores.values()):
+        if not all(isinstance(score, int | float) for score in options.scores.values()):
             raise ConfigError("reward.judge.scores must be numbers by word, such as {yes = 1, no = 0}")
 
 
 def _as_text(question: str | list[dict[str, Any]]) -> str:
-    """Return what was asked, in words: of chat messages, those that the model was to answer."""
+    """Return what was asked, as text: of chat messages, those that the model was to answer."""
     if isinstance(question, str):
         return question
     said = [(str(each.get("role", "")), _content(each.get("content"))) for each in question]

@@ -20,7 +20,7 @@ from offbeat_core import BackendError, ConfigError
 from offbeat_data._scoring.functions import RewardError
 
 deadline: ContextVar[asyncio.Timeout | None] = ContextVar("offbeat_reward_deadline", default=None)
-"""Of the completion that is being scored: whoever scores sets it, and a wait for the rate limit moves it."""
+"""Deadline of the completion that is being scored: the scorer sets it, and a wait for the rate limit moves it."""
 
 _AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
 _LONGEST_BACKOFF_S: Final = 30.0
@@ -283,15 +283,15 @@ def _read_reply(answer: _Answer, num_retries: int) -> JudgeReply:
 
 
 def _count(value: Any) -> float:
-    """Return the number of tokens that an endpoint tells; 0 for anything else, which is no reason to lose the reply."""
+    """Return the number of tokens that an endpoint reports; 0 for anything else: no reason to lose the reply."""
     is_count = isinstance(value, int | float) and 0 <= value < 1 << 53
     return float(value) if is_count else 0.0
 
 
-def _retry_after_s(told: str) -> float | None:
+def _retry_after_s(header: str) -> float | None:
     """Return what the header Retry-After asks for, in seconds; None where it gives no number."""
     try:
-        seconds = float(told)
+        seconds = float(header)
     except ValueError:
         return None
     return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_BACKOFF_S)

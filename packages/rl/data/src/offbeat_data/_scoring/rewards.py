@@ -1,4 +1,4 @@
-"""Rewards by name: what a completion is worth, as a weighted sum."""
+"""Rewards by name: the score of a completion, as a weighted sum."""
 
 import asyncio
 import difflib
@@ -28,7 +28,7 @@ from offbeat_data._scoring.judge import Judge
 from offbeat_data._scoring.judge_client import deadline
 
 OfOne = Callable[[Prompt, str], float | None]
-"""What a completion is worth; None when its judge raised on what the model wrote."""
+"""The score of a completion; None when its judge raised on what the model wrote."""
 
 Asked = list[RewardValue] | Awaitable[list[RewardValue]]
 
@@ -59,7 +59,7 @@ class Scorer:
         waits: it holds no thread while it waits: many may be under way at once.
         is_group: it gets all completions of a prompt in one call; else it gets one.
         may_split: of a group: it may as well get some of them, because it does not compare.
-        note: how it is called, in words; empty for what needs none.
+        note: text on how it is called; empty for what needs none.
     """
 
     ask: Callable[[Prompt, Sequence[CompletionText]], Asked]
@@ -82,7 +82,7 @@ class Reward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """Names of all rewards."""
         return tuple(self._scorers)
 
     @property
@@ -102,7 +102,7 @@ class Reward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return how functions are called, in words."""
+        """Return texts on how functions are called."""
         return tuple(scorer.note for scorer in self._scorers.values() if scorer.note)
 
     def score(self, prompt: Prompt, completion: str, ids: Sequence[int] = ()) -> RewardScore:
@@ -123,7 +123,7 @@ class Reward:
         for name in self._scorers if names is None else names:
             asked = self._asked(name, prompt, written)
             answers = [self._run(each) if inspect.isawaitable(each) else each for each in asked]
-            found[name] = [worth for answer in answers for worth in answer]
+            found[name] = [score for answer in answers for score in answer]
         return self._sums(found, len(written))
 
     async def await_group(
@@ -138,7 +138,7 @@ class Reward:
         async def one(name: str) -> list[RewardValue]:
             asked = self._asked(name, prompt, written)
             answers = await asyncio.gather(*(each for each in asked if inspect.isawaitable(each)))
-            return [worth for answer in answers for worth in answer]
+            return [score for answer in answers for score in answer]
 
         async with asyncio.timeout(timeout_s) as scope:
             deadline.set(scope)
@@ -146,7 +146,7 @@ class Reward:
         return self._sums(dict(zip(names, found, strict=True)), len(written))
 
     def _asked(self, name: str, prompt: Prompt, written: Sequence[CompletionText]) -> Iterator[Asked]:
-        """One call for all, or one for each; the next is made when the last has been looked at."""
+        """Yield one call for all, or one for each; the next is made when the last has been read."""
         scorer = self._scorers[name]
         for part in [written] if scorer.is_group else [[each] for each in written]:
             yield scorer.ask(prompt, part)
@@ -157,18 +157,18 @@ class Reward:
         return self._runner.run(_awaited(work))
 
     def _sums(self, found: Mapping[str, list[RewardValue]], count: int) -> list[RewardScore]:
-        return [self._sum({name: worths[at] for name, worths in found.items()}) for at in range(count)]
+        return [self._sum({name: values[at] for name, values in found.items()}) for at in range(count)]
 
-    def _sum(self, worths: Mapping[str, RewardValue]) -> RewardScore:
-        parts = {name: worth.value or 0.0 for name, worth in worths.items()}
+    def _sum(self, values: Mapping[str, RewardValue]) -> RewardScore:
+        parts = {name: score.value or 0.0 for name, score in values.items()}
         value = sum(self._weights[name] * part for name, part in parts.items())
         costs: dict[str, float] = {}
-        for name, worth in worths.items():
-            parts.update({f"{name}/{key}": extra for key, extra in worth.extras.items()})
-            for key, cost in worth.costs.items():
+        for name, score in values.items():
+            parts.update({f"{name}/{key}": extra for key, extra in score.extras.items()})
+            for key, cost in score.costs.items():
                 costs[key] = costs.get(key, 0.0) + cost
-        if "reasoning_gym" in worths:
-            parts["unreadable"] = float(worths["reasoning_gym"].value is None)
+        if "reasoning_gym" in values:
+            parts["unreadable"] = float(values["reasoning_gym"].value is None)
         return RewardScore(value=value, parts=parts, costs=costs)
 
 
@@ -283,7 +283,7 @@ def _number_match(config: RewardConfig) -> OfOne:
 def _math_verify(config: RewardConfig) -> OfOne:
     """Equality of mathematical expressions.
 
-    math-verify's own timeouts use signals and raise off the main thread, so they are off; whoever calls has the
+    math-verify's own timeouts use signals and raise off the main thread, so they are off; the caller has the
     deadline. A reference that is no expression to it is compared as text. Units of an answer are left out, unless the
     reference has letters of its own.
     """

@@ -1,4 +1,4 @@
-"""Runs a program that nobody trusts: in namespaces of its own by bubblewrap, with limits on all that it could use up.
+"""Runs an untrusted program: in namespaces of its own by bubblewrap, with limits on all that it could use up.
 
 What isolates is Linux: a user, process, network, IPC and mount namespace, no way to gain rights (no_new_privs), a
 filter of system calls (`seccomp.py`), and resource limits. Bubblewrap sets them up. When the first process of a process
@@ -41,7 +41,7 @@ _PROBE_PROCESSES: Final = 4
 _PROBE_BYTES: Final = 3 << 25
 """Three processes of `_FILLING_MEMORY` have more, and one has not."""
 _TESTS_OUTPUT_BYTES: Final = 1 << 24
-"""Of the verdict on a program's assertions: about 150 bytes for each, and 4,000 at most."""
+"""Limit of the verdict on a program's assertions: about 150 bytes for each, and 4,000 at most."""
 _FIRST_UID: Final = 0x70000000
 _ADVICE: Final = (
     "Needed is bubblewrap 0.8 or newer (bwrap --version). Run scorers where the kernel grants it this (namespaces, a "
@@ -149,33 +149,33 @@ class BubblewrapSandbox:
             rights = ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
         own = ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--setenv", "HOME", "/tmp"]
         view = [*_system_view(), *(word for folder in limits.packages for word in _readable(os.path.realpath(folder)))]
-        # /dev/zero would be shared memory that counts for nobody (seccomp.py); bound so, no device can be opened.
+        # /dev/zero would be shared memory that counts for no process (seccomp.py); bound so, no device can be opened.
         places = ["--proc", "/proc", "--dev", "/dev", "--ro-bind", "/dev/null", "/dev/zero", "--remount-ro", "/dev"]
         places += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
         return [self._program, *spaces, *rights, *own, *view, *places]
 
     def _try_out(self) -> None:
-        """Try what is promised: programs that tell how far they get."""
+        """Try what is promised: programs that report how far they get."""
         small = ProgramLimits(timeout_s=_PROBE_S, processes=_PROBE_PROCESSES, packages=self._limits.packages)
         numbers = ARCHITECTURES[platform.machine()].numbers if self._filter else {}
         run = BubblewrapSandbox(small, is_tried=True).run(_PROBE.read_text(), json.dumps(numbers))
         if run.ended != "exited" or run.stdout != "isolated\n":
-            told = (run.stdout + run.stderr).strip()[-1000:] or f"it ended with {run.code}"
-            raise BackendError(f"bubblewrap is there, and on this machine it does not isolate: {told}. {_ADVICE}")
+            output = (run.stdout + run.stderr).strip()[-1000:] or f"it ended with {run.code}"
+            raise BackendError(f"bubblewrap is there, and on this machine it does not isolate: {output}. {_ADVICE}")
         together = BubblewrapSandbox(replace(small, processes=8, memory_bytes=_PROBE_BYTES), is_tried=True)
         for program, what in ((_FILLING_MEMORY, "memory of all processes together"), (_FILLING_TMP, "number of files")):
             if (run := together.run(program, "")).ended != "used_too_much":
-                told = f"{run.ended} {run.stderr.strip()[-400:]}".strip()
+                output = f"{run.ended} {run.stderr.strip()[-400:]}".strip()
                 raise BackendError(
-                    f"bubblewrap is there, and on this machine the {what} has no limit: it {told}. {_ADVICE}"
+                    f"bubblewrap is there, and on this machine the {what} has no limit: it {output}. {_ADVICE}"
                 )
 
 
 def _begun(run: ProgramRun, meters: Sequence[Meter]) -> ProgramRun:
     """Return the run, if its programs have come to run: one that has not is not a program that fails."""
     if run.ended == "exited" and not all(meter.has_begun for meter in meters):
-        told = run.stderr.strip()[-400:] or f"it ended with {run.code}"
-        raise BackendError(f"bubblewrap is there, and a sandbox does not start on this machine: {told}. {_ADVICE}")
+        output = run.stderr.strip()[-400:] or f"it ended with {run.code}"
+        raise BackendError(f"bubblewrap is there, and a sandbox does not start on this machine: {output}. {_ADVICE}")
     return run
 
 
@@ -249,7 +249,7 @@ held = bytearray(40 << 20)
 held[::4096] = b"x" * len(held[::4096])
 time.sleep(20)
 """
-"""Four processes of 40 MiB, each of which may have more."""
+"""Four processes of 40 MiB; each may have more."""
 _FILLING_TMP: Final = """
 import os, time
 for number in range(17000):

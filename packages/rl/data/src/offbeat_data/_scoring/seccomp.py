@@ -17,7 +17,7 @@ from offbeat_core import BackendError
 
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, 16
-"""In the kernel's struct seccomp_data."""
+"""Offsets in the kernel's struct seccomp_data."""
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NEW_NAMESPACES: Final = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
@@ -25,11 +25,11 @@ _FAMILIES: Final = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: others, such as AF_VSOCK, are not bounded by a network namespace, or are much code."""
 _OPTIONS: Final = (1, 4)
 """PR_SET_PDEATHSIG: by this signal, bubblewrap's process in a sandbox ends with the one outside. Without root a program
-can write to its memory, and would have it go on. PR_SET_DUMPABLE: a program that is not dumpable hides what it shares,
+can write to its memory, and would keep it alive. PR_SET_DUMPABLE: a program that is not dumpable hides what it shares,
 and so what it uses."""
 _SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
 """Flags of mmap. Memory that is shared and of no file is a file of the kernel's: it stays whole as long as one page of
-it is mapped, and is in nobody's resident memory once its pages are let go (MADV_DONTNEED). Huge pages never are."""
+it is mapped, and is in no process's resident memory once its pages are let go (MADV_DONTNEED). Huge pages never are."""
 _FLAGS_OF_MMAP: Final = 3
 """Which of its arguments they are."""
 _X32_BIT: Final = 0x40000000

@@ -1,4 +1,4 @@
-"""Starts a program that nobody trusts, reads what it prints, and ends it at its limits.
+"""Starts an untrusted program, reads what it prints, and ends it at its limits.
 
 What the kernel bounds for each process alone is looked at for all of them together, every 50 ms: memory and the number
 of files. A sandbox hands out its own /proc and /tmp for that, before it runs anything (`_inside.py`).
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import IO, Any, Final
 
 _ENDING_S: Final = 10.0
-"""For the kernel to end the processes of a namespace whose first one was killed."""
+"""Limit for the kernel to end the processes of a namespace whose first one was killed."""
 _POLL_S: Final = 0.05
 """Between two looks at the memory of all processes: what they can fill in it is what they can be over their limit."""
 _MAX_FILES: Final = 1 << 14
-"""In /tmp: each costs about 1 KiB of the kernel's memory, which `disk_bytes` does not count."""
+"""Limit of files in /tmp: each costs about 1 KiB of the kernel's memory, which `disk_bytes` does not count."""
 _SOCKET_BYTES: Final = 416 << 10
-"""That the kernel may hold for a socket: twice net.core.wmem_max, as Linux has it."""
+"""Bytes that the kernel may hold for a socket: twice net.core.wmem_max, as Linux has it."""
 _TCP_BYTES: Final = 10 << 20
 """The same for one of TCP, whose buffers grow: the most of net.ipv4.tcp_rmem and tcp_wmem, as Linux has them."""
 _READ_BYTES: Final = 1 << 16
