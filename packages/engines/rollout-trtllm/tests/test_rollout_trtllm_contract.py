@@ -17,7 +17,7 @@ from offbeat_rollout_trtllm._options import TrtllmOptions
 from offbeat_rollout_trtllm._requests import to_engine_params
 
 FOLDER = Path(__file__).parent / "recorded"
-# One record for each series of the table; the newest is the one that drift is told against.
+# One record for each series of the table; the newest is the one that drift is measured against.
 RECORDS = {path.stem.removeprefix("tensorrt-llm-"): path for path in sorted(FOLDER.glob("tensorrt-llm-*.json"))}
 RECORD = json.loads(RECORDS["1.2"].read_text())
 
@@ -116,11 +116,11 @@ def test_a_newer_record_with_other_tags_or_parameters_is_told_apart():
     release = files["tensorrt_llm/_torch/async_llm.py"]["symbols"]["AsyncLLM"]["methods"]["release"]
     release["parameters"] = [each for each in release["parameters"] if each["name"] != "tags"]
     del files["tensorrt_llm/serve/openai_server.py"]["symbols"]["OpenAIServer"]["routes"]["POST /update_weights"]
-    told = "\n".join(compare(RECORD, newer))
+    differences = "\n".join(compare(RECORD, newer))
     for line in (
         "field MODEL_ENGINE_MAIN is gone",
         "AsyncLLM.release: parameter tags is gone",
         "route POST /update_weights",
     ):
-        assert line in told
+        assert line in differences
     assert compare(RECORD, RECORD) == []

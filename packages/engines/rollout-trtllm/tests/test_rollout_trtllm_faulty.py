@@ -26,9 +26,9 @@ def test_a_replica_whose_leader_alone_was_asked_is_named(start_engine, tmp_path,
     ((_, seen),) = run_faults([run])
     assert seen.verdict is not None, seen.outputs
     text, kind = seen.verdict["text"], seen.verdict["kind"]
-    # Leaders wait in the second gather, the others have gone on to the barrier.
+    # Leaders wait in the second gather, the others have proceeded to the barrier.
     assert f"{SCRIPT.name}:{line_of('missing')}" in text, text
-    if kind == "dead-peer":  # now and then gloo ends a process that hears of the other call first
+    if kind == "dead-peer":  # now and then gloo ends a process that gets the other call's message first
         assert "gloo aborts a process" in text, text
         return
     assert kind in {"different-op", "missing-member", "different-order"}, text

@@ -1,4 +1,4 @@
-"""The recording tool: what it reads out of source, and what it tells of two records."""
+"""The recording tool: what it reads out of source, and how it compares two records."""
 
 import json
 import subprocess
@@ -85,7 +85,7 @@ def test_what_is_not_there_is_named_all_at_once(sources):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         ("size: int = 3", "size: int = 4", "size was 3 by default, and is 4"),
         ("    size: int = 3\n", "", "field size is gone"),
@@ -101,16 +101,16 @@ def test_what_is_not_there_is_named_all_at_once(sources):
         ("size: int = 3", "size: int = 3\n    extra: int = 1", None),
     ],
 )
-def test_a_change_is_told_if_a_caller_would_stumble_over_it(sources, before, after, told):
+def test_a_change_is_told_if_a_caller_would_stumble_over_it(sources, before, after, message):
     symbols = ("LEVEL", "fallback", "Params", "Server")
     old = recorded(sources, *symbols)
     file = sources / "engine" / "api.py"
     assert before in SOURCE
     file.write_text(SOURCE.replace(before, after))
-    remaining = [name for name in symbols if f"{name} is gone" != told]
+    remaining = [name for name in symbols if f"{name} is gone" != message]
     new = recorded(sources, *remaining)
     changes = "\n".join(compare(old, new))
-    assert (told in changes) if told else not changes
+    assert (message in changes) if message else not changes
 
 
 def test_the_command_records_and_compares(sources, tmp_path):

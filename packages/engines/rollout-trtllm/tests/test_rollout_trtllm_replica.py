@@ -37,7 +37,7 @@ def build(mesh, address, folder, *, has_vision=True, plan=PLAN, call_s=10.0, dea
 
 
 def set_own_faults(mesh, address, **faults):
-    """Of this rank's replica, before anybody goes on."""
+    """Set the faults of this rank's replica, before any rank continues."""
     if mesh.group_except("dp").rank == 0:
         set_faults(address, **faults)
     mesh.group_except("dp").barrier()
@@ -166,7 +166,7 @@ def test_two_ranks_on_one_device_are_refused(mesh, replicas, tmp_path):
 
 
 @pytest.mark.mesh(dp=1, tp=2, compare=False)
-def test_ranks_with_different_plans_or_versions_are_told_apart_before_anybody_waits(mesh, replicas, tmp_path):
+def test_ranks_with_different_plans_or_versions_are_told_apart_before_any_rank_waits(mesh, replicas, tmp_path):
     other = BucketPlan.build(describe_tensors(weights()), 128 if mesh.rank else BUCKET_BYTES)
     with pytest.raises(MismatchError, match="policy version and plan"):
         build(mesh, replicas[0], tmp_path, plan=other).send(weights(), version=1)

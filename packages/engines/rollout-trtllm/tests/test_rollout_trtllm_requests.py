@@ -67,7 +67,7 @@ async def test_an_engine_is_busy_as_long_as_all_of_its_samples_took(monkeypatch)
 
 
 def test_the_first_samples_of_all_are_being_decoded_from_their_second_token_on():
-    """Until then the engine may get its kernels ready: whoever watches for tokens would take it for a stuck one."""
+    """Until then the engine may get its kernels ready: a watcher of tokens would take it for a stuck one."""
     flight = InFlight()
     flight.note_tokens("a/0", 1)
     flight.note_tokens("a/1", 1)

@@ -1,4 +1,4 @@
-"""The server form: who may call it, and what it says when it cannot start."""
+"""The server form: which clients may call it, and what it says when it cannot start."""
 
 import asyncio
 import subprocess
@@ -15,7 +15,7 @@ from offbeat_rollout_trtllm.serve import serve
 CONFIG = RolloutEngineConfig(model_path="no-model")
 
 
-def test_with_a_token_nobody_else_is_served(start_engine, tmp_path, monkeypatch):
+def test_with_a_token_no_other_client_is_served(start_engine, tmp_path, monkeypatch):
     monkeypatch.setenv("OFFBEAT_TRTLLM_TOKEN", "secret")
     address = start_engine(tmp_path / "no-model").address
     for path in ("/version", "/offbeat/devices"):

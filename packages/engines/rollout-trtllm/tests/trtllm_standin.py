@@ -39,7 +39,7 @@ class Faults:
         partial: whether the model loads in parts; None makes the question fail.
         refuse_flush, die_at_flush: number of the flush, counted from 0 in each update.
         delay_s: before each flush is loaded.
-        spoil_flush: flush of which the last worker opens other bytes.
+        spoil_flush: number of the flush in which the last worker opens other bytes.
         token_delay_s: before each token.
     """
 
@@ -153,7 +153,7 @@ class CompletionOutput:
 
 
 class GenerationResult:
-    """A request. It runs whether or not somebody listens: iterate for its tokens."""
+    """A request. It runs whether or not a caller listens: iterate for its tokens."""
 
     def __init__(self, llm: "AsyncLLM", inputs: Any, params: SamplingParams) -> None:
         self._llm, self._params = llm, params

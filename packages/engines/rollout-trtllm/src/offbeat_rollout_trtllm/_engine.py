@@ -263,7 +263,7 @@ class TrtllmRolloutEngine:
             raise OffbeatError(f"{self._in_flight.num_running} samples are in flight: pause before you sleep")
         parts = {"kv_cache"} if level == 1 else wake_tags(())
         if level > 1:
-            await self._link.begin_weights()  # what memory holds after it is taken again is not to be served
+            await self._link.begin_weights()  # what memory holds after it is allocated again is not to be served
         await self._link.release(self._tags(parts - self._asleep))
         self._asleep |= parts
 

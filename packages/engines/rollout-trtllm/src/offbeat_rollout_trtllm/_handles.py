@@ -89,8 +89,8 @@ def tensors_checksum(tensors: Sequence[tuple[str, Tensor]]) -> str:
 class ProvenUpdates:
     """Mixed in before TensorRT-LLM's `WorkerExtension`, whose `update_weights` opens the handles and loads them.
 
-    It notes a checksum of each flush as the worker opened it. And where a model cannot load in parts it says so to the
-    model loader, which in 1.2 is always told that it can (rlhf_utils.py) and then fails on a model that takes no such
+    It notes a checksum of each flush as the worker opened it. And where a model cannot load in parts it passes that on
+    to the model loader; 1.2 always passes that it can (rlhf_utils.py) and then fails on a model that takes no such
     argument.
     """
 

@@ -26,7 +26,7 @@ class Delta(NamedTuple):
         ids: new tokens.
         logprobs: of each.
         version: policy version that chose them.
-        ended: empty while it goes on, else the engine's word: stop, length, cancelled or timeout.
+        ended: empty while it runs, else the engine's word: stop, length, cancelled or timeout.
         stop_reason: token id that ended it, when one did.
     """
 
@@ -153,7 +153,7 @@ class LocalLink:
                 yield Delta(ids, logprobs, version, ended, reason)
         finally:
             self._running.pop(sample_id, None)
-            if not ended:  # nobody listens any more, and the engine would go on
+            if not ended:  # the caller listens no more, and the engine would continue
                 result.abort()
 
     def _begin(self, prompt_ids: list[int], params: Any, images: PromptImages | None) -> Any:
@@ -197,7 +197,7 @@ class LocalLink:
         await self._on_workers("update_weights", dict(handles))
 
     async def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
+        """Return, for each device, a checksum of each flush since `begin_weights`, as its worker opened it."""
         return {device: list(checksums) for device, checksums in await self._on_workers("weight_arrivals")}
 
     async def finish_weights(self, version: int) -> None:

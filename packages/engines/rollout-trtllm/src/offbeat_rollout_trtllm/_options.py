@@ -72,7 +72,7 @@ FP8_QUANTIZATION: Final = {
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """For stop strings and text."""
+    """Load the tokenizer, for stop strings and text."""
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing more precise

@@ -1,4 +1,4 @@
-"""Requests in flight and their samples: who samples, who waits, what is asked, and what each sample has become."""
+"""Requests in flight and their samples: which run, which wait, what was asked, and what each sample has become."""
 
 import asyncio
 import time
@@ -169,11 +169,11 @@ class InFlight:
         return list(self._aborts)
 
     def shut(self, reason: str) -> None:
-        """Let nobody in until `open` of the same reason."""
+        """Admit no request until `open` of the same reason."""
         self._shut.add(reason)
 
     def open(self, reason: str) -> None:
-        """Take this reason back; those who wait go in when none is left."""
+        """Take this reason back; waiting requests are admitted when none is left."""
         self._shut.discard(reason)
         self._notify()
 
@@ -189,14 +189,14 @@ class InFlight:
             del self._aborts[request_id]
 
     def abort(self, request_id: str) -> None:
-        """Tell a request to end; unknown ids are ignored."""
+        """Ask a request to end; unknown ids are ignored."""
         if (aborted := self._aborts.get(request_id)) is not None:
             aborted.set()
             self._notify()
 
     @asynccontextmanager
     async def sampling(self, aborted: asyncio.Event) -> AsyncIterator[bool]:
-        """A sample's time at the engine; False if it was told to end before it got there."""
+        """A sample's time at the engine; False if it was aborted before it got there."""
         self.num_waiting += 1
         try:
             while self._shut and not aborted.is_set():

@@ -168,7 +168,7 @@ class ServerLink:
         await self._post("/offbeat/reset_prefix_cache")
 
     async def close(self) -> None:
-        """Let go: whoever started the server ends it."""
+        """Let go: the process that started the server ends it."""
 
     async def _get(self, path: str) -> Any:
         return await self._engine.call("GET", path)
@@ -221,7 +221,7 @@ class EngineControl:
         asyncio.run(self._link.update_weights(handles))
 
     def weight_arrivals(self) -> dict[str, list[str]]:
-        """For each device a checksum of each flush since `begin_weights`, as its worker opened it."""
+        """Return, for each device, a checksum of each flush since `begin_weights`, as its worker opened it."""
         return asyncio.run(self._link.weight_arrivals())
 
     def finish_weights(self, version: int) -> None:

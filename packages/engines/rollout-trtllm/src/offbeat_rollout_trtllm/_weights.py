@@ -2,7 +2,7 @@
 
 Of a replica all ranks hand over handles, its leader talks to the engine, and all of them agree. A rank of the trainer
 and a worker of the engine share each GPU. The weights go over in flushes; in each, the handles of all ranks of the
-replica meet at its leader, who gives them to the engine. What only the leader can know (whether the engine loads a
+replica meet at its leader, which gives them to the engine. What only the leader can know (whether the engine loads a
 model in parts, whether it took a flush) is decided for the whole replica: by its first rank, in the replica's own
 group, never by global rank 0. So every rank makes the same calls, and an error of one is raised on all.
 """
@@ -50,7 +50,7 @@ def plan_flushes(plan: BucketPlan, *, in_parts: bool) -> tuple[tuple[int, ...], 
 
 
 ROUTERS: Final = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight", ".block_sparse_moe.gate.weight")
-"""They choose the experts; TensorRT-LLM keeps them in the model's own format, as DeepSeek-V3 does."""
+"""Weights that choose the experts; TensorRT-LLM keeps them in the model's own format, as DeepSeek-V3 does."""
 
 
 def is_fp8_weight(spec: TensorSpec) -> bool:
@@ -171,7 +171,7 @@ class ReplicaWeights:
         has_vision: whether the model's config holds a `vision_config`. Models of language alone load in parts, and the
             engine is never asked; for the others it is asked once.
         deadline_s: for each step of all ranks, the engine's answer included; more than the engine's own, so that
-            the error told is the engine's.
+            the error reported is the engine's.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class ReplicaWeights:
             if failure is not None:
                 raise failure from None  # its own, rather than the leader's word of it
             raise
-        assert packed is not None, "the leader goes on only if all ranks have packed"
+        assert packed is not None, "the leader continues only if all ranks have packed"
         return checksum
 
     def _pack(
@@ -252,7 +252,7 @@ class ReplicaWeights:
         try:
             named = [self._next(tensors, index) for index in indices]
             return self._handles.pack(named), tensors_checksum(named), None
-        except Exception as error:  # noqa: BLE001 - raised again once all ranks have heard of it
+        except Exception as error:  # noqa: BLE001 - raised again once all ranks know of it
             return None, "", error
 
     def _next(self, tensors: Iterator[tuple[str, Tensor]], index: int) -> tuple[str, Tensor]:
@@ -303,5 +303,5 @@ def _take_the_rest(tensors: Iterator[tuple[str, Tensor]], error: Exception) -> N
     try:
         for _ in tensors:
             pass
-    except Exception as second:  # noqa: BLE001 - the first error is the one to tell
+    except Exception as second:  # noqa: BLE001 - the first error is the one to report
         error.add_note(f"and the rest of the trainer's tensors could not be taken: {second}")

@@ -1,10 +1,10 @@
 """Serves one replica over HTTP, in TensorRT-LLM's environment: `python -m offbeat_rollout_trtllm.serve MODEL`.
 
-It listens on loopback unless told otherwise, and elsewhere only with a token: TensorRT-LLM 1.2 asks nobody who they are
-before it loads weights, which come as a pickle.
+It listens on loopback by default, and elsewhere only with a token: TensorRT-LLM 1.2 authenticates no client before it
+loads weights, which come as a pickle.
 
 TensorRT-LLM's own HTTP application is served, with the routes that a rollout needs and it lacks. TensorRT-LLM 1.2 takes
-log-probabilities in /v1/completions and gives none back, cannot say whether a model loads in parts, and goes on serving
+log-probabilities in /v1/completions and gives none back, cannot say whether a model loads in parts, and keeps serving
 while an update is half done.
 """
 
@@ -37,7 +37,7 @@ class RolloutApp:
     Args:
         link: the engine.
         inner: TensorRT-LLM's application, `OpenAIServer.app`.
-        token: every request must bring it (`Authorization: Bearer ...`); empty: nobody is asked.
+        token: every request must bring it (`Authorization: Bearer ...`); empty: no client is asked.
     """
 
     def __init__(self, link: LocalLink, inner: Inner, *, token: str = "") -> None:
@@ -100,7 +100,7 @@ class RolloutApp:
     async def _answer(self, route: tuple[str, str], body: Any) -> tuple[int, Any]:
         try:
             return 200, await self._answers[route](body)
-        except Exception as error:  # noqa: BLE001 - the boundary of the process: the caller hears what happened
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: the caller is sent the error
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
     async def _generate(self, body: Any) -> AsyncGenerator[Any, None]:
@@ -137,12 +137,12 @@ def _part(text: str, *, more: bool) -> Message:
 
 
 async def serve(config: RolloutEngineConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Start the engine and serve it until the process is told to end."""
+    """Start the engine and serve it until the process is asked to end."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not _is_loopback(host):
         raise ConfigError(
-            f"{host} can be reached from elsewhere, and whoever reaches it can load weights: set {TOKEN_VARIABLE} to a "
-            "secret, for the server and its clients, or listen on 127.0.0.1"
+            f"{host} can be reached from elsewhere, and any client that reaches it can load weights: set "
+            f"{TOKEN_VARIABLE} to a secret, for the server and its clients, or listen on 127.0.0.1"
         )
     link = await LocalLink.start(config, TrtllmOptions.parse(config.options))
     openai_server: Any = import_engine("tensorrt_llm.serve").OpenAIServer
