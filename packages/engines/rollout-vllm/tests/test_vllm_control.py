@@ -111,16 +111,16 @@ class StandinForm:
 
 
 class SlowStream(FakeWeightStream):
-    """Waits for `go_on` before its last tensor."""
+    """Waits for `may_finish` before its last tensor."""
 
     def __init__(self, tensors, version, **options):
         super().__init__(tensors, version, **options)
-        self.go_on = threading.Event()
+        self.may_finish = threading.Event()
 
     def __iter__(self):
         for index, pair in enumerate(super().__iter__()):
             if index == len(self.tensors) - 1:
-                assert self.go_on.wait(DEADLINE_S)
+                assert self.may_finish.wait(DEADLINE_S)
             yield pair
 
     def prove(self, read):
@@ -187,16 +187,16 @@ async def test_an_update_whose_caller_gives_up_ends_with_its_own_version(engine,
     num_tokens = (await engine.health()).num_tokens
     await asyncio.sleep(0.02)
     assert (await engine.health()).num_tokens == num_tokens, "nothing is sampled from half an update"
-    stream.go_on.set()
+    stream.may_finish.set()
     assert [segment.version for segment in (await sampling)[0].segments] == [0, 4]
     assert (await engine.health()).version == 4
     assert form.calls.index("set_version") < form.calls.index("resume")
 
 
 async def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_that_refuses(engine, form, weights):
-    stream = SlowStream([*weights[:-1], ("nobody", weights[-1][1])], 4)
+    stream = SlowStream([*weights[:-1], ("unknown", weights[-1][1])], 4)
     await given_up(engine, form, stream)
-    stream.go_on.set()
+    stream.may_finish.set()
     await engine.resume()
     with pytest.raises(WeightSyncError, match="update to version 4 failed half way"):
         await engine.generate(request())
@@ -210,7 +210,7 @@ async def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it
     engine._workers.deadline_s = 0.05
     form.set_version = lambda label: Future()
     stream = SlowStream(weights, 4)
-    stream.go_on.set()
+    stream.may_finish.set()
     with pytest.raises(DeadlineError, match=r"rollout-vllm\.set_version"):
         await engine.update_weights(stream, 4)
     for call in (engine.generate(request()), engine.update_weights(stream, 4)):
@@ -220,8 +220,8 @@ async def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it
 
 
 async def test_an_update_that_fails_before_anything_was_loaded_leaves_what_is_served(engine, form, weights):
-    with pytest.raises(WeightSyncError, match="nobody"):
-        await engine.update_weights(FakeWeightStream([("nobody", weights[0][1])], 4), 4)
+    with pytest.raises(WeightSyncError, match="unknown"):
+        await engine.update_weights(FakeWeightStream([("unknown", weights[0][1])], 4), 4)
     (one,) = await engine.generate(request())
     assert [segment.version for segment in one.segments] == [0]
 
@@ -232,7 +232,7 @@ async def test_an_update_within_a_pause_that_keeps_samples_lets_none_go_on(engin
         await asyncio.sleep(0.001)
     await engine.pause("keep")
     stream = SlowStream(weights, 4)
-    stream.go_on.set()
+    stream.may_finish.set()
     await engine.update_weights(stream, 4)
     assert form.is_paused
     await engine.resume()
@@ -245,7 +245,7 @@ async def test_after_a_deep_sleep_nothing_is_served_before_a_whole_update(engine
     with pytest.raises(WeightSyncError, match=r"given back by sleep\(2\)"):
         await engine.generate(request())
     stream = SlowStream(weights, 4)
-    stream.go_on.set()
+    stream.may_finish.set()
     await engine.update_weights(stream, 4)
     (one,) = await engine.generate(request())
     assert [segment.version for segment in one.segments] == [4]
@@ -258,7 +258,7 @@ async def test_closing_during_an_update_takes_no_memory_from_under_it(engine, fo
     assert engine._loader._arena is not None
     with pytest.raises(OffbeatError, match="closed; make a new one"):
         await engine.resume()
-    stream.go_on.set()
+    stream.may_finish.set()
     while engine._loader._arena is not None:
         await asyncio.sleep(0.001)
 
@@ -332,7 +332,7 @@ async def test_what_comes_during_an_update_waits_for_its_end(engine, form, weigh
     assert form.is_paused
     assert [call for call in form.calls[len(before) :] if call != "load"] == []
     assert not other.done()
-    stream.go_on.set()
+    stream.may_finish.set()
     assert await update == stream.expected()
     (error,) = await asyncio.gather(other, return_exceptions=True)
     assert (name == "update") == isinstance(error, WeightSyncError), error  # it brings nothing
@@ -408,7 +408,7 @@ async def test_a_group_that_vllm_takes_in_part_is_ended_whole(engine, form, monk
     form.is_paused = True
     with pytest.raises(PeerFailedError, match="ValueError: a parameter that vLLM does not know"):
         await engine.generate(replace(request(), num_samples=4))
-    assert form._left == {}, "nothing goes on in vLLM"
+    assert form._left == {}, "nothing is left running in vLLM"
     health = await engine.health()
     assert (health.num_running, health.num_waiting) == (0, 0)
 

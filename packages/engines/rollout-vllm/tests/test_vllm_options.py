@@ -50,7 +50,7 @@ def test_a_wrong_value_is_refused():
         ({"enable_lora": True}, "dtype", "^$"),
     ],
 )
-def test_settings_tell_whether_adapters_are_taken(options, weight_format, words):
+def test_settings_say_whether_adapters_are_accepted(options, weight_format, words):
     config = replace(CONFIG, options=options, weight_format=weight_format)
     assert re.search(words, VllmRolloutEngine.refuses_adapters(config, 16))
 

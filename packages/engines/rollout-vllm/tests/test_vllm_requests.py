@@ -48,7 +48,7 @@ def sample(**params):
         ({"min_p": 0.1, "top_p": 0.9}, "use one of them"),
     ],
 )
-def test_what_nobody_meant_is_refused(params, text):
+def test_what_no_user_meant_is_refused(params, text):
     with pytest.raises(ConfigError, match=text):
         check_request(request(**params), 50, 20)
 
@@ -185,7 +185,7 @@ def test_a_failure_ends_one_request_or_all():
 
 
 class Noted:
-    """As much of vLLM and of the adapters as requests are given to: notes what it is told."""
+    """As much of vLLM and of the adapters as requests are given to: notes its calls."""
 
     lost = ""
 

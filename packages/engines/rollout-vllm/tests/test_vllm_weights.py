@@ -17,7 +17,7 @@ from offbeat_testing import FakeWeightStream, tiny_model
 
 
 class ScriptedWorkers:
-    """Answers as told; stands for vLLM's transport, which the tests in engine/ use for real."""
+    """Answers as scripted; stands for vLLM's transport, which the tests in engine/ use for real."""
 
     def __init__(self, *answers):
         self.calls, self._answers = [], list(answers)
@@ -107,7 +107,7 @@ def test_names_of_a_folder_and_of_the_model_in_memory_are_one():
     assert old.shape_of("lm_head.weight") == (9, 4)
     new = _folder_with({"model.language_model.norm.weight": (4,), "model.visual.merger.weight": (2, 3)})
     assert new.stored_name("model.visual.merger.weight") == "model.visual.merger.weight"
-    for name in ("model.norm.weight", "visual.merger.weight", "nobody"):
+    for name in ("model.norm.weight", "visual.merger.weight", "unknown"):
         assert (new.stored_name(name), new.shape_of(name)) == (name, None)
 
 
@@ -191,7 +191,7 @@ class LateAnswer(Future):
 
 
 def test_a_bucket_stays_as_it_is_until_a_worker_that_is_behind_has_read_it():
-    """Of seven buckets, one of which is larger than the arena was."""
+    """There are seven buckets, and one is larger than the arena was."""
     import torch
 
     shapes = {f"layers.{number}.weight": (5, 8) for number in range(7)} | {"layers.4.weight": (20, 8)}

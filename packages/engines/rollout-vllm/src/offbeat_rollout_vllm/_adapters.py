@@ -1,8 +1,8 @@
 """LoRA adapters: what the engine holds by name, and an update that brings one.
 
-An adapter is small, so it is taken whole before anything changes: a stream that fails leaves the old one in place. vLLM
-loads adapters from folders, and so gets one in memory that is gone again afterwards. Its scale is multiplied into B
-before that, so that what is held can be compared with what was sent.
+An adapter is small, so it is received whole before anything changes: a stream that fails leaves the old one in place.
+vLLM loads adapters from folders, and so gets one in memory that is gone again afterwards. Its scale is multiplied into
+B before that, so that what is held can be compared with what was sent.
 
 Source: vllm 0.32.0, vllm/lora/request.py (LoRARequest, load_inplace), vllm/lora/worker_manager.py
 (LRUCacheWorkerLoRAManager.add_adapter), vllm/lora/peft_helper.py (adapter_config.json).
@@ -172,7 +172,7 @@ def check_adapter_shapes(
     Args:
         found: shape of each tensor of the adapter, by PEFT's name.
         shape_of: gives the shape of a tensor of the model by its Hugging Face name, or None.
-        source: who sends, for the error.
+        source: the sender, for the error.
     """
     if not found:
         raise WeightSyncError(f"{source}: an adapter needs tensors, got none")

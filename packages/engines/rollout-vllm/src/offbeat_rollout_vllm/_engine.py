@@ -84,7 +84,7 @@ class EngineControl:
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a method when those asked for before it have ended.
 
-        A caller that gives up before its turn takes the call back; one that has begun goes on.
+        A caller that gives up before its turn cancels the call; one that has begun continues.
         """
         try:
             future = self._thread.submit(function, *arguments)
@@ -275,7 +275,7 @@ class VllmRolloutEngine:
             self.workers = await asyncio.to_thread(self._workers.call, "describe")
             self._check_device()
         except BaseException as error:
-            # A start that takes too long goes on in its thread, which ends the engine as soon as it can.
+            # A start that takes too long continues in its thread, which ends the engine as soon as it can.
             await asyncio.to_thread(self._form.close, 0.0 if isinstance(error, TimeoutError) else CLOSE_DEADLINE_S)
             if isinstance(error, TimeoutError):
                 advice = "raise options.start_deadline_s"
@@ -370,12 +370,12 @@ class VllmRolloutEngine:
     async def update_weights(
         self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
     ) -> WeightProof:
-        """See `RolloutEngine`. Samples in flight go on under the new weights, their cached keys and values dropped.
+        """See `RolloutEngine`. Samples in flight continue under the new weights, their cached keys and values dropped.
 
         The stream is iterated in a thread of its own. When it fails after the first bucket was loaded the engine
-        refuses to serve until a whole update arrives, because weights are written in place. An adapter is taken whole
-        before anything changes. Adapters stay through an update of the model. An update whose caller is cancelled goes
-        on to its end, and pauses, sleep and further updates wait for it.
+        refuses to serve until a whole update arrives, because weights are written in place. An adapter is received
+        whole before anything changes. Adapters stay through an update of the model. An update whose caller is cancelled
+        continues to its end, and pauses, sleep and further updates wait for it.
         """
         self.capabilities.check_adapter(adapter, "rollout-vllm")
         if stream.version != version:

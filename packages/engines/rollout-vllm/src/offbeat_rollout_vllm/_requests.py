@@ -1,6 +1,6 @@
 """Requests in flight, their samples, and scores: given to vLLM, held while it is paused or asleep, and ended.
 
-All of it lives in the thread that owns the engine, so nothing is locked; `EngineHealth` reads counters. vLLM tells the
+All of it lives in the thread that owns the engine, so nothing is locked; `EngineHealth` reads counters. vLLM returns
 log-probabilities of a prompt, so a continuation to score is sent as part of one.
 
 Source: vllm 0.32.0, vllm/v1/worker/gpu_model_runner.py (_get_prompt_logprobs_dict): of the logits as they are, whatever
@@ -36,7 +36,7 @@ from offbeat_rollout_vllm._vllm_objects import Delta, vllm_params
 from offbeat_rollout_vllm._workers import Workers
 
 PROMPT_LOGPROBS: Final = {"prompt_logprobs": 0, "max_tokens": 1}
-"""Of the prompt's own tokens, and none beside."""
+"""Parameters that return log-probabilities of the prompt's own tokens, and no others."""
 
 
 class Sample:
@@ -73,7 +73,7 @@ class Sample:
 
 @dataclass
 class RequestState:
-    """A request, its samples, and who waits for them.
+    """A request, its samples, and the future that its caller waits for.
 
     Attributes:
         first_seed: of sample 0.
@@ -136,7 +136,7 @@ class RequestTable:
         return len(self._decoding) if self._has_decoded else 0
 
     def forget_computed(self) -> None:
-        """Note that steps have stopped; keys and values of samples in flight may be computed anew when they go on."""
+        """Note that steps have stopped: keys and values of samples in flight may be computed anew when they resume."""
         self._decoding.clear()
 
     def __contains__(self, request_id: str) -> bool:
@@ -190,7 +190,7 @@ class RequestTable:
     def when_empty(self) -> "Future[None]":
         future = new_future()
         self._when_empty.append(future)
-        self._tell_empty()
+        self._notify_empty()
         return future
 
     def _leave(self, sample: Sample) -> None:
@@ -205,9 +205,9 @@ class RequestTable:
         del self._requests[state.request.request_id]
         if not self._requests and self._busy_since_s is not None:
             self._busy_s, self._busy_since_s = self.busy_s, None
-        self._tell_empty()
+        self._notify_empty()
 
-    def _tell_empty(self) -> None:
+    def _notify_empty(self) -> None:
         if not self._requests:
             for future in self._when_empty:
                 future.set_result(None)
@@ -255,7 +255,7 @@ class Requests:
             params = vllm_params(state.request.params, seed, self.table.eos_ids, room) | dict(state.changes)
             try:
                 self._form.add(sample.sample_id, state.prompt, params, use)
-            except Exception as error:  # noqa: BLE001 - the boundary: whoever waits for the request learns of it
+            except Exception as error:  # noqa: BLE001 - the boundary: the caller of the request gets the error
                 self.table.fail(sample.sample_id, error)
                 self._form.abort([one.sample_id for one in state.samples[: sample.index]])
                 return

@@ -132,8 +132,8 @@ def _version(name: str) -> str:
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return ""
-    told = re.search(r"__version__ = '(.*)'", (Path(spec.origin).parent / "version.py").read_text())
-    return told[1] if told else ""
+    found = re.search(r"__version__ = '(.*)'", (Path(spec.origin).parent / "version.py").read_text())
+    return found[1] if found else ""
 
 
 def choose_form(

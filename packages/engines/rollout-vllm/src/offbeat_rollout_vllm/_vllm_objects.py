@@ -1,7 +1,7 @@
 """vLLM's words for requests, prompts with images, and samples. Imports vLLM when called, not before.
 
 vLLM would replace one placeholder token by as many as an image takes. Here the prompt holds them all, because the
-trainer sees the same, so they are looked up instead, and every one must be accounted for.
+trainer sees the same, so their places are found instead, and every one must be accounted for.
 
 Source: vllm 0.32.0, vllm/multimodal/processing/processor.py (BaseMultiModalProcessor.apply, find_mm_placeholders) and
 vllm/renderers/base.py (_process_multimodal).
@@ -78,7 +78,7 @@ def vllm_params(params: SamplingParams, seed: int, eos_ids: frozenset[int], room
     """Arguments for vLLM's SamplingParams, for one sample of a group.
 
     End-of-sequence ids are given as stop tokens, so that they are those of the model folder in every release of vLLM,
-    and the last token tells why a sample ended.
+    and the last token shows why a sample ended.
     """
     stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     found: dict[str, Any] = {

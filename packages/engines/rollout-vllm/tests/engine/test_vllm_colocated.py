@@ -83,5 +83,5 @@ def steps_of(run: Path) -> list[tuple[str, float, float, int]]:
         for each in events
         if each["ph"] == "X" and tracks[each["tid"]] != "weight sync" and not each["name"].startswith("take weights")
     ]
-    told = [(step, start, end, args.get("resident_bytes", 0)) for step, start, end, args in spans]
-    return sorted(told, key=lambda span: span[1])
+    steps = [(step, start, end, args.get("resident_bytes", 0)) for step, start, end, args in spans]
+    return sorted(steps, key=lambda span: span[1])

@@ -45,7 +45,7 @@ async def check_updates(engine, model):
 
 
 async def check_expert_that_is_not_updated(engine, model):
-    """One expert of one layer keeps what it was: nothing else tells, and the proof does."""
+    """One expert of one layer keeps its old weights: only the proof detects it."""
     side = engine._form._engine.model_executor.driver_worker.worker.offbeat_side
     stack = side._model.model.layers[1].mlp.experts.routed_experts.w2_weight
     kept, finish = stack.data[3].clone(), side.finish

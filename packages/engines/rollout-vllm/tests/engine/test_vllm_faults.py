@@ -1,4 +1,4 @@
-"""vLLM's silent faults, each shown to be there still, and shown not to reach anyone through this package.
+"""vLLM's silent faults, each shown to be there still, and shown not to reach a user through this package.
 
 A test that shows a fault fails when vLLM has mended it: then what works around it can go.
 """

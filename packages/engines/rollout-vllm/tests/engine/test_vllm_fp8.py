@@ -26,7 +26,7 @@ REQUEST = request(prompt=np.arange(5, 25, dtype=np.int32), num_samples=2, max_to
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Matrices of several blocks, of which vLLM joins some."""
+    """Matrices of several blocks, some of which vLLM joins."""
     wide = {"head_dim": 64, "intermediate_size": 384}
     return tiny_model(tmp_path_factory.mktemp("fp8") / "model", hidden_size=256, config=wide)
 

@@ -30,7 +30,7 @@ SCHEMAS = Path(__file__).parent / "torchvision_schemas"
 START_S = 400.0
 CALL_S = 120.0
 SEEN_WITHIN_S = 60.0
-"""For the end of a worker to be known to who waits for a sample: vLLM looks after its workers itself."""
+"""For the end of a worker to reach the caller that waits for a sample: vLLM looks after its workers itself."""
 
 
 @pytest.fixture(scope="module")

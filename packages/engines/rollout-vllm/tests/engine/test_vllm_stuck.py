@@ -1,4 +1,4 @@
-"""A run whose vLLM engine stands still in a step: its process answers, its worker does not."""
+"""A run whose vLLM engine is stalled in a step: its process answers, its worker does not."""
 
 import json
 import signal
