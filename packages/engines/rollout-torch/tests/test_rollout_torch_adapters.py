@@ -135,7 +135,7 @@ async def test_an_update_that_fails_leaves_the_old_adapter(folder, open_engine):
     first, *rest = other.items()
     broken = {
         "needs": InProcessStream(rest, 2),
-        "no matrix": InProcessStream([*other.items(), *_strangers()], 2),
+        "no matrix": InProcessStream([*other.items(), *_unknown_matrices()], 2),
         "must have shape": InProcessStream([(first[0], first[1][:, :-1]), *rest], 2),
         "other bytes": Liar(other.items(), 2),
         "version": InProcessStream(other.items(), 3),
@@ -164,7 +164,7 @@ async def test_no_adapter_is_taken_on_weights_of_two_versions(folder, open_engin
             await engine.generate(replace(REQUEST, adapter="poet"))
 
 
-def _strangers():
+def _unknown_matrices():
     stem = "base_model.model.model.layers.99.self_attn.q_proj"
     return [(f"{stem}.lora_A.weight", torch.zeros(RANK, 4)), (f"{stem}.lora_B.weight", torch.zeros(4, RANK))]
 
@@ -191,9 +191,9 @@ async def test_a_held_sample_goes_on_with_the_new_adapter(folder, open_engine):
     for completion in completions:
         first, last = completion.segments
         assert (first.version, last.version) == (1, 2)
-        told = [logprob_errors(merged(folder, each), REQUEST.prompt_ids, completion) for each in (old, new)]
-        assert told[0][: first.num_tokens].max() < 1e-4
-        assert told[1][first.num_tokens :].max() < 1e-4
+        differences = [logprob_errors(merged(folder, each), REQUEST.prompt_ids, completion) for each in (old, new)]
+        assert differences[0][: first.num_tokens].max() < 1e-4
+        assert differences[1][first.num_tokens :].max() < 1e-4
 
 
 async def test_an_adapter_that_a_held_request_will_use_is_not_dropped(folder, open_engine):

@@ -306,7 +306,7 @@ async def test_a_cancelled_caller_frees_its_place(folder, open_engine):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await engine.abort("nobody")  # goes through the same queue, after the abort
+        await engine.abort("unknown")  # goes through the same queue, after the abort
         assert (await engine.health()).num_running == 0
 
 
@@ -335,7 +335,7 @@ async def test_weights_that_are_not_finite_are_named(folder, open_engine):
 
 @pytest.mark.parametrize("paused", [False, True], ids=["at once", "at the end of the pause"])
 async def test_a_sample_in_flight_is_ended_when_an_update_has_failed_half_way(folder, open_engine, paused):
-    """There are no weights to go on with, and who waits for it must hear."""
+    """There are no weights to continue with, and its caller must get the error."""
     broken = FakeWeightStream(changed_weights(reference_model(folder)), 1, fail_after=3)
     async with open_engine(folder) as engine:
         task = asyncio.create_task(engine.generate(request(max_tokens=480)))

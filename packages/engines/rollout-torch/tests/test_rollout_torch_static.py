@@ -77,10 +77,10 @@ class Recording(TorchDispatchMode):
 
 
 class RecordingDevice:
-    """The CPU as a device that records work, and tells what it was asked."""
+    """The CPU as a device that records work, and lists what it was asked."""
 
     def __init__(self):
-        self._cpu, self.told, self.recordings, self._numbers = open_device("cpu"), [], [], 0
+        self._cpu, self.events, self.recordings, self._numbers = open_device("cpu"), [], [], 0
 
     def __getattr__(self, name):
         return getattr(self._cpu, name)
@@ -93,7 +93,7 @@ class RecordingDevice:
         self.recordings.append(recording)
 
         def run():
-            self.told.append("recorded step")
+            self.events.append("recorded step")
             recording.run()
 
         return run
@@ -101,10 +101,10 @@ class RecordingDevice:
     def copy_to_host(self, tensor):
         wait, self._numbers = self._cpu.copy_to_host(tensor), self._numbers + 1
         number = self._numbers
-        self.told.append(f"copy {number}")
+        self.events.append(f"copy {number}")
 
         def read():
-            self.told.append(f"read {number}")
+            self.events.append(f"read {number}")
             return wait()
 
         return read
@@ -198,12 +198,12 @@ async def test_samples_are_those_of_growing_rows(folder, run, device, max_runnin
         return await together(engine, requests())
 
     growing = await run(folder, use, max_running=max_running, options={"static_rows": False})
-    assert not device.told
+    assert not device.events
     plain = await run(folder, use, max_running=max_running, options={"graphs": False})
-    assert device.told
+    assert device.events
     assert not device.recordings
     recorded = await run(folder, use, max_running=max_running)
-    assert device.told.count("recorded step") > 30
+    assert device.events.count("recorded step") > 30
     assert_same(plain, growing)
     assert_same(recorded, growing)
 
@@ -214,7 +214,7 @@ async def test_the_host_reads_a_step_after_the_next_has_begun(folder, device, op
         await engine.generate(request(max_tokens=5))
     # The first token is drawn by the prefill. Each step copies tokens, and then log-probabilities.
     first, *between, last = ((f"copy {n}", f"copy {n + 1}", f"read {n - 2}", f"read {n - 1}") for n in range(1, 10, 2))
-    assert device.told == [*first[:2], *(each for step in between for each in step), *last[2:]]
+    assert device.events == [*first[:2], *(each for step in between for each in step), *last[2:]]
 
 
 @pytest.mark.asyncio
@@ -318,7 +318,7 @@ async def test_samples_with_an_adapter_are_decoded_beside_others(folder, run, de
         return [*adapted, *await plain]
 
     found = await run(folder, use)
-    assert device.told
+    assert device.events
     assert_same(found, await run(folder, use, options={"static_rows": False}))
 
 

@@ -55,7 +55,7 @@ class Adapter:
         weights: of the model that it adapts.
         tensors: by PEFT's names; copied.
         scale: alpha / rank.
-        source: who sends, for errors.
+        source: the sender, for errors.
 
     Raises:
         WeightSyncError: a tensor lacks its partner, or is none of this model's layers.
@@ -73,8 +73,8 @@ class Adapter:
             }
             for i in range(a.num_layers)
         ]
-        if strangers := sorted(tensors.keys() - self._views.keys()):
-            raise WeightSyncError(f"{source}: this model has no matrix for {strangers[0]!r} to adapt")
+        if unknown := sorted(tensors.keys() - self._views.keys()):
+            raise WeightSyncError(f"{source}: this model has no matrix for {unknown[0]!r} to adapt")
 
     def update(self, layer: int, matrix: str) -> LowRank | None:
         """Return what is added to a matrix of a layer."""

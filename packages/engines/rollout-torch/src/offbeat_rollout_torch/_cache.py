@@ -145,7 +145,7 @@ class Prefix:
 
     Args:
         row: holds them; the only one of its band.
-        bands: of rows that go on from there.
+        bands: of rows that continue from there.
     """
 
     row: Row
@@ -233,7 +233,7 @@ class KVCache:
         return self._capacities[-1]
 
     def shares(self, num_tokens: int) -> bool:
-        """Return whether rows go on from a prefix of so many tokens, and hold no copy."""
+        """Return whether rows continue from a prefix of so many tokens without a copy of it."""
         return num_tokens >= SHARE_FROM_TOKENS
 
     def capacity_for(self, length: int) -> int:
@@ -263,14 +263,14 @@ class KVCache:
         return prefix
 
     def remove_prefix(self, prefix: Prefix) -> None:
-        """Give a prefix back that no sample's row goes on from."""
+        """Release a prefix that no sample's row continues from."""
         self.prefixes.remove(prefix)
         for band in prefix.bands:
             band.drop()
         self._release(prefix.row)
 
     def _release(self, prefix: Row) -> None:
-        """Give the memory of a prefix back, unless samples or what is kept go on from it."""
+        """Release the memory of a prefix, unless samples or kept rows continue from it."""
         used = [one.row for one in self.prefixes] + [one.row.band.prefix for one in self._kept]
         if not any(one is prefix for one in used):
             prefix.band.drop()
@@ -392,7 +392,7 @@ class KVCache:
 
 
 class StaticCache(KVCache):
-    """Rows of one length, in one block that is taken when the first row is and stays where it is until `release`.
+    """Rows of one length, in one block that is allocated with the first row and stays where it is until `release`.
 
     A prompt is copied to all samples of its group, and never held once for them. What ended samples leave is kept in
     what the block leaves of the budget.
@@ -418,7 +418,7 @@ class StaticCache(KVCache):
 
     @property
     def block(self) -> Block:
-        """That of all rows; `allocate` first."""
+        """The block of all rows; `allocate` first."""
         return self.bands[0].blocks[0]
 
     def shares(self, num_tokens: int) -> bool:

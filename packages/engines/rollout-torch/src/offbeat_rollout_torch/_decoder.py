@@ -257,7 +257,7 @@ class DecoderWeights:
         return parameter.view().reshape(parameter.shape)
 
     def release(self) -> None:
-        """Give all memory back. What is left tells only how to make such weights again."""
+        """Release all memory. What is left only describes how to make such weights again."""
         self.parameters, self.layers = {}, []
         self.embedding, self.head, self.tower = self.final_norm, None, None
 
@@ -416,7 +416,7 @@ def _gated(layer: LayerWeights, h: Tensor, adapters: Sequence[MatrixUpdate], ind
 
 
 def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
-    """[B, hidden] of the tokens to go on from, to [B, vocabulary] float32."""
+    """[B, hidden] of the tokens to continue from, to [B, vocabulary] float32."""
     a = weights.architecture
     assert weights.head is not None
     dtype = weights.head.input_dtype

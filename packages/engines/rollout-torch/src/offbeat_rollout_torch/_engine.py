@@ -276,14 +276,14 @@ class TorchRolloutEngine:
     async def update_weights(
         self, stream: WeightStream, version: int, *, adapter: LoraAdapter | None = None
     ) -> WeightProof:
-        """See `RolloutEngine`. Samples in flight go on, computed anew under the new weights.
+        """See `RolloutEngine`. Samples in flight continue, computed anew under the new weights.
 
         The stream is iterated in the worker's thread. When it fails after its first tensor the engine refuses to
         serve until a whole update arrives, because weights are written in place. FP8 blocks are held as the values they
         stand for, in the engine's format: precision is that of FP8, memory is not.
 
-        An adapter is taken whole before anything changes, so a stream that fails leaves the old one in place. It stays
-        through `sleep`: it is small.
+        An adapter is received whole before anything changes, so a stream that fails leaves the old one in place. It
+        stays through `sleep`: it is small.
         """
         self.capabilities.check_adapter(adapter, "rollout-torch")
         if adapter is not None:

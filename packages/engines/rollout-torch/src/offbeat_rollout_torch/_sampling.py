@@ -1,7 +1,7 @@
 """Draws tokens for a whole batch at once.
 
 Each token is drawn by inverting the distribution's running sum at one uniform number, which is a hash of (seed of the
-sample, number of the token). So a sample depends on nothing but its own seed and logits: not on who is beside it in
+sample, number of the token). So a sample depends on nothing but its own seed and logits: not on the other samples of
 the batch, nor on pauses or on having been computed again.
 
 Shapes: B samples, V vocabulary, R rows with a cut distribution.
@@ -22,7 +22,7 @@ CANDIDATES: Final = (64, 256, 2048)
 """So many largest are looked at before a whole vocabulary is sorted, which costs far more; each time only in the rows
 that need more."""
 BLOCK_TOKENS: Final = 64
-"""Tokens of the vocabulary that are added up before a running sum is taken over the sums: for 32 rows of 49,152 tokens
+"""Tokens of the vocabulary that are added up before the running sum over these sums: for 32 rows of 49,152 tokens
 that takes 0.39 ms where one running sum over all takes 1.70 ms (processor time, one thread)."""
 
 
@@ -118,10 +118,10 @@ class RowParams(NamedTuple):
     """Columns [B, 1] float32 of rows that are drawn where they lie, see `SamplingParams`.
 
     Args:
-        temperature: 1 where the likeliest token is taken.
+        temperature: 1 where the likeliest token is chosen.
         is_greedy: 1 or 0.
         wants_whole: 1 or 0: report the log-probability before the cut.
-        cuts: none where the likeliest token is taken.
+        cuts: none where the likeliest token is chosen.
     """
 
     temperature: Tensor
@@ -175,8 +175,8 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor, *, asks: bool = True) -> Tensor
     """[B, 1] int64: the first token whose running sum passes uniform times total; never one of probability 0.
 
     The sum runs over blocks of the vocabulary first, and then over the tokens of the one block it stops in. The two
-    sums of a block differ in their last bits, and CUDA's are not monotone: what is found may add nothing, and what is
-    nearest to it and adds something is taken.
+    sums of a block differ in their last bits, and CUDA's are not monotone: the token found may add nothing; then the
+    nearest one that adds something is chosen.
 
     Args:
         probs_BV: [B, V], need not add up to 1.

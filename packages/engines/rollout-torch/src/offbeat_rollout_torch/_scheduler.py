@@ -101,7 +101,7 @@ class RequestState:
         request: as asked.
         tokenizer: for stop strings and text.
         images: the request's images, prepared; None without any.
-        notify: called for each token in the engine's thread; None: nobody listens.
+        notify: called for each token in the engine's thread; None: no caller wants them.
 
     Attributes:
         prefix: what its samples share of a long prompt, while one of them has a row: all but the last token, which

@@ -2,7 +2,7 @@
 
 Each sample has a row of `StaticCache`. Its last token, that token's place, how many it has drawn, its seed and its
 sampling parameters lie in columns of two tensors beside, in the order of the rows. A step takes the token to the next,
-counts on, and leaves it in place of the last; so the next step may begin before anybody has read the token. The host
+counts on, and leaves it in place of the last; so the next step may begin before the token has been read. The host
 reads it one step late, and does not use what a sample has drawn after its end.
 
 A step's shapes are few: so many rows, so many places of each, with a cut or without. Where the device records work (see
@@ -28,9 +28,9 @@ from offbeat_rollout_torch._sampling import RowParams, device_uniforms, draw_row
 from offbeat_rollout_torch._scheduler import Sample
 
 WHOLE_NUMBERS: Final = 4
-"""Of a row: its last token, the place of that, how many it has drawn, and `seed_states` of its seed."""
+"""Integers of a row: its last token, the place of that, how many it has drawn, and `seed_states` of its seed."""
 PARAM_NUMBERS: Final = 6
-"""Of a row: those of `RowParams`."""
+"""Numbers of a row: those of `RowParams`."""
 DOUBLE_UP_TO_ROWS: Final = 16
 """The numbers of rows that steps have: powers of two up to this, and then multiples of it."""
 

@@ -97,9 +97,9 @@ class Worker:
                 request.done.set_exception(error if isinstance(error, OffbeatError) else _broken(error))
         for request in scheduler.retire():
             request.finish()
-        self._tell_drained()
+        self._notify_drained()
 
-    def _tell_drained(self) -> None:
+    def _notify_drained(self) -> None:
         if not self._runner.scheduler.requests:
             for future in self._drained:
                 future.set_result(None)
@@ -137,7 +137,7 @@ class Worker:
         for request in [one for one in self._held if one.request_id == request_id]:
             self._held.remove(request)
             request.finish()
-        self._tell_drained()
+        self._notify_drained()
 
     def abort_all(self) -> None:
         for request_id in list(self._runner.scheduler.requests):
@@ -153,7 +153,7 @@ class Worker:
             drained.set_result(None)
         else:
             self._drained.append(drained)
-            self._tell_drained()
+            self._notify_drained()
         return drained
 
     def resume(self) -> None:
