@@ -101,7 +101,7 @@ def test_everything_that_is_used_of_the_profiler_is_recorded():
     named = {field["default"].strip("'") for field in kinds["fields"].values() if field["default"]}
     activities = {f"ProfilerActivity.{name}" for name, _ in uses_of("profiler.ProfilerActivity")}
     assert activities == {"ProfilerActivity.CPU", "ProfilerActivity.NPU"}
-    assert activities <= named, "the enumeration itself is compiled; torch_npu tells its members by these names"
+    assert activities <= named, "the enumeration itself is compiled; torch_npu compares its members by these names"
 
 
 def test_settings_of_vllm_ascend_are_those_that_it_reads():

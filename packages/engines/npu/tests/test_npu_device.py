@@ -62,11 +62,11 @@ def config(model, device, **changes):
 
 def trained(engine):
     """Losses and norms of two updates, the weights after them, and log-probabilities."""
-    told = []
+    reported = []
     for seed in range(2):
-        told += [engine.forward_backward(sequences(seed), weighted)["loss"].value, engine.step()["grad_norm"].value]
+        reported += [engine.forward_backward(sequences(seed), weighted)["loss"].value, engine.step()["grad_norm"].value]
     weights = {name: tensor.cpu().clone() for name, tensor in engine.weights()}
-    return told, weights, engine.logprobs(sequences(5))
+    return reported, weights, engine.logprobs(sequences(5))
 
 
 def assert_same(ours, theirs):
@@ -152,15 +152,15 @@ def test_training_with_images_gives_what_the_cpu_gives(standin, tmp_path):
     looks = TrainSequence(
         ids=ids, loss_mask=np.arange(len(ids)) >= num_prompt, extras={"advantage": advantage}, images=IMAGES
     )
-    told = []
+    reported = []
     for device in ("npu", "cpu"):
         engine = TorchTrainEngine.create(replace(config(tmp_path / "sees", device), max_tokens_per_microbatch=128))
         batch = [looks, *sequences(0)]
         loss, norm = engine.forward_backward(batch, weighted)["loss"].value, engine.step()["grad_norm"].value
-        told.append(
+        reported.append(
             ([loss, norm], {name: each.cpu().clone() for name, each in engine.weights()}, engine.logprobs(batch))
         )
-    assert_same(*told)
+    assert_same(*reported)
 
 
 @ALONE

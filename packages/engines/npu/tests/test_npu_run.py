@@ -23,7 +23,7 @@ def where_it_is_installed(site, main):
     """`main` with the device's plugin installed in `site`; each role says at its end what the device has held."""
     serve = _server.main
 
-    def serve_and_tell(fd):
+    def serve_and_report(fd):
         serve(fd)
         if hasattr(torch, "npu"):
             print("the device held", torch.npu.max_memory_allocated(0), "bytes")
@@ -31,7 +31,7 @@ def where_it_is_installed(site, main):
     def run():
         sys.path.append(str(site))
         _runtime._import_runtime.cache_clear()  # another test of this process may have looked for it in vain
-        _server.main = serve_and_tell
+        _server.main = serve_and_report
         return main()
 
     return run
@@ -45,8 +45,8 @@ def test_a_run_trains_and_samples_on_the_device(standin, tmp_path, device):
     words = ["train", config, "--out", tmp_path / "run", f"--engine.device={device}", f"--rollout.device={device}"]
     with RunningCommand(where_it_is_installed(tmp_path / "site", main), *words, *IN_STEP) as process:
         assert process.wait() == 0, process.output
-    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    first, second = (each for each in told if "train/reward" in each)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, second = (each for each in logged if "train/reward" in each)
     assert first["engine/grad_norm"] > 1e-3, "there were no other weights to send"
     assert second["mismatch/abs_max_nats_lag0"] < 1e-4, "the engine did not sample with the weights of now"
     for role in ("trainer-0", "rollout-0"):

@@ -153,7 +153,7 @@ NOTHING_INSTALLED: Final = "nothing installed for it, which only a machine with 
 
 
 def has_npu_software() -> bool:
-    """Tell whether this machine has anything of an NPU: driver, device files, CANN or torch-npu."""
+    """Return whether this machine has anything of an NPU: driver, device files, CANN or torch-npu."""
     is_set = any(os.environ.get(name) for name in CANN_HOMES)
     return is_set or DRIVER.is_file() or any(Path("/dev").glob("davinci*")) or bool(_version("torch-npu"))
 

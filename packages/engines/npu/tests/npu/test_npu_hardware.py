@@ -75,9 +75,9 @@ def test_a_step_of_training_is_that_of_the_cpu(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3", hidden_size=32)
     ids = np.arange(3, 15, dtype=np.int32)
     sequence = TrainSequence(ids=ids, loss_mask=ids > 6)
-    told = []
+    reported = []
     for name in ("npu", "cpu"):
         engine = TorchTrainEngine.create(TrainEngineConfig(model_path=str(model), device=name, learning_rate=1e-3))
         loss = engine.forward_backward([sequence], lambda tokens: (-tokens.logprobs_N.mean(), {}))["loss"].value
-        told.append((loss, engine.step()["grad_norm"].value))
-    np.testing.assert_allclose(told[0], told[1], rtol=1e-2)
+        reported.append((loss, engine.step()["grad_norm"].value))
+    np.testing.assert_allclose(reported[0], reported[1], rtol=1e-2)
