@@ -12,7 +12,7 @@ SIZES = ((40, 56), (33, 70), (24, 24))
 
 
 def token_ids(folder):
-    """Ids of a vision model's placeholder, and of what stands before and after an image."""
+    """Ids of a vision model's placeholder, and of the tokens before and after an image."""
     config = json.loads((folder / "config.json").read_text())
     return tuple(config[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end"))
 

@@ -19,14 +19,14 @@ def config(folder, **changes):
 
 def train(engine, make_groups, loss, *, seeds=(0, 1, 2), between=lambda: None):
     """Losses, norms, the weights afterwards, and what the first policy says."""
-    told = []
+    reported = []
     for seed in seeds:
-        told.append(engine.forward_backward(make_groups(seed=seed), loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
+        reported.append(engine.forward_backward(make_groups(seed=seed), loss)["loss"].value)
+        reported.append(engine.step()["grad_norm"].value)
         engine.logprobs(make_groups(seed=9), reference=True)
         between()
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return told, weights, np.concatenate(engine.logprobs(make_groups(seed=9), reference=True))
+    return reported, weights, np.concatenate(engine.logprobs(make_groups(seed=9), reference=True))
 
 
 def assert_equal(one, other):

@@ -44,7 +44,7 @@ def index_of_a_missing_shard(folder):
 BROKEN = {
     "no config": (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
     "a broken config": (lambda folder: (folder / "config.json").write_text("{"), "cannot load"),
-    "an unknown architecture": (lambda folder: edit_config(folder, model_type="nobody_knows_it"), "nobody_knows_it"),
+    "an unknown architecture": (lambda folder: edit_config(folder, model_type="no_such_family"), "no_such_family"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
     "truncated weights": (cut_short, "cut short"),
     "a missing shard": (index_of_a_missing_shard, "00001-of-00002"),
@@ -56,10 +56,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("damage", "told"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_folder_is_refused(copy, damage, told):
+@pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_folder_is_refused(copy, damage, message):
     damage(copy)
-    with pytest.raises(ModelError, match=told or str(copy)):
+    with pytest.raises(ModelError, match=message or str(copy)):
         create(copy)
 
 

@@ -124,13 +124,13 @@ def loss(tokens):
 
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_sequence_beyond_a_limit_is_refused_in_one_line_and_below_it_trained(name, tmp_path, caplog):
-    config, told = LIMITED[name]
+    config, message = LIMITED[name]
     folder = write(config, tmp_path)
     engine = create(folder)
     assert "sequences of more than 32 tokens will be refused" in caplog.text
     assert_as_transformers(engine, folder, [sequence(ORIGINAL), sequence(20, seed=1), sequence(9, seed=2)])
     for ask in (engine.logprobs, lambda each: engine.forward_backward(each, loss)):
-        with pytest.raises(ModelError, match=f"longer than 32 tokens: got 33; .*{told}") as raised:
+        with pytest.raises(ModelError, match=f"longer than 32 tokens: got 33; .*{message}") as raised:
             ask([sequence(20), sequence(ORIGINAL + 1)])
         assert "\n" not in str(raised.value)
     assert_as_transformers(engine, folder, [sequence(ORIGINAL)])  # the check has left nothing behind

@@ -33,13 +33,13 @@ def config(folder, **changes):
 
 def three_steps(engine, make_groups, loss):
     """What one update after another returns, the weights after three, and log-probabilities of both policies."""
-    told = []
+    reported = []
     for seed in range(3):
         metrics = engine.forward_backward(make_groups(seed=seed), loss)
-        told += [metrics["loss"].value, metrics["weight"].value, engine.step()["grad_norm"].value]
+        reported += [metrics["loss"].value, metrics["weight"].value, engine.step()["grad_norm"].value]
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
     asked = make_groups(seed=9)
-    return told, weights, engine.logprobs(asked), engine.logprobs(asked, reference=True)
+    return reported, weights, engine.logprobs(asked), engine.logprobs(asked, reference=True)
 
 
 def weighted(tokens):
@@ -157,10 +157,10 @@ def test_updates_that_do_not_divide(model_folder, mesh, update):
     engines = [TorchTrainEngine.create(config(model_folder), each) for each in (None, mesh)]
     for found, wanted in zip(*(engine.logprobs(update) for engine in reversed(engines)), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-    told = [engine.forward_backward(update, weighted) for engine in engines]
-    assert told[0].keys() == told[1].keys()
-    for name in told[0].keys() & {"loss", "weight", "sequence_tokens"}:
-        assert told[1][name].value == pytest.approx(told[0][name].value, rel=1e-5, abs=1e-6)
+    reported = [engine.forward_backward(update, weighted) for engine in engines]
+    assert reported[0].keys() == reported[1].keys()
+    for name in reported[0].keys() & {"loss", "weight", "sequence_tokens"}:
+        assert reported[1][name].value == pytest.approx(reported[0][name].value, rel=1e-5, abs=1e-6)
     norms = [engine.step()["grad_norm"].value for engine in engines]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
@@ -169,22 +169,22 @@ def test_updates_that_do_not_divide(model_folder, mesh, update):
 @pytest.mark.mesh(dp=2, tp=2)
 def test_each_rank_returns_the_same_bits(model_folder, mesh, make_groups):
     engine = TorchTrainEngine.create(config(model_folder), mesh)
-    told, weights, now, first = three_steps(engine, make_groups, weighted)
-    arrays = [np.array(told), *(tensor.numpy() for tensor in weights.values()), *now, *first]
+    reported, weights, now, first = three_steps(engine, make_groups, weighted)
+    arrays = [np.array(reported), *(tensor.numpy() for tensor in weights.values()), *now, *first]
     bits = [array.tobytes().hex()[-2000:] for array in arrays]
     mesh.group("dp", "tp").check_equal(bits, what="what the engine returned")
 
 
 @pytest.mark.mesh(dp=2, compare=False)
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(model_folder, mesh, make_groups, who):
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(model_folder, mesh, make_groups, faulty):
     engine = TorchTrainEngine.create(config(model_folder), mesh)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     share = mesh.group("dp").rank
 
     def poisoned(tokens):
         value, metrics = weighted(tokens)
-        return value * (float("nan") if share == who else 1.0), metrics
+        return value * (float("nan") if share == faulty else 1.0), metrics
 
     engine.forward_backward(make_groups(), poisoned)
     assert engine.step()["steps_refused"].value == 1
@@ -209,17 +209,17 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_on_all(model_folder,
 
 
 @pytest.mark.mesh(dp=2, compare=False)
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_loss_that_raises_on_one_rank_is_raised_on_all_and_training_goes_on(model_folder, mesh, make_groups, who):
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_loss_that_raises_on_one_rank_is_raised_on_all_and_training_goes_on(model_folder, mesh, make_groups, faulty):
     engine = TorchTrainEngine.create(config(model_folder), mesh)
     share = mesh.group("dp").rank
 
     def raises(tokens):
-        if share == who:
+        if share == faulty:
             raise ZeroDivisionError("no advantage")
         return weighted(tokens)
 
-    error, text = (ZeroDivisionError, "no advantage") if share == who else (PeerFailedError, f"rank {who}.*no advan")
+    error, text = (ZeroDivisionError, "no advantage") if share == faulty else (PeerFailedError, f"rank {faulty}.*no ad")
     with pytest.raises(error, match=text):
         engine.forward_backward(make_groups(), raises)
     clean = TorchTrainEngine.create(config(model_folder), mesh)
@@ -238,7 +238,7 @@ NO_LOSSES = {
 
 @pytest.mark.mesh(dp=2, compare=False)
 @pytest.mark.parametrize(("loss", "words"), NO_LOSSES.values(), ids=NO_LOSSES)
-def test_a_loss_that_returns_something_else_on_one_rank_is_told_to_all(model_folder, mesh, make_groups, loss, words):
+def test_a_loss_that_returns_something_else_on_one_rank_is_raised_on_all(model_folder, mesh, make_groups, loss, words):
     engine = TorchTrainEngine.create(config(model_folder), mesh)
     with pytest.raises((OffbeatError, ValueError), match=words):
         engine.forward_backward(make_groups(), loss if mesh.rank else weighted)

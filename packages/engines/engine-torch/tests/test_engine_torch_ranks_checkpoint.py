@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: what one number of ranks writes, another reads and goes on from."""
+"""Checkpoints of several ranks: what one number of ranks writes, another reads and resumes from."""
 
 import json
 import multiprocessing
@@ -73,7 +73,7 @@ def fork(size, body, name, axes):
     assert [process.exitcode for process in members] == [0] * size
 
 
-def assert_goes_on(engine, saved, folder, make_groups, loss):
+def assert_continues(engine, saved, folder, make_groups, loss):
     _, _, losses, weights = saved
     engine.load(folder)
     assert engine.steps_taken == 3
@@ -85,7 +85,7 @@ def assert_goes_on(engine, saved, folder, make_groups, loss):
 @pytest.mark.parametrize("written_by", RANKS)
 def test_one_process_goes_on(saved, make_groups, weighted_loss, written_by):
     root, settings, *_ = saved
-    assert_goes_on(TorchTrainEngine.create(settings), saved, root / written_by, make_groups, weighted_loss)
+    assert_continues(TorchTrainEngine.create(settings), saved, root / written_by, make_groups, weighted_loss)
 
 
 READERS = [({"dp": 2}, "dp4"), ({"dp": 2}, "dp2-tp2"), ({"dp": 2}, "one"), ({"dp": 4}, "dp2-tp2")]
@@ -95,7 +95,7 @@ READERS += [({"dp": 2, "tp": 2}, "dp4"), ({"dp": 2, "tp": 2}, "dp2-tp2")]
 @pytest.mark.parametrize(("mesh", "written_by"), READERS, ids=str, indirect=["mesh"])
 def test_ranks_go_on(saved, mesh, make_groups, weighted_loss, written_by):
     root, settings, *_ = saved
-    assert_goes_on(TorchTrainEngine.create(settings, mesh), saved, root / written_by, make_groups, weighted_loss)
+    assert_continues(TorchTrainEngine.create(settings, mesh), saved, root / written_by, make_groups, weighted_loss)
 
 
 def test_each_rank_writes_its_own_part_once(saved):
@@ -146,12 +146,12 @@ def test_a_broken_checkpoint_is_refused_on_all_ranks(saved, mesh, tmp_path, brok
 
 
 @pytest.mark.mesh(dp=2, compare=False)
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_cannot_write_is_an_error_on_all(model_folder, mesh, tmp_path, monkeypatch, who):
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_that_cannot_write_is_an_error_on_all(model_folder, mesh, tmp_path, monkeypatch, faulty):
     from offbeat_engine_torch import _checkpoint
 
     engine = TorchTrainEngine.create(config(model_folder), mesh)
-    if mesh.group("dp").rank == who:
+    if mesh.group("dp").rank == faulty:
 
         def full(*_):
             raise OSError(28, "No space left on device")

@@ -22,12 +22,12 @@ def config(folder, **changes):
 
 def train(engine, updates, loss):
     """What three updates and a question return, and the weights after them."""
-    told = []
+    reported = []
     for sequences in updates:
         metrics = engine.forward_backward(sequences, loss)
-        told += [metrics["loss"].value if "loss" in metrics else 0.0, engine.step()["grad_norm"].value]
+        reported += [metrics["loss"].value if "loss" in metrics else 0.0, engine.step()["grad_norm"].value]
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return told, weights, engine.logprobs(updates[0]), engine.logprobs(updates[0], reference=True)
+    return reported, weights, engine.logprobs(updates[0]), engine.logprobs(updates[0], reference=True)
 
 
 def assert_same(many, one, tolerance=1e-5):
@@ -82,7 +82,7 @@ def test_settings_mean_the_same_on_ranks(qwen3, mesh, changes, train_vision, wei
 
 
 @pytest.mark.mesh(dp=2)
-def test_a_loss_that_fails_on_one_rank_leaves_nobody_in_the_tower(qwen3, mesh):
+def test_a_loss_that_fails_on_one_rank_leaves_no_rank_in_the_tower(qwen3, mesh):
     """Its own pack may be the only one with an image: the others wait for it there."""
     engine = TorchTrainEngine.create(config(qwen3, max_tokens_per_microbatch=64), mesh)
     sequences = Pictures(qwen3).groups((1, 0, 1, 0, 0, 0), samples=1)

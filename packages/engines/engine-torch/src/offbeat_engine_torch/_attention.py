@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention of one pack: who attends to whom, in each form a kernel may want; made when first asked for."""
+    """Attention of one pack: which tokens attend to which, in each form a kernel may want; made on first use."""
 
     segments: tuple[Segment, ...]
     device: torch.device

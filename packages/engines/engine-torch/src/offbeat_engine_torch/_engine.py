@@ -159,7 +159,7 @@ class TorchTrainEngine(StepCounts):
                     batch = self._policy.lay_out(with_loss, families)
                     logprobs, entropy = self._policy.ask(batch, through_tower=tower)
                     self._backward(losses.of(batch, logprobs, entropy), logprobs)
-                elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then tell them
+                elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then report the error
                     self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
         self._bad_loss |= losses.not_finite
         try:
@@ -313,7 +313,7 @@ class TorchTrainEngine(StepCounts):
         )
 
     def _backward(self, value: Tensor | None, logprobs: Tensor) -> None:
-        """Without a loss the step will be refused, or has nothing to learn from this micro-batch."""
+        """Run the backward pass; without a loss the step will be refused, or learns nothing from this micro-batch."""
         if value is not None and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
         else:

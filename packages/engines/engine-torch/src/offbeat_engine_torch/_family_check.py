@@ -24,7 +24,7 @@ PAIR_TOKENS: Final = (20, 6)
 TOLERANCE_NATS: Final = {None: 0.01, torch.bfloat16: 0.5}
 """By the format of the layers. Two kernels of attention that sum float32 in different orders are 1e-6 (tiny models) to
 1e-3 nats apart (deep ones); a forgotten scale, mask or layer is 0.1 to 20. Bfloat16 rounds logits of 16 to 32 to
-multiples of 0.125, so that there only what is far off can be told."""
+multiples of 0.125, so only values that are far off can be detected there."""
 TOLERANCE_OF_STATES: Final = {None: 1e-2, torch.bfloat16: 5e-2}
 """By the format of the layers, as a share of the largest hidden state: bfloat16 keeps 8 bits, and errors of layers add
 up. Sequences that see each other differ by 0.1 to 1."""

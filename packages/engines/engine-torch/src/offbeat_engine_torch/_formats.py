@@ -1,7 +1,7 @@
 """Number formats within a model of bfloat16: what stays in float32, and in what format experts and routers compute.
 
 Under autocast a linear layer computes in bfloat16, whatever the format of its weights. Two kinds of layers in mixtures
-of experts need more than that: the products of experts, which autocast does not know, and routers, many of which
+of experts need more than that: the products of experts, which autocast does not know, and routers; many of these
 compute in float32 on purpose.
 
 Shapes: T tokens, E hidden size, K experts of a token.
@@ -133,7 +133,7 @@ class _Routing:
 
     @contextmanager
     def _as_the_family(self, kind: str) -> Iterator[torch.dtype]:
-        """Without autocast, with weights in its format."""
+        """Run without autocast, with weights in the family's format."""
         dtype = torch.get_autocast_dtype(kind)
         with _weights_in(dtype, self._router, self._kept), torch.autocast(kind, enabled=False):
             yield dtype

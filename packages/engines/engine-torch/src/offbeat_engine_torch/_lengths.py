@@ -1,8 +1,8 @@
 """Lengths from which on a model computes something else: read from its configuration, lowered to check it, limited.
 
 transformers makes some things depend on the length of a whole call, which is a pack here and not a sequence, and some
-families mask beyond a window in a way that packed attention is not told. Up to that length all of them are trained as
-they are.
+families mask beyond a window in a way that is not passed to packed attention. Up to that length all of them are
+trained as they are.
 """
 
 import re

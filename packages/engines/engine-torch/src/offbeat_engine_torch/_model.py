@@ -31,7 +31,7 @@ from offbeat_training import VocabularyPart, token_logprobs
 
 ADAPTER_SIDES = (".lora_A", ".lora_B")
 SCORE_WEIGHT = "score.weight"
-"""Of the classification head that transformers puts on causal families."""
+"""Weight of the classification head that transformers puts on causal families."""
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCALING_IS_A_FACTOR = {"hyperclovax"}
 _ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
@@ -107,7 +107,7 @@ class CausalModel(nn.Module):
 
     @property
     def tower(self) -> nn.Module | None:
-        """Patches of images to what stands in the place of embeddings, within `backbone`; None of a model for text."""
+        """Tower that turns patches of images into embeddings, within `backbone`; None for a model of text alone."""
         return getattr(self.backbone, "visual", None)
 
     @property
@@ -150,7 +150,7 @@ class CausalModel(nn.Module):
             ids_T: token ids of one pack.
             positions_T: position of each in its own sequence; [3, T] where a position has three axes. None for the
                 model's own logits.
-            plan: who attends to whom.
+            plan: which tokens attend to which.
             kernel: of the packed attention.
             query: what the head computes.
             autocast: format of the backbone's matrix products, and of those of the head's gradients; None for that of
@@ -194,7 +194,7 @@ class CausalModel(nn.Module):
     def _embed(self, ids_T: Tensor, patches: ImagePatches) -> dict[str, Any]:
         """Return what the language model is given: embeddings, with what the tower sees where images stand.
 
-        Of patches that stand nowhere nothing is taken, but they are part of the graph: the backward pass goes through
+        Patches without a place in the text are not used, but they are part of the graph: the backward pass goes through
         the tower, with gradients of zero.
         """
         place_M = patches.place_M

@@ -39,7 +39,7 @@ class Piece(CutTensor):
 
     @property
     def is_adapter(self) -> bool:
-        """It is one side of a LoRA adapter."""
+        """Return whether it is one side of a LoRA adapter."""
         return self.name.endswith(ADAPTER_SIDES)
 
     def take_gradient(self) -> Tensor | None:
@@ -122,7 +122,7 @@ def _tp_dim(parameter: Tensor) -> int | None:
 
 
 def memory_of(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Memory of a model's parameters on this rank, and, where the model is not cut, everybody who shares it.
+    """Memory of a model's parameters on this rank, and, where the model is not cut, all tensors that share it.
 
     Buffers, a few kilobytes, stay where they are.
     """

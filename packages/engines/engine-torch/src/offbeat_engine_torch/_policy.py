@@ -96,7 +96,7 @@ class Policy:
         self.images.check(sequences)
 
     def weights_converted_once(self) -> AbstractContextManager[Any]:
-        """Within it autocast converts each weight once for all packs; weights must not be updated within it.
+        """Convert each weight once for all packs while it is open; weights must not be updated meanwhile.
 
         Autocast forgets what it has converted when the outermost of its contexts ends, and this is one around those
         of all packs, though it changes no format itself.

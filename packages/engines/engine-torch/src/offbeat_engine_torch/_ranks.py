@@ -27,11 +27,11 @@ class SingleRank:
     share, num_shares, place, size, leader = 0, 1, 0, 1, True
 
     def together(self, what: str) -> AbstractContextManager[Any]:
-        """No one else."""
+        """Do nothing: there is no other rank."""
         return nullcontext()
 
     def check_same(self, what: str, sequences: Sequence[TrainSequence]) -> None:
-        """No one to differ from."""
+        """Do nothing: there is no rank to differ from."""
 
     def exchange(self, value: Value) -> list[Value]:
         """Its own."""
@@ -44,7 +44,7 @@ class SingleRank:
         return merge_metrics(results)
 
     def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
-        """It holds all, in its own format."""
+        """Return the tensor, which this rank holds whole, in its own format."""
         return piece.local
 
     def share_out(self, whole: Tensor | None, piece: Piece) -> None:
@@ -57,10 +57,10 @@ class SingleRank:
         return [values]
 
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
-        """Nothing is partial."""
+        """Do nothing: no gradient is partial."""
 
     def barrier(self) -> None:
-        """No one to wait for."""
+        """Do nothing: there is no rank to wait for."""
 
 
 class ShardedRanks(TrainerRanks):
@@ -84,7 +84,7 @@ class ShardedRanks(TrainerRanks):
             return piece.local
         whole = piece.local.new_empty(piece.shape, dtype=dtype)
         boxes = [self._box_of(piece, rank) for rank in group.ranks]
-        num_rows = boxes[0][0][1] - boxes[0][0][0]  # nobody has more than the first
+        num_rows = boxes[0][0][1] - boxes[0][0][0]  # no rank has more than the first
         step = max(1, GATHER_BYTES * num_rows // max(1, num_elements(boxes[0]) * whole.itemsize * group.size))
         for start in range(0, num_rows, step):
             length = min(step, num_rows - start)

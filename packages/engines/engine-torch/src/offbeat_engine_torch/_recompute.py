@@ -37,7 +37,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Nothing in a layer is random, so the generators' states are not worth a copy from the device.
+        # Nothing in a layer is random, so copying the generators' states from the device is not needed.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return checkpointed

@@ -83,7 +83,7 @@ class _Leave(torch.autograd.Function):
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer of which each rank computes some outputs. Made by `cut_linear`."""
+    """A linear layer whose outputs are split over the ranks. Made by `cut_linear`."""
 
     tp: TensorParallel
 
@@ -93,7 +93,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer of which each rank takes some inputs. Made by `cut_linear`."""
+    """A linear layer whose inputs are split over the ranks. Made by `cut_linear`."""
 
     tp: TensorParallel
 
@@ -104,7 +104,7 @@ class RowLinear(nn.Linear):
 
 
 class RowEmbedding(nn.Embedding):
-    """An embedding of which each rank holds some rows; the others count as 0 here. Made by `cut_embedding`."""
+    """An embedding whose rows are split over the ranks; other ranks' count as 0 here. Made by `cut_embedding`."""
 
     tp: TensorParallel
 
