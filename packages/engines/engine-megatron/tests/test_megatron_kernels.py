@@ -1,4 +1,4 @@
-"""What computes on a device: chosen, told with the reason, and refused where it cannot be. Needs no megatron-core."""
+"""What computes on a device: chosen, named with the reason, and refused where it cannot. Needs no megatron-core."""
 
 from types import SimpleNamespace
 
@@ -98,10 +98,10 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize(("asked", "version", "told"), CHOSEN.values(), ids=CHOSEN)
-def test_the_fastest_that_can_be_is_chosen_and_what_cannot_is_told(te, asked, version, told):
+@pytest.mark.parametrize(("asked", "version", "message"), CHOSEN.values(), ids=CHOSEN)
+def test_the_fastest_that_can_be_is_chosen_and_what_cannot_is_told(te, asked, version, message):
     te(version)
-    assert str(choose(**asked)) == told
+    assert str(choose(**asked)) == message
 
 
 REFUSED = {
@@ -114,10 +114,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("asked", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_with_the_reason(te, asked, told):
+@pytest.mark.parametrize(("asked", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_with_the_reason(te, asked, message):
     te(None)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         choose(**asked)
 
 

@@ -161,8 +161,8 @@ def test_flash_attention_is_taken_where_device_and_format_have_it(
     config = TrainEngineConfig(
         model_path=str(folder), device="cpu", dtype=dtype, options={"attention": asked, "tensor_parallel": 2}
     )
-    told = str(plan_layout(config, 2))
-    assert told == f"tp 2, local layers (TransformerEngine needs a GPU: got cpu), attention by {wanted}"
+    text = str(plan_layout(config, 2))
+    assert text == f"tp 2, local layers (TransformerEngine needs a GPU: got cpu), attention by {wanted}"
 
 
 def test_interleaved_stages_get_packs_of_one_length():

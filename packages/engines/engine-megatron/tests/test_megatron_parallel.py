@@ -64,9 +64,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "options", "told"), LAYOUTS.values(), ids=LAYOUTS)
-def test_a_layout_is_refused(num_ranks, options, told):
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("num_ranks", "options", "message"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_layout_is_refused(num_ranks, options, message):
+    with pytest.raises(ConfigError, match=message):
         choose_parallel(ALONE | {"dp": num_ranks}, MegatronEngineOptions.parse(options))
 
 
@@ -98,9 +98,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), OPTIONS.values(), ids=OPTIONS)
-def test_an_option_is_refused(options, told):
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_an_option_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         MegatronEngineOptions.parse(options)
 
 
@@ -153,10 +153,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "options", "changes", "told"), REFUSED.values(), ids=REFUSED)
-def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(folders, num_ranks, options, changes, told):
+@pytest.mark.parametrize(("num_ranks", "options", "changes", "text"), REFUSED.values(), ids=REFUSED)
+def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(folders, num_ranks, options, changes, text):
     """The whole table without megatron-core, a process or a group: what `create` and `plan` ask first."""
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=text):
         plan_engine(config_of(folders(**changes), options=options), ALONE | {"dp": num_ranks})
 
 
@@ -168,9 +168,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "told"), SETTINGS.values(), ids=SETTINGS)
-def test_a_setting_is_refused(folders, settings, told):
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("settings", "message"), SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_is_refused(folders, settings, message):
+    with pytest.raises(ConfigError, match=message):
         plan_engine(config_of(folders(), **settings))
 
 
@@ -202,9 +202,9 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize(("changes", "told"), FEATURES.values(), ids=FEATURES)
-def test_a_model_is_refused(folders, changes, told):
-    with pytest.raises(ModelError, match=told):
+@pytest.mark.parametrize(("changes", "message"), FEATURES.values(), ids=FEATURES)
+def test_a_model_is_refused(folders, changes, message):
+    with pytest.raises(ModelError, match=message):
         plan_engine(config_of(folders(**changes)))
 
 

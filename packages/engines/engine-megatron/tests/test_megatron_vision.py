@@ -1,4 +1,4 @@
-"""Which vision-language models are taken, and what they are refused with. Needs no megatron-core."""
+"""Which vision-language models are accepted, and what they are refused with. Needs no megatron-core."""
 
 import numpy as np
 import pytest
@@ -83,9 +83,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_a_tower_does_not_go_with_is_refused(folder, changes, told):
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_tower_does_not_go_with_is_refused(folder, changes, message):
+    with pytest.raises(ConfigError, match=message):
         plan_engine(TrainEngineConfig(model_path=str(folder), **changes))
 
 

@@ -62,7 +62,7 @@ from offbeat_training import (
 
 GENERATION_CONFIG: Final = "generation_config.json"
 MTP_LAYERS: Final = "num_nextn_predict_layers"
-"""In config.json, as DeepSeek-V3 and others say it."""
+"""Key in config.json, as DeepSeek-V3 and others name it."""
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Checkpoints:
         Args:
             folder: a checkpoint in it is replaced; where there is none, weights in it are, and other files stay.
             steps_refused: the engine's count.
-            background: return when the host holds a copy of everything; the rest goes on in threads.
+            background: return when the host holds a copy of everything; the rest runs in threads.
         """
         self.finish()
         made = self._on_each("save", lambda: str(stage_folder(folder)) if self._ranks.leader else "")
@@ -223,7 +223,7 @@ class Checkpoints:
                     yield pair
 
     def _write(self, folder: Path, files: Sequence[PlannedFile], stream: Stream, *, own: bool = False) -> None:
-        """Write this rank's files; the stream is taken to its end whatever happens, for the others wait in it.
+        """Write this rank's files; the stream is read to its end whatever happens, because the others wait in it.
 
         The stream is of all tensors, or with `own` of this rank's alone.
         """
@@ -256,7 +256,7 @@ class Checkpoints:
             self._policy.adapters.write_config(staged / ADAPTER_FOLDER, self._plan.config.model_path)
 
     def _on_each(self, what: str, work: Callable[[], T], kind: type[UserError] = RunFolderError) -> T:
-        """Do it on every rank; where one fails all raise the same kind of error, and the groups go on.
+        """Do it on every rank; where one fails all raise the same kind of error, and the groups stay usable.
 
         There is no collective in the work, or one that it carries through when it fails.
         """

@@ -159,7 +159,7 @@ class MegatronTrainEngine(StepCounts):
             log.info("the model (%s) computes with %s", plan.shape.family, kernels)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        device.prepare("megatron", plan.parallel.in_megatrons_words())
+        device.prepare("megatron", plan.parallel.as_megatron_settings())
         load_megatron(compiled=device.torch_device.type != HOST)
         return cls(plan, device, mesh)
 
@@ -237,7 +237,7 @@ class MegatronTrainEngine(StepCounts):
         With dtype bfloat16 the values are those that the trainer computes with, so that sending them in that format
         loses nothing; `save` and `save_weights` write the float32 copies that they are rounded from.
 
-        Buckets are gathered over tp, ep and pp as the iteration goes on, so every rank iterates to the end. The
+        Buckets are gathered over tp, ep and pp as the iteration proceeds, so every rank iterates to the end. The
         tensors are copies.
 
         Args:
@@ -272,14 +272,14 @@ class MegatronTrainEngine(StepCounts):
         A checkpoint that the folder held is replaced when the new one is whole; killed before, the old one is there.
 
         Raises:
-            RunFolderError: the folder cannot be written; on all ranks, and the engine goes on.
+            RunFolderError: the folder cannot be written; on all ranks, and the engine can still train.
         """
         self._offloader.require("save", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         with self._shim:
             self._checkpoints.save(folder, self._steps.refused, background=False)
 
     def save_in_background(self, folder: Path) -> None:
-        """As `save`, but return when the host holds a copy: threads write it while training goes on.
+        """As `save`, but return when the host holds a copy: threads write it while training continues.
 
         The folder appears when it is whole. The next save, load or close waits for it, and so does the process's end;
         `finish_save` does nothing else. Each rank's host holds a copy of what that rank writes.
@@ -292,7 +292,7 @@ class MegatronTrainEngine(StepCounts):
             self._checkpoints.save(folder, self._steps.refused, background=True)
 
     def finish_save(self) -> None:
-        """Wait for the write in the background, if one is going on; `options.save_deadline_s` is its limit.
+        """Wait for the write in the background, if there is one; `options.save_deadline_s` is its limit.
 
         Raises:
             RunFolderError: it has failed on some rank; on all ranks, once.

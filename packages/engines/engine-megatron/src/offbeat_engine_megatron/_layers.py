@@ -6,7 +6,7 @@ what was gathered is added up over the ranks that used it. megatron-core's local
 Source: Megatron-LM, megatron/core/transformer/dot_product_attention.py (the interface) and context parallelism by
 all-gather, Llama 3 (arXiv:2407.21783), section 3.3.2.
 
-Images: every rank of tp runs the whole tower (transformers' own module) on the images of its pack, and goes on with
+Images: every rank of tp runs the whole tower (transformers' own module) on the images of its pack, and continues with
 the tokens that it holds. The backward pass brings the gradient of all tokens back to each of them, so that none is a
 part of the whole, and none is added up over tp. Ranks of dp and cp see other images or other tokens: their gradients
 are added up with all others.
@@ -115,7 +115,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         cp, lengths = self.cp_group.size(), packed_seq_params.lengths
         if len(query_LHD) * cp != sum(lengths) or (cp > 1 and any(length % (2 * cp) for length in lengths)):
             raise ShapeError(
-                f"each sequence of a pack needs a multiple of {2 * cp} tokens, of which this rank holds 1 in {cp}: "
+                f"each sequence of a pack needs a multiple of {2 * cp} tokens, and this rank holds 1 in {cp} of them: "
                 f"got lengths {lengths} and {len(query_LHD)} tokens"
             )
         if packed_seq_params.masked is not None:
@@ -160,7 +160,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 
 
 class SequenceNorm(torch.nn.RMSNorm):
-    """RMS norm that tells megatron-core to add up its gradient over ranks that each saw some of the tokens."""
+    """RMS norm whose gradient megatron-core adds up over ranks that each saw some of the tokens."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
@@ -203,8 +203,8 @@ def embed_images(
 ) -> tuple[Tensor, Tensor | None]:
     """Embeddings with what the tower sees in the places of images; and [L, K, E] for the first layers, if there are K.
 
-    Of patches that stand nowhere nothing is taken, but they are part of the graph: the backward pass goes through the
-    tower, with gradients of zero.
+    Patches without a place in the text are not used, but they are part of the graph: the backward pass goes through
+    the tower, with gradients of zero.
 
     Args:
         tower: of transformers.
@@ -307,7 +307,7 @@ class MtpLoss:
         self.begin(())
 
     def begin(self, sequences: Sequence[TrainSequence]) -> None:
-        """An update comes, of which this rank computes a share."""
+        """Begin an update; this rank computes a share of it."""
         places = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
         self._totals = [sum(int((each > depth).sum()) for each in places) for depth in self._depths]
         self._sums = torch.zeros(len(self._depths), device=self._mesh.device.torch_device)

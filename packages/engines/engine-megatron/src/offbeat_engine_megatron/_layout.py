@@ -107,8 +107,8 @@ class Parallel:
         """Each pack is padded to a multiple of this."""
         return self.sequence_multiple * (self.tp if self.sp else 1)
 
-    def in_megatrons_words(self) -> dict[str, int | bool]:
-        """As megatron's command line names them: what a device's patches of megatron-core are told."""
+    def as_megatron_settings(self) -> dict[str, int | bool]:
+        """Return settings under the names of megatron's command line, for a device's patches of megatron-core."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -184,7 +184,7 @@ def _check_pipeline(parallel: Parallel, options: MegatronEngineOptions) -> None:
     if parallel.vpp > 1 and options.batch_p2p and parallel.pp == 2:
         raise ConfigError(
             "virtual_pipeline > 1 on 2 stages with batch_p2p = true computes wrong results in megatron-core: with two "
-            "stages the one before is also the one after, and a batch does not tell their messages apart; set "
+            "stages the one before is also the one after, and a batch does not distinguish their messages; set "
             "batch_p2p = false"
         )
 

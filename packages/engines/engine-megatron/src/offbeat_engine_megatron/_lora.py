@@ -81,7 +81,7 @@ class Adapter(nn.Module):
         """Each rank has some of the features, and all of the outputs."""
         [down_RE], [up_OR] = self._sides("A"), self._sides("B")
         low: Tensor = x_LE @ down_RE.T * self.scale
-        if self._sp:  # each rank goes on with some of the tokens, so the gradient of B is a part of the whole
+        if self._sp:  # each rank continues with some of the tokens, so the gradient of B is a part of the whole
             low = reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
             up_OR = copy_to_tensor_model_parallel_region(up_OR, group=self._tp)
         else:

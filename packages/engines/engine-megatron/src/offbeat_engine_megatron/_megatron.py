@@ -100,7 +100,7 @@ def _as_it_is(model: Any = None, **options: Any) -> Any:
 class _JoinedWorld:
     parallel: Parallel
     mesh: Mesh
-    world: World | None  # of this process alone, when nobody had joined one
+    world: World | None  # of this process alone, if it had joined none
     num_engines: int = 0
 
 
@@ -134,7 +134,7 @@ def join_groups(parallel: Parallel, given: Mesh | None, device: str, seed: int) 
 
 
 def leave_groups() -> None:
-    """One engine less; the last one gives the groups up."""
+    """Count one engine less; the last one destroys the groups."""
     from megatron.core import parallel_state
 
     held = _held[0]
@@ -161,7 +161,7 @@ def _make_groups(parallel: Parallel, given: Mesh | None, device: str) -> _Joined
         )
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "megatron-core's parallel_state is initialised already, by somebody else: the engine makes "
+            "megatron-core's parallel_state is initialised already, by other code: the engine makes "
             "its own groups; call destroy_model_parallel() first"
         )
     own = join_world(rank=0, size=1, store=HashStore(), device=device) if world is None else None
@@ -267,7 +267,7 @@ class _Idle:
         pass
 
     def wait(self, *args: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     record = synchronize = wait_stream = wait_event = wait
 

@@ -222,7 +222,7 @@ def transformer_config(plan: Plan, kernels: Kernels, *, recompute: bool) -> Any:
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=options.batch_p2p,
         overlap_p2p_comm=options.overlap_p2p,
-        # Losses are sums over tokens of the whole update, divided by whoever asks: nothing is averaged on the way.
+        # Losses are sums over tokens of the whole update, divided by the caller: nothing is averaged on the way.
         calculate_per_token_loss=True,
         # Not `perform_initialization=False`: that would also leave out the marks by which norms count no tensor twice.
         init_method=_leave,

@@ -81,7 +81,7 @@ class ClippedOptimizer:
 
     @property
     def in_update(self) -> bool:
-        """There are gradients that no step has used."""
+        """Return whether there are gradients that no step has used."""
         return self._reducing
 
     def state(self) -> list[Tensor]:
@@ -96,7 +96,7 @@ class ClippedOptimizer:
         return [buffer.grad_data for part in self.parts for buffer in (*part.buffers, *part.expert_parallel_buffers)]
 
     def begin_pass(self, *, learns: bool) -> None:
-        """A forward and backward pass comes; its gradients are added to what is there.
+        """Prepare for a forward and backward pass; its gradients are added to those held.
 
         Args:
             learns: some rank has a token to learn from.
@@ -212,7 +212,7 @@ class OptimizerState:
         Source: TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py (`step`, `state_dict`).
         """
         for each in self._each:
-            if not isinstance(each.optimizer, torch.optim.Adam):  # of which AdamW is one
+            if not isinstance(each.optimizer, torch.optim.Adam):  # AdamW is one
                 _count_groups(each.optimizer, steps_taken)
                 continue
             for main in each.get_parameters():

@@ -144,7 +144,7 @@ def cut(
 
 
 def _tokens_later(pack: MicroBatch, depth: int) -> tuple[Indices, Indices]:
-    """[T] ids that many places on, 0 beyond a sequence's end; [N] who predicts each loss token from there, or -1."""
+    """[T] ids that many places on, 0 beyond a sequence's end; [N] what predicts each loss token from there, or -1."""
     ends = np.cumsum(pack.lengths)
     later_T = np.arange(len(pack.ids_T)) + depth
     inside_T = later_T < np.repeat(ends, pack.lengths)
@@ -229,7 +229,7 @@ def token_logprobs(
 def gather_values(values_n: Tensor, place_N: Tensor, width: int, cp: Group) -> Tensor:
     """Return what context parallel ranks found for their tokens, in the order of the pack: [..., N], alike on all.
 
-    Every rank goes on to compute the whole loss, so the gradient of its own values is that of the result, not a sum.
+    Every rank computes the whole loss afterwards, so the gradient of its own values is that of the result, not a sum.
 
     Args:
         values_n: [..., n] of this rank, n at most `width`.

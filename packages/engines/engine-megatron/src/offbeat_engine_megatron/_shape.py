@@ -17,7 +17,7 @@ from offbeat_core import ModelError
 
 
 def outline_tower(hf_config: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(Name within the tower, shape) of each parameter, in transformers' order; no memory is taken."""
+    """(Name within the tower, shape) of each parameter, in transformers' order; no memory is allocated."""
     from transformers import AutoModel
 
     with torch.device("meta"):
@@ -39,7 +39,7 @@ class ModelShape:
         ffn_size: width of the dense feed-forward layers.
         vocabulary: rows of the embedding.
         tied: the head is the embedding.
-        padding_id: its row learns nothing from being looked up; None where no id is padding.
+        padding_id: lookups of its row train nothing; None where no id is padding.
         qkv_bias: queries, keys and values have a bias.
         qk_norm: queries and keys are normalised per head.
         num_experts: of the sparse layers; 0 for a dense model.

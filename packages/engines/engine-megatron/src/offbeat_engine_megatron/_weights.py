@@ -6,8 +6,8 @@ calls in the same order.
 Source: megatron/core/transformer/attention.py (queries, keys and values interleaved by group), mlp.py (gate, up) and
 moe/experts.py (experts of TransformerEngine's grouped layers); `offbeat_engine_megatron._layers.GroupedExperts`.
 
-Tensors of half a bucket are laid out as one row of memory, of which they are views; what tensor parallel ranks hold of
-it comes in rounds of a quarter. A row may still be read when the next is made, so a rank holds less than two buckets
+Tensors of half a bucket are views of one row of memory; what tensor parallel ranks hold of it comes in rounds of a
+quarter. A row may still be read when the next is made, so a rank holds less than two buckets
 beside the weights; where a tensor is longer than half a bucket, it has a row of its own. With adapters there is one
 merged parameter of this rank more.
 """

@@ -144,7 +144,7 @@ def main():
     from offbeat_engine_megatron import MegatronTrainEngine, _kernels
 
     _kernels._why_not_te = lambda device_type, fits_flash: ""
-    told = {}
+    results = {}
     for case, (model, options, lora) in CASES.items():
         CALLS.update(dict.fromkeys(CALLS, 0))
         with tempfile.TemporaryDirectory() as place:
@@ -154,9 +154,9 @@ def main():
             wanted = train_with_transformers(folder, lora=lora)
             errors = dataclasses.asdict(compare(train_with_engine(engine), wanted))
             kernels = str(engine._plan.kernels(engine._device))
-            told[case] = {"error": float(max(errors.values())), "kernels": kernels, **CALLS}
+            results[case] = {"error": float(max(errors.values())), "kernels": kernels, **CALLS}
             engine.close()
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ KINDS = [
 
 def train(engine, between=lambda: None):
     """Losses, norms, the weights afterwards, and what the first policy says."""
-    told = []
+    reported = []
     for step in range(3):
-        told.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
+        reported.append(engine.forward_backward(make_sequences(step), policy_loss)["loss"].value)
+        reported.append(engine.step()["grad_norm"].value)
         engine.logprobs(make_sequences(9), reference=True)
         between()
-    return told, copied(engine), np.concatenate(engine.logprobs(make_sequences(9), reference=True))
+    return reported, copied(engine), np.concatenate(engine.logprobs(make_sequences(9), reference=True))
 
 
 @pytest.mark.parametrize("layout", params_of(KINDS, in_ci=KINDS[:2]))
@@ -80,8 +80,8 @@ def test_each_level_gives_its_memory_back_and_what_is_away_is_not_used(create, m
     assert [held_bytes(get()) for get in kinds] == [0, 0, 0]
     with pytest.raises(OffbeatError, match="weights: the training engine sleeps without its weights"):
         engine.weights()
-    for act, told in ((lambda: engine.sleep(3), "level must be"), (lambda: engine.wake(("all",)), "knows the tags")):
-        with pytest.raises(ConfigError, match=told):
+    for act, text in ((lambda: engine.sleep(3), "level must be"), (lambda: engine.wake(("all",)), "knows the tags")):
+        with pytest.raises(ConfigError, match=text):
             act()
     engine.wake()
     assert [held_bytes(get()) for get in kinds] == awake

@@ -26,7 +26,7 @@ def test_engines_are_measured_by_layout(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_piece_for_a_gpu_runs_on_a_cpu(tmp_path):
-    out = tmp_path / "told.json"
+    out = tmp_path / "result.json"
     command = [sys.executable, str(TOOLS / "gpu" / "megatron_against_cpu.py"), "--device", "cpu", "--out", str(out)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

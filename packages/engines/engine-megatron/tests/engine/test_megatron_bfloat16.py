@@ -65,7 +65,7 @@ WHOLE = [layout for layout in LAYOUTS if not layout.lora]  # where adapters are 
 
 @pytest.mark.parametrize("layout", params_of([each for each in WHOLE if each.options != OVERLAP], IN_CI))
 def test_a_step_is_adams_in_float32(create, models, shared, layout, mesh):
-    """From the file's values, not from rounded ones, with a norm over gradients that nobody has rounded on the way."""
+    """From the file's values, not from rounded ones, with a norm over gradients that were never rounded on the way."""
     engine, place = create(layout, mesh), shared / f"step-{layout.slug}"
     engine.forward_backward(make_sequences(0), policy_loss)
     gradients = whole_gradients(engine, engine._policy.weights)
@@ -97,11 +97,11 @@ def test_a_checkpoint_holds_the_float32_weights_and_the_run_goes_on_bit_for_bit(
         assert same(served, rounded(kept)), "what is served is not what the trainer computes with"
         assert not same(served, kept)
     other.load(folder)
-    told = [step(engine, 1), step(engine, 2)]
-    assert [step(other, 1), step(other, 2)] == told
+    reported = [step(engine, 1), step(engine, 2)]
+    assert [step(other, 1), step(other, 2)] == reported
     assert same(copied(other), copied(engine))
     if engine.leader:
-        (folder / "told.json").write_text(json.dumps(told))
+        (folder / "reported.json").write_text(json.dumps(reported))
 
 
 @pytest.mark.nightly
@@ -117,21 +117,21 @@ def test_a_layout_goes_on_from_what_another_saved(create, shared, mesh):
         for file in ("model.safetensors", "trainer/optimizer.safetensors"):
             one, other = load_file(mine / file), load_file(theirs / file)
             assert same(*({name: each for name, each in found.items() if "rng" not in name} for found in (one, other)))
-        told = json.loads((theirs / "told.json").read_text())
-        np.testing.assert_allclose([step(engine, 1)], told[:1], rtol=0.01, atol=0.005, err_msg=str(writer))
+        reported = json.loads((theirs / "reported.json").read_text())
+        np.testing.assert_allclose([step(engine, 1)], reported[:1], rtol=0.01, atol=0.005, err_msg=str(writer))
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.mesh(pp=2, deadline_s=120)
 def test_layers_of_multi_token_prediction_on_interleaved_stages_are_near_those_of_float32(create, mesh):
-    layout, told = Layout(options={"mtp_layers": 1, "virtual_pipeline": 2}), []
+    layout, reported = Layout(options={"mtp_layers": 1, "virtual_pipeline": 2}), []
     for dtype in ("bfloat16", "float32"):
         engine = create(layout, mesh, dtype=dtype)
         for number in range(2):
             metrics = engine.forward_backward(make_sequences(number), policy_loss)
-            told.append([metrics["loss"].value, metrics["mtp_loss_1"].value, engine.step()["grad_norm"].value])
-    np.testing.assert_allclose(told[:2], told[2:], rtol=0.01, atol=0.005)
-    assert told[:2] != told[2:]
+            reported.append([metrics["loss"].value, metrics["mtp_loss_1"].value, engine.step()["grad_norm"].value])
+    np.testing.assert_allclose(reported[:2], reported[2:], rtol=0.01, atol=0.005)
+    assert reported[:2] != reported[2:]
 
 
 def test_updates_too_small_for_bfloat16_add_up(create, models, tmp_path):

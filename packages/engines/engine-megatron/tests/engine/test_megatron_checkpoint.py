@@ -1,4 +1,4 @@
-"""What one layout has saved another goes on from: the next step is the undisturbed run's."""
+"""What one layout has saved another resumes from: the next step is the undisturbed run's."""
 
 import json
 
@@ -42,9 +42,9 @@ def test_a_layout_saves(create, shared, layout, mesh):
     train_steps(engine, 0, 2)
     engine.save(place)
     names = {name for name, _ in engine.weights()}
-    told = train_steps(engine, 2, 4)
+    reported = train_steps(engine, 2, 4)
     if engine.leader:
-        (place / "told.json").write_text(json.dumps(told))
+        (place / "reported.json").write_text(json.dumps(reported))
         assert names == {name for name, _ in reference_model(place).named_parameters()} or "moe" in layout.model
 
 
@@ -57,7 +57,7 @@ def test_a_layout_goes_on_from_what_any_other_saved(create, shared, layout, mesh
             train_steps(engine, 7, 8)
         engine.load(shared / writer.slug)
         assert engine.steps_taken == 2
-        wanted = json.loads((shared / writer.slug / "told.json").read_text())
+        wanted = json.loads((shared / writer.slug / "reported.json").read_text())
         np.testing.assert_allclose(train_steps(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5, err_msg=str(writer))
 
 
@@ -68,11 +68,11 @@ def test_ranks_go_on_in_another_layout(create, shared, mesh):
     engine = create(Layout(options={"tensor_parallel": 2, "pipeline_parallel": 2}), mesh)
     train_steps(engine, 0, 1)
     engine.save(shared / "pair")
-    told = train_steps(engine, 1, 2)
+    reported = train_steps(engine, 1, 2)
     engine.close()
     engine = create(Layout(options={"context_parallel": 2}), mesh)
     engine.load(shared / "pair")
-    np.testing.assert_allclose(train_steps(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 1, 2), reported, rtol=1e-5, atol=1e-5)
 
 
 def test_one_process_goes_on_bit_for_bit(create, tmp_path):
@@ -145,8 +145,8 @@ BAD = {
 
 
 @pytest.mark.mesh(tp=2, compare=False)
-@pytest.mark.parametrize(("what", "told"), BAD.items(), ids=BAD)
-def test_a_bad_checkpoint_is_refused_on_all_ranks(create, mesh, shared, what, told):
+@pytest.mark.parametrize(("what", "message"), BAD.items(), ids=BAD)
+def test_a_bad_checkpoint_is_refused_on_all_ranks(create, mesh, shared, what, message):
     engine, folder = create(mesh=mesh), shared / f"bad-{what}"
     engine.save(folder)
     if engine.leader:
@@ -162,8 +162,8 @@ def test_a_bad_checkpoint_is_refused_on_all_ranks(create, mesh, shared, what, to
     mesh.group("tp").barrier()
     train_steps(engine, 0, 1)
     before = copied(engine)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         engine.load(folder)
     assert same(copied(engine), before)
-    train_steps(engine, 1, 2)  # and it goes on
+    train_steps(engine, 1, 2)  # and it can still train
     assert engine.steps_taken == 2

@@ -72,7 +72,7 @@ def test_overlapped_reduction_allows_one_pass_an_update(create, mesh):
     with pytest.raises(ConfigError, match="one forward_backward"):
         engine.forward_backward(make_sequences(1), policy_loss)
     engine.step()
-    engine.step()  # without a pass: nothing to learn, and nobody waits
+    engine.step()  # without a pass: nothing to learn, and no other rank waits
     engine.forward_backward(make_sequences(1), policy_loss)
     assert engine.step()["steps_refused"].value == 0
 
@@ -83,11 +83,11 @@ def test_overlapped_reduction_allows_one_pass_an_update(create, mesh):
 @pytest.mark.mesh
 def test_each_rank_returns_the_same_bits(create, mesh):
     engine = create(mesh=mesh)
-    told = []
+    seen = []
     for step in range(2):
-        told += [metric.value for metric in engine.forward_backward(make_sequences(step), policy_loss).values()]
-        told += [metric.value for metric in engine.step().values()]
-    arrays = [np.array(told), *engine.logprobs(make_sequences(5)), *engine.logprobs(make_sequences(5), reference=True)]
+        seen += [metric.value for metric in engine.forward_backward(make_sequences(step), policy_loss).values()]
+        seen += [metric.value for metric in engine.step().values()]
+    arrays = [np.array(seen), *engine.logprobs(make_sequences(5)), *engine.logprobs(make_sequences(5), reference=True)]
     arrays += [tensor.numpy() for tensor in copied(engine).values()]
     engine.mesh.group("dp", "cp", "tp", "pp").check_equal(
         [array.tobytes().hex()[-1000:] for array in arrays], what="it"
@@ -129,7 +129,7 @@ def test_updates_that_do_not_divide(create, model_folder, mesh):
         for sequence, found in zip(update, engine.logprobs(update), strict=True):
             wanted = np.where(sequence.loss_mask, reference_logprobs(model, sequence.ids), 0.0)
             np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
-        told = engine.forward_backward(update, policy_loss)
+        reported = engine.forward_backward(update, policy_loss)
         norm = engine.step()["grad_norm"]
         assert norm.weight == 1.0, name
         used = [sequence for sequence in update if sequence.loss_mask.any()]
@@ -138,7 +138,7 @@ def test_updates_that_do_not_divide(create, model_folder, mesh):
             loss = reference_loss(model, used)
             loss.backward()
             norm_of_all = torch.linalg.vector_norm(torch.cat([each.grad.flatten() for each in model.parameters()]))
-            found, wanted = [told["loss"].value, norm.value], [loss.item(), norm_of_all.item()]
+            found, wanted = [reported["loss"].value, norm.value], [loss.item(), norm_of_all.item()]
             np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5, err_msg=name)
 
 
@@ -156,14 +156,14 @@ def test_updates_that_do_not_divide(create, model_folder, mesh):
 def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(create, mesh):
     engine = create(mesh=mesh)
     share = mesh.group("dp").rank
-    for who in range(2):
+    for faulty in range(2):
 
-        def raises(tokens, who=who):
-            if share == who:
-                raise ZeroDivisionError(f"no advantage on {who}")
+        def raises(tokens, faulty=faulty):
+            if share == faulty:
+                raise ZeroDivisionError(f"no advantage on {faulty}")
             return policy_loss(tokens)
 
-        with pytest.raises((ZeroDivisionError, PeerFailedError), match=f"no advantage on {who}"):
+        with pytest.raises((ZeroDivisionError, PeerFailedError), match=f"no advantage on {faulty}"):
             engine.forward_backward(make_sequences(0), raises)
     loss = engine.forward_backward(make_sequences(0), policy_loss)["loss"].value
     norm = engine.step()["grad_norm"].value
@@ -174,14 +174,14 @@ def test_a_loss_that_raises_on_one_share_is_raised_on_all_and_training_goes_on(c
 
 @pytest.mark.mesh(dp=2, compare=False)
 @pytest.mark.mesh(pp=2, dp=2, compare=False)
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_loss_that_is_not_finite_on_one_share_refuses_the_step_on_all(create, mesh, who):
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_loss_that_is_not_finite_on_one_share_refuses_the_step_on_all(create, mesh, faulty):
     engine = create(mesh=mesh)
     before, share = copied(engine), mesh.group("dp").rank
 
     def poisoned(tokens):
         value, metrics = policy_loss(tokens)
-        return value * (float("nan") if share == who else 1.0), metrics
+        return value * (float("nan") if share == faulty else 1.0), metrics
 
     engine.forward_backward(make_sequences(0), poisoned)
     assert engine.step()["steps_refused"].value == 1

@@ -109,8 +109,8 @@ def test_a_layout_sees_and_learns_what_transformers_does(wanted_of, mesh, family
     np.testing.assert_allclose(found, wanted.logprobs, atol=1e-4, rtol=0)
     first = masked(wanted.sequences, engine.logprobs(wanted.sequences, reference=True))
     np.testing.assert_allclose(found, first, atol=1e-5, rtol=0)
-    told = engine.forward_backward(wanted.sequences, weighted_loss)
-    assert told["loss"].value == pytest.approx(wanted.loss, abs=1e-6)
+    reported = engine.forward_backward(wanted.sequences, weighted_loss)
+    assert reported["loss"].value == pytest.approx(wanted.loss, abs=1e-6)
     if "overlap_grad_reduce" not in engine.config.options:
         gradients = whole_gradients(engine, *engine._policy.trained)
         assert gradients.keys() == wanted.gradients.keys()
@@ -123,11 +123,11 @@ def test_a_layout_sees_and_learns_what_transformers_does(wanted_of, mesh, family
 
 
 def train(engine, sequences, num_steps):
-    told = []
+    reported = []
     for _ in range(num_steps):
-        told.append(engine.forward_backward(sequences, weighted_loss)["loss"].value)
-        told.append(engine.step()["grad_norm"].value)
-    return told
+        reported.append(engine.forward_backward(sequences, weighted_loss)["loss"].value)
+        reported.append(engine.step()["grad_norm"].value)
+    return reported
 
 
 @pytest.mark.parametrize(("family", "overlap"), [("qwen3_vl", {}), ("qwen2_5_vl", OVERLAP)])
@@ -170,7 +170,7 @@ def test_a_layout_saves_the_tower_and_its_processor(wanted, mesh, shared):
     engine.save(place)
     found = masked(wanted.sequences, engine.logprobs(wanted.sequences))
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    told = train(engine, wanted.sequences, 2)
+    reported = train(engine, wanted.sequences, 2)
     yardstick = Yardstick(place)  # transformers, with the processor that was saved
     with torch.no_grad():
         asked = [yardstick.logprobs(each)[each.loss_mask[1:]].numpy() for each in wanted.sequences]
@@ -179,7 +179,7 @@ def test_a_layout_saves_the_tower_and_its_processor(wanted, mesh, shared):
     assert model.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.items())
     if engine.leader:
-        (place / "told.json").write_text(json.dumps(told))
+        (place / "reported.json").write_text(json.dumps(reported))
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen3_vl", MegatronTrainEngine), ("qwen2_5_vl", TorchTrainEngine)])
@@ -190,8 +190,8 @@ def test_another_layout_and_the_other_engine_go_on(wanted_of, mesh, shared, fami
     train(engine, wanted.sequences[:2], 1)  # something to forget
     place = shared / f"saved-{wanted.folder.name}"
     engine.load(place)
-    told = json.loads((place / "told.json").read_text())
-    np.testing.assert_allclose(train(engine, wanted.sequences, 2), told, rtol=1e-4, atol=1e-5)
+    reported = json.loads((place / "reported.json").read_text())
+    np.testing.assert_allclose(train(engine, wanted.sequences, 2), reported, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.mesh(dp=2)

@@ -92,9 +92,9 @@ def test_a_layout_saves_adapters(create, mesh, shared):
     train_steps(engine, 0, 2)
     engine.save(shared / "saved")
     adapters = {name: tensor.clone() for name, tensor in engine.weights(part="adapter")}
-    told = train_steps(engine, 2, 4)
+    reported = train_steps(engine, 2, 4)
     if engine.leader:
-        (shared / "told.json").write_text(json.dumps(told))
+        (shared / "reported.json").write_text(json.dumps(reported))
         assert same(adapters, load_file(shared / "saved" / "adapter" / "adapter_model.safetensors"))
         settings = json.loads((shared / "saved" / "adapter" / "adapter_config.json").read_text())
         assert (settings["r"], settings["lora_alpha"]) == (LORA_RANK, 2.0 * LORA_RANK)
@@ -109,7 +109,7 @@ def test_another_layout_goes_on_from_them(create, mesh, shared):
     engine = create(LORA, mesh)
     train_steps(engine, 7, 8)  # something to forget
     engine.load(shared / "saved")
-    wanted = json.loads((shared / "told.json").read_text())
+    wanted = json.loads((shared / "reported.json").read_text())
     np.testing.assert_allclose(train_steps(engine, 2, 4), wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -46,7 +46,7 @@ IN_CI = [LAYOUTS[0], layout(axes={"cp": 2, "pp": 2}), layout("qwen3-moe", axes={
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Trained:
     """Two steps: losses of the model and of each layer, norms, first gradients and last weights by name."""
 
     losses: list[float]
@@ -143,7 +143,7 @@ def train_reference(folder):
         adam.step()
         adam.zero_grad()
     weights = {name: each.detach().clone() for name, each in named.items()}
-    return Told(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=weights)
+    return Trained(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=weights)
 
 
 def whole(engine):
@@ -163,7 +163,7 @@ def train_engine(engine):
         norms.append(engine.step()["grad_norm"].value)
     with engine._shim:
         engine._optimizer.gather_weights()
-    return Told(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=whole(engine))
+    return Trained(losses=losses, ahead=ahead, norms=norms, gradients=gradients, weights=whole(engine))
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +187,8 @@ def apart(found, wanted):
 @pytest.mark.parametrize("layout", params_of(LAYOUTS, IN_CI))
 def test_a_layout_trains_the_layers_as_one_process_does(create, layout, mesh, trained, shared):
     found, wanted = train_engine(create(layout, mesh, folder=shared / layout.model)), trained[layout.model]
-    for told in ("losses", "ahead", "norms"):
-        np.testing.assert_allclose(getattr(found, told), getattr(wanted, told), rtol=TOLERANCE, atol=TOLERANCE)
+    for name in ("losses", "ahead", "norms"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=TOLERANCE, atol=TOLERANCE)
     assert found.weights.keys() == wanted.weights.keys()
     assert apart(found.weights, wanted.weights) < TOLERANCE
     if found.gradients:
@@ -212,9 +212,9 @@ def test_new_layers_are_the_same_in_every_layout_and_come_back_with_a_checkpoint
 
     train(0)
     engine.save(folder)
-    told = [train(1), train(2)]
+    reported = [train(1), train(2)]
     engine.load(folder)
-    np.testing.assert_allclose([train(1), train(2)], told, rtol=1e-6)
+    np.testing.assert_allclose([train(1), train(2)], reported, rtol=1e-6)
     assert {name for name, _ in engine.weights()} == {name for name, _ in reference_model(folder).named_parameters()}
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == NUM_LAYERS
 

@@ -1,4 +1,4 @@
-"""Either engine goes on from what the other has saved: the next two steps are those of the run that saved."""
+"""Either engine resumes from what the other has saved: the next two steps are those of the run that saved."""
 
 import json
 
@@ -20,49 +20,49 @@ def create_torch(models, layout, mesh=None):
     return TorchTrainEngine.create(engine_config(models[layout.model], layout), mesh)
 
 
-def save_and_go_on(engine, place):
+def save_and_continue(engine, place):
     done = engine.steps_taken
     train_steps(engine, done, done + 2)
     engine.save(place)
-    told = [done + 2, train_steps(engine, done + 2, done + 4)]
+    reported = [done + 2, train_steps(engine, done + 2, done + 4)]
     if engine.leader:
-        (place / "told.json").write_text(json.dumps(told))
+        (place / "reported.json").write_text(json.dumps(reported))
 
 
-def go_on(engine, place):
+def resume(engine, place):
     train_steps(engine, 5, 6)  # something to forget
     engine.load(place)
-    done, told = json.loads((place / "told.json").read_text())
+    done, reported = json.loads((place / "reported.json").read_text())
     assert engine.steps_taken == done
-    np.testing.assert_allclose(train_steps(engine, done, done + 2), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, done, done + 2), reported, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", params_of(list(TORCH.values())))
 def test_the_torch_engine_saves(models, shared, mesh, layout):
-    save_and_go_on(create_torch(models, layout, mesh), shared / f"torch-{layout.model}")
+    save_and_continue(create_torch(models, layout, mesh), shared / f"torch-{layout.model}")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", params_of(list(MEGATRON.values())))
 def test_this_engine_goes_on_from_there_and_saves(create, shared, mesh, layout):
     engine = create(layout, mesh)
-    go_on(engine, shared / f"torch-{layout.model}")
-    save_and_go_on(engine, shared / f"megatron-{layout.model}")
+    resume(engine, shared / f"torch-{layout.model}")
+    save_and_continue(engine, shared / f"megatron-{layout.model}")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", params_of(list(TORCH.values())))
 def test_the_torch_engine_goes_on_from_there(models, shared, mesh, layout):
-    go_on(create_torch(models, layout, mesh), shared / f"megatron-{layout.model}")
+    resume(create_torch(models, layout, mesh), shared / f"megatron-{layout.model}")
 
 
 def test_with_adapters_too(create, models, tmp_path):
     """LoRA, in one process each."""
     layout = Layout(lora=True)
-    save_and_go_on(create_torch(models, layout), tmp_path / "torch")
+    save_and_continue(create_torch(models, layout), tmp_path / "torch")
     ours = create(layout)
-    go_on(ours, tmp_path / "torch")
+    resume(ours, tmp_path / "torch")
     ours.load(tmp_path / "torch")
-    save_and_go_on(ours, tmp_path / "megatron")
-    go_on(create_torch(models, layout), tmp_path / "megatron")
+    save_and_continue(ours, tmp_path / "megatron")
+    resume(create_torch(models, layout), tmp_path / "megatron")

@@ -24,7 +24,7 @@ def test_the_example_trains_and_hands_out_weights(ranks, folder):
     assert EXAMPLE.count("~/models/Qwen3-0.6B") == EXAMPLE.count("with join_world():") == 1
     text = EXAMPLE.replace("~/models/Qwen3-0.6B", str(folder)).replace("with join_world():", "if True:")
     found = {}
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(compile(text, "README.md", "exec"), found)
     assert found["norm"] > 0
-    assert ("model.layers.3.mlp.down_proj.weight (64, 128)" in told.getvalue()) == (ranks.rank == 0)
+    assert ("model.layers.3.mlp.down_proj.weight (64, 128)" in output.getvalue()) == (ranks.rank == 0)

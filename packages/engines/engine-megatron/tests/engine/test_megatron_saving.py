@@ -59,7 +59,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(create, shared, mesh, mo
     with monkeypatch.context() as patched:
         slowly(patched, ready)
         engine.save_in_background(place)
-        told = train_steps(engine, 2, 4)  # the weights change under it
+        reported = train_steps(engine, 2, 4)  # the weights change under it
         mesh.group("dp", "cp", "tp", "pp").barrier()
         assert not place.exists()
         ready.set()
@@ -67,7 +67,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(create, shared, mesh, mo
     files = {each.name for each in place.glob("**/*.safetensors")}
     assert len(files) > mesh.size  # every rank has written
     engine.load(place)
-    np.testing.assert_allclose(train_steps(engine, 2, 4), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 2, 4), reported, rtol=1e-5, atol=1e-5)
     engine.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write-")]
 
@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_on_one_rank_is_one_error_on_all_and_the_engine_goes
     engine, place = create(mesh=mesh), shared / "full"
     train_steps(engine, 0, 1)
     engine.save(place)
-    told = train_steps(engine, 1, 2)
+    reported = train_steps(engine, 1, 2)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))  # a file that grows no further: a real OSError
@@ -92,22 +92,22 @@ def test_a_disk_that_is_full_on_one_rank_is_one_error_on_all_and_the_engine_goes
     mesh.group("dp", "cp", "tp", "pp").barrier()  # the first rank clears before it raises, others may raise earlier
     assert not list(shared.glob(".tmp-*-full"))
     engine.load(place)  # the one before
-    np.testing.assert_allclose(train_steps(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train_steps(engine, 1, 2), reported, rtol=1e-5, atol=1e-5)
     engine.save_in_background(place)  # and the next one is whole
     engine.close()
     assert json.loads((place / "trainer/engine.json").read_text())["steps_taken"] == 2
 
 
 def _be_killed(model, place, rank, shared, while_):
-    """A rank that saves once, goes on, and is killed while it saves again."""
+    """A rank that saves once, continues, and is killed while it saves again."""
     try:
         with join_world(rank=rank, size=2, store=FileStore(str(shared / "store"), 2), device="cpu", deadline_s=60):
             engine = MegatronTrainEngine.create(engine_config(model, Layout()), Mesh(dp=2))
             train_steps(engine, 0, 1)
             engine.save(place)
-            told = train_steps(engine, 1, 2)
+            reported = train_steps(engine, 1, 2)
             if rank == 0:
-                (shared / "told.json").write_text(json.dumps(told))
+                (shared / "reported.json").write_text(json.dumps(reported))
             if while_ == "it writes":
                 FileWriter.add = lambda *args: (_notify(shared, rank), time.sleep(60))
             else:
@@ -152,8 +152,8 @@ def test_killed_in_the_middle_of_a_save_the_old_checkpoint_is_whole(
         os.waitpid(child, 0)
     engine = create()
     engine.load(place)
-    told = json.loads((tmp_path / "told.json").read_text())
-    np.testing.assert_allclose(train_steps(engine, 1, 2), told, rtol=1e-5, atol=1e-5)
+    reported = json.loads((tmp_path / "reported.json").read_text())
+    np.testing.assert_allclose(train_steps(engine, 1, 2), reported, rtol=1e-5, atol=1e-5)
     engine.save(place)  # and what the killed ones left is cleared away
     engine.close()
     assert not [each for each in tmp_path.iterdir() if each.name.startswith((".tmp-", ".old-"))]

@@ -41,9 +41,9 @@ def test_the_embedded_engine_samples_from_the_adapted_policy(create, mesh, model
         base = dict(reference_model(model_folder).named_parameters())
         adapter = select_adapter((name, tensor.clone()) for name, tensor in engine.weights(part="adapter"))
         tensors = list((base | dict(merge_adapter(base.__getitem__, adapter, scale=2.0))).items())
-    told = mesh.group("tp").decide(lambda: asyncio.run(sample(model_folder, tensors)))
-    ids = np.concatenate([PROMPT, np.array(told["ids"], np.int32)])
+    answer = mesh.group("tp").decide(lambda: asyncio.run(sample(model_folder, tensors)))
+    ids = np.concatenate([PROMPT, np.array(answer["ids"], np.int32)])
     sequence = TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= len(PROMPT))
     [now], [before] = engine.logprobs([sequence]), engine.logprobs([sequence], reference=True)
-    np.testing.assert_allclose(told["logprobs"], now[len(PROMPT) :], atol=1e-3)
+    np.testing.assert_allclose(answer["logprobs"], now[len(PROMPT) :], atol=1e-3)
     assert np.abs(now - before).max() > 1e-2

@@ -11,14 +11,14 @@ IN_CI = [LAYOUTS[4], LAYOUTS[5]]
 
 
 @pytest.mark.parametrize("layout", params_of(LAYOUTS, IN_CI))
-def test_nobody_can_wait_for_somebody_who_does_not_come(create, shared, mesh, layout):
+def test_no_rank_can_wait_for_one_that_does_not_come(create, shared, mesh, layout):
     """A training step, a validation, an export and a checkpoint, as torch's recorder has seen them on each rank."""
     place = shared / layout.slug
-    told = notify(walk(create(layout, mesh), place))
-    (shared / f"{place.name}-rank{mesh.rank}.json").write_text(json.dumps(told))
+    report = notify(walk(create(layout, mesh), place))
+    (shared / f"{place.name}-rank{mesh.rank}.json").write_text(json.dumps(report))
     mesh.group(*(axis for axis in layout.axes if axis != "ep")).barrier()
-    everybody = [json.loads((shared / f"{place.name}-rank{rank}.json").read_text()) for rank in range(mesh.size)]
-    counts = judge(everybody)
+    of_all_ranks = [json.loads((shared / f"{place.name}-rank{rank}.json").read_text()) for rank in range(mesh.size)]
+    counts = judge(of_all_ranks)
     assert all(calls > 0 for calls, _ in counts.values())
     piped = layout.axes.get("pp", 1) > 1
     assert [bool(messages) for _, messages in counts.values()] == [piped, piped, False, False]

@@ -22,7 +22,7 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def told():
+def results():
     """What one process has found for every case."""
     here = Path(__file__)
     paths = [str(here.parents[5] / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -33,9 +33,9 @@ def told():
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("case", "kernels", "attends", "groups"), [(case, *told) for case, told in KERNELS.items()])
-def test_layers_of_transformer_engine_train_as_transformers_does(told, case, kernels, attends, groups):
-    found = told[case]
+@pytest.mark.parametrize(("case", "kernels", "attends", "groups"), [(case, *uses) for case, uses in KERNELS.items()])
+def test_layers_of_transformer_engine_train_as_transformers_does(results, case, kernels, attends, groups):
+    found = results[case]
     assert found["error"] < TOLERANCE
     assert found["kernels"] == kernels
     assert found["Linear"] > 0

@@ -142,7 +142,7 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
 def test_multi_token_prediction_learns_beside_the_policy(
     grpo_main: Main, grpo_config: Path, lucky_reward: str, tmp_path: Path
 ) -> None:
-    """Its loss is told, is the same in every layout, and falls; the policy is trained as without it."""
+    """Its loss is logged, is the same in every layout, and falls; the policy is trained as without it."""
     words = ["train", grpo_config, *SYNCHRONOUS, *MEGATRON, lucky_reward, "--engine.learning_rate=1e-3"]
     sizes = {"shared": "tensor_parallel = 2, context_parallel = 2", "stages": "pipeline_parallel = 2"}
     for name, size in sizes.items():

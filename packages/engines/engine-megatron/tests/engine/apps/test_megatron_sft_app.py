@@ -88,7 +88,7 @@ def test_a_run_killed_at_a_random_moment_goes_on_in_another_layout(
         started = process.descendants()
         process.kill()
         process.wait()
-        wait_until_gone(started, deadline_s=20)  # nobody tells the ranks: they see that rank 0 is gone
+        wait_until_gone(started, deadline_s=20)  # the ranks get no message: they see that rank 0 is gone
     run_to_its_end(sft_main, "resume", run, *then)
     assert_same(run, undisturbed)
 
