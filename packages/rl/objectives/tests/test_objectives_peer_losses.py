@@ -130,6 +130,7 @@ def test_clip_cov_takes_its_share_of_the_candidates_and_the_same_ones_on_every_r
 def test_the_off_policy_mask_takes_sequences_that_have_drifted_out_of_the_objective_alone(tokens, bound, loss):
     plain = replace(peer_config(loss), kl_coefficient=0.3, kl_ratio_weight=False)
     config = replace(plain, options=plain.options | {"off_policy_mask": bound})
+    assume(loss != "kl_cov" or not is_a_tie(tokens, config))
     assert "rollout_logprobs" in build_loss(config).required_extras
     value, metrics = build_loss(config)(tokens)
     gradient_N, _ = gradients(value, tokens)
