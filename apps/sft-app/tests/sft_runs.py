@@ -15,7 +15,7 @@ RANKS = ["--engine.num_ranks=2", "--engine.max_tokens_per_microbatch=128"]  # bo
 
 
 def values_of(run: Path, metric: str) -> dict[int, float]:
-    """By update, each of which is there once; none before the run has a folder."""
+    """Return the values by update, each update once; none before the run has a folder."""
     path = run / "metrics.jsonl"
     lines = [line for line in read_metrics(path) if metric in line.values] if path.exists() else []
     values = {line.step: float(line.values[metric]) for line in lines}  # type: ignore[arg-type]

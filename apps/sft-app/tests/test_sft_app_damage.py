@@ -1,4 +1,4 @@
-"""Bytes that have changed in a checkpoint are seen by whoever reads it, and an older checkpoint is read instead."""
+"""Bytes that have changed in a checkpoint are seen by every reader, and an older checkpoint is read instead."""
 
 from pathlib import Path
 

@@ -57,11 +57,11 @@ def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> N
     for index in preflight.batch(0):
         [sequence] = preflight.examples.train[index].sequences
         words = tokenizer.decode(sequence.ids[sequence.loss_mask], skip_special_tokens=False)
-        heard = tokenizer.decode(sequence.ids[~sequence.loss_mask])
+        not_learned = tokenizer.decode(sequence.ids[~sequence.loss_mask])
         number = int(words.partition("<|im_end|>")[0].removeprefix("the answer is ")) - 1
         assert words == f"the answer is {number + 1}<|im_end|>{number + 2}<|im_end|>"
-        assert f"what is {number} and one?" in heard
-        assert "the answer" not in heard
+        assert f"what is {number} and one?" in not_learned
+        assert "the answer" not in not_learned
         spoken.add(number)
     assert len(spoken) == 20
 

@@ -147,10 +147,10 @@ def test_dpo_learns_and_its_loss_is_what_transformers_finds(
     assert values_of(run, "eval/logps/chosen")[8] == pytest.approx(sum(now["chosen"]) / len(rows), abs=1e-3)
     assert values_of(run, "eval/rewards/margins")[8] == pytest.approx(sum(margins) / len(rows), abs=1e-3)
 
-    told = command("eval", run).out
+    output = command("eval", run).out
     best = min(held_out, key=lambda step: (held_out[step], step))
-    assert f"loss {held_out[best]:.4f}" in told
-    assert "rewards/accuracies 1.0000" in told
+    assert f"loss {held_out[best]:.4f}" in output
+    assert "rewards/accuracies 1.0000" in output
 
 
 def test_a_reward_model_is_a_classifier_of_transformers(
@@ -197,18 +197,18 @@ def test_what_the_first_policy_says_is_on_the_disk_before_it_has_its_name(
         fsync(descriptor)
         synced.append(os.fstat(descriptor))
 
-    def told(examples: Sequence[Example]) -> tuple[tuple[Floats, ...], ...]:
+    def logprobs_of(examples: Sequence[Example]) -> tuple[tuple[Floats, ...], ...]:
         return tuple(tuple(-np.ones(each.loss_mask.sum(), np.float32) for each in one.all) for one in examples)
 
     monkeypatch.setattr(os, "fsync", watched)
-    reference = Reference(train=told(preflight.examples.train), held_out=told(preflight.held_out))
+    reference = Reference(train=logprobs_of(preflight.examples.train), held_out=logprobs_of(preflight.held_out))
     save_reference(folder, preflight, reference)
     [kept], [last] = folder.iterdir(), synced
     assert (last.st_ino, last.st_size) == (kept.stat().st_ino, kept.stat().st_size)
 
 
 class Asked:
-    """An engine of which the log-probability of every token is -1, and which notes what it is asked."""
+    """An engine that gives every token the log-probability -1, and notes what it is asked."""
 
     def __init__(self) -> None:
         self.sequences: list[TrainSequence] = []

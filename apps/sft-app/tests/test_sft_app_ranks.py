@@ -46,7 +46,7 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(config: Path
         signal_role(process, "trainer-1", signal.SIGKILL)
         assert process.wait() == 0, process.output
         assert "trainer: trainer-1 failed: its process was killed by SIGKILL" in process.output
-        assert "the run goes on from update" in process.output
+        assert "the run continues from update" in process.output
     assert set(values_of(run, "trainer/restarts").values()) == {1}
     with RunningCommand(main, "train", config, "--out", undisturbed, *words) as process:
         assert process.wait() == 0, process.output
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(config: Path
 
 
 class DyingRanks(RanksEngine):
-    """Ranks of which one dies in the first update, just after the user has asked the run to end."""
+    """A run of ranks, one of which dies in the first update, just after the user has asked the run to end."""
 
     def __init__(self) -> None:
         """Start none."""

@@ -1,4 +1,4 @@
-"""A run that is killed or interrupted goes on as if nothing had happened."""
+"""A run that is killed or interrupted continues as if nothing had happened."""
 
 import os
 import random
@@ -91,9 +91,9 @@ def test_what_does_not_end_in_time_is_cut_off_wherever_it_waits(capfd: pytest.Ca
         with pytest.raises(KeyboardInterrupt):
             threading.Event().wait(60)  # as for ranks
     assert 0.5 <= time.monotonic() - before_s < 30
-    told = capfd.readouterr().err
-    assert "SIGTERM: the update in hand is finished and saved, within 0.5 s; once more to end at once" in told
-    assert "0.5 s (checkpoint.on_signal_s) are over: not saved, it is trained again" in told
+    output = capfd.readouterr().err
+    assert "SIGTERM: the update in hand is finished and saved, within 0.5 s; once more to end at once" in output
+    assert "0.5 s (checkpoint.on_signal_s) are over: not saved, it is trained again" in output
 
 
 def test_without_time_for_it_the_first_signal_ends_at_once() -> None:

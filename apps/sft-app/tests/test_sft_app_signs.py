@@ -20,7 +20,7 @@ def said_by(*words: object) -> list[str]:
         return process.output.splitlines()
 
 
-def assert_told(lines: list[str], *patterns: str) -> None:
+def assert_in_order(lines: list[str], *patterns: str) -> None:
     """Require lines that begin so, in this order."""
     rest = iter(lines)
     for pattern in patterns:
@@ -30,7 +30,7 @@ def assert_told(lines: list[str], *patterns: str) -> None:
 def test_a_run_says_what_it_does_and_how_far_an_update_is(config: Path, tmp_path: Path) -> None:
     lines = said_by("train", config, "--out", tmp_path / "run", "--engine.max_updates=3")
     assert lines[0] == "loading PyTorch ..."
-    assert_told(
+    assert_in_order(
         lines,
         "reading the configuration .*sft.toml",
         "checking the model: /",
@@ -48,10 +48,10 @@ def test_ranks_say_how_far_they_are_and_write_their_logs(config: Path, tmp_path:
     run = tmp_path / "run"
     words = ["--engine.num_ranks=2", "--cluster.trainer_threads=1", "--engine.max_updates=2", "--data.eval_size=0"]
     lines = said_by("train", config, "--out", run, "--eval.every_updates=0", *words)
-    assert_told(lines, "starting 2 ranks, each with the model: /", "update 1 of 2", "update 2 of 2")
+    assert_in_order(lines, "starting 2 ranks, each with the model: /", "update 1 of 2", "update 2 of 2")
     for rank in range(2):
         log = (run / "logs" / f"trainer-{rank}.log").read_text()
-        assert_told(
+        assert_in_order(
             [line[20:] for line in log.splitlines()],
             r"started: process \d+ on \S+, device cpu, 1 threads",
             r"loaded \S+ as float32 in [\d.]+ s",

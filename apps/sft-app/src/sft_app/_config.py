@@ -48,7 +48,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """Everything a run of `sft-app` can be told."""
+    """All settings of a run of `sft-app`."""
 
     model: ModelConfig
     data: ConversationConfig
@@ -63,7 +63,7 @@ class SftConfig:
 
     @property
     def validates_every(self) -> int:
-        """Updates between two validations; 0: none. Rows that are held out are for that, if nothing else is said."""
+        """Updates between two validations; 0: none. By default held-out rows are used for validation."""
         if self.eval.every_updates is not None:
             return self.eval.every_updates
         holds_out = bool(self.data.eval_size or self.data.eval_path or self.data.eval_split)
@@ -98,7 +98,7 @@ class SftConfig:
 
     @property
     def head(self) -> str:
-        """Return what stands on the model: see `TrainEngineConfig.head`."""
+        """Return the head of the model: see `TrainEngineConfig.head`."""
         return "score" if self.preference.loss == "reward" else "tokens"
 
     @property

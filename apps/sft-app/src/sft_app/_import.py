@@ -1,4 +1,4 @@
-"""`sft-app import FRAMEWORK FILE`: writes our TOML, and tells what did not come along. Here: verl.
+"""`sft-app import FRAMEWORK FILE`: writes our TOML, and reports what was not carried over. Here: verl.
 
 Source: volcengine/verl b178a3cd (2026-01-29), verl/trainer/config/sft_trainer.yaml (`fsdp_sft_trainer`) and
 sft_trainer_engine.yaml (`sft_trainer`), with optim/fsdp.yaml and model/hf_model.yaml.
@@ -137,9 +137,9 @@ def _read_plain(path: Path, given: Mapping[str, str] | None) -> Source:
 
 
 def _check_supervised(source: Source, file: Path) -> Sequence[str]:
-    told = _check_kind(source, file)
+    notices = _check_kind(source, file)
     check_supervised(source, file)
-    return told
+    return notices
 
 
 _FRAMEWORKS: Final = {

@@ -58,7 +58,7 @@ class PreferenceLearner:
         engine: before the first update, or as a checkpoint of update `start` has left it.
         run: keeps the reference's log-probabilities.
         start: updates done.
-        reference: what the policy before training says; None to find it.
+        reference: what the policy before training says; None to compute it.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class TrainerRank:
     """The actor `trainer-N`: one rank. Every rank is asked for the same things in the same order.
 
     Args:
-        config: of the engine. Who starts ranks shows each devices of its own, so all take the same one by name.
+        config: of the engine. The launcher shows each rank devices of its own, so all take the same one by name.
         preference: says which loss the ranks compute.
         run: folder that takes checkpoints and traces; "" where there is none.
         dumps: folder for what the monitor of the ranks finds; "" for none.
@@ -73,7 +73,7 @@ class TrainerRank:
         if run:
             log_start(config.device, config.num_threads)
             check_shared(Path(run))
-        create = load_backend("offbeat.engine", backend).create  # the slow import, before anybody waits
+        create = load_backend("offbeat.engine", backend).create  # the slow import, before any rank waits
         role = RoleName("trainer", rendezvous.rank if rendezvous else 0)
         if rendezvous:
             mesh = rendezvous.join(config.device, name=str(role), stall_after_s=stall_after_s, dumps=dumps or None)

@@ -109,7 +109,7 @@ def train(preflight: Preflight, run: RunFolder, engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """Point from which a run goes on; the beginning where it has no checkpoint yet.
+    """Point from which a run continues; the beginning where it has no checkpoint yet.
 
     Args:
         folder: of the checkpoint; None at the beginning.
@@ -142,14 +142,14 @@ def _read_start(folder: Path) -> Start:
 
 
 def resume(preflight: Preflight, run: RunFolder, engine: Engine, start: Start) -> None:
-    """Go on from a start that `find_start` has found."""
+    """Continue from a start that `find_start` has found."""
     _restore(engine, preflight, run, start)
     # Without a checkpoint the run begins anew: not even the line of update 0 stays.
     _train(preflight, run, engine, start=start.updates, resume_step=start.updates or -1)
 
 
 def _train(preflight: Preflight, run: RunFolder, engine: Engine, *, start: int, resume_step: int | None) -> None:
-    """Train to the end. Ranks of which one dies are started again, and go on as a resumed run does."""
+    """Train to the end. When a rank dies, all are started again, and continue as a resumed run does."""
     death: PeerFailedError | None = None
     restart = Start()
     with deferred_interrupts(preflight.config.checkpoint.on_signal_s) as is_asked_to_end:
@@ -160,7 +160,7 @@ def _train(preflight: Preflight, run: RunFolder, engine: Engine, *, start: int, 
                     engine.restart(death, log.message)
                     _restore(engine, preflight, run, restart)
                     start = restart.updates
-                    log.message(f"the run goes on from update {start}: what was trained since is trained again")
+                    log.message(f"the run continues from update {start}: what was trained since is trained again")
                 try:
                     return _Session(preflight, run, engine, log, start, is_asked_to_end).run()
                 except OffbeatError as error:
