@@ -44,7 +44,7 @@ class AbacusDevice(CpuDevice):
 
 
 class AbacusRollout(TorchRolloutEngine):
-    """The embedded engine, which asks torch for its device, told the name that torch knows."""
+    """The embedded engine, which asks torch for its device, given the name that torch knows."""
 
     @classmethod
     async def create(cls, config: RolloutEngineConfig) -> Any:

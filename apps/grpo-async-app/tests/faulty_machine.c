@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 /* The text of a control file, with system calls alone: the functions below would call themselves. */
-static int told(const char *name, char *text, size_t size) {
+static int read_fault(const char *name, char *text, size_t size) {
     const char *folder = getenv("OFFBEAT_FAULTS");
     char path[PATH_MAX];
     if (!folder || snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path) return 0;
@@ -44,7 +44,7 @@ static int lies_below(int descriptor, const char *prefix) {
 
 static int has_fault(int descriptor, const char *name, int error) {
     char text[PATH_MAX];
-    int kept = errno, answer = told(name, text, sizeof text) && lies_below(descriptor, text);
+    int kept = errno, answer = read_fault(name, text, sizeof text) && lies_below(descriptor, text);
     errno = answer ? error : kept;
     return answer;
 }
@@ -54,7 +54,7 @@ static int fails(int descriptor) { return has_fault(descriptor, "failing", EIO);
 static int fails_or_waits(int descriptor) {
     char text[PATH_MAX + 32], *path;
     int kept = errno;
-    if (told("slow", text, sizeof text)) {
+    if (read_fault("slow", text, sizeof text)) {
         long wait_ms = strtol(text, &path, 10);
         if (lies_below(descriptor, path + strspn(path, " "))) {
             struct timespec wait = {wait_ms / 1000, wait_ms % 1000 * 1000000};
@@ -104,7 +104,7 @@ ssize_t pread(int descriptor, void *bytes, size_t count, off_t offset) {
 static long later_s(void) {
     char text[32];
     int kept = errno;
-    long answer = told("clock", text, sizeof text) ? strtol(text, NULL, 10) : 0;
+    long answer = read_fault("clock", text, sizeof text) ? strtol(text, NULL, 10) : 0;
     errno = kept;
     return answer;
 }

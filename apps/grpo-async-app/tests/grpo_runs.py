@@ -26,7 +26,7 @@ def trained_prompts(run: Path) -> Counter[str]:
 
 
 def values_of(run: Path, metric: str) -> dict[int, float]:
-    """By update, each of which is there once; none before the run has a folder."""
+    """Return the values by update, each update once; none before the run has a folder."""
     path = run / "metrics.jsonl"
     lines = [line for line in read_metrics(path) if metric in line.values] if path.exists() else []
     values = {line.step: float(line.values[metric]) for line in lines}  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def where(command: CommandLine, run: Path) -> Places:
 def where_once(
     process: RunningCommand, command: CommandLine, run: Path, seen: Callable[[Places], bool], what: str
 ) -> Places:
-    """Return the output of `where` once it shows roles of a run that goes on."""
+    """Return the output of `where` once it shows roles of a run in progress."""
     last: list[Places] = []
 
     def look() -> bool:

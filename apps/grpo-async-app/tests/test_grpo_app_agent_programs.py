@@ -299,7 +299,7 @@ def test_a_process_that_forks_no_more_is_replaced(program: str, monkeypatch: pyt
     failed = [each.detail for each in found if each.how == "failed"]
     assert sum("has taken none for 0.2 s" in detail for detail in failed) == 1
     assert all("has taken none" in detail or "signal 9" in detail for detail in failed), "it ended with what it had"
-    assert {each.how for each in found} == {"failed", "well"}, "nobody waits for the deadline"
+    assert {each.how for each in found} == {"failed", "well"}, "the deadline is not waited for"
     assert len(begun) == 2
 
 

@@ -1,4 +1,4 @@
-"""The driver between two steps, in process: groups taken in, validations, and the state that a run goes on with."""
+"""The driver between two steps, in process: groups taken in, validations, and the state that a run resumes with."""
 
 import asyncio
 import json
@@ -124,7 +124,7 @@ def test_a_validation_that_cannot_be_written_down_ends_the_run(
 
 
 def test_the_greedy_sample_ends_and_is_worth_as_the_others_do(config: Path, model: Path, tmp_path: Path) -> None:
-    """ReMax subtracts it: what is taken off for length, and where a sample stops, must be the same."""
+    """ReMax subtracts it: the penalty for length, and where a sample stops, must be the same."""
     words = ['--rollout.stop=["x"]', "--algorithm.advantage=remax", "--algorithm.overlong_buffer_tokens=4"]
     chosen = load_config(config, GrpoConfig, words)
     requests: list[GenerateRequest] = []
@@ -408,7 +408,7 @@ def test_a_validation_is_due_once_in_so_many_updates_also_where_syncs_pass_over_
 
 
 def opened_session(config: Path, folder: Path, loop: Path | None) -> Session:
-    """Weights, versions and groups with which a run begins or goes on."""
+    """Weights, versions and groups with which a run begins or resumes."""
     preflight: Any = SimpleNamespace(
         config=settings(config), num_groups=8, max_updates=None, prompts=SimpleNamespace(train=[])
     )

@@ -178,9 +178,9 @@ def test_a_plan_says_where_a_reward_that_compares_has_nothing_to_compare(
     own_module("own_tried", OWN)
     ended = command("plan", config, *words)
     assert ended.code == 0, ended.err
-    told = " ".join(ended.out.split())
-    assert (f"compares the completions of a prompt, and validation set {name} samples one" in told) == bool(name)
-    assert ("compares the completions" in told) == bool(name)
+    output = " ".join(ended.out.split())
+    assert (f"compares the completions of a prompt, and validation set {name} samples one" in output) == bool(name)
+    assert ("compares the completions" in output) == bool(name)
 
 
 def test_a_plan_says_where_an_update_takes_more_prompts_than_there_are(command: CommandLine, config: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trainer and engines on the same devices, for real: they take turns, memory changes hands in order, all goes on."""
+"""Trainer and engines on the same devices, for real: they take turns, memory changes hands in order, runs continue."""
 
 import asyncio
 import json
@@ -125,7 +125,7 @@ async def _refuses(engine: TorchRolloutEngine, level: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("falls_asleep", "code", "told"),
+    ("falls_asleep", "code", "texts"),
     [
         (_hangs, 4, ["sleep", "waited 8 s for rollout-0, rollout-1", "rollout-0.sleep"]),
         (_refuses, 3, ["rollout-0 cannot sleep: the allocator holds what cannot be given back"]),
@@ -133,7 +133,7 @@ async def _refuses(engine: TorchRolloutEngine, level: int) -> None:
     ids=["hangs", "refuses"],
 )
 def test_an_engine_that_does_not_sleep_is_named_within_its_deadline(
-    forked_main: Main, config: Path, tmp_path: Path, falls_asleep: Any, code: int, told: list[str]
+    forked_main: Main, config: Path, tmp_path: Path, falls_asleep: Any, code: int, texts: list[str]
 ) -> None:
     sleep = TorchRolloutEngine.sleep
 
@@ -150,7 +150,7 @@ def test_an_engine_that_does_not_sleep_is_named_within_its_deadline(
         main, "train", config, "--out", tmp_path / "run", *COLOCATED, "--cluster.turn_timeout_s=8"
     ) as process:
         assert process.wait() == code, process.output
-        for each in told:
+        for each in texts:
             assert each in process.output
         assert "Traceback" not in process.output
 

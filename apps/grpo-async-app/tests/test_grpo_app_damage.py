@@ -1,4 +1,4 @@
-"""Bytes that have changed in a checkpoint are seen by whoever reads it, and an older checkpoint is read instead."""
+"""Bytes that have changed in a checkpoint are seen by every reader, and an older checkpoint is read instead."""
 
 import json
 from pathlib import Path
@@ -29,9 +29,9 @@ def trained(forked_main: Main, config: Path, tmp_path: Path) -> Path:
 
 
 def resumed(preflight: Preflight, run: RunFolder) -> tuple[int, list[str]]:
-    """Return the update that a resume begins with, and what it tells."""
-    told: list[str] = []
-    return Session.from_latest(preflight, run, told.append).step, told
+    """Return the update that a resume begins with, and its notices."""
+    notices: list[str] = []
+    return Session.from_latest(preflight, run, notices.append).step, notices
 
 
 def test_whichever_byte_of_a_checkpoint_has_changed_a_resume_goes_on_from_the_one_before(
@@ -57,9 +57,9 @@ def test_whichever_byte_of_a_checkpoint_has_changed_a_resume_goes_on_from_the_on
             name, whole = file.relative_to(newest), file.read_bytes()
             for kind, damage in DAMAGES.items():
                 file.write_bytes(damage(whole))
-                step, told = resumed(preflight, run)
+                step, notices = resumed(preflight, run)
                 assert step == 4, (name, kind)
-                assert told[0].startswith(f"checkpoint step-000005 is damaged ({name} "), (kind, told)
+                assert notices[0].startswith(f"checkpoint step-000005 is damaged ({name} "), (kind, notices)
                 newest.with_name("damaged-step-000005").rename(newest)
             file.write_bytes(whole)
         assert resumed(preflight, run)[0] == 5

@@ -1,4 +1,4 @@
-"""Which device each role computes on: what a launcher gave it, and nobody else has it. The devices are stand-ins."""
+"""Which device each role computes on: what a launcher gave it, and no other role has it. The devices are stand-ins."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ SHORT = ["--eval.every_updates=0", "--engine.max_updates=2"]
 
 @pytest.fixture
 def four_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has four, to whoever asks in this process."""
+    """This machine has four, as far as this process can see."""
     give_devices(4, tmp_path, monkeypatch)
 
 
@@ -40,7 +40,7 @@ def give_devices(num_devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_roles_of_one_machine_each_see_a_device_that_nobody_else_has(
     forked_main: Callable[[], object], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine has more of them, of which the run is shown four."""
+    """The machine has more of them, four of which the run is shown."""
     give_devices(8, tmp_path, monkeypatch)
     monkeypatch.setenv(abacus_standin.VISIBLE, "7,5,3,1")
     run = tmp_path / "run"

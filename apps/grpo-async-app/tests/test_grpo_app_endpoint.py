@@ -1,4 +1,4 @@
-"""`rollout.serve_port`: an agent outside rolls out on the policy in training, and is told which version it got."""
+"""`rollout.serve_port`: an agent outside rolls out on the policy in training, and learns which version it got."""
 
 import re
 import socket
@@ -35,10 +35,10 @@ def ask_while_it_rises(url: str) -> list[dict]:
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as client:
         while not answers or answers[-1]["policy_version"] < answers[0]["policy_version"] + RISE:
             assert time.monotonic() < end_s, f"the policy did not rise by {RISE}: {answers[:1]} {answers[-1:]}"
-            told = client.post("/v1/completions", json=ASK)
-            assert told.status_code == 200, told.text
-            assert int(told.headers["X-Policy-Version"]) == told.json()["policy_version"]
-            answers.append(told.json())
+            reply = client.post("/v1/completions", json=ASK)
+            assert reply.status_code == 200, reply.text
+            assert int(reply.headers["X-Policy-Version"]) == reply.json()["policy_version"]
+            answers.append(reply.json())
     return answers
 
 

@@ -1,4 +1,4 @@
-"""Engines that are slow, engines that decode in vain, told from their answers; and what an engine is started with."""
+"""Engines that are slow, engines that decode in vain, by their answers; and what an engine is started with."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_a_slow_engine_is_named_and_one_that_recovers_is_not() -> None:
         for name, seconds in zip(names, (1.0, 1.1, 10.0), strict=True):
             speeds.took(name, 100, seconds)
     assert speeds.stragglers(names) == {"rollout-2": pytest.approx(9.55, abs=0.01)}
-    assert speeds.stragglers(["rollout-2"]) == {}  # nobody to compare with
+    assert speeds.stragglers(["rollout-2"]) == {}  # no engine to compare with
     for _ in range(12):
         speeds.took("rollout-2", 100, 1.0)
     assert speeds.stragglers(names) == {}
@@ -46,18 +46,18 @@ def test_an_engine_that_has_become_slow_is_named_however_fast_it_was() -> None:
 
 def test_a_straggler_is_told_of_once_and_its_next_process_begins_anew(config: Path) -> None:
     async def scenario() -> None:
-        told: list[str] = []
+        notices: list[str] = []
 
         async def start(role: RoleName) -> Any:
             return Handle(str(role))
 
-        engines = open_engines(settings(config), start, told)
+        engines = open_engines(settings(config), start, notices)
         for name in ("rollout-0", "rollout-1"):
             add(engines, Handle(name))  # type: ignore[arg-type]
         for _ in range(8):
             engines._note_speed("rollout-0", 100, 1.0)
             engines._note_speed("rollout-1", 100, 10.0)
-        assert told == ["rollout-1 is a straggler: 10.0 times slower than the others; it gets less to do"]
+        assert notices == ["rollout-1 is a straggler: 10.0 times slower than the others; it gets less to do"]
         assert list(engines.stragglers) == ["rollout-1"]
         engines.members["rollout-1"].actor.kill()
         assert await anext(engines.late_engines()) == "rollout-1"

@@ -1,4 +1,4 @@
-"""What becomes of engines that fail at an awkward moment: in process, with handles that do as they are told."""
+"""What becomes of engines that fail at an awkward moment: in process, with handles that behave as the test says."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -75,15 +75,15 @@ class Handle:
         return 0 if method in ("sleep", "wake") else None
 
 
-class TellingEvents(LoggedEvents):
+class KeptMessages(LoggedEvents):
     """Keeps the messages."""
 
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
 
     def message(self, text: str) -> None:
         """Keep it."""
-        self.told.append(text)
+        self.notes.append(text)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -98,9 +98,9 @@ def settings(config: Path, *changes: str) -> GrpoConfig:
     return load_config(config, GrpoConfig, ["--rollout.num_engines=2", "--cluster.silent_after_s=2", *changes])
 
 
-def open_engines(config: GrpoConfig, start: Any, told: list[str], turns: ColocationSchedule | None = None) -> Engines:
+def open_engines(config: GrpoConfig, start: Any, notes: list[str], turns: ColocationSchedule | None = None) -> Engines:
     budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
-    keep = KeepAlive(budget=budget, silent_after_s=config.cluster.silent_after_s, notify=told.append)
+    keep = KeepAlive(budget=budget, silent_after_s=config.cluster.silent_after_s, notify=notes.append)
     engines = Engines(config, start, keep, turns)
     engines._all_started = True
     return engines
@@ -233,8 +233,8 @@ def test_an_engine_that_is_lost_with_the_base_does_not_keep_the_others_from_it()
 
 def test_a_sync_ends_with_the_error_of_the_engine_that_failed_and_not_of_one_that_heard_of_it() -> None:
     async def scenario() -> None:
-        heard = WeightSyncError("trainer-0 gave up: rollout-1 gave up: it holds other bytes", is_peers=True)
-        first = Handle("rollout-0", "pull_weights", heard)
+        echoed = WeightSyncError("trainer-0 gave up: rollout-1 gave up: it holds other bytes", is_peers=True)
+        first = Handle("rollout-0", "pull_weights", echoed)
         second = Handle("rollout-1", "pull_weights", WeightSyncError("it holds other bytes"))
         given_up: list[str] = []
         with pytest.raises(WeightSyncError, match=r"^it holds other bytes"):
@@ -356,10 +356,10 @@ def test_who_waits_for_an_engine_that_cannot_start_again_hears_why(config: Path)
 
 def test_an_engine_that_leaves_while_it_is_started_again_is_stopped(config: Path) -> None:
     async def scenario() -> None:
-        go_on, started = asyncio.Event(), list[Handle]()
+        may_start, started = asyncio.Event(), list[Handle]()
 
         async def start(role: RoleName) -> Any:
-            await go_on.wait()
+            await may_start.wait()
             started.append(Handle(str(role)))
             return started[-1]
 
@@ -371,7 +371,7 @@ def test_an_engine_that_leaves_while_it_is_started_again_is_stopped(config: Path
         await until(lambda: engines.num_restarts)
         engines.scale(1)
         await asyncio.sleep(0)
-        go_on.set()
+        may_start.set()
         await until(lambda: "rollout-1" not in engines.members)
         assert not started[0].alive
         assert engines.names == ["rollout-0"]
@@ -383,13 +383,13 @@ def test_an_engine_that_leaves_while_it_is_started_again_is_stopped(config: Path
 
 def test_an_engine_that_does_not_close_well_when_it_leaves_ends_no_run(config: Path) -> None:
     async def scenario() -> None:
-        told: list[str] = []
-        engines = open_engines(settings(config), None, told)
+        notes: list[str] = []
+        engines = open_engines(settings(config), None, notes)
         for each in (Handle("rollout-0"), Handle("rollout-1", "stop")):
             add(engines, each)  # type: ignore[arg-type]
         engines.scale(1)
-        await until(lambda: len(told) == 2)
-        assert sorted(told) == [
+        await until(lambda: len(notes) == 2)
+        assert sorted(notes) == [
             "rollout-1 did not close well: its close() failed",
             "rollout-1 has left: 1 rollout engine",
         ]
@@ -486,7 +486,7 @@ def test_tokens_that_engines_sample_show_that_the_run_moves(config: Path) -> Non
 
 
 class NamingLauncher:
-    """Knows who waits for whom, and reserves what a plan says: the seam of `offbeat_actors.Launcher`."""
+    """Knows which calls wait for which role, and reserves what a plan says: the seam of `offbeat_actors.Launcher`."""
 
     reserves = True
 
@@ -502,8 +502,8 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
     config: Path, model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        told: list[str] = []
-        fleet = Fleet(resolve(settings(config)), str(model), tmp_path, events=TellingEvents(told))
+        notes: list[str] = []
+        fleet = Fleet(resolve(settings(config)), str(model), tmp_path, events=KeptMessages(notes))
         fleet._launcher = NamingLauncher()  # type: ignore[assignment]
         async with fleet:
             late = fleet.name_who_is_late(asyncio.Event().wait(), "sync 3", 0.2)  # type: ignore[arg-type]
@@ -512,12 +512,12 @@ def test_a_sync_that_is_late_names_who_has_not_answered_and_joining_without_a_pl
             for name in ("rollout-0", "rollout-1"):
                 add(fleet.engines, Handle(name))  # type: ignore[arg-type]
             fleet.engines.scale(3)
-            assert told == [], "nothing is started before all roles are there"
+            assert notes == [], "nothing is started before all roles are there"
             fleet.engines.let_others_join()
-            await until(lambda: told)
+            await until(lambda: notes)
             await asyncio.sleep(0.05)
-            [line] = told  # and it is not tried again
-            assert line.startswith("rollout-2 cannot be started, so 2 rollout engines go on: devices were reserved")
+            [line] = notes  # and it is not tried again
+            assert line.startswith("rollout-2 cannot be started, so 2 rollout engines continue: devices were reserved")
 
     run(scenario)
 
@@ -533,8 +533,8 @@ def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
             raise PlacementError("no node has room for it")
 
     async def scenario() -> None:
-        told: list[str] = []
-        fleet = Fleet(resolve(load_config(config, GrpoConfig, [])), str(model), tmp_path, events=TellingEvents(told))
+        notes: list[str] = []
+        fleet = Fleet(resolve(load_config(config, GrpoConfig, [])), str(model), tmp_path, events=KeptMessages(notes))
         fleet._launcher = FullLauncher()  # type: ignore[assignment]
         async with fleet:
             fleet.engines._wanted = 1 + others
@@ -550,8 +550,8 @@ def test_an_engine_whose_node_is_gone_leaves_while_there_are_others(
             fleet.engines.raise_if_failed()
             assert fleet.engines.names == ["rollout-1"]
             assert gone.has_left
-            assert told[-2:] == [
-                "rollout-0 has no place any more, and the others go on: no node has room for it",
+            assert notes[-2:] == [
+                "rollout-0 has no place any more, and the others continue: no node has room for it",
                 "rollout-0 has left: 1 rollout engine",
             ]
 

@@ -31,7 +31,7 @@ from offbeat_data import RewardScore
 
 
 class TwoTurns:
-    """Answers once, whatever is said; longer answers are worth more."""
+    """Answers once, whatever is said; longer answers score higher."""
 
     def __init__(self, words="and now?", broken=()):
         self.words, self.broken, self.num_turns, self.length = words, set(broken), 0, 0

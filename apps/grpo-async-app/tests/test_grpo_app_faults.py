@@ -1,4 +1,4 @@
-"""What befalls the processes of a run that goes on, for real: each ends with every prompt trained once per epoch."""
+"""What befalls the processes of a run in progress, for real: each ends with every prompt trained once per epoch."""
 
 import contextlib
 import resource
@@ -122,7 +122,7 @@ def test_an_engine_that_answers_and_decodes_nothing_is_replaced(
         said = " ".join(process.output.split())
     assert silent_after_s < found_s < 2 * silent_after_s + 5
     assert said.count("no token came for 3 s (cluster.silent_after_s) and was killed") == 1
-    assert said.count("it is started again") == 1, "the other engine goes on"
+    assert said.count("it is started again") == 1, "the other engine continues"
     assert last_value(run, "engines/restarts") == 1.0
     assert statistics_of(run)["reissued"] >= 1
 
@@ -322,7 +322,7 @@ def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_ne
     forked_main: Main, config: Path, tmp_path: Path
 ) -> None:
     def main() -> None:
-        # In the driver alone: what it is told of where roles run is all that makes one machine differ from another.
+        # In the driver alone: the addresses it gets of its roles are all that makes one machine differ from another.
         ActorHandle.address = property(lambda actor: f"127.0.0.{2 if actor.name == 'rollout-1' else 1}")  # type: ignore[assignment,method-assign]
         forked_main()
 
@@ -333,4 +333,4 @@ def test_an_engine_of_another_machine_gets_its_weights_over_tcp_also_from_the_ne
         signal_role(process, "trainer-0", signal.SIGKILL)
         process.wait_until(lambda: role_pids(process).get("trainer-0", first) != first, "another trainer")
         assert_ends_well(process, run)
-        assert "tcp://" not in process.output  # the address opens the trainer to whoever reads it
+        assert "tcp://" not in process.output  # the address opens the trainer to every process that reads it

@@ -119,7 +119,7 @@ from offbeat_data import RewardScore
 
 
 class Painter:
-    """Shows a drawing after each of two turns, of another size and colour each time; longer answers are worth more."""
+    """Shows a drawing after each of two turns, of another size and colour each time; longer answers score higher."""
 
     async def reset(self, prompt):
         self.index, self.lengths = prompt.index, []

@@ -20,7 +20,7 @@ IS = "algo.advantage.is_correction_"
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         pytest.param(
             {**GRPO, "actor_rollout_ref.model.lora.rank": 32, "actor_rollout_ref.model.lora.alpha": 64},
@@ -86,16 +86,16 @@ IS = "algo.advantage.is_correction_"
     ],
 )
 def test_options_of_forks_of_verl_are_those_that_are_here(
-    options: dict[str, Any], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, Any], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
-    holds(import_verl(options), expected, told)
+    holds(import_verl(options), expected, remarks)
 
 
 VALIDATION = f"{ROLLOUT}val_kwargs."
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         ({"data.val_files": "/d/t.parquet"}, {"data.eval_path": "/d/t.parquet", "eval.sets": None}, {}),
         (
@@ -135,10 +135,10 @@ VALIDATION = f"{ROLLOUT}val_kwargs."
     ],
 )
 def test_verls_validation_becomes_held_out_prompts_or_sets(
-    options: dict[str, Any], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, Any], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
     draft = import_verl({**GRPO, **options})
-    holds(draft, expected, told)
+    holds(draft, expected, remarks)
     assert not set(options) & set(draft.lost)
 
 
@@ -182,7 +182,7 @@ def test_what_is_always_so_changes_the_result_where_the_source_says_otherwise() 
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         (
             {f"{IS}level": "token", f"{IS}gating": "binary_kl", f"{IS}threshold": 5e-3}
@@ -218,9 +218,9 @@ def test_what_is_always_so_changes_the_result_where_the_source_says_otherwise() 
     ],
 )
 def test_openrlhfs_newest_options_and_its_old_names_are_read(
-    options: dict[str, Any], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, Any], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
-    holds(import_openrlhf(options), expected, told)
+    holds(import_openrlhf(options), expected, remarks)
 
 
 def test_openrlhfs_forks_name_a_warm_up_in_steps_and_the_estimator_of_grpo() -> None:
@@ -353,7 +353,7 @@ def test_a_batch_of_single_samples_is_not_said_to_be_of_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         ({"torch_dtype": "bfloat16"}, {"engine.dtype": "bfloat16"}, {}),
         ({"torch_dtype": "float32"}, {"engine.dtype": "float32"}, {}),
@@ -374,10 +374,10 @@ def test_a_batch_of_single_samples_is_not_said_to_be_of_prompts() -> None:
     ],
 )
 def test_options_of_open_r1_are_those_that_are_here(
-    options: dict[str, Any], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, Any], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
     draft = import_trl(options)
-    holds(draft, expected, told)
+    holds(draft, expected, remarks)
     assert not set(options) & set(draft.lost) - {"chat_template"}
 
 

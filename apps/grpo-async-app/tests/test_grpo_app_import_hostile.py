@@ -39,9 +39,9 @@ def test_a_script_that_ends_for_want_of_a_variable_is_read_on(
     guard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert imported(f"{guard}{START} trainer.total_epochs=3\n", tmp_path).data.epochs == 3
-    told = capsys.readouterr().out
-    assert "the script ends there; it is read on" in told
-    assert "--set NAME=VALUE" in told
+    output = capsys.readouterr().out
+    assert "the script ends there; it is read on" in output
+    assert "--set NAME=VALUE" in output
 
 
 def test_a_script_that_has_started_something_ends_where_it_says_so() -> None:
@@ -75,9 +75,9 @@ def test_what_is_given_stands_for_what_only_a_machine_knows(tmp_path: Path) -> N
 
 def test_what_is_given_and_changes_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     imported(f"N=2\n{START} trainer.nnodes=$N\n", tmp_path, given="N=4,M=1")
-    told = capsys.readouterr().out
-    assert "N=4 was given: the script sets it to 2" in told
-    assert "M=1 was given: the script does not use it" in told
+    output = capsys.readouterr().out
+    assert "N=4 was given: the script sets it to 2" in output
+    assert "M=1 was given: the script does not use it" in output
 
 
 @pytest.mark.parametrize("start", ['ssh node1 "TEXT"', "sbatch --wrap='TEXT'", 'tmux send-keys -t 0 "TEXT" Enter'])

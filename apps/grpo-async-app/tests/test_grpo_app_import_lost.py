@@ -36,8 +36,8 @@ def test_a_mini_batch_of_a_fork_that_repeats_prompts_itself_counts_samples(
     )
     expected = min(prompts, batch)
     holds(draft, {"async.mini_batch_size": expected, "async.require_batches": steps}, {})
-    told = "counts samples" if group != "actor_rollout_ref.rollout.n" else ""
-    assert told in draft.changed.get("actor_rollout_ref.actor.ppo_mini_batch_size", "")
+    remark = "counts samples" if group != "actor_rollout_ref.rollout.n" else ""
+    assert remark in draft.changed.get("actor_rollout_ref.actor.ppo_mini_batch_size", "")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_arguments_of_the_engine_of_early_trl_are_handed_on() -> None:
 
 def test_a_step_of_trl_that_is_no_whole_number_of_prompts_says_what_is_taken() -> None:
     options = {"model_name_or_path": "/m", "num_generations": 6, "per_device_train_batch_size": 4}
-    told = {"per_device_train_batch_size": "4 of a step are 0.666667 prompts, and 1 here"}
-    holds(import_trl(options), {"async.mini_batch_size": 1}, told)
+    remarks = {"per_device_train_batch_size": "4 of a step are 0.666667 prompts, and 1 here"}
+    holds(import_trl(options), {"async.mini_batch_size": 1}, remarks)
 
 
 def test_a_prompt_with_a_dollar_sign_is_a_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Options of verl and TRL keep what they mean there, or it is told; read in their sources at the commits named."""
+"""Options of verl and TRL keep what they mean there, or it is reported; read in their sources at the commits named."""
 
 import pytest
 from import_meaning import holds
@@ -22,7 +22,7 @@ TEACHER = "distillation.teacher_models.teacher_model."
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "expected", "told"),
+    ("program", "options", "expected", "remarks"),
     [
         pytest.param(
             MAIN,
@@ -38,7 +38,7 @@ TEACHER = "distillation.teacher_models.teacher_model."
             {"algorithm.adv_estimator": "grpo", "critic.model.path": "/critic", "algorithm.lam": 0.9},
             {"algorithm.advantage": "grpo", "critic.path": None, "algorithm.gae_lambda": None},
             {"critic.model.path": "only with gae", "algorithm.lam": "belongs to gae"},
-            id="a critic that nobody asks",
+            id="a critic that is not asked",
         ),
         pytest.param(
             MAIN,
@@ -326,10 +326,10 @@ TEACHER = "distillation.teacher_models.teacher_model."
                 MAIN,
                 {AGGREGATION: f"seq-mean-token-sum{norm}", f"{PREFIX}actor.loss_scale_factor": scale},
                 {"algorithm.aggregation": "fixed_length", "algorithm.fixed_length": length},
-                {AGGREGATION: told} if told else {},
+                {AGGREGATION: remarks} if remarks else {},
                 id=f"sums of sequences{norm}, by {scale}",
             )
-            for norm, scale, length, told in (
+            for norm, scale, length, remarks in (
                 ("-norm", 8192, 8192, "the sum before"),
                 ("-norm", None, 512, "the sum before"),
                 ("", None, 1, ""),
@@ -343,8 +343,8 @@ TEACHER = "distillation.teacher_models.teacher_model."
             id="a divisor that nothing is divided by",
         ),
         *(
-            pytest.param(MAIN, {f"{PREFIX}actor.{name}": value, **more}, {"engine.dtype": ours}, told, id=f"{name}")
-            for name, value, more, ours, told in (
+            pytest.param(MAIN, {f"{PREFIX}actor.{name}": value, **more}, {"engine.dtype": ours}, remarks, id=f"{name}")
+            for name, value, more, ours, remarks in (
                 ("fsdp_config.dtype", "float32", {}, "float32", {}),
                 ("fsdp_config.mixed_precision.param_dtype", "fp32", {}, "float32", {}),
                 ("megatron.dtype", "float32", MEGATRON, "float32", {}),
@@ -414,16 +414,16 @@ TEACHER = "distillation.teacher_models.teacher_model."
     ],
 )
 def test_options_of_verl_keep_their_meaning(
-    program: Program, options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+    program: Program, options: dict[str, object], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
-    holds(import_verl({f"{PREFIX}model.path": "m", **options}, program), expected, told)
+    holds(import_verl({f"{PREFIX}model.path": "m", **options}, program), expected, remarks)
 
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_importance_sampling_clip_min": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         (
             {},
@@ -523,9 +523,9 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 5.0, "vllm_import
     ],
 )
 def test_options_and_defaults_of_trl_keep_their_meaning(
-    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, object], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
-    holds(import_trl(options), expected, told)
+    holds(import_trl(options), expected, remarks)
 
 
 @pytest.mark.parametrize(

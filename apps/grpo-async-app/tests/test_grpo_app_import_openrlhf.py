@@ -1,4 +1,4 @@
-"""Options of OpenRLHF keep what they mean there, or it is told; read in its source at the commit named."""
+"""Options of OpenRLHF keep what they mean there, or it is reported; read in its source at the commit named."""
 
 import pytest
 from import_meaning import holds
@@ -7,7 +7,7 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         ({"train.max_epochs": 2}, {"algorithm.num_passes": 2}, {"train.max_epochs": "keep their order"}),
         ({"algo.kl.use_loss": True}, {"algorithm.kl_in": "loss", "algorithm.kl_ratio_weight": False}, {}),
@@ -55,13 +55,13 @@ from grpo_async_app._imports.openrlhf import import_openrlhf
     ],
 )
 def test_passes_discounts_and_the_weight_of_the_penalty_come_from_openrlhf(
-    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, object], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
-    holds(import_openrlhf(options), expected, told)
+    holds(import_openrlhf(options), expected, remarks)
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "told"),
+    ("options", "expected", "remarks"),
     [
         (
             {"reward.model_name_or_path": "/judge", "data.max_len": 4096},
@@ -82,6 +82,6 @@ def test_passes_discounts_and_the_weight_of_the_penalty_come_from_openrlhf(
     ],
 )
 def test_a_reward_model_of_openrlhf_is_ours_and_what_the_critic_starts_from(
-    options: dict[str, object], expected: dict[str, object], told: dict[str, str]
+    options: dict[str, object], expected: dict[str, object], remarks: dict[str, str]
 ) -> None:
-    holds(import_openrlhf(options), expected, told)
+    holds(import_openrlhf(options), expected, remarks)

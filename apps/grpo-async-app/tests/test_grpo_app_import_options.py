@@ -115,8 +115,8 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
             yield option, {} if isinstance(default, dict) else default
 
 
-def told_of(draft: RecipeBuilder, name: str) -> str:
-    """What becomes of an option, or "" where nothing is said of it."""
+def outcome_of(draft: RecipeBuilder, name: str) -> str:
+    """Return what becomes of an option, or "" where it is not mentioned."""
     if re.search(rf"(^| ){re.escape(name)}( |$)", " ".join(entry.source for entry in draft.entries.values())):
         return "ours"
     return next((title for title, found in draft.told().items() if name in found), "")
@@ -149,13 +149,13 @@ def test_every_option_gets_a_verdict_whatever_its_value_is(name: str) -> None:
                     and row is not None
                     and row.verdict in (OptionVerdict.OURS, OptionVerdict.ALWAYS)
                 )
-                has_verdict = told_of(draft, called) or told_of(draft, option) or is_read
+                has_verdict = outcome_of(draft, called) or outcome_of(draft, option) or is_read
                 assert has_verdict or value in (None, [], {}), f"{option} = {value}"
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_an_option_whose_key_is_here_is_written_to_it(name: str) -> None:
-    """With some setting of the others it sets a key of ours or is read; with none it is told as lost by its table."""
+    """With some setting of the others it sets a key of ours or is read; with none its table reports it as lost."""
     peer, unread = PEERS[name], []
     for option, default in options_of(name):
         called = today(peer, option)
@@ -246,7 +246,7 @@ HOMONYMS = {
 
 @pytest.mark.parametrize("name", PEERS)
 def test_an_option_named_as_a_key_of_ours_is_not_told_as_lost(name: str) -> None:
-    """Told by the table, that is: with a word of ours, a key exists here, or the word means something else there."""
+    """As lost by the table, that is: with a word of ours, a key exists here, or the word means something else there."""
     peer = PEERS[name]
     words = {key.rpartition(".")[2] for key in keys_of(GrpoConfig)} - HOMONYMS
     lost = []

@@ -44,7 +44,7 @@ TOKENIZERS_PARALLELISM=true python3 -m verl.experimental.fully_async_policy.full
 @dataclass(frozen=True)
 class Imported:
     target: Path
-    told: str
+    output: str
 
     @property
     def text(self) -> str:
@@ -55,7 +55,7 @@ class Imported:
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Imported:
     for name in ("HF_MODEL_PATH", "RAY_DATA_HOME", "OFFBEAT_DATA", "OFFBEAT_MODELS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
     monkeypatch.setenv("NNODES", "4")
     (tmp_path / "run.sh").write_text(SCRIPT)
     target = tmp_path / "run.toml"
@@ -63,10 +63,10 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return Imported(target, capsys.readouterr().out)
 
 
-def lines_under(title: str, told: str) -> list[str]:
-    """Lines of what an import tells under headings that begin so."""
+def lines_under(title: str, output: str) -> list[str]:
+    """Return the lines that an import prints under headings that begin so."""
     found, heading = [], ""
-    for line in told.splitlines():
+    for line in output.splitlines():
         if not line.startswith("  "):
             heading = line
         elif heading.startswith(title):
@@ -82,30 +82,30 @@ def test_keys_of_section_async_are_those_of_async_training(imported: Imported) -
     assert policy.partial_rollout
     assert config.algorithm.correction == "sequence_tis_geometric_rs"
     assert config.algorithm.correction_form == "decoupled"
-    assert "async_training." in imported.told
-    assert not [line for line in lines_under("not supported here, ", imported.told) if "async_training." in line]
+    assert "async_training." in imported.output
+    assert not [line for line in lines_under("not supported here, ", imported.output) if "async_training." in line]
 
 
 def test_a_variable_with_a_default_stays_a_variable(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'path = "${HF_MODEL_PATH:-~/verl/models/Qwen3-VL-8B-Instruct}"' in imported.text
-    assert load_config(imported.target, GrpoConfig).model.path == "/home/somebody/verl/models/Qwen3-VL-8B-Instruct"
+    assert load_config(imported.target, GrpoConfig).model.path == "/home/user/verl/models/Qwen3-VL-8B-Instruct"
     monkeypatch.setenv("HF_MODEL_PATH", "/models/q")
     assert load_config(imported.target, GrpoConfig).model.path == "/models/q"
-    assert "RAY_DATA_HOME is not set: using ~/verl" in imported.told
+    assert "RAY_DATA_HOME is not set: using ~/verl" in imported.output
 
 
 def test_paths_below_the_home_folder_are_portable_and_said(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'path = "${OFFBEAT_DATA:-~/data}/geo3k/train.parquet"' in imported.text
     assert 'eval_path = "${OFFBEAT_DATA:-~/data}/geo3k/test.parquet"' in imported.text
-    assert load_config(imported.target, GrpoConfig).data.path == "/home/somebody/data/geo3k/train.parquet"
+    assert load_config(imported.target, GrpoConfig).data.path == "/home/user/data/geo3k/train.parquet"
     monkeypatch.setenv("OFFBEAT_DATA", "/mnt")
     assert load_config(imported.target, GrpoConfig).data.path == "/mnt/geo3k/train.parquet"
-    assert "OFFBEAT_DATA names the folder of data" in imported.told
+    assert "OFFBEAT_DATA names the folder of data" in imported.output
 
 
 def test_a_variable_of_the_environment_that_a_number_depends_on_is_said(imported: Imported) -> None:
     assert load_config(imported.target, GrpoConfig).engine.num_ranks == 16
-    assert "NNODES = 2 stands, the default of the script; it is 4 here: --set NNODES=4" in imported.told
+    assert "NNODES = 2 stands, the default of the script; it is 4 here: --set NNODES=4" in imported.output
 
 
 def test_what_is_set_at_import_goes_into_a_default(
@@ -118,21 +118,21 @@ def test_what_is_set_at_import_goes_into_a_default(
 
 
 def test_what_the_script_exports_is_said_with_what_to_do(imported: Imported) -> None:
-    for place in (imported.told, imported.text):
+    for place in (imported.output, imported.text):
         assert "VLLM_USE_V1 = 1: not needed" in place
         assert "CUDA_DEVICE_MAX_CONNECTIONS = 1: set it yourself before the run" in place
         assert "NCCL_BUFFSIZE = 300: set it yourself before the run" in place
         assert "TOKENIZERS_PARALLELISM = true: not needed" in place
-    assert "DATA_DIR" not in imported.told, "the script uses it itself"
+    assert "DATA_DIR" not in imported.output, "the script uses it itself"
 
 
 def test_quantized_rollouts_and_generations_of_a_validation_are_taken_over(imported: Imported) -> None:
     config = load_config(imported.target, GrpoConfig)
     assert (config.rollout.backend, config.rollout.weight_format) == ("vllm", "fp8")
     assert config.log.generations == 10
-    assert "using vllm instead" in imported.told
-    assert "attention_backend" in imported.told
-    assert "belongs to SGLang" in imported.told
+    assert "using vllm instead" in imported.output
+    assert "attention_backend" in imported.output
+    assert "belongs to SGLang" in imported.output
 
 
 def written(lines: str, options: str, tmp_path: Path) -> dict[str, str]:
@@ -231,7 +231,7 @@ UNUSED = "HF_MODEL=${HF_MODEL:-$HOME/models/q}"
             "A=${A:-/models/q}\nB=${B:-$A}",
             f"{MODEL}=$B",
             {"model.path": "${B:-/models/q}"},
-            id="two of which one stands for the other",
+            id="two, one of which stands for the other",
         ),
     ],
 )

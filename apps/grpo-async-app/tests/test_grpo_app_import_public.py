@@ -82,7 +82,7 @@ SCRIPTS = [(peer, script) for peer in PEERS for script in read_scripts(peer)]
 
 
 def outcome(draft: RecipeBuilder, peer: str, name: str) -> str:
-    """Keys of ours that an option sets, with their values where they are plain, and what is told of it."""
+    """Keys of ours that an option sets, with their values where they are plain, and the remarks on it."""
     names = {name, *TABLES.get(peer, NO_TABLE).renamed({name: 0})[0]}
     keys = [
         key if isinstance(entry.value, dict | list) else f"{key} = {json.dumps(entry.value)}"

@@ -88,12 +88,12 @@ def test_a_script_gives_the_words_that_bash_gives(script: str, tmp_path: Path) -
     (tmp_path / "hooks").write_text("run() { printf '%s\\0' run \"$@\"; printf '\\1'; } >&3\n")
     (tmp_path / "script").write_text(script)
     command = ["bash", "-c", 'exec 3>"$1"; shift; bash "$@"', "-", str(tmp_path / "words"), str(tmp_path / "script")]
-    environment = {"BASH_ENV": str(tmp_path / "hooks"), "HOME": "/home/somebody", "PATH": "/usr/bin:/bin"}
+    environment = {"BASH_ENV": str(tmp_path / "hooks"), "HOME": "/home/user", "PATH": "/usr/bin:/bin"}
     subprocess.run(command, env=environment, cwd=tmp_path, check=False, capture_output=True, timeout=60)
     calls = (tmp_path / "words").read_text().split("\1")[:-1]
     expected = [call.split("\0")[:-1] for call in calls]
     assert expected
-    assert read_shell(script, {"HOME": "/home/somebody"}, str(tmp_path / "script")).commands == expected
+    assert read_shell(script, {"HOME": "/home/user"}, str(tmp_path / "script")).commands == expected
 
 
 def test_what_only_the_machine_decides_is_listed_and_what_was_set_before_stands() -> None:
@@ -165,14 +165,14 @@ python3 -m verl.experimental.fully_async_policy.fully_async_main --config-path=c
 def test_options_that_stand_in_texts_become_a_run_with_its_own_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
     (tmp_path / "run.sh").write_text(IN_TEXTS)
     target = tmp_path / "run.toml"
     assert import_command(CommandWords(options={"out": str(target)}), "verl", str(tmp_path / "run.sh")) == 0
     config = load_config(target, GrpoConfig)
     assert (config.model.path, config.data.path) == (
         "/models/Qwen3-VL-8B-Instruct",
-        "/home/somebody/data/geo3k/train.parquet",
+        "/home/user/data/geo3k/train.parquet",
     )
     policy = config.async_
     assert (policy.mini_batch_size, policy.require_batches, policy.trigger_parameter_sync_step) == (64, 2, 4)
@@ -223,7 +223,7 @@ def test_a_configuration_that_is_named_and_words_that_are_no_options_are_told(
     (tmp_path / "run.sh").write_text(script)
     words = CommandWords(options={"out": str(tmp_path / "run.toml"), "set": "DEVICE=tpu"})
     assert import_command(words, "verl", str(tmp_path / "run.sh")) == 0
-    told, text = capsys.readouterr().out, (tmp_path / "run.toml").read_text()
+    output, text = capsys.readouterr().out, (tmp_path / "run.toml").read_text()
     for line in (
         "recipe.own.main_own: not known, read as verl.trainer.main_ppo",
         "--config-name=own_grpo: what this file sets is not read; verl's defaults stand",
@@ -231,10 +231,10 @@ def test_a_configuration_that_is_named_and_words_that_are_no_options_are_told(
         "stray: no option",
         "verl.trainer.main_generation: another command, not read",
     ):
-        assert line in told
+        assert line in output
         assert line in text
     assert "num_ranks = 16" in text
-    assert "not decided" not in told
+    assert "not decided" not in output
     with pytest.raises(ConfigError, match="DEVICE=gpu"):
         import_command(CommandWords(options={"set": "tpu"}), "verl", str(tmp_path / "run.sh"))
 
@@ -275,7 +275,7 @@ def test_a_command_line_of_openrlhf_becomes_ours(tmp_path: Path, capsys: pytest.
     algorithm = config.algorithm
     assert (algorithm.correction, algorithm.rs_low, algorithm.rs_high) == ("icepop", 0.5, 5.0)
     assert (algorithm.advantage, algorithm.kl_coefficient, algorithm.kl_estimator) == ("grpo", 1e-5, "k2")
-    told = capsys.readouterr().out
-    assert "ds.ring_attn_size = 2" in told
-    assert "train.batch_size = 1024: counts completions there: 128 prompts" in told
-    assert "not understood" not in told
+    output = capsys.readouterr().out
+    assert "ds.ring_attn_size = 2" in output
+    assert "train.batch_size = 1024: counts completions there: 128 prompts" in output
+    assert "not understood" not in output

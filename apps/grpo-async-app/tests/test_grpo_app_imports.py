@@ -1,4 +1,4 @@
-"""Options of verl and TRL become a configuration that loads, and what does not carry over is told."""
+"""Options of verl and TRL become a configuration that loads, and what does not carry over is reported."""
 
 import json
 from pathlib import Path
@@ -115,11 +115,11 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
     command: CommandLine, imported: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = imported
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
     config = load_config(target, GrpoConfig)
     assert config.model.path == "/models/Qwen3-VL-8B-Instruct"
-    assert config.data.path == "/home/somebody/data/geo3k/train.parquet"
-    assert config.data.eval_path == "/home/somebody/data/geo3k/test.parquet"
+    assert config.data.path == "/home/user/data/geo3k/train.parquet"
+    assert config.data.eval_path == "/home/user/data/geo3k/test.parquet"
     assert config.data.answer_column == "reward_model.ground_truth", "where verl's rows have it"
     policy = config.async_
     assert (policy.staleness_threshold, policy.trigger_parameter_sync_step, policy.require_batches) == (0.1, 4, 2)
@@ -137,21 +137,21 @@ def test_a_script_of_verl_becomes_a_configuration_that_plans(
 
 
 def test_a_correction_that_would_have_no_effect_is_given_one_and_told(imported: tuple[Path, str]) -> None:
-    target, told = imported
+    target, output = imported
     algorithm = load_config(target, GrpoConfig).algorithm
     assert (algorithm.correction, algorithm.correction_form) == ("sequence_tis_token_rs", "decoupled")
     assert (algorithm.tis_cap, algorithm.rs_low, algorithm.rs_high) == (2.0, 1 / 1.6, 1 / 0.6), "k1 is -log r"
     assert algorithm.normalise_weights
-    assert "a weight has no effect or counts it twice" in told
+    assert "a weight has no effect or counts it twice" in output
 
 
 def test_what_has_no_counterpart_is_listed_in_both_places(imported: tuple[Path, str]) -> None:
-    text, told = imported[0].read_text(), imported[1]
+    text, output = imported[0].read_text(), imported[1]
     option = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert option in text
-    assert option in told
+    assert option in output
     assert "data.image_key" not in text, "its images are read, from the column that it names"
-    assert "always the case here" in told
+    assert "always the case here" in output
     assert "# actor_rollout_ref.actor.optim.lr" in text
     assert "# default of actor_rollout_ref.actor.optim.betas" in text
 
@@ -162,8 +162,8 @@ def test_every_option_of_a_script_is_accounted_for(script: Path) -> None:
     sources = " ".join(entry.source for entry in draft.entries.values())
     silent = {"data.image_key", "actor_rollout_ref.actor.use_kl_loss", "algorithm.rollout_correction.bypass_mode"}
     for name in options:
-        told = name in sources or any(name in found for found in draft.told().values())
-        assert told or name in silent or name == "trainer.logger", name
+        is_mentioned = name in sources or any(name in found for found in draft.told().values())
+        assert is_mentioned or name in silent or name == "trainer.logger", name
 
 
 def test_verls_yaml_is_read_with_what_it_refers_to(tmp_path: Path) -> None:
@@ -253,10 +253,10 @@ def test_a_configuration_of_trl_becomes_ours(command: CommandLine, tmp_path: Pat
     assert (config.algorithm.mask_truncated, config.algorithm.kl_ratio_weight) == (True, False)
     assert config.data.template_options == {"enable_thinking": False}
     assert config.log.trackers == ("wandb",)
-    told = " ".join(ended.out.split())
-    assert "mask_truncated_completions = true: sequences that were cut off count among those" in told
-    assert "64 of a step are 8 prompts" in told
-    assert "but it has to be corrected before it runs" not in told
+    output = " ".join(ended.out.split())
+    assert "mask_truncated_completions = true: sequences that were cut off count among those" in output
+    assert "64 of a step are 8 prompts" in output
+    assert "but it has to be corrected before it runs" not in output
 
 
 def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_path: Path) -> None:
@@ -264,15 +264,15 @@ def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_pat
     path.write_text("python -m verl.main data.train_files=/d trainer.nnodes=$NODES algorithm.adv_estimator=mine\n")
     ended = command("import", "verl", path, "--out", target)
     assert ended.code == 0, ended.err
-    told = " ".join(ended.out.split())
-    assert "${NODES} is unknown here: using 1" in told
-    assert "mine is not supported: using grpo instead" in told
-    assert "but it has to be corrected before it runs" in told
-    assert "model.path" in told
+    output = " ".join(ended.out.split())
+    assert "${NODES} is unknown here: using 1" in output
+    assert "mine is not supported: using grpo instead" in output
+    assert "but it has to be corrected before it runs" in output
+    assert "model.path" in output
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "remark"),
     [
         ("data.max_prompt_length=many", "many is unknown here: using 512"),
         ("actor_rollout_ref.actor.optim.lr=fast", "fast is unknown here: using 1e-06"),
@@ -284,13 +284,13 @@ def test_what_stays_open_is_something_to_put_right(command: CommandLine, tmp_pat
     ids=lambda each: each[:40],
 )
 def test_a_value_of_another_kind_than_its_option_is_told(
-    command: CommandLine, tmp_path: Path, option: str, told: str
+    command: CommandLine, tmp_path: Path, option: str, remark: str
 ) -> None:
     path, target = tmp_path / "run.sh", tmp_path / "ours.toml"
     path.write_text(f"python -m verl.main actor_rollout_ref.model.path=/m {option}\n")
     ended = command("import", "verl", path, "--out", target)
     assert ended.code == 0, ended.err
-    assert told in " ".join(ended.out.split())
+    assert remark in " ".join(ended.out.split())
 
 
 def test_of_two_names_for_one_option_that_of_today_is_read_and_the_other_told(
@@ -303,9 +303,9 @@ def test_of_two_names_for_one_option_that_of_today_is_read_and_the_other_told(
     )
     ended = command("import", "openrlhf", path, "--out", target)
     assert ended.code == 0, ended.err
-    told = " ".join(ended.out.split())
-    assert 'pretrain = "/old": not read beside actor.model_name_or_path, which is the name of today' in told
-    assert "prompt_data = " not in told, "two that agree are one"
+    output = " ".join(ended.out.split())
+    assert 'pretrain = "/old": not read beside actor.model_name_or_path, which is the name of today' in output
+    assert "prompt_data = " not in output, "two that agree are one"
     assert 'path = "/new"' in target.read_text()
 
 
@@ -404,11 +404,11 @@ def test_a_folder_that_is_not_there_is_one_clear_error(command: CommandLine, scr
 @pytest.mark.parametrize(("mode", "loss"), [("gspo", "gspo"), ("sapo", "sapo"), ("geo_mean", "gmpo")])
 def test_verl_takes_the_mean_over_sequences_for_losses_of_sequences_whatever_it_is_told(mode: str, loss: str) -> None:
     options = {f"{PREFIX}actor.policy_loss.loss_mode": mode, f"{PREFIX}actor.tau_neg": 1.1}
-    for told in ({}, {f"{PREFIX}actor.loss_agg_mode": "token-mean"}):
-        draft = import_verl(options | told)
+    for given in ({}, {f"{PREFIX}actor.loss_agg_mode": "token-mean"}):
+        draft = import_verl(options | given)
         assert draft.entries["algorithm.loss"].value == loss
         assert draft.entries["algorithm.aggregation"].value == "sequence_mean"
-        assert (f"{PREFIX}actor.loss_agg_mode" in draft.changed) == bool(told)
+        assert (f"{PREFIX}actor.loss_agg_mode" in draft.changed) == bool(given)
     assert ("algorithm.options" in draft.entries) == (loss == "sapo")
     if loss == "sapo":
         assert draft.entries["algorithm.options"].value == {"tau_positive": 1.0, "tau_negative": 1.1}

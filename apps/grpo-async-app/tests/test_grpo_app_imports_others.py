@@ -1,4 +1,4 @@
-"""Options of prime-rl and OpenRLHF become a configuration that loads, and what does not carry over is told."""
+"""Options of prime-rl and OpenRLHF become a configuration that loads, and what does not carry over is reported."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A signal ends a run with the update in progress saved, or in seconds, and leaves a folder that goes on exactly."""
+"""A signal ends a run with the update in progress saved, or in seconds, and leaves a folder that resumes exactly."""
 
 import asyncio
 import os
@@ -179,7 +179,7 @@ def test_a_second_signal_ends_at_once(forked_main: Main, config: Path, tmp_path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_the_second_signal_kills_what_the_first_one_waits_for(number: signal.Signals) -> None:
-    heard: list[str] = []
+    steps: list[str] = []
     gone = asyncio.Event()
 
     async def work() -> None:
@@ -187,20 +187,20 @@ def test_the_second_signal_kills_what_the_first_one_waits_for(number: signal.Sig
             signal.raise_signal(number)
             await asyncio.sleep(60)
         finally:
-            heard.append("asked")
+            steps.append("asked")
             signal.raise_signal(number)
             async with asyncio.timeout(30):
                 await gone.wait()
-            heard.append("put away")
+            steps.append("put away")
 
     def kill() -> None:
-        heard.append("killed")
+        steps.append("killed")
         gone.set()
 
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         run_interruptible(work(), kill)
-    assert heard == ["asked", "killed", "put away"]
+    assert steps == ["asked", "killed", "put away"]
     assert signal.getsignal(number) == before
 
 
@@ -247,7 +247,7 @@ def test_what_a_run_saves_while_its_cluster_is_lost_is_not_cut_off(*, is_asked_b
                     assert interruption.ask("SIGTERM", lambda: None)
                 is_lost.set()
                 await interruption.asked.wait()
-                for _ in range(20):  # turns of the loop, in which all others hear of it
+                for _ in range(20):  # turns of the loop, in which all other tasks see it
                     await asyncio.sleep(0)
                 saved.append("the update")
             raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Every process of a run is watched: one that stands still is named by its role, with the line that it stands in."""
+"""Every process of a run is watched: one that makes no progress is named by its role, with its current line."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes meet 
 Main = Callable[[], object]
 
 
-def stand_still(marker: Path) -> None:
+def hang_here(marker: Path) -> None:
     """Wait for what never comes, in the thread that answers all calls; once."""
     marker.touch()
     threading.Event().wait()
@@ -37,7 +37,7 @@ def test_an_engine_that_stands_still_is_named_with_the_line_it_stands_in_and_sta
 
     async def generate_or_stand(engine: TorchRolloutEngine, request: Any) -> Any:
         if os.environ.get("OFFBEAT_ROLE") == "rollout-1" and updates(run) and not marker.exists():
-            stand_still(marker)
+            hang_here(marker)
         return await generate(engine, request)
 
     def main() -> None:
@@ -47,14 +47,14 @@ def test_an_engine_that_stands_still_is_named_with_the_line_it_stands_in_and_sta
     words = ["--rollout.num_engines=2", "--data.epochs=8", "--liveness.stall_after_s=3", "--cluster.silent_after_s=20"]
     log = run / "logs" / "liveness.log"
     with RunningCommand(main, "train", config, "--out", run, *words) as process:
-        process.wait_until(marker.exists, "an engine that stands still")
+        process.wait_until(marker.exists, "an engine that hangs")
         stuck = role_pids(process)["rollout-1"]
         process.wait_until(lambda: log.exists() and "rollout-1" in log.read_text(), "its name")
         assert role_pids(process)["rollout-1"] == stuck, "that is its supervisor's to end"
         assert process.wait() == 0, process.output
-    told = log.read_text()
-    assert "driver waits in rollout-1." in told or "driver waits for rollout-1" in told, told
-    assert "stand_still" in told, told
+    report = log.read_text()
+    assert "driver waits in rollout-1." in report or "driver waits for rollout-1" in report, report
+    assert "hang_here" in report, report
     assert accounting_complaints(run, 20, 8, per_update=4) == []
     assert last_value(run, "engines/restarts") >= 1.0
 

@@ -22,7 +22,7 @@ LORA = ("--engine.lora_rank=4", "--engine.learning_rate=3e-3", "--eval.every_upd
 SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false")
 
 
-def told(output: str) -> str:
+def on_one_line(output: str) -> str:
     return " ".join(output.split())
 
 
@@ -44,7 +44,7 @@ def test_what_is_sampled_with_the_adapter_alone_is_what_is_trained(
     forked_main: Main, config: Path, tmp_path: Path, learns: tuple[str, ...]
 ) -> None:
     words = [*learns, *SYNCHRONOUS, "--engine.max_updates=2"]
-    said = told(run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words))
+    said = on_one_line(run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words))
     assert "each sync brings the adapter alone: rollout.backend = 'torch' samples with adapters" in said
     assert max(values_of(tmp_path / "run", "correction/kl_rollout_train").values()) < 1e-6
     assert all(values_of(tmp_path / "run", "engine/grad_norm").values()), "nothing was learned"
@@ -61,7 +61,7 @@ def test_a_run_with_the_adapter_alone_is_that_with_merged_weights(
     }.items():
         run = runs[sync] = tmp_path / sync
         words = [*learns, *SYNCHRONOUS, "--engine.max_updates=3", f"--rollout.lora_sync={sync}"]
-        assert said in told(run_to_its_end(forked_main, "train", config, "--out", run, *words))
+        assert said in on_one_line(run_to_its_end(forked_main, "train", config, "--out", run, *words))
         assert max(values_of(run, "correction/kl_rollout_train").values()) < 1e-6
     for name in ("train/reward", "train/loss_policy", "engine/grad_norm"):
         alone, merged = (values_of(run, name) for run in runs.values())
@@ -97,7 +97,7 @@ def test_a_trainer_that_dies_and_a_resumed_run_go_on_with_adapters(
         process.wait_until(lambda: len(updates(run)) >= 8, "8 updates")
         process.press_ctrl_c()
         assert process.wait() == 130, process.output
-    assert "the adapter alone" in told(run_to_its_end(forked_main, "resume", run))
+    assert "the adapter alone" in on_one_line(run_to_its_end(forked_main, "resume", run))
     assert sorted(trained_prompts(run).values()) == [4] * 20
 
 

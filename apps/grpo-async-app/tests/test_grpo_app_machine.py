@@ -93,7 +93,7 @@ RECORDS = (
     "validation/held-out.jsonl",
     "timeline.json",
 )
-"""Files that a run must go on with."""
+"""Files that a run cannot continue without."""
 LOGS = ("logs/trainer-0.log", "logs/rollout-0.log", "logs/scorer-0.log", "logs/liveness.log")
 """Files that it can do without."""
 

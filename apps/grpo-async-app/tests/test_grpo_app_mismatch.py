@@ -145,14 +145,14 @@ def line(step: int, value: float) -> MetricsLine:
 
 def test_a_resumed_run_does_not_repeat_the_alarm_and_knows_what_was_before() -> None:
     given = looks(MismatchAlarm(0.5), [0.1, 3.0])
-    told = MismatchAlarm(0.5, [line(1, 0.1), line(2, 3.0)], given)
-    assert not any(looks(told, [4.0], first=3))
+    resumed = MismatchAlarm(0.5, [line(1, 0.1), line(2, 3.0)], given)
+    assert not any(looks(resumed, [4.0], first=3))
     quiet = MismatchAlarm(0.5, [line(1, 0.1), line(2, 0.2)])
     assert "since update 3 (until then at most 0.2 nats)" in looks(quiet, [4.0], first=3)[0]
 
 
 def test_a_resume_under_another_bound_gives_the_alarm_of_that_bound_once() -> None:
-    """A value of before that is above the new bound alone was never told; the run may stay above it to its end."""
+    """A value of before that is above the new bound alone was never reported; the run may stay above it to its end."""
     before = [line(1, 0.1), line(2, 0.4), line(3, 0.2)]
     [lower, again] = looks(MismatchAlarm(0.3, before), [5.0, 6.0], first=4)
     assert "since update 2 (until then at most 0.1 nats)" in lower

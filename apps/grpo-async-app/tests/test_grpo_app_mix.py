@@ -1,4 +1,4 @@
-"""Training prompts of several sources, drawn by weights and by success: draws, who answers and judges, resume."""
+"""Training prompts of several sources, drawn by weights and by success: draws, environments and rewards, resume."""
 
 import json
 import re
@@ -31,7 +31,7 @@ from offbeat_data import RewardScore
 
 
 class OneReply:
-    """Answers once, with words of its own; worth a half."""
+    """Answers once, with words of its own; its reward is a half."""
 
     def __init__(self, words):
         self.words, self.num_turns = words, 0
@@ -155,7 +155,7 @@ def test_a_curriculum_draws_by_success_and_a_resumed_run_knows_what_the_one_befo
     words = ["--reward.name=mixed_own:even", "--curriculum.low=0.1", "--eval.every_updates=0", "--data.eval_size=0"]
     limits = ["--engine.max_updates=5", "--checkpoint.every=1", "--rollout.max_tokens=2"]
     said = run_to_its_end(forked_main, "train", config, "--out", run, *words, *IN_STEP, *limits)
-    assert "less than 0.1 or more than 1 of the samples succeed" in " ".join(said.split())
+    assert "a success rate below 0.1 or above 1 are drawn" in " ".join(said.split())
     run_to_its_end(forked_main, "resume", run, f"--engine.max_updates={num_updates}")
 
     stream, num_hard = stream_of(load_config(config, GrpoConfig, [*words, *limits])), 0
@@ -375,7 +375,7 @@ def test_the_plan_has_a_row_for_each_source(command: CommandLine, mixed: Path) -
     assert "environment mixed_own:OneReply" in shown
     assert "reward mixed_own:twice" in shown
     assert "environment data.mix.sums: mixed_own:OneReply: at most 8 turns and 64 tokens" in shown
-    assert "prompts of which less than 0.25" in shown
+    assert "prompts with a success rate below 0.25" in shown
     assert "algorithm.advantage = rloo keeps the scale of each" in shown
 
 

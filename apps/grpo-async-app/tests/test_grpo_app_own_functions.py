@@ -40,9 +40,9 @@ def test_the_pages_examples_train_and_what_they_measure_is_in_the_metrics(
     words += ["--algorithm.options", "{most = 1.5, off_policy_mask = 0.5}", "--engine.max_updates=2"]
     planned = command("plan", config, *words)
     assert planned.code == 0, planned.err
-    told = " ".join(planned.out.split())
-    assert "my_losses:bounded: finite, with a gradient, rejected tokens without influence" in told
-    assert "my_losses:by_difficulty: finite, also for equal rewards" in told
+    output = " ".join(planned.out.split())
+    assert "my_losses:bounded: finite, with a gradient, rejected tokens without influence" in output
+    assert "my_losses:by_difficulty: finite, also for equal rewards" in output
     run = tmp_path / "run"
     ended = command("train", config, "--out", run, *words)
     assert ended.code == 0, ended.err
@@ -72,7 +72,7 @@ def test_what_cannot_train_is_told_before_anything_starts(
 
 
 class NotAsked:
-    """An engine that nobody asks."""
+    """An engine that is not asked."""
 
     def logprobs(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("the ratio is 1 by construction")
@@ -101,7 +101,7 @@ def _advantages(sequences: list[TrainSequence]) -> list[float]:
 
 
 def test_gdpo_sees_every_reward_of_a_sample_by_its_name() -> None:
-    """Better in the narrow reward and better in the wide one are worth the same; the sum would not say so."""
+    """Better in the narrow reward and better in the wide one get the same advantage; the sum would not say so."""
     parts = [{"wide": wide, "narrow": narrow} for wide, narrow in ((100.0, 0.0), (0.0, 1.0), (0.0, 0.0))]
     config, weights = AlgorithmConfig(advantage="gdpo"), {"wide": 1.0, "narrow": 1.0}
     [sequences], _ = build_batches(

@@ -76,8 +76,8 @@ def group(group_id: int, lengths: list[int], rewards: list[float], num_turns: in
 
 def _trajectory(completion: Completion, num_turns: int) -> Trajectory:
     """Turns that all say the same, with three tokens read between them."""
-    told = Reply(ids=np.array([60, 61, 62], np.int32), text="told")
-    return Trajectory(turns=(completion,) * num_turns, replies=(told,) * (num_turns - 1), ended="max_turns")
+    reply = Reply(ids=np.array([60, 61, 62], np.int32), text="reply")
+    return Trajectory(turns=(completion,) * num_turns, replies=(reply,) * (num_turns - 1), ended="max_turns")
 
 
 class FixedLogprobs:
@@ -156,7 +156,7 @@ def test_a_batch_holds_every_token_once_with_its_advantage() -> None:
 
 
 def test_a_penalty_is_the_divergence_from_the_first_policy_at_every_token() -> None:
-    """In the reward it is taken off before the baseline: log-probability -1 here, -2 of the first policy."""
+    """In the reward it is subtracted before the baseline: log-probability -1 here, -2 of the first policy."""
     config = AlgorithmConfig(advantage="dr_grpo", kl_coefficient=0.1, kl_in="reward")
     groups = [group(0, [3, 2], [1.0, 0.0])]
     [sequences], _ = build_batches(groups, config, FixedLogprobs(), 1)  # type: ignore[arg-type]
@@ -189,8 +189,8 @@ def test_what_an_environment_says_is_read_and_never_learned() -> None:
     [[plain, _]], _ = build_batches([first], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
     [[sequence, _]], _ = build_batches([second], config, FixedLogprobs(), 1)  # type: ignore[arg-type]
     said = plain.ids[plain.loss_mask].tolist()
-    told = [60, 61, 62]
-    assert sequence.ids.tolist() == [0, 1, 2, 3, 4, *said, *told, *said, *told, *said]
+    reply = [60, 61, 62]
+    assert sequence.ids.tolist() == [0, 1, 2, 3, 4, *said, *reply, *said, *reply, *said]
     assert sequence.loss_mask.tolist() == [False] * 5 + [*[True] * 3, *[False] * 3] * 2 + [True] * 3
     for name, values in sequence.extras.items():
         assert not values[~sequence.loss_mask].any(), name
@@ -248,20 +248,20 @@ def test_what_is_written_of_an_update_counts_lags_against_the_policy_before_it(c
 def test_what_is_said_of_waits_and_of_samples_left_out_is_not_said_all_the_time(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, told = [1000.0], list[str]()
+    now_s, shown = [1000.0], list[str]()
     monkeypatch.setattr("grpo_async_app._run.run_logger.clock_s", lambda: now_s[0])
     with RunFolder.create(tmp_path / "run") as run:
         logger: Any = RunLogger(run, load_config(config, GrpoConfig), num_updates=20)
         with logger.opened(-1):
-            monkeypatch.setattr(logger._opened, "message", told.append)
+            monkeypatch.setattr(logger._opened, "message", shown.append)
             for idle_s in range(0, 300, 10):  # at each look
                 now_s[0] += 10.0
                 logger.waiting("rollout-0.generate", float(idle_s))
-            assert [text.partition(":")[0] for text in told] == [f"nothing moved for {n} s" for n in (120, 180, 240)]
-            told.clear()
+            assert [text.partition(":")[0] for text in shown] == [f"nothing moved for {n} s" for n in (120, 180, 240)]
+            shown.clear()
             for total in range(1, 10):
                 logger.left_out({"reward/dropped": total}, "no number")
-    assert [text.split()[3] for text in told] == ["1", "2", "4", "8"]
+    assert [text.split()[3] for text in shown] == ["1", "2", "4", "8"]
 
 
 def test_what_a_sample_has_read_is_told_apart_from_what_it_has_said() -> None:
@@ -387,11 +387,11 @@ class Answering:
 def validated(asked: Answering, settings: GrpoConfig, num_samples: int, version: int) -> Validation:
     prompts = tuple(Prompt(index=at, ids=np.array([1], np.int32), text="") for at in range(4))
     each = replace(resolve(settings).held_out, prompts=prompts, num_samples=num_samples)
-    heard: list[int] = []
+    counts: list[int] = []
     found = asyncio.run(
-        validate(cast("Rollouts", asked), cast("Engines", asked), settings, [each], version, heard.append)
+        validate(cast("Rollouts", asked), cast("Engines", asked), settings, [each], version, counts.append)
     )
-    assert heard == [1, 2, 3, 4]
+    assert counts == [1, 2, 3, 4]
     return found
 
 
@@ -427,10 +427,10 @@ def test_answers_of_two_versions_are_no_validation_of_one(config: Path, at_sync:
 
 def test_the_configuration_stays_small_and_documented() -> None:
     # 120 keys, and the five of the section environment, which no other section could hold: it says what the model acts
-    # in, where data says what it is asked and reward what its last words are worth.
+    # in, where data says what it is asked and reward how its last words are scored.
     # The rest is for runs on clusters: where roles lie, when a silent one is given up, how often one is started again.
-    # A teacher is a model served of its own: where it is, who serves it, on what. Traces: which steps of which roles.
-    # Rewards are scored in so many processes: how many a machine can spare, nobody else knows.
+    # A teacher is a model served of its own: where it is, what serves it, on what. Traces: which steps of which roles.
+    # Rewards are scored in so many processes: how many a machine can spare, only its user knows.
     # What travels to the engines is chosen by three: adapters or merged weights, all or changed elements, by which way.
     # Where that way is a folder that trainer and engines see, only the user knows which.
     # A critic is a second model to train, with what cannot be the policy's: where it starts, its rate, its λ, its clip.

@@ -108,7 +108,7 @@ def test_passes_are_steps_against_the_policy_before_the_first_of_them(
         found = at_all(plain, logprobs(plain))
         wanted, anew = (by_steps(settings, model, plain, num_batches, anew=anew) for anew in (False, True))
         np.testing.assert_allclose(found, wanted, atol=1e-3)
-        assert np.abs(found - anew).max() > 0.05, "an old policy that is taken anew for each pass is another thing"
+        assert np.abs(found - anew).max() > 0.05, "an old policy that is computed anew for each pass is another thing"
     finally:
         role.close()
 

@@ -210,7 +210,7 @@ def test_a_reward_model_and_a_teacher_that_shares_its_devices_are_estimated(
         # Where it takes turns with the trainer, vLLM leaves room for what a sleeping trainer keeps.
         (["--rollout.backend=vllm"], "rollout memory 73.6 GiB a rank"),
         (["--rollout.backend=vllm", "--cluster.colocate=true", *IN_TURN], "rollout memory 68 GiB a rank"),
-        # The embedded engine takes what its samples need, up to a quarter of the device, or what it is told.
+        # The embedded engine takes what its samples need, up to a quarter of the device, or what is set.
         (["--rollout.backend=torch"], "KV cache 20 GiB"),
         (["--rollout.backend=torch", "--rollout.options={kv_cache_tokens = 65536}"], "KV cache 9 GiB"),
     ],
@@ -251,7 +251,7 @@ def test_numbers_that_an_engine_holds_in_fp8_are_counted_as_one_byte(
 ) -> None:
     model = large_model_configs(tmp_path) / "Qwen3-8B"
     common = ["--rollout.dtype=bfloat16", "--rollout.max_model_len=32768", "--rollout.tensor_parallel=1", "--json"]
-    # Nobody knows the devices' memory, so vLLM and TensorRT-LLM are said to hold the cache of one sample.
+    # The devices' memory is unknown, so vLLM and TensorRT-LLM are said to hold the cache of one sample.
     ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", "4x8", *common, "--model.path", model, *words)
     assert ended.code == 0, ended.err
     held = json.loads(ended.out)["memory_bytes"]["rollout"]

@@ -43,19 +43,19 @@ def test_what_is_written_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags", "told"), [("", "avx2", 2), ("", "avx2 avx512_bf16", 0), ("", "", 0), ("GPU", "avx2", 0)]
+    ("kind", "flags", "num_notices"), [("", "avx2", 2), ("", "avx2 avx512_bf16", 0), ("", "", 0), ("GPU", "avx2", 0)]
 )
 def test_bfloat16_on_a_cpu_without_its_products_is_noticed(
-    kind: str, flags: str, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, flags: str, num_notices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"flags : {flags}\n" if flags else "Features : bf16\n")
     monkeypatch.setattr(platform, "_CPU_INFO", info)
     config = parse_config(PLAIN, GrpoConfig, ["--engine.dtype=bfloat16", "--rollout.dtype=bfloat16"])
     notices = slow_formats(config, kind)
-    assert [notice.partition(".")[0] for notice in notices] == ["engine", "rollout"][:told]
+    assert [notice.partition(".")[0] for notice in notices] == ["engine", "rollout"][:num_notices]
     on_cpu = parse_config(PLAIN, GrpoConfig, ["--engine.dtype=bfloat16", "--engine.device=cpu"])
-    assert len(slow_formats(on_cpu, "GPU")) == (flags == "avx2"), "the trainer computes here, whoever samples"
+    assert len(slow_formats(on_cpu, "GPU")) == (flags == "avx2"), "the trainer computes here, wherever samples are made"
 
 
 @pytest.mark.parametrize(

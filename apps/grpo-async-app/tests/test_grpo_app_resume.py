@@ -19,7 +19,7 @@ from offbeat_run import RunFolder
 
 
 def resumed(path: Path, preflight: Preflight, policy: AsyncPolicy, finished: list[SampledGroup]) -> Session:
-    """Go on under other settings from a checkpoint of a policy with these finished groups."""
+    """Continue under other settings from a checkpoint of a policy with these finished groups."""
     with RunFolder.create(path, required_bytes=0) as run:
         with run.checkpoints.write(policy.version) as folder:
             save_groups(folder / LOOP_FOLDER, finished)

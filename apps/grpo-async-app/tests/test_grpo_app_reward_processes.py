@@ -71,9 +71,9 @@ def reward_of(own: Path, function: str, **settings: object) -> RewardConfig:
     return RewardConfig(name=f"{own}:{function}", **settings)  # type: ignore[arg-type]
 
 
-def scored(config: RewardConfig, texts: list[str], log: Path, told: list[str]) -> list[RewardScore | None]:
+def scored(config: RewardConfig, texts: list[str], log: Path, notices: list[str]) -> list[RewardScore | None]:
     async def scenario() -> list[RewardScore | None]:
-        pool = ScorerPool(config, ClusterConfig(), log, notify=told.append)
+        pool = ScorerPool(config, ClusterConfig(), log, notify=notices.append)
         try:
             await pool.start()
             return [score for text in texts for score in await pool.score(PROMPT, [CompletionText(text=text)])]
@@ -86,10 +86,10 @@ def scored(config: RewardConfig, texts: list[str], log: Path, told: list[str]) -
 def test_what_a_reward_prints_is_bounded_named_and_shown_once(
     own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
-    scores = scored(reward_of(own, "prints"), ["a"] * 12, tmp_path / "logs" / "reward_errors.log", told)
+    notices: list[str] = []
+    scores = scored(reward_of(own, "prints"), ["a"] * 12, tmp_path / "logs" / "reward_errors.log", notices)
     assert all(score and score.value == 1.0 for score in scores)
-    [line] = told
+    [line] = notices
     assert line.startswith("scorer-0 prints: [2Jhello from the rewardxxx")
     assert line.endswith("x; all that rewards print is in " + str(tmp_path / "logs" / "scorer-*.log"))
     assert len(line) < 300 + len(str(tmp_path))

@@ -39,7 +39,7 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     assert list((run / "tensorboard").iterdir())
     assert (run / "generations" / "validation.jsonl").stat().st_size
     assert "report:" in ended.out
-    assert_told(run, ended.out)
+    assert_report(run, ended.out)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,7 +51,7 @@ def test_a_run_trains_every_prompt_once_and_leaves_all_it_promises(
     assert command("eval", run).code == 0
 
 
-def assert_told(run: Path, said: str) -> None:
+def assert_report(run: Path, said: str) -> None:
     """Require a report of a finished run that has its plots and the figures of the terminal's last lines."""
     page = (run / "report.html").read_text()
     assert '<span class="badge">finished</span>' in page
@@ -185,7 +185,7 @@ def kill_in_the_midst(
         started = process.descendants()
         process.kill()
         process.wait()
-        wait_until_gone(started, 10)  # nobody tells them: they see that their driver is gone
+        wait_until_gone(started, 10)  # no process notifies them: they see that their driver is gone
 
 
 def test_a_run_killed_at_random_moments_trains_every_prompt_once(

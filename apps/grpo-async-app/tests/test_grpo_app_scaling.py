@@ -1,4 +1,4 @@
-"""Engines that a user asks for while the run goes on: as many as there is room for, a few at a time."""
+"""Engines that a user asks for during the run: as many as there is room for, a few at a time."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ class Handle:
 
 
 class Starts:
-    """Starts engines when it is told to, and counts how many are being started."""
+    """Starts engines when the test lets it, and counts how many are being started."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, asyncio.Future[Any]] = {}
@@ -166,16 +166,16 @@ def test_a_note_that_is_left_while_another_is_taken_is_not_lost(tmp_path: Path) 
     assert take_asked_engines(folder, refuse_more_than_four, pytest.fail) == 3
     assert list(folder.path.glob("scale.*")) == []
     note.write_text("no number")
-    told: list[str] = []
-    assert take_asked_engines(folder, refuse_more_than_four, told.append) is None
-    assert "use the command `scale`" in told[0]
+    notices: list[str] = []
+    assert take_asked_engines(folder, refuse_more_than_four, notices.append) is None
+    assert "use the command `scale`" in notices[0]
 
 
 def test_whoever_asks_for_too_many_hears_why_from_the_driver(tmp_path: Path) -> None:
-    folder, told, scaled = RunFolder.create(tmp_path / "run"), list[str](), list[int]()
+    folder, notices, scaled = RunFolder.create(tmp_path / "run"), list[str](), list[int]()
 
     async def scenario() -> None:
-        looking = asyncio.create_task(scale_as_asked(folder, refuse_more_than_four, scaled.append, told.append))
+        looking = asyncio.create_task(scale_as_asked(folder, refuse_more_than_four, scaled.append, notices.append))
         await settle()
         with pytest.raises(UserError, match="--engines 5: there is room for 4"):
             await asyncio.to_thread(ask_for_engines, folder, 5)
@@ -184,7 +184,7 @@ def test_whoever_asks_for_too_many_hears_why_from_the_driver(tmp_path: Path) -> 
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert scaled == [4]
-    assert told == ["5 rollout engines are refused: there is room for 4"]
+    assert notices == ["5 rollout engines are refused: there is room for 4"]
     assert list(folder.path.glob("scale.*")) == []
 
 
@@ -202,10 +202,10 @@ NOTES = {
 
 @pytest.mark.parametrize("kind", NOTES)
 def test_no_note_holds_up_the_driver_or_ends_its_looking(kind: str, tmp_path: Path) -> None:
-    folder, told, scaled = RunFolder.create(tmp_path / "run"), list[str](), list[int]()
+    folder, notices, scaled = RunFolder.create(tmp_path / "run"), list[str](), list[int]()
 
     async def scenario() -> None:
-        looking = asyncio.create_task(scale_as_asked(folder, refuse_more_than_four, scaled.append, told.append))
+        looking = asyncio.create_task(scale_as_asked(folder, refuse_more_than_four, scaled.append, notices.append))
         await settle()
         note = folder.path / "scale.json"
         if kind == "of a pipe":
@@ -220,9 +220,9 @@ def test_no_note_holds_up_the_driver_or_ends_its_looking(kind: str, tmp_path: Pa
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert scaled == [2]
-    assert len(told) == 1
-    assert len(told[0]) < 400
-    assert "use the command `scale`" in told[0]
+    assert len(notices) == 1
+    assert len(notices[0]) < 400
+    assert "use the command `scale`" in notices[0]
 
 
 def ask_for_engines_once_free(folder: RunFolder, note: Path) -> None:

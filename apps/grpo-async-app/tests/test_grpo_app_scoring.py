@@ -31,7 +31,7 @@ from offbeat_testing import wait_until_gone
 
 CODE = r"""
 import asyncio, os, signal, sys, time
-def judge(prompt, completion, worth=1.0):
+def judge(prompt, completion, scale=1.0):
     if completion == "hang":
         time.sleep(600)
     if completion == "die":
@@ -41,7 +41,7 @@ def judge(prompt, completion, worth=1.0):
     if completion == "half":
         raise ValueError("no \ud83d")
     print("users print things")
-    return worth * len(prompt.ids)
+    return scale * len(prompt.ids)
 def wait(prompt, completion):
     time.sleep(float(completion))
     return os.getpid()
@@ -78,7 +78,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardConfig:
     (tmp_path / "rewards_guarded.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())  # where a reward is built, this folder is added for good
-    return RewardConfig(name=NAME, function_options={NAME: {"worth": 0.5}}, timeout_s=30.0)
+    return RewardConfig(name=NAME, function_options={NAME: {"scale": 0.5}}, timeout_s=30.0)
 
 
 def reward_of(function: str, **settings: Any) -> RewardConfig:
@@ -134,7 +134,7 @@ async def test_scores_are_those_of_this_process_and_errors_come_back_typed(confi
             assert "in judge\n    raise ValueError" in caught.value.__notes__[0]
         assert await values_of(pool, *["fine"] * 4) == [1.0] * 4
         [pid] = scorer_pids(pool)
-        assert os.getsid(pid) != os.getsid(0), "Ctrl-C is for whoever has started it"
+        assert os.getsid(pid) != os.getsid(0), "Ctrl-C is for the process that started it"
 
 
 @in_loop
@@ -191,7 +191,7 @@ async def test_one_call_scores_a_group_where_that_is_quick_and_each_counts_alone
         while not slow.done():
             await asyncio.sleep(0.05)
             counted.add(pool.num_scored)
-        assert len(counted) > 2, "each is counted when it is judged: whoever watches sees it go on"
+        assert len(counted) > 2, "each is counted when it is judged, so progress can be seen"
 
 
 @in_loop
@@ -211,9 +211,9 @@ async def test_a_scorer_that_dies_is_named_and_replaced(config: RewardConfig) ->
 @in_loop
 async def test_whoever_no_longer_waits_leaves_the_scorer_its_time(config: RewardConfig) -> None:
     async with scoring(reward_of("wait", num_processes=1)) as pool:
-        nobodys = asyncio.create_task(pool.score(PROMPT, written(["1"])))
+        abandoned = asyncio.create_task(pool.score(PROMPT, written(["1"])))
         await asyncio.sleep(0.3)
-        nobodys.cancel()
+        abandoned.cancel()
         [pid] = await values_of(pool, "0")
         assert scorer_pids(pool) == [pid]
 
@@ -244,7 +244,7 @@ asyncio.run(main())
 
 
 def test_a_closed_pool_leaves_nothing_that_a_reward_has_started(config: RewardConfig) -> None:
-    """Such a process holds the pipe that its run writes to: whoever reads that would wait for it."""
+    """Such a process holds the pipe that its run writes to: a reader of that would wait for it."""
     command = [sys.executable, "-c", SCRIPT.format(function="forking")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()[1:]) == (0, ["1.0"]), done.stderr
@@ -442,7 +442,7 @@ def test_latencies_are_those_of_completions_whatever_groups_they_came_in(monkeyp
     found = [metrics[f"scoring/latency_{name}_s"] for name in ("p50", "p95", "max")]
     assert [each.value for each in found] == [1.0, 10.0, 100.0]
     assert [each.weight for each in found[:2]] == [100.0, 100.0]
-    assert "scoring/latency_p50_s" not in gauge.lap(), "they are told once"
+    assert "scoring/latency_p50_s" not in gauge.lap(), "they are reported once"
 
 
 @in_loop
@@ -453,7 +453,7 @@ async def test_what_hangs_while_others_wait_costs_itself_alone_blocking_or_not(w
         scores = await pool.score(PROMPT, written(["0", "block", "4.0"]))
         assert [score and score.parts["timed_out"] for score in scores] == [0.0, 1.0, 0.0]
         assert pool.metrics()["scoring/restarts"].value >= 1
-        assert await values_of(pool, "0") != [0.0], "and it goes on"
+        assert await values_of(pool, "0") != [0.0], "and it continues"
 
 
 @in_loop
@@ -464,7 +464,7 @@ async def test_what_compares_gets_whole_groups_and_what_only_takes_lists_is_spli
         scores = await pool.score(PROMPT, written(["a", "ccc", "bb"]))
         assert [score and score.value for score in scores] == [0.0, 1.0, 0.0]
         scores = await pool.score(PROMPT, written(["a", "hang"]))
-        assert [score and score.parts["timed_out"] for score in scores] == [1.0, 1.0], "they cannot be told apart"
+        assert [score and score.parts["timed_out"] for score in scores] == [1.0, 1.0], "they cannot be distinguished"
         assert await pool.score(PROMPT, written(["a", "die"])) == [None, None]
         assert "exited with code 9 on prompt 3" in pool.last_error
     weights = {"rewards_waiting:trl_length": 1.0, "rewards_waiting:longest": 10.0}

@@ -1,4 +1,4 @@
-"""What a run lets others see: nobody else may write to its folder, nothing in it or on the terminal is a secret, and
+"""What a run lets others see: no other user may write to its folder, nothing in it or on the terminal is a secret, and
 nothing of it can be reached from another machine.
 """
 
@@ -13,7 +13,7 @@ from role_faults import listening_addresses, role_pids, updates
 from offbeat_testing import RunningCommand
 
 Main = Callable[[], object]
-SECRET = "hf-0123456789-nobody-shall-read-this"
+SECRET = "hf-0123456789-must-not-be-read"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
@@ -49,7 +49,7 @@ def test_a_run_shows_nobody_else_anything(
     for path in run.rglob("*"):
         assert path.is_dir() or secret.encode() not in path.read_bytes(), path
     assert "HF_TOKEN" in (run / "config.toml").read_text()
-    assert stat.S_IMODE(run.stat().st_mode) & stat.S_IRWXO == 0, "nobody else gets to what is in it"
+    assert stat.S_IMODE(run.stat().st_mode) & stat.S_IRWXO == 0, "no other user gets to its contents"
 
 
 def _model_of(config: Path) -> str:

@@ -31,7 +31,7 @@ def test_a_run_says_what_it_does_and_its_roles_write_their_logs(
     forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell_every_stage(monkeypatch)
-    monkeypatch.setattr("grpo_async_app._run.activity._LOOKED_EVERY_S", 0.002)
+    monkeypatch.setattr("grpo_async_app._run.activity._POLL_EVERY_S", 0.002)
     run = tmp_path / "run"
     with RunningCommand(forked_main, "train", config, "--out", run) as process:
         assert process.wait() == 0, process.output
@@ -40,8 +40,8 @@ def test_a_run_says_what_it_does_and_its_roles_write_their_logs(
     at = [next((n for n, line in enumerate(lines) if line.startswith(stage)), -1) for stage in STAGES]
     assert -1 not in at, f"{STAGES[at.index(-1)]} is not among\n" + "\n".join(lines)
     assert at == sorted(at)
-    for told in (r"starting the roles: 0 of \d ready", r"training on 4 groups", r"\d of 8 samples", r"validating \(\d"):
-        assert any(re.search(told, line) for line in lines), f"{told} is not in\n" + "\n".join(lines)
+    for sign in (r"starting the roles: 0 of \d ready", r"training on 4 groups", r"\d of 8 samples", r"validating \(\d"):
+        assert any(re.search(sign, line) for line in lines), f"{sign} is not in\n" + "\n".join(lines)
     assert_logs(run / "logs")
 
 

@@ -1,4 +1,4 @@
-"""A run tells what its user would otherwise find out late: validations, completions cut off, how it stands."""
+"""A run reports what its user would otherwise find out late: validations, completions cut off, how it stands."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_what_is_held_out_is_validated_where_nothing_is_said(config: Path, comma
     assert settings(config).validates_every == 50
     assert settings(config, "--data.eval_size=0").validates_every == 0
     assert settings(config, "--data.eval_size=0", "--data.eval_path=more.jsonl").validates_every == 50
-    assert settings(config, "--reward.name=").validates_every == 0, "nobody judges"
+    assert settings(config, "--reward.name=").validates_every == 0, "no reward judges"
     assert settings(config, "--eval.every_updates=0").validates_every == 0
     assert settings(config, "--eval.every_updates=7").validates_every == 7
     planned = " ".join(command("plan", config).out.split())
@@ -96,7 +96,7 @@ def test_a_run_without_held_out_rows_has_no_table_of_them(forked_main: Main, con
     output = run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words)
     assert "held-out prompts" not in output
     assert "before" not in output
-    assert "cut off at" not in output, "of so few samples nobody can tell"
+    assert "cut off at" not in output, "so few samples show nothing"
     lines = output.splitlines()
     (last,) = (at for at, line in enumerate(lines) if re.match(r"updates 6   time ", line))
     assert "rollout idle" in " ".join(lines[last : last + 3])

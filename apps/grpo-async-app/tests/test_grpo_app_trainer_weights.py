@@ -157,14 +157,14 @@ def test_an_engine_gets_the_base_and_then_the_adapter_alone(model: Path, address
 
 @pytest.mark.parametrize("over_tcp", [False, True])
 def test_an_engine_that_keeps_a_copy_gets_what_has_changed_alone(model: Path, address: str, over_tcp: bool) -> None:
-    role, copy, told = open_role(model, address, full_sync_every=3), WeightCopy(), []
+    role, copy, changes_alone = open_role(model, address, full_sync_every=3), WeightCopy(), []
 
     def take_kept(version: int) -> dict[str, Tensor]:
         with receive(where or address, version, 30, copy=copy) as stream:
             held = {name: tensor.clone() for name, tensor in stream}
             stream.confirm(stream.prove(held.__getitem__))
         assert isinstance(stream, KeptStream)
-        told.append(stream.brings_changes)
+        changes_alone.append(stream.brings_changes)
         return held
 
     try:
@@ -179,7 +179,7 @@ def test_an_engine_that_keeps_a_copy_gets_what_has_changed_alone(model: Path, ad
             next(iter(dict(role._engine.weights()).values())).view(-1)[version] += 1.0
     finally:
         role.close()
-    assert told == [False, True, True, False, True]
+    assert changes_alone == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])
@@ -189,7 +189,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
     """Each time to the last tensor: the other ranks gather them all, and would wait for this one."""
     errors: list[WeightSyncError] = []
 
-    def wait_for_nobody(transfer_id: int) -> None:
+    def push_in_vain(transfer_id: int) -> None:
         try:
             role.push_weights(1, 1, 600, where, transfer_id)
         except WeightSyncError as error:
@@ -205,13 +205,13 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
     role._engine.weights = count_whole  # type: ignore[method-assign]
     try:
         where = role.listen("127.0.0.1") if over_tcp else ""
-        waiting = threading.Thread(target=wait_for_nobody, args=(1,), daemon=True)
+        waiting = threading.Thread(target=push_in_vain, args=(1,), daemon=True)
         waiting.start()
         asyncio.run(role.withdraw(2))  # and one that has not begun yet
         asyncio.run(role.withdraw(1))  # which was overtaken
         waiting.join(60)
         assert not waiting.is_alive()
-        wait_for_nobody(2)
+        push_in_vain(2)
         assert ["was withdrawn" in str(error) for error in errors] == [True, True]
         assert whole == [2]
         thread = take(where or address, held)

@@ -1,4 +1,4 @@
-"""Validation sets by name in real runs, beside training; evaluations that stand alone and go on after a kill."""
+"""Validation sets by name in real runs, beside training; evaluations that stand alone and continue after a kill."""
 
 import json
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def test_training_waits_for_a_validation_only_where_it_is_told_to(
         assert all(answered == {step} for step, answered in versions.items())
         assert list(versions) == list(range(11))
     else:
-        assert overtaken, "updates went on while a validation ran"
+        assert overtaken, "updates continued while a validation ran"
         assert any(len(answered) > 1 for answered in versions.values())
         assert len(versions) < 11, "a validation that runs is not begun a second time"
 

@@ -98,7 +98,7 @@ def _resume(words: CommandWords, folder: str) -> int:
         if not words.overrides and say_finished(run, session.step, preflight.num_updates):
             return _conclude(run, words, preflight)
         _show_plan(preflight, run)  # what is left open may be chosen otherwise now
-        run.write_config(preflight.written, preflight.config)  # the next resume goes on with it
+        run.write_config(preflight.written, preflight.config)  # the next resume continues with it
         return _work(partial(resume, session), run, words, preflight)
 
 

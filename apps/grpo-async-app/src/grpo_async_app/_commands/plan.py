@@ -238,7 +238,7 @@ def _describe_curriculum(config: GrpoConfig) -> list[tuple[str, str]]:
     return [
         (
             "curriculum",
-            f"prompts of which less than {curriculum.low:g} or more than {curriculum.high:g} of the samples succeed "
+            f"prompts with a success rate below {curriculum.low:g} or above {curriculum.high:g} "
             f"are drawn {curriculum.outside_weight:g} times as often as others",
         )
     ]

@@ -77,8 +77,8 @@ def calculated(prompt: Prompt, tokenizer: Tokenizer) -> TrainSequence:
     """Return the calculator asked in brackets, and its answer copied; what the calculator says is not learned."""
     answer = prompt.answer or ""
     call = _said(f"[{prompt.text.rstrip('=')}]", tokenizer)
-    told = _template(tokenizer).reply(call, [{"role": "tool", "content": answer}])
-    return Trajectory(turns=(call, _said(answer, tokenizer)), replies=(told,)).to_sequence(prompt.ids)
+    reply = _template(tokenizer).reply(call, [{"role": "tool", "content": answer}])
+    return Trajectory(turns=(call, _said(answer, tokenizer)), replies=(reply,)).to_sequence(prompt.ids)
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from typing import Final, Literal
 from offbeat_core import ConfigError, setting
 
 PROMPT_FILE: Final = "{prompt_file}"
-"""Stands in `agent.command` for the path of the file that holds the row."""
+"""Placeholder in `agent.command` for the path of the file that holds the row."""
 
 _PYTHONS: Final = ("python", "python3")
 

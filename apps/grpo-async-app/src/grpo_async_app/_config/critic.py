@@ -9,7 +9,7 @@ from offbeat_data import Tokenizer, load_tokenizer
 from offbeat_run import ExaminedModel, check_model, inspect_model
 
 CRITIC_FOLDER: Final = "critic"
-"""Beside the policy in a checkpoint."""
+"""Folder of the critic, beside the policy in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class CriticConfig:
     )
     bootstrap_truncated: bool = setting(
         False,
-        "The value after a trajectory that was cut off by a limit is the critic's own there, as if it went on; false: "
-        "0, as after one that has ended, for a reward that judges what was cut off as it stands.",
+        "The value after a trajectory that was cut off by a limit is the critic's own there, as if it continued; "
+        "false: 0, as after one that has ended, for a reward that judges what was cut off as it stands.",
     )
     options: dict[str, Any] = setting({}, "Extras of the backend, checked against its own settings.")
 
@@ -90,7 +90,7 @@ def check_critic_folder(critic: CriticConfig, tokenizer: Tokenizer, *, trust: bo
 
 
 def check_critic_is_kept(checkpoint: Path) -> None:
-    """Refuse to go on with a critic from a checkpoint that was written without one."""
+    """Refuse to continue with a critic from a checkpoint that was written without one."""
     if not (checkpoint / CRITIC_FOLDER).is_dir():
         raise ConfigError(
             f'algorithm.advantage = "gae" needs the critic of the run, and {checkpoint} holds none: resume with the '

@@ -1,4 +1,4 @@
-"""Environments that answer with images: who has to see them, as far as a configuration says."""
+"""Environments that answer with images: which models have to see them, as far as a configuration says."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +8,11 @@ from offbeat_core import ConfigError, ModelError, Trajectory
 from offbeat_data import EnvironmentConfig, load_image_rules
 
 _SETTINGS: Final = {"mcp": "shows_images", "openenv": "image_field"}
-"""Of `environment.options`, by environment. What an environment of the user's own will say is known when it says it."""
+"""Keys of `environment.options` by environment. What a user's own environment returns is known only when it runs."""
 
 
 def check_environment_images(environment: EnvironmentConfig, model_path: Path, *, has_teacher: bool) -> None:
-    """Refuse images that nobody would see.
+    """Refuse images that no model would see.
 
     Raises:
         ConfigError: there is a teacher.

@@ -14,7 +14,7 @@ class LoraSync:
 
     Args:
         what: "merged" weights, or the "adapter" alone.
-        why: in words; empty where the policy has no adapters.
+        why: the reason; empty where the policy has no adapters.
     """
 
     what: str
@@ -54,7 +54,7 @@ def choose_lora_sync(config: GrpoConfig) -> LoraSync:
 
 
 def settle_lora_sync(config: GrpoConfig) -> GrpoConfig:
-    """Return the configuration with what `choose_lora_sync` has chosen: roles are told, and choose nothing."""
+    """Return the configuration with what `choose_lora_sync` has chosen: roles get it, and choose nothing."""
     return replace(config, rollout=replace(config.rollout, lora_sync=choose_lora_sync(config).what))
 
 

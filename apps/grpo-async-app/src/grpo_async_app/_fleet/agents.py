@@ -28,7 +28,7 @@ GRACE_S: Final = 30.0
 LINGER_S: Final = 5.0
 """A program that has ended its session may do so much more before it is killed."""
 ABANDON_S: Final = 1.0
-"""How long to wait while telling an engine that a session is not needed: nothing depends on it."""
+"""How long to wait while notifying an engine that a session is not needed: nothing depends on it."""
 
 
 class AgentFailedError(OffbeatError):
@@ -52,7 +52,7 @@ class AgentProcess:
     """The role `agent-0`, which runs the programs. It is started again when it is called after its end.
 
     Attributes:
-        num_ended: programs that have; it tells slow from stuck.
+        num_ended: programs that have; it distinguishes slow from stuck.
     """
 
     def __init__(self, launcher: Launcher, spec: RoleSpec, deadline_s: float) -> None:
@@ -165,7 +165,7 @@ class Agents:
 
 @asynccontextmanager
 async def _cancelled_after(*tasks: "asyncio.Future[Any]") -> AsyncIterator[None]:
-    """Cancel what still goes on when the block ends."""
+    """Cancel what is still running when the block ends."""
     try:
         yield
     finally:

@@ -66,12 +66,12 @@ class ColocationSchedule:
 
     async def trainer_started(self) -> None:
         """The trainer is there, before any engine: it makes room for their start."""
-        await self._tell_trainer("sleep", 2)
+        await self._call_trainer("sleep", 2)
 
     async def engines_started(self) -> None:
         """All engines are there for the first time, and sleep: it is the trainer's turn."""
         self._engines_may_start.clear()
-        await self._tell_trainer("wake")
+        await self._call_trainer("wake")
 
     @asynccontextmanager
     async def starting(self, name: str) -> AsyncIterator[Callable[[ActorHandle], Any]]:
@@ -92,10 +92,10 @@ class ColocationSchedule:
     # ── to the trainer ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def to_training(self, engines: Sequence[Member]) -> None:
-        """Give the trainer the devices; nothing where it has them. Errors name who did not sleep, start or wake."""
+        """Give the trainer the devices, unless it has them. Errors name the role that did not sleep, start or wake."""
         if not self._is_training:
             await self._put_to_sleep_all(engines, "wait")
-            await self._tell_trainer("wake")
+            await self._call_trainer("wake")
             self._is_training = True
 
     async def trainer_is_gone(self, engines: Sequence[Member]) -> None:
@@ -128,25 +128,25 @@ class ColocationSchedule:
     async def show_weights(self) -> None:
         """The trainer has its weights on the devices and nothing else: engines may take them."""
         if self._is_training:
-            await self._tell_trainer("sleep", 1)
+            await self._call_trainer("sleep", 1)
         else:  # one engine has come up in the midst of the engines' turn
-            await self._tell_trainer("wake", (WEIGHTS,))
+            await self._call_trainer("wake", (WEIGHTS,))
 
     async def make_room(self, handle: ActorHandle) -> None:
         """Let an engine have memory for the weights that come."""
         await self._wake(handle, WEIGHTS)
 
     async def to_generation(self, engines: Sequence[Member]) -> None:
-        """Take the weights from the trainer's memory, and let these engines go on, which have got theirs."""
-        await self._tell_trainer("sleep", 2)
+        """Take the weights from the trainer's memory, and let these engines continue, which have theirs."""
+        await self._call_trainer("sleep", 2)
         by_handle = {engine.actor: engine for engine in engines if engine.actor.alive}
-        for handle in await self._each(list(by_handle), self._go_on):
+        for handle in await self._each(list(by_handle), self._resume):
             if handle.alive:
                 by_handle[handle].serves.set()
         self._is_training = False
         self._engines_may_start.set()
 
-    async def _go_on(self, handle: ActorHandle) -> None:
+    async def _resume(self, handle: ActorHandle) -> None:
         await self._wake(handle, KV_CACHE)
         await self._call(handle, "resume", deadline_s=self._step_deadline_s)
 
@@ -158,7 +158,7 @@ class ColocationSchedule:
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _tell_trainer(self, method: str, *args: Any) -> None:
+    async def _call_trainer(self, method: str, *args: Any) -> None:
         words = [method, *(str(each) if isinstance(each, int) else " ".join(each) for each in args)]
         await self._step(self._trainer().name, " ".join(words), self._trainer().call, method, *args)
 
@@ -183,7 +183,7 @@ class ColocationSchedule:
             Those that have done it. One that is lost is gone for good, so that the next finds its memory free.
 
         Raises:
-            DeadlineError: names all who were late, and what each is doing.
+            DeadlineError: names all that were late, and what each is doing.
             OffbeatError: of an engine that lives.
         """
         outcomes = await asyncio.gather(*(step(handle) for handle in handles), return_exceptions=True)

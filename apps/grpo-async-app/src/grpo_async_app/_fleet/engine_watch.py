@@ -32,7 +32,7 @@ class _Seen:
 
 
 class EngineSpeeds:
-    """Compares how fast a sample grows on each engine, waiting included, as whoever asked for it sees it."""
+    """Compares how fast a sample grows on each engine, waiting included, as the caller sees it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -79,10 +79,10 @@ class TokenWatch:
     def __init__(self, stuck_after_s: float) -> None:
         self._stuck_after_s = stuck_after_s
         self._in_vain_s = 0.0
-        self._last: tuple[int, float] | None = None  # tokens, and when they were told, where something was decoded
+        self._last: tuple[int, float] | None = None  # tokens, and when they were reported, if any are decoded
 
     def look(self, health: EngineHealth, now_s: float) -> None:
-        """Take one answer, told at this time; raise StuckError where it makes the time full."""
+        """Take one answer, received at this time; raise StuckError where it makes the time full."""
         last, self._last = self._last, (health.num_tokens, now_s) if health.num_decoding else None
         if last is None or self._last is None or last[0] != health.num_tokens:
             self._in_vain_s = 0.0

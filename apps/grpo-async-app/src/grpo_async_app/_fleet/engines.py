@@ -24,7 +24,7 @@ from offbeat_core import (
 from offbeat_run import clock_s
 
 JOINING_AT_ONCE: Final = 4
-"""Engines that start beside a run that goes on: each loads a model, and a hundred at once would take the machine."""
+"""Engines that start at once during a run: each loads a model, and a hundred at once would overload the machine."""
 
 
 class Engine(Member):
@@ -32,7 +32,7 @@ class Engine(Member):
 
     Attributes:
         empty: it has nothing to do, so one that leaves can be stopped.
-        num_tokens: sampled by its process, as it last said.
+        num_tokens: sampled by its process, as it last reported.
         version: of the policy whose weights its process holds; None before its first sync.
     """
 
@@ -51,7 +51,7 @@ class Engine(Member):
 
 
 class Engines(Pool[Engine]):
-    """Rollout engines, which may die, stop answering, come and go while the run goes on.
+    """Rollout engines, which may die, stop answering, come and go during the run.
 
     Args:
         start: starts the process of an engine.
@@ -90,7 +90,7 @@ class Engines(Pool[Engine]):
         for engine in self.members.values():
             engine.serves.set()
 
-    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── members ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def names(self) -> list[str]:
@@ -106,7 +106,7 @@ class Engines(Pool[Engine]):
 
     @property
     def num_tokens(self) -> int:
-        """A sum that changes while any of them samples: it tells slow from stuck."""
+        """A sum that changes while any of them samples: it distinguishes slow from stuck."""
         return sum(engine.num_tokens for engine in self.members.values())
 
     @property
@@ -238,15 +238,15 @@ class Engines(Pool[Engine]):
         self._speeds.forget(member.name)
 
     def goes_on_without(self, member: Engine, error: OffbeatError) -> bool:
-        """Let the others go on without an engine that has no place any more."""
+        """Let the others continue without an engine that has no place any more."""
         if not isinstance(error, PlacementError) or self._staying == [member.role]:
             return False
         self._want_no_more_than_without(member.role)
-        self.keep.notify(f"{member.name} has no place any more, and the others go on: {error}")
+        self.keep.notify(f"{member.name} has no place any more, and the others continue: {error}")
         return True
 
     def describe(self) -> str:
-        """Return how many rollout engines stay, in words."""
+        """Return how many rollout engines stay, as text."""
         number = len(self._staying)
         return f"{number} rollout engine{'s' if number != 1 else ''}"
 
@@ -279,7 +279,7 @@ class Engines(Pool[Engine]):
         except OffbeatError as error:
             self._joining.discard(role)
             self._want_no_more_than_without(role)
-            self.keep.notify(f"{role} cannot be started, so {self.describe()} go on: {error}")
+            self.keep.notify(f"{role} cannot be started, so {self.describe()} continue: {error}")
         else:
             self._joining.discard(role)
             self.add(actor)
@@ -292,6 +292,6 @@ class Engines(Pool[Engine]):
         self._wanted = min(self._wanted, len(there))
 
     async def _leave_when_empty(self, engine: Engine) -> None:
-        while engine.load:  # again: it may have got something to do before this task went on
+        while engine.load:  # again: it may have got something to do before this task continued
             await engine.empty.wait()
         await self.leave(engine)

@@ -14,7 +14,7 @@ GRACE_S = 10.0
 of a step and this without an answer mean that the whole process is stuck."""
 
 ABANDON_S = 1.0
-"""How long to wait while telling the process that an episode is over: nothing depends on it."""
+"""How long to wait while notifying the process that an episode is over: nothing depends on it."""
 
 
 class EnvironmentProcess:
@@ -27,7 +27,7 @@ class EnvironmentProcess:
     def __init__(self, launcher: Launcher, spec: RoleSpec, step_timeout_s: float) -> None:
         self._role, self._deadline_s = RoleOnCall(launcher, spec), 2 * step_timeout_s + GRACE_S
         self._numbers = itertools.count()
-        self.num_answers = 0  # of all episodes; it tells slow from stuck
+        self.num_answers = 0  # of all episodes; it distinguishes slow from stuck
 
     async def start(self) -> None:
         """Start the process unless it runs."""

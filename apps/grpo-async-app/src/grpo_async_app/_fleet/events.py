@@ -1,4 +1,4 @@
-"""Events of the roles of a run, for whoever writes them down."""
+"""Events of the roles of a run, for the part that writes them down."""
 
 import logging
 from typing import Final, Protocol
@@ -9,10 +9,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 class RunEvents(Protocol):
-    """Takes what happens to roles while the run goes on. Times are those of `offbeat_run.clock_s`."""
+    """Takes what happens to roles during the run. Times are those of `offbeat_run.clock_s`."""
 
     def message(self, text: str) -> None:
-        """Take a line for whoever looks at the run."""
+        """Take a line for the user of the run."""
 
     def worked(self, role: str, work: str, start_s: float, end_s: float) -> None:
         """Take a stretch in which a role was busy, and what it did: "score"."""

@@ -53,10 +53,10 @@ from offbeat_run import clock_s, doing
 from offbeat_weightsync import new_socket_path, transport_class
 
 QUICK_STOP_S = 2.0
-"""Time for all roles to stop when the run has failed or was interrupted: nobody waits for an update to finish then."""
+"""Time for all roles to stop when the run has failed or was interrupted: the update is not finished then."""
 
-TOLD_BEFORE_S: Final = 2.0
-"""So long before the deadline of a sync the driver looks who it waits for: afterwards all calls are cancelled."""
+REPORT_BEFORE_S: Final = 2.0
+"""So long before the deadline of a sync the driver looks what it waits for: afterwards all calls are cancelled."""
 
 _LOG_BYTES: Final = 4 << 20
 """Longest beginning of a log that an environment or an agent writes, in each of thousands of episodes."""
@@ -69,7 +69,7 @@ class Fleet:
     """All role processes of one run. Use it in an `async with` block, which ends with all of them stopped.
 
     Args:
-        run: the environments and judges of which are started too.
+        run: its environments and judges are started too.
         model_path: folder the engines start from.
         log_folder: takes one log file per role.
         has_images: prompts have some.
@@ -202,7 +202,7 @@ class Fleet:
 
     async def _start_rollout(self, role: RoleName) -> ActorHandle:
         self._check_reserved(role.index + 1)
-        turns = self.turns if self._trainer is not None else None  # without a trainer nobody takes turns
+        turns = self.turns if self._trainer is not None else None  # without a trainer no role takes turns
         if turns is None:
             return await self._launcher.start(self._roles.rollout(role))
         async with turns.starting(str(role)) as started:
@@ -264,7 +264,7 @@ class Fleet:
         return self._trainer
 
     async def trainer_death(self) -> PeerFailedError | None:
-        """Return how the trainer has ended; None when it goes on, or was never started."""
+        """Return how the trainer has ended; None when it still runs, or was never started."""
         return await self._trainer.death() if self._trainer is not None else None
 
     async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
@@ -293,9 +293,9 @@ class Fleet:
         return WeightOffer(self.trainer, version, deadline_s, self.events, parts, reach)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
-        """Await work that calls roles; shortly before its deadline, raise who has not answered."""
+        """Await work that calls roles; shortly before its deadline, raise an error with the calls not answered."""
         task = asyncio.ensure_future(work)
-        early_s = max(deadline_s - TOLD_BEFORE_S, deadline_s / 2)
+        early_s = max(deadline_s - REPORT_BEFORE_S, deadline_s / 2)
         try:
             await asyncio.wait({task}, timeout=early_s)
             if task.done():
@@ -325,7 +325,7 @@ class Fleet:
 
     @property
     def progress(self) -> float:
-        """A number that changes while anybody gets on: engines that sample or start, judges, environments."""
+        """A number that changes while any role makes progress: engines that sample or start, judges, environments."""
         scored = sum(scorers.num_scored for scorers in self._scorers.values())
         answered = sum(environment.num_answers for environment in self.environments.values())
         answered += self.agent.num_ended if self.agent is not None else 0
@@ -333,7 +333,7 @@ class Fleet:
         return self.engines.num_tokens + scored + answered + starting_s
 
     def raise_if_dead(self) -> None:
-        """Raise when a role is gone without which the run cannot go on."""
+        """Raise when a role is gone that the run cannot continue without."""
         self.engines.raise_if_failed()
         for replicas in self._replicas:
             replicas.raise_if_failed()
@@ -433,13 +433,13 @@ def _with_environment_of(backend: str, spec: RoleSpec) -> RoleSpec:
 def plan_threads(config: GrpoConfig) -> dict[str, int]:
     """CPU threads of a trainer rank, a rollout engine and a teacher.
 
-    Those that train share all CPUs, and so do those that sample: threads that wait do not spin, so who computes has
-    them. (Half of the CPUs each was 1.5 to 2 times slower: each kind waits for the other a part of the time.)
+    Those that train share all CPUs, and so do those that sample: threads that wait do not spin, so the others
+    have them. (Half of the CPUs each was 1.5 to 2 times slower: each kind waits for the other a part of the time.)
     """
     counts = _count_roles(config)
     trainers, rollouts, *others = ([str(RoleName(kind, index)) for index in range(n)] for kind, n in counts.items())
     shares: dict[str, int] = {}
-    for roles in (trainers, [*rollouts, *chain(*others)]):  # who scores does so while engines sample
+    for roles in (trainers, [*rollouts, *chain(*others)]):  # scoring overlaps with sampling
         shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
     return {
         "trainer": config.cluster.trainer_threads or shares["trainer-0"],

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Replicas(Pool[Member]):
-    """Processes of one kind, which may die or stop answering while the run goes on.
+    """Processes of one kind, which may die or stop answering during the run.
 
     Args:
         kind: such as "teacher": replicas are teacher-0 and so on.

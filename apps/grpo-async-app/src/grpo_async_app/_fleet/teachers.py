@@ -28,7 +28,7 @@ class Teachers:
     ) -> list[Floats]:
         """Return the teacher's log-probabilities of what the policy has sampled.
 
-        `where` is told which replica is asked.
+        `where` takes the name of the replica that is asked.
 
         Returns:
             [N] float32 for each trajectory: nats, of its sampled tokens, at the sampler's temperature.

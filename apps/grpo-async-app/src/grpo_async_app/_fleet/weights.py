@@ -75,7 +75,7 @@ class WeightOffer:
         self._events.took_weights(actor.name, part, self.version, begun_s)
 
     async def withdraw(self) -> None:
-        """Tell the trainer that not all engines of the last `push` will come."""
+        """Notify the trainer that not all engines of the last `push` will come."""
         await self._trainer.call("withdraw", self._transfer_id, deadline_s=self._deadline_s)
 
 
@@ -87,14 +87,14 @@ async def bring_weights(
     turns: ColocationSchedule | None,
     give_up: Callable[[E, ActorHandle, str], None],
 ) -> list[E]:
-    """Pause engines, let all of them take the trainer's weights, and let them go on; colocated ones do so later.
+    """Pause engines, let all of them take the trainer's weights, and resume them; colocated ones resume later.
 
     Args:
         engines: those that serve are paused first.
         offer: of the trainer.
-        deadline_s: for each engine to pause, to take the weights, and to go on.
+        deadline_s: for each engine to pause, to take the weights, and to resume.
         turns: where the engines share their devices with the trainer.
-        interrupt: what they sample is held, and goes on under the new weights; otherwise it is finished before.
+        interrupt: what they sample is held, and continues under the new weights; otherwise it is finished before.
         give_up: takes an engine that is lost on the way, its process, and why. The others begin anew without it.
 
     Returns:

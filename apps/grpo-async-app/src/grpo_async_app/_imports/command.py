@@ -1,4 +1,4 @@
-"""`grpo-async-app import verl|trl|openrlhf|prime-rl FILE`: writes our TOML, and tells what did not come along."""
+"""`grpo-async-app import verl|trl|openrlhf|prime-rl FILE`: writes our TOML, and reports what was not carried over."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ def _check_openrlhf(source: Source, file: Path) -> Sequence[str]:
 
 
 def _check_verl(source: Source, file: Path) -> Sequence[str]:
-    """Refuse what is no RL run, and tell what is not known of one that is."""
+    """Refuse what is no RL run, and report what is not known of one that is."""
     program, options = source.program, source.options
     stem = program.name.removesuffix(".py")
     for end, (what, advice) in _OTHERS.items():
@@ -103,12 +103,12 @@ def _check_verl(source: Source, file: Path) -> Sequence[str]:
             f"{file} has no option of actor_rollout_ref or algorithm: it is {kind}, not an RL run to import: "
             + (_SFT_HERE if kind == "SFT" else "give a script or a configuration of verl's main_ppo")
         )
-    told = []
+    notices = []
     if stem and stem.rsplit(".", 1)[-1].rsplit("/", 1)[-1] not in _KNOWN_PROGRAMS:
-        told.append(f"{program.name}: not known, read as verl.trainer.main_ppo")
+        notices.append(f"{program.name}: not known, read as verl.trainer.main_ppo")
     if program.config and not _KNOWN_CONFIGS.fullmatch(program.config):
-        told.append(f"--config-name={program.config}: what this file sets is not read; verl's defaults stand")
-    return told
+        notices.append(f"--config-name={program.config}: what this file sets is not read; verl's defaults stand")
+    return notices
 
 
 def _check_trl(source: Source, file: Path) -> Sequence[str]:

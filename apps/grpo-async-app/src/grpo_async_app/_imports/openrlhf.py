@@ -97,8 +97,8 @@ def _write_reward(draft: RecipeBuilder) -> None:
 
 def _write_reward_model(draft: RecipeBuilder) -> None:
     draft.put("reward.name", "reward_model", _REWARD_MODEL)
-    told = f"{FETCHED}; it reads the policy's tokens there, messages by default here: reward.reward_model.input"
-    draft.copy("reward.reward_model.path", _REWARD_MODEL, told=told)
+    note = f"{FETCHED}; it reads the policy's tokens there, messages by default here: reward.reward_model.input"
+    draft.copy("reward.reward_model.path", _REWARD_MODEL, told=note)
     is_half = draft.take("ds.param_dtype", default="bf16") == "bf16"
     draft.put("reward.reward_model.dtype", "bfloat16" if is_half else "float32", "ds.param_dtype")
     draft.put("reward.reward_model.max_tokens", draft.entries["rollout.max_model_len"].value, "data.max_len")

@@ -180,8 +180,8 @@ def _write_adapters(draft: RecipeBuilder) -> None:
         draft.put("engine.lora_rank", rank, "trainer.model.lora.rank")
         if draft.take("trainer.model.lora.use_rslora"):
             alpha *= math.sqrt(rank)
-            told = "adapters are scaled by alpha / sqrt(rank) there: engine.lora_alpha is raised to match"
-            draft.change("trainer.model.lora.use_rslora", told)
+            note = "adapters are scaled by alpha / sqrt(rank) there: engine.lora_alpha is raised to match"
+            draft.change("trainer.model.lora.use_rslora", note)
         draft.put("engine.lora_alpha", alpha, "trainer.model.lora.alpha", "trainer.model.lora.use_rslora")
     axes = {
         "trainer.model.cp": "context_parallel",
@@ -269,8 +269,8 @@ def _write_buffer(draft: RecipeBuilder) -> None:
         ("low", f"{_BUFFER}hard_threshold", lambda share: max(share, _NEARLY_NONE)),
         ("high", f"{_BUFFER}easy_threshold", lambda share: min(share, 1.0 - _NEARLY_NONE)),
     ):
-        told = "never drawn again there; here drawn curriculum.outside_weight times as often as others"
-        draft.copy(f"curriculum.{key}", name, convert=bound, told=told)
+        note = "never drawn again there; here drawn curriculum.outside_weight times as often as others"
+        draft.copy(f"curriculum.{key}", name, convert=bound, told=note)
 
 
 def _write_filters(draft: RecipeBuilder) -> None:

@@ -102,8 +102,8 @@ def _write_data(draft: RecipeBuilder) -> None:
 def _write_prompt_length(draft: RecipeBuilder) -> None:
     """TRL has no limit of its own since 2026: what the engine's length leaves beside the completion, or our default."""
     if draft.has("max_prompt_length"):
-        told = "longer prompts were truncated there; here they are left out and counted"
-        draft.copy("data.max_prompt_tokens", "max_prompt_length", told=told)
+        note = "longer prompts were truncated there; here they are left out and counted"
+        draft.copy("data.max_prompt_tokens", "max_prompt_length", told=note)
         return
     room = draft.number(*_LONGEST, default=0) - draft.number("max_completion_length", default=_MAX_COMPLETION)
     names = _LONGEST if room > 0 else ()

@@ -257,7 +257,7 @@ def _write_penalty(draft: RecipeBuilder) -> None:
 
 def _put_penalty(draft: RecipeBuilder, place: str, setting: tuple[Any, str], names: tuple[str, str, str]) -> None:
     coefficient, wanted = setting
-    switch = names[2:] if draft.given(names[2]) is True else ()  # one that is open is told as a guess
+    switch = names[2:] if draft.given(names[2]) is True else ()  # one that is open is reported as a guess
     if not coefficient:
         draft.put("algorithm.kl_coefficient", 0.0, names[0], *switch)
         return

@@ -194,7 +194,7 @@ def _process_group() -> Iterator[int]:
 
 
 def _environment(config: AgentConfig) -> dict[str, str]:
-    """Return the environment of a program, without what tells it its session."""
+    """Return the environment variables of a program, without those that name its session."""
     kept = {*_OWN_VARIABLES, *config.forward_env}
     inherited = {
         name: value

@@ -72,7 +72,7 @@ class ForkServer:
         """Run a file or -m and a module, with arguments: the exit code, or minus the signal that ended it.
 
         Args:
-            command: what stands after `python`.
+            command: the arguments of `python`.
             environment: of the program.
             group: process group that it joins.
             streams: of the program.
@@ -83,20 +83,19 @@ class ForkServer:
         message = json.dumps({"command": list(command), "environment": dict(environment), "group": group}).encode()
         if len(message) > _LONGEST_REQUEST:
             raise OSError(f"command and environment have {len(message)} bytes, and may have {_LONGEST_REQUEST}")
-        ended, told = os.pipe()
+        ended, exit_pipe = os.pipe()
         try:
-            socket.send_fds(
-                self._socket, [message], [streams.stdin, streams.stdout, streams.stderr, told, *streams.keys]
-            )
+            fds = [streams.stdin, streams.stdout, streams.stderr, exit_pipe, *streams.keys]
+            socket.send_fds(self._socket, [message], fds)
         except TimeoutError:
             os.close(ended)
-            self.close()  # whoever waits for a program of it is told; the next one starts another
+            self.close()  # calls that wait for its programs return; the next one starts another
             raise OSError(f"the process that forks programs has taken none for {_TAKEN_S:g} s") from None
         except OSError:
             os.close(ended)
             raise
         finally:
-            os.close(told)
+            os.close(exit_pipe)
         code = await _read(ended)
         return int(code) if code else -signal.SIGKILL  # its whole group was killed
 
@@ -125,7 +124,7 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a fork would copy what all share
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork: its end is told through its pipe
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork is waited for: a pipe brings its exit code
     requests.send(_READY)
     while True:
         message, fds, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 5)
@@ -139,21 +138,21 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _watch(request: dict[str, Any], fds: Sequence[int]) -> None:
-    """Fork the program, wait for its end and tell it. Does not return in this process; it does in the program."""
+    """Fork the program, wait for its end and report it. Does not return in this process; it does in the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stdin, stdout, stderr, told, *keys = fds
-    os.set_inheritable(told, False)
+    stdin, stdout, stderr, exit_pipe, *keys = fds
+    os.set_inheritable(exit_pipe, False)
     try:
         os.setpgid(0, request["group"])
-    except OSError:  # it was killed meanwhile: nobody wants the program any more
+    except OSError:  # it was killed meanwhile: the program is no longer needed
         os._exit(1)
     watcher, program = os.getpid(), os.fork()
     if program:
         _, status = os.waitpid(program, 0)
         with contextlib.suppress(OSError):
-            os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+            os.write(exit_pipe, str(os.waitstatus_to_exitcode(status)).encode())
         os._exit(0)
-    os.close(told)
+    os.close(exit_pipe)
     _end_with(watcher)
     for number, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(fd, number)

@@ -32,7 +32,7 @@ class Streams:
 
 
 def key_variables(fd: int | None) -> dict[str, str]:
-    """Tell the program where its key is, by an environment variable."""
+    """Return the environment variable from which the program learns where its key is."""
     return {} if fd is None else {REWARD_KEY_FD: str(fd)}
 
 

@@ -254,7 +254,7 @@ def _rewards(groups: list[SampledGroup]) -> torch.Tensor:
 
 
 def _kl_in_reward(packed: Mapping[str, Floats], config: AlgorithmConfig) -> torch.Tensor | None:
-    """[N] nats, where the penalty is taken off the reward."""
+    """[N] nats, where the penalty is subtracted from the reward."""
     if not config.needs_reference or config.kl_in != "reward":
         return None
     old_N, reference_N = torch.from_numpy(packed["old_logprobs"]), torch.from_numpy(packed["ref_logprobs"])

@@ -31,11 +31,11 @@ class EnvironmentRole:
         return await self._host.step(episode, text)
 
     async def finish(self, episode: int) -> RewardScore | None:
-        """End an episode, and say what it was worth; None leaves that to the `reward` section."""
+        """End an episode, and return its reward; None leaves that to the `reward` section."""
         score = await self._host.reward(episode)
         await self._host.close(episode)
         return score
 
     async def abandon(self, episode: int) -> None:
-        """End an episode that nobody needs any more."""
+        """End an episode that is no longer needed."""
         await self._host.close(episode)

@@ -58,7 +58,7 @@ class RewardModelRole:
         log_line("ready")
 
     async def score(self, ask: RewardModelAsk) -> list[ScorerAnswer]:
-        """Return what each completion is worth; an error for one that is too long or whose score is not finite."""
+        """Return the score of each completion; an error for one that is too long or whose score is not finite."""
         encoded = await asyncio.to_thread(self._encode, ask)
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(ids, loop.create_future()) for ids in encoded]
@@ -128,7 +128,7 @@ class RewardModelRole:
                 continue
             try:
                 scores = await asyncio.to_thread(self._forward, [each.ids for each in batch])
-            except Exception as error:  # noqa: BLE001  such as out of memory: whoever asked hears of it
+            except Exception as error:  # noqa: BLE001  such as out of memory: the caller gets it
                 for each in batch:
                     each.score.set_exception(error)
                 continue

@@ -38,7 +38,7 @@ class ProcessRecorder:
 
     Args:
         device: of the engine.
-        path: takes each trace, which is taken away before the next comes.
+        path: takes each trace, which is moved away before the next one is written.
     """
 
     _profiler: Profiler
@@ -62,7 +62,7 @@ class VersionTrace:
     """Traces from new weights on, until the next come or the stretch is long enough. Belongs to one event loop.
 
     Args:
-        plan: under the weights of which updates.
+        plan: says under the weights of which updates.
         recorder: of the engine.
         longest_s: of one stretch.
     """
@@ -159,9 +159,9 @@ class RolloutRole:
         return ProcessRecorder(self._settings.device, Path(plan.folder) / f"{plan.role}.partial")
 
     def _endpoint(self) -> "RolloutServer | None":
-        """Serves the engine to others too, where `rollout.serve_port` says so; a port of its own for each engine.
+        """Serves the engine over HTTP where `rollout.serve_port` says so; each engine has a port of its own.
 
-        And to the agents of section `agent`; where they are all, to nobody else.
+        Agents of section `agent` are served too; without `rollout.serve_port` there are no other clients.
         """
         port = self._config.rollout.serve_port
         if port is None and not self._config.agent.is_set:
@@ -205,7 +205,7 @@ class RolloutRole:
         return None if session is None else await asyncio.to_thread(session.result)
 
     async def drop_session(self, key: str) -> None:
-        """End a session that nobody needs any more."""
+        """End a session that is no longer needed."""
         assert self._server is not None
         self._server.sessions.take(key)
 
@@ -269,7 +269,7 @@ class RolloutRole:
         return proof
 
     async def _serve(self) -> None:
-        """Let others in, once there is the policy in training to serve, and not what the model folder holds."""
+        """Let clients in, once there is the policy in training to serve, and not what the model folder holds."""
         async with self._starting_server:
             if self._server and not self._server.url:
                 await self._server.start()
@@ -279,7 +279,7 @@ class RolloutRole:
         return await self._engine.health()
 
     async def close(self) -> None:
-        """Answer whoever waits with what there is, and free the engine."""
+        """Answer pending requests with what has been sampled, and free the engine."""
         if self._trace is not None:
             await self._trace.end()
         if self._server:

@@ -62,7 +62,7 @@ class ScorerAsk:
     Args:
         prompt: one of `prompt_to_json`.
         texts: the completions.
-        ids: their token ids; empty where nobody asks for them.
+        ids: their token ids; empty where no reward asks for them.
         names: of the rewards that shall score them.
     """
 
@@ -146,7 +146,7 @@ class ScorerRole:
         return self._score(_read_prompt(ask.prompt), ask.written, ask.names)
 
     async def wait(self, ask: ScorerAsk) -> list[ScorerAnswer]:
-        """Score by rewards that wait, all in one call; other calls go on meanwhile."""
+        """Score by rewards that wait, all in one call; other calls continue meanwhile."""
         written = ask.written
         try:
             with _ending_process():
@@ -160,7 +160,7 @@ class ScorerRole:
         return [ScorerAnswer(score=score) for score in scores]
 
     async def beat(self) -> None:
-        """Answer that nobody holds the thread in which coroutine functions wait."""
+        """Answer, which shows that nothing blocks the thread in which coroutine functions wait."""
 
     def _score(self, prompt: Prompt, written: Sequence[CompletionText], names: Sequence[str]) -> list[ScorerAnswer]:
         try:

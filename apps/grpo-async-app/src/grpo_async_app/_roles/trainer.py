@@ -56,9 +56,9 @@ class TrainerRole:
         num_updates: of the whole run, for the learning rate's schedule.
         num_threads: of each rank.
         socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
-        checkpoint: folder to go on from, or empty.
+        checkpoint: folder to resume from, or empty.
         rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
-            sends weights. Who starts ranks shows each devices of its own, so all take the same one by name.
+            sends weights. The launcher shows each rank devices of its own, so all take the same one by name.
         trace_folder: takes the traces of section `profile`; its parent, the run folder, takes checkpoints,
             and weights that go by the disk.
     """
@@ -236,7 +236,7 @@ class TrainerRole:
     async def withdraw(self, transfer_id: int) -> None:
         """Not all engines of this transfer will come: wait for them no longer, also if that has not begun yet.
 
-        A coroutine, so that it is heard while `push_weights` waits in its thread.
+        A coroutine, so that it runs while `push_weights` waits in its thread.
         """
         self._last_withdrawn = max(self._last_withdrawn, transfer_id)
 

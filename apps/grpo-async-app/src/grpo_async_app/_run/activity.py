@@ -1,4 +1,4 @@
-"""The activity of a run at one moment, in words for people."""
+"""The activity of a run at one moment, as text for people."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,7 +10,7 @@ from offbeat_actors import RolePlace
 from offbeat_async_policy import PolicyStatus
 from offbeat_run import doing
 
-_LOOKED_EVERY_S: Final = 0.5
+_POLL_EVERY_S: Final = 0.5
 _MAX_NAMES: Final = 4
 """Roles that are named while all start; a large run has thousands."""
 
@@ -32,7 +32,7 @@ async def following(look: Callable[[], Activity]) -> AsyncIterator[None]:
 async def _follow(look: Callable[[], Activity]) -> None:
     while True:
         doing(*look())
-        await asyncio.sleep(_LOOKED_EVERY_S)
+        await asyncio.sleep(_POLL_EVERY_S)
 
 
 def describe_start(places: Sequence[RolePlace]) -> Activity:
@@ -51,8 +51,8 @@ class RunView:
         status: of the policy.
         num_updates: of the whole run.
         samples_per_group: of each prompt.
-        num_tokens: sampled since the engines started, as they last said.
-        trained: how far the update is, in words; empty before the trainer has said so.
+        num_tokens: sampled since the engines started, as they last reported.
+        trained: progress of the update, as text; empty before the trainer has reported it.
         validated: items answered and items asked, of the validation that runs; None for none.
         is_saving: a checkpoint is being written.
     """
@@ -66,7 +66,7 @@ class RunView:
     is_saving: bool
 
     def describe(self) -> Activity:
-        """Say all that goes on, the trainer first: the rest waits for it, or overlaps with it."""
+        """Describe all work in progress, the trainer's first: the rest waits for it, or overlaps with it."""
         status, parts = self.status, []
         if status.num_training:
             parts.append(f"training on {status.num_training} groups{f' ({self.trained})' if self.trained else ''}")

@@ -1,4 +1,4 @@
-"""The alarm about completions that a limit ends before they have said what they would."""
+"""The alarm about completions that a limit cuts off before they are finished."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from grpo_async_app._config.sections import GrpoConfig
 
 CUT_OFF_ALARM_SHARE: Final = 0.25
 """Share of the completions. Up to here hard problems alone may ask for more tokens than there are; beyond it the limit
-is what is learned from. It is said once and changes nothing, so nobody needs another bound."""
-_TOLD: Final = "train/cut_off_share is above"
+is what is learned from. It is raised once and changes nothing, so it needs no setting."""
+_MARK: Final = "train/cut_off_share is above"
 _WINDOW_UPDATES: Final = 8
 """Looked at together: long enough that one odd update is no alarm."""
 _LEAST_SAMPLES: Final = 64
@@ -21,26 +21,26 @@ class CutOffAlarm:
 
     Args:
         config: of the run.
-        told: alarms of earlier processes of this run, in words; this one is not repeated.
+        alarms: texts of the alarms that earlier processes of this run raised; this one is not repeated.
     """
 
-    def __init__(self, config: GrpoConfig, told: Iterable[str] = ()) -> None:
+    def __init__(self, config: GrpoConfig, alarms: Iterable[str] = ()) -> None:
         self._config = config
         self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW_UPDATES)
-        self._is_told = any(_TOLD in text for text in told)
+        self._is_raised = any(_MARK in text for text in alarms)
 
     def look(self, update: int, cut_off_share: float, num_samples: int) -> str:
-        """Take what an update was trained on; the alarm in words if it is the first one, else an empty text."""
+        """Take what an update was trained on; return the alarm's text if it is the first one, else an empty text."""
         self._seen.append((cut_off_share * num_samples, num_samples))
         total = sum(count for _, count in self._seen)
         share = sum(cut for cut, _ in self._seen) / max(total, 1)
-        if self._is_told or total < _LEAST_SAMPLES or share <= CUT_OFF_ALARM_SHARE:
+        if self._is_raised or total < _LEAST_SAMPLES or share <= CUT_OFF_ALARM_SHARE:
             return ""
-        self._is_told = True
+        self._is_raised = True
         limit, advice = self._limit()
         return (
             f"{share:.0%} of the completions of updates {update - len(self._seen) + 1} to {update} were cut off at "
-            f"{limit} ({_TOLD} {CUT_OFF_ALARM_SHARE:.0%}): what is cut off is seldom rewarded. {advice}"
+            f"{limit} ({_MARK} {CUT_OFF_ALARM_SHARE:.0%}): what is cut off is seldom rewarded. {advice}"
         )
 
     def _limit(self) -> tuple[str, str]:

@@ -44,7 +44,7 @@ class Interruption:
         """Ask for a good end, which is cut off when it takes too long; return whether there is something to finish.
 
         Args:
-            by: what asks: the name of a signal, or what has happened in words.
+            by: the cause: the name of a signal, or a text that says what has happened.
             cut_off: ends the work at once.
         """
         unfinished = self._unfinished() if self._within_s else ""

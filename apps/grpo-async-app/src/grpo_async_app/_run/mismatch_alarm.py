@@ -21,27 +21,27 @@ class MismatchAlarm:
         bound_nats: on the 99th percentile of |log r| of tokens that the trainer scored with the weights that sampled
             them; None: no alarm.
         past: what earlier processes of this run have measured.
-        told: alarms that they gave, in words; one under this bound is not repeated, one under another bound is.
+        alarms: texts of the alarms that they raised; one under this bound is not repeated, one under another bound is.
     """
 
-    def __init__(self, bound_nats: float | None, past: Iterable[MetricsLine] = (), told: Iterable[str] = ()) -> None:
+    def __init__(self, bound_nats: float | None, past: Iterable[MetricsLine] = (), alarms: Iterable[str] = ()) -> None:
         self._bound_nats = math.inf if bound_nats is None else bound_nats
         self._most_before, self._first_above = 0.0, 0  # nats; update, 0 for none
         self._begun_at = 0  # first update with a token without lag
         for line in past:
             if isinstance(value := line.values.get(ALARM_METRIC), float):
                 self._take(line.step, value)
-        self._is_told = any(self._names_bound in text for text in told)
+        self._is_raised = any(self._names_bound in text for text in alarms)
 
     def look(self, update: int, metrics: Mapping[str, Metric]) -> str:
-        """Take the metrics of an update; the alarm in words if it is the first one, else an empty text."""
+        """Take the metrics of an update; return the text of the alarm if it is the first one, else an empty text."""
         if ALARM_METRIC not in metrics:
             return ""
         value = metrics[ALARM_METRIC].value
         self._take(update, value)
-        if self._is_told or value <= self._bound_nats:
+        if self._is_raised or value <= self._bound_nats:
             return ""
-        self._is_told = True
+        self._is_raised = True
         return (
             f"mismatch alarm {self._since}: trainer and rollout engines differ by {value:.3g} nats (99th "
             f"percentile of |log r|, {ALARM_METRIC}) on tokens sampled by the very weights in training; "

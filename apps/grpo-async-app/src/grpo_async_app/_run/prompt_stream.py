@@ -82,7 +82,7 @@ class PromptStream:
 
         Args:
             draw: of the group.
-            rewards: one per sample, without what is taken off for length; at least one.
+            rewards: one per sample, before the penalty for length; at least one.
         """
         tally, least = self._tallies[draw.number], draw.source.success_reward
         successes = sum(reward >= least for reward in rewards)

@@ -1,4 +1,4 @@
-"""Everything a run writes down while it goes on: metrics, generations, timeline, progress."""
+"""Everything a run writes down while it runs: metrics, generations, timeline, progress."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,14 +45,14 @@ class RunLogger:
     @contextmanager
     def opened(self, last_step: int) -> Iterator[None]:
         """Write while the block lasts; what was written after `last_step`, the checkpoint's, vanishes (-1: all)."""
-        self._last_wait_s, self._num_left_out_told, self._last_left_out_told = 0.0, 0, ""
+        self._last_wait_s, self._num_left_out_logged, self._last_left_out_logged = 0.0, 0, ""
         self.version = max(last_step, 0)
         with RunLog(self._run, self._config.log, self._num_updates, last_step) as self._log:
-            told = [alarm.text for alarm in read_alarms(self._run)]
+            alarms = [alarm.text for alarm in read_alarms(self._run)]
             self._read_last_validation(iter_metrics(self._run.metrics))
             past = iter_metrics(self._run.metrics)
-            self._mismatch_alarm = MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, past, told)
-            self._cut_off_alarm = CutOffAlarm(self._config, told)
+            self._mismatch_alarm = MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, past, alarms)
+            self._cut_off_alarm = CutOffAlarm(self._config, alarms)
             yield
 
     def _read_last_validation(self, lines: Iterable[MetricsLine]) -> None:
@@ -152,17 +152,17 @@ class RunLogger:
         self._opened.write_generations(generation for kept in shown.values() for generation in kept)
 
     def waiting(self, wait: str, idle_s: float) -> None:
-        """Say who waits for whom, when nothing has moved for a while; once a minute at most."""
+        """Report which role waits for which, when nothing has moved for a while; once a minute at most."""
         if idle_s >= WAIT_SHOWN_AFTER_S and clock_s() - self._last_wait_s >= 60:
             self._last_wait_s = clock_s()
             self._opened.message(f"nothing moved for {idle_s:.0f} s: {wait}")
 
     def left_out(self, samples: Mapping[str, int], last: str) -> None:
-        """Say that samples were left out: the first time, and then whenever there are twice as many."""
+        """Report that samples were left out: the first time, and then whenever there are twice as many."""
         total = sum(samples.values())
-        if total >= 2 * self._num_left_out_told:
-            self._num_left_out_told = total
-            latest, self._last_left_out_told = f"; the latest: {last}" * (last != self._last_left_out_told), last
+        if total >= 2 * self._num_left_out_logged:
+            self._num_left_out_logged = total
+            latest, self._last_left_out_logged = f"; the latest: {last}" * (last != self._last_left_out_logged), last
             counts = ", ".join(f"{number} {metric}" for metric, number in sorted(samples.items()))
             self._opened.message(f"samples left out: {counts}{latest}")
 

@@ -45,7 +45,7 @@ class ScoredSample:
     """One sample and its score.
 
     Args:
-        trajectories: what there is to learn from; several where an agent has branched, all of this worth.
+        trajectories: what is trained on; several where an agent has branched, all with this score.
         score: of the whole.
         answer: text that the `reward` section scores, or would: what the model said last, or what an agent printed.
     """
@@ -79,7 +79,7 @@ class Rollouts:
     Attributes:
         left_out: samples that are not trained on, by the metric that counts them: their environment or reward failed,
             or the engine did not let them come to an end.
-        last_left_out: the latest of them, in words.
+        last_left_out: why the latest of them was left out.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Rollouts:
         return scores
 
     def _ended(self, completions: list[Completion]) -> list[Completion]:
-        """Return those that came to an end: what an engine has aborted is no answer, and has no worth."""
+        """Return those that are complete: what an engine has aborted is no answer, and is not scored."""
         ended = [completion for completion in completions if completion.stop_reason != "aborted"]
         for completion in completions:
             if completion.stop_reason == "aborted":

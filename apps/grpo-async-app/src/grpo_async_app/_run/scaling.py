@@ -1,7 +1,7 @@
 """Scaling of the rollout engines of a running run: a file in its folder, which its driver looks at.
 
-A file needs no port, nobody who may not write to the folder can write it, and it works from every machine that sees the
-folder.
+A file needs no port, only users with write access to the folder can write it, and it works from every machine that sees
+the folder.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ _NOTE_BYTES: Final = 4096
 """A note has about 20; the driver reads no more of any."""
 _MOST_ENGINES: Final = 65536
 """As many as `rollout.num_engines` admits."""
-_LOOKED_EVERY_S: Final = 1.0
+_POLL_EVERY_S: Final = 1.0
 TAKEN_AFTER_S: Final = 30.0
-"""A driver looks every second; one that does not for so long is not there."""
+"""A driver polls every second; one that has not polled for so long is gone."""
 
 
 def ask_for_engines(run: RunFolder, number: int) -> None:
@@ -44,7 +44,7 @@ def ask_for_engines(run: RunFolder, number: int) -> None:
     while asked.exists() or taken.exists():
         if time.monotonic() > end_s:
             asked.unlink(missing_ok=True)
-            advice = f"does the run go on? If not: resume {run.path} --rollout.num_engines {number}"
+            advice = f"is the run still active? If not: resume {run.path} --rollout.num_engines {number}"
             raise DeadlineError("scale", "the driver of the run", TAKEN_AFTER_S, advice)
         time.sleep(0.1)
     if refused.exists():
@@ -56,7 +56,7 @@ def ask_for_engines(run: RunFolder, number: int) -> None:
 async def scale_as_asked(
     run: RunFolder, check: Callable[[int], None], scale: Callable[[int], None], notify: Notify
 ) -> None:
-    """Look for such a note every second, for as long as the roles are there.
+    """Poll for such a note every second, for as long as the roles run.
 
     Args:
         run: whose folder takes notes; one from before this call is removed: it asked a driver that is gone.
@@ -70,7 +70,7 @@ async def scale_as_asked(
         while True:
             if (number := take_asked_engines(run, check, notify)) is not None:
                 scale(number)
-            await asyncio.sleep(_LOOKED_EVERY_S)
+            await asyncio.sleep(_POLL_EVERY_S)
     except OSError as error:
         notify(f"rollout engines cannot be asked for any more: {error}")
 

@@ -14,7 +14,7 @@ from offbeat_data import Prompt, vote_of
 from offbeat_run import HELD_OUT, ItemAnswers, SampledAnswer, SetSummary, label_of, summarize
 
 _PROMPT_CHARACTERS = 500
-"""Of a prompt, kept with its answers: whoever reads them has the set."""
+"""Longest beginning of a prompt that is kept with its answers; the set has the whole prompt."""
 
 
 class OutdatedError(OffbeatError):
@@ -31,7 +31,7 @@ class Answered:
     samples: list[ScoredSample]
 
     def to_item(self, version: int, *, has_turns: bool, keep_texts: bool = False, loaded: bool = False) -> ItemAnswers:
-        """As it is written down, by a validation that began at `version`.
+        """Return it as a validation that began at `version` writes it down.
 
         An engine counts weights `loaded` from a folder as version 0; they are those of `version`.
         """
@@ -129,7 +129,7 @@ async def validate(
     version: int,
     notify: Callable[[int], None],
 ) -> Validation:
-    """Sample and score every item; one whose engine dies is asked again. `notify` hears how many are answered.
+    """Sample and score every item; one whose engine dies is asked again. `notify` takes how many are answered.
 
     Raises:
         OutdatedError: another version than `version` has answered, and none should: see `eval.at_sync`.

@@ -24,7 +24,7 @@ class ErrorShare:
         self._failed.append(failed)
 
     def complaint(self, what: str) -> str:
-        """Return that there are too many, or an empty string; `what` says of which samples, such as "were lost"."""
+        """Return a complaint if there are too many, else an empty string; `what` says which, such as "were lost"."""
         num_failed, num_seen = sum(self._failed), len(self._failed)
         if num_failed <= self._max_share * WINDOW:
             return ""

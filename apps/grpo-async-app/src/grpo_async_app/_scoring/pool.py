@@ -30,7 +30,7 @@ def _log_beside(errors: Path, scorer: str) -> Path:
 
 
 class Scores(Protocol):
-    """A reward model in processes of its own: (prompt, texts) to what each is worth, before any weight."""
+    """A reward model in processes of its own: (prompt, texts) to the score of each, before any weight."""
 
     async def __call__(self, prompt: Prompt, texts: Sequence[str]) -> list[Judged]: ...
 
@@ -82,7 +82,7 @@ class ScorerPool:
         self._lanes = list(self._plan_lanes(traits))
 
     async def close(self) -> None:
-        """End the scorers, and nobody waits for a slow verifier: what is being scored, or waits for it, raises."""
+        """End the scorers without waiting for a slow verifier: what is being scored, or waits for it, raises."""
         await self.starter.close()
 
     def kill(self) -> None:
@@ -91,7 +91,7 @@ class ScorerPool:
 
     @property
     def num_scored(self) -> int:
-        """Completions that were judged, each counted at once, whatever came of it; it tells slow from stuck."""
+        """Completions that were judged, each counted at once, whatever came of it; it distinguishes slow from stuck."""
         waiting = self._waiting.num_scored if self._waiting is not None else 0
         return self._blocking.num_scored + waiting + self._num_by_model
 
@@ -108,7 +108,7 @@ class ScorerPool:
         return [self._counted(each) for each in await self._judged(prompt, written)]
 
     async def judge(self, prompt: Prompt, completion: str) -> RewardScore:
-        """Score one completion; one that takes too long is worth 0 and has the part `timed_out` 1.
+        """Score one completion; one that takes too long gets 0 and has the part `timed_out` 1.
 
         Raises:
             RewardError: a user's function raised or returned no finite number (with the traceback as a note), the

@@ -109,7 +109,7 @@ class ScorerStarter:
         self._launcher.kill()
 
     async def close(self) -> None:
-        """End the scorers, and nobody waits for a slow verifier: what is being scored, or waits for it, raises."""
+        """End the scorers without waiting for a slow verifier: what is being scored, or waits for it, raises."""
         self.is_closed = True
         self.kill()
         while self._tasks:  # one may just be starting another process
@@ -150,7 +150,7 @@ class Scorer:
         return RewardError(f"{self.name}: {error.reason} on prompt {index}{self._starter.see(self.name)}")
 
     def start_again(self) -> None:
-        """Start another process in the background; whoever asks first, should it fail, tries again."""
+        """Start another process in the background; should that fail, the next call tries again."""
         self._starter.gauge.num_restarts += 1
         self._starter.in_background(self._start_quietly())
 
@@ -163,7 +163,7 @@ class BlockingScorers:
     """Scores in up to `config.num_processes` scorers: one at first, others when completions wait.
 
     Attributes:
-        num_scored: completions that were judged, each counted at once, whatever came of it; it tells slow from stuck.
+        num_scored: completions judged, each counted at once, whatever came of it; it distinguishes slow from stuck.
     """
 
     def __init__(self, config: RewardConfig, starter: ScorerStarter) -> None:
@@ -173,7 +173,7 @@ class BlockingScorers:
         self._is_quick, self._num_scorers, self.num_scored = True, 0, 0
 
     async def start(self) -> ScorerTraits:
-        """Start a scorer, which is idle then, and tells how it may be asked.
+        """Start a scorer, which is idle then, and return how it may be asked.
 
         Raises:
             ConfigError, BackendError: as `build_reward`.
@@ -208,7 +208,7 @@ class BlockingScorers:
             return [error] * len(ask.texts)
 
     async def score_one(self, ask: ScorerAsk) -> Judged:
-        """Score the only completion of `ask`; one that takes too long is worth 0 and has the part `timed_out` 1."""
+        """Score the only completion of `ask`; one that takes too long gets 0 and has the part `timed_out` 1."""
         with self._gauge.queued():
             await self._gate.acquire()
             try:
@@ -220,7 +220,7 @@ class BlockingScorers:
                 self._gate.release()
                 raise
         try:
-            # Who is cancelled leaves the scorer at work: it is idle when it has answered, or is ended at the deadline.
+            # Cancelling leaves the scorer at work: it is idle when it has answered, or is ended at the deadline.
             return await asyncio.shield(self._starter.in_background(self._ask(scorer, ask)))
         except RewardError as error:
             return error

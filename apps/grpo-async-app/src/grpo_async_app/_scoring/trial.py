@@ -19,7 +19,7 @@ def try_reward(config: RewardConfig, prompt: Prompt, cluster: ClusterConfig) -> 
     A function may well raise on a text that answers nothing. What it would do on any other text too is refused.
 
     Returns:
-        What came of it, in words; empty where there is no such function.
+        The outcome as a sentence; empty where there is no such function.
 
     Raises:
         ConfigError: a function returns no finite number, lacks a name, a module or a variable of the environment, or
@@ -30,7 +30,7 @@ def try_reward(config: RewardConfig, prompt: Prompt, cluster: ClusterConfig) -> 
     if not own:
         return ""
     doing("trying the reward", ", ".join(own))
-    config = replace(config, name="", weights=own, judge={}, code={}, reward_model={})  # nobody else is bothered
+    config = replace(config, name="", weights=own, judge={}, code={}, reward_model={})  # no other reward is asked
     try:
         score = asyncio.run(_score_once(ScorerPool(config, cluster), prompt))
     except (RewardError, DataError) as error:
@@ -53,7 +53,7 @@ def try_reward(config: RewardConfig, prompt: Prompt, cluster: ClusterConfig) -> 
 
 _ALLOWED: Final = {
     "drop": "such completions are left out (reward.on_error = drop)",
-    "zero": "such completions are worth 0 (reward.on_error = zero)",
+    "zero": "such completions get 0 (reward.on_error = zero)",
 }
 
 
