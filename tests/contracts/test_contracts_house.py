@@ -21,6 +21,10 @@ MAX_LINES = 106_800
 MAX_FILES = 575
 # Words with which the first line of a docstring does not begin: it says what is done, or what something is.
 FORBIDDEN_FIRST = {"Of", "What", "Whether", "Who", "Whoever", "Those", "Where", "Which", "How", "Somebody", "Nobody"}
+# Words that stand in no name, docstring, comment or message: say which process, rank or user it is.
+FORBIDDEN = re.compile(r"nobody|somebody|whoever|stranger|(?<![a-z])seats?(?![a-z])", re.IGNORECASE)
+# Verdicts, which users' tools and the tables of docs/liveness-programs.md compare word by word.
+VERDICTS = ("offbeat_liveness/_diagnosis", "offbeat_liveness/_process/outside")
 # Files that read the text of another project's error, for want of anything else in it.
 FOREIGN_ERRORS = {
     "packages/engines/engine-torch/src/offbeat_engine_torch/_model.py": "transformers has no error for a folder",
@@ -69,6 +73,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         for path in SOURCES
         for line, word in first_words(path.read_text())
         if word in FORBIDDEN_FIRST
+    ]
+    assert found == []
+
+
+def test_processes_ranks_and_users_are_called_what_they_are() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in SHIPPED
+        if not any(folder in path.as_posix() for folder in VERDICTS)
+        for match in FORBIDDEN.finditer(path.read_text())
     ]
     assert found == []
 

@@ -68,7 +68,7 @@ class Preflight:
         memory: estimate of one rank; None for a family whose formulas are not known.
         notices: what is not as the recipe says.
         sample: text of the first training sequence, special tokens included.
-        begun: where it goes on from.
+        begun: where it continues from.
     """
 
     config: SftConfig
@@ -193,7 +193,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     doing("reading the data", config.data.path)
     examples = load_examples(config, tokenizer)
     _check_examples(model, (*examples.train, *examples.eval))
-    # From here on torch is imported, which takes seconds: the mistakes above are told at once.
+    # From here on torch is imported, which takes seconds: the mistakes above are reported at once.
     doing("checking engine and devices", f"{examples.train_counts.read} training rows are read")
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_head(config, backend)
@@ -230,7 +230,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
 def _batch_notice(config: SftConfig, num_rows: int) -> list[str]:
     if config.engine.batch_size <= num_rows:
         return []
-    more = "" if config.data.epochs == 1 else ", and goes on with those of the next epoch"
+    more = "" if config.data.epochs == 1 else ", and continues with those of the next epoch"
     return [
         f"engine.batch_size = {config.engine.batch_size}: an epoch has {num_rows} to train on, so that an update takes "
         f"all of them{more}; lower it for more updates"

@@ -78,7 +78,7 @@ class Client:
 
 
 async def test_the_oldest_of_too_many_pending_connections_is_closed_and_a_client_is_answered():
-    async with serving(max_strangers=16, head_deadline_s=DEADLINE_S) as (server, _):
+    async with serving(max_pending=16, head_deadline_s=DEADLINE_S) as (server, _):
         pending = [await Client(server).open(HALF) for _ in range(100)]
         assert await (await Client(server).open()).ask() == 200
         for client in pending[:85]:
@@ -91,7 +91,7 @@ async def test_connections_without_a_byte_stay_in_the_kernel_and_end_none():
     took_s = DEADLINE_S
     while took_s > 1.5:  # they stay there for 2 s, so a machine that is slower tries again
         began_s = time.monotonic()
-        async with serving(max_strangers=4, head_deadline_s=0.1) as (server, _):
+        async with serving(max_pending=4, head_deadline_s=0.1) as (server, _):
             pending = [await Client(server).open() for _ in range(20)]
             assert await (await Client(server).open()).ask() == 200
             are_open = [client.is_open for client in pending]
@@ -103,7 +103,7 @@ async def test_connections_without_a_byte_stay_in_the_kernel_and_end_none():
 
 async def test_of_many_that_connect_at_once_none_is_ended_for_another_before_its_moment_is_over(monkeypatch):
     monkeypatch.setattr(_admission, "CROWDED_S", DEADLINE_S)
-    async with serving(max_strangers=16, head_deadline_s=DEADLINE_S) as (server, _):
+    async with serving(max_pending=16, head_deadline_s=DEADLINE_S) as (server, _):
         clients = [await Client(server).open(HALF) for _ in range(20)]
         await asyncio.sleep(0.2)
         for client in clients:

@@ -50,7 +50,7 @@ class TeacherConfig:
         return bool(self.path)
 
     def check(self, *, is_learned_from: bool) -> None:
-        """Refuse a teacher that nobody learns from, or learning without one."""
+        """Refuse a teacher without a loss that uses it, or such a loss without a teacher."""
         if is_learned_from and not self.is_set:
             raise ConfigError(
                 "algorithm.distillation_coefficient is above 0 and there is no teacher: set teacher.path to its folder"
@@ -284,7 +284,7 @@ class RolesConfig(ClusterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """Everything a run of `grpo-async-app` can be told."""
+    """All settings of a run of `grpo-async-app`."""
 
     model: ModelConfig
     data: PromptsConfig

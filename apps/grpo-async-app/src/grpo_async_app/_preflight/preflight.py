@@ -134,7 +134,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     model, reward_notes, notices = _check_sections(run)
     tokenizer = _load_tokenizer(run, model)
     run, prompts = read_data(run, tokenizer)
-    # From here on torch may be imported, which takes seconds: the mistakes above are told at once.
+    # From here on torch may be imported, which takes seconds: the mistakes above are reported at once.
     doing("checking engines and devices", f"{prompts.train_counts.read} training rows are read")
     view, objective_trial = find_view(config), _try_objective(config)
     written, (run, choices, more_notices) = run.config, _choose(run, view, notices)

@@ -24,7 +24,7 @@ from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
 
 LOOP_FOLDER = "loop"
-"""Beside the model in a checkpoint: what the loop needs to go on. A folder, so that nobody takes it for weights."""
+"""Folder beside the model in a checkpoint: what the loop resumes from. Readers do not take a folder for weights."""
 STATE_FILE = "state.json"
 _TRAINER: Final = str(RoleName("trainer"))
 """Name of all ranks of the trainer on the clock and in the timeline."""
@@ -37,7 +37,7 @@ class GrpoBackend:
 
     Args:
         run: with its prompts and validation sets.
-        policy: the one that the loop drives; asked where it stands, never told.
+        policy: driven by the loop; only read here.
         stream: says which prompt each group is about.
         folder: of the run.
         logger: takes metrics, generations, timeline and progress.
@@ -224,7 +224,7 @@ class GrpoBackend:
         """Let a validation end: before a sync, so that it has one version, and before engines that share devices sleep.
 
         Nothing is locked meanwhile: what it waits for may be an engine that needs weights from the trainer. Where it
-        goes on while weights come, only what went wrong in it is looked at.
+        continues while weights come, only its errors are raised.
         """
         validating = self._validating
         must_wait = not self._config.validation_goes_on or self._is_last_sync  # which is validated too
@@ -298,7 +298,7 @@ class GrpoBackend:
         if not every or not self._run.sets:
             return False
         if self._validating is not None and not self._validating.done() and not self._is_last_sync:
-            return False  # one that goes on while weights come
+            return False  # it continues while weights come
         last = self._logger.last_validated
         if last < 0:
             return True
@@ -415,7 +415,7 @@ class GrpoBackend:
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def idle(self, wait: str, idle_s: float) -> float:
-        """Show the wait, and raise if a process has died without which nothing goes on."""
+        """Show the wait, and raise if a process has died that the run needs."""
         self._fleet.raise_if_dead()
         if self._late_syncs.done():
             self._late_syncs.result()

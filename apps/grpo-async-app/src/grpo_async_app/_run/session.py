@@ -169,7 +169,7 @@ async def _while_cluster_lives(
 
 
 async def _train_on(session: Session, fleet: Fleet, logger: RunLogger, interruption: Interruption) -> LoopSummary:
-    """Train to the end. A trainer that dies is started again, and goes on as a resumed run does; engines stay up."""
+    """Train to the end. A trainer that dies is restarted and continues as a resumed run does; engines stay up."""
     death: PeerFailedError | None = None
     early_end: EarlyEnd | None = None
     while True:
@@ -183,9 +183,9 @@ async def _train_on(session: Session, fleet: Fleet, logger: RunLogger, interrupt
                 death = await fleet.trainer_death()
                 if death is None or interruption.asked.is_set() or not preflight.config.checkpoint.save_optimizer:
                     raise
-        told: list[str] = []
-        session = await asyncio.to_thread(Session.from_latest, preflight, run, told.append)
-        session = replace(session, notices=(*told, *session.notices))
+        damaged: list[str] = []
+        session = await asyncio.to_thread(Session.from_latest, preflight, run, damaged.append)
+        session = replace(session, notices=(*damaged, *session.notices))
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +207,7 @@ async def _start(session: Session, fleet: Fleet, logger: RunLogger, death: PeerF
     if death is not None:
         async with following(lambda: describe_start(fleet.places())):
             await fleet.restart_trainer(f"{death.peer} failed: {death.reason}", num_updates, session.folder)
-        logger.message(f"the run goes on from update {max(session.step, 0)}: what was trained since is trained again")
+        logger.message(f"the run continues from update {max(session.step, 0)}: what was trained since is trained again")
         return
     if session.preflight.lora_sync.why:
         logger.message(str(session.preflight.lora_sync))
@@ -277,7 +277,7 @@ def with_model(config: GrpoConfig, path: Path) -> GrpoConfig:
 def watched_driver(config: LivenessConfig, log_folder: Path) -> Iterator[None]:
     """Watch this process, and the roles that it starts under their names, while the block lasts.
 
-    Whoever stands still is named in `liveness.log`, and in the log of whichever role finds it out. Nothing is ended for
+    A stalled process is named in `liveness.log`, and in the log of the role that finds it. No process is ended for
     that: the ranks of a trainer end themselves, and for the others there is a supervisor.
     """
 
@@ -286,7 +286,7 @@ def watched_driver(config: LivenessConfig, log_folder: Path) -> Iterator[None]:
         with (log_folder / "liveness.log").open("a") as file:
             file.write(verdict.text + "\n")
 
-    if liveness.current_monitor() is not None:  # as whoever has started the driver wants it
+    if liveness.current_monitor() is not None:  # the caller of the driver has its own
         yield
         return
     monitor = liveness.watch(config.stall_after_s, policy="report", name="driver", on_verdict=write_down)

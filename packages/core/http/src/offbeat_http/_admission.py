@@ -49,7 +49,7 @@ class ConnectionLimits:
     """Bounds of what clients may hold.
 
     Args:
-        max_strangers: pending connections, which have not sent a complete request head yet. For one more the oldest is
+        max_pending: pending connections, which have not sent a complete request head yet. For one more the oldest is
             closed, once it has had a moment; others wait in the kernel meanwhile.
         max_connections: connections in all, and never more than half the descriptors of the process. For one more the
             one that is idle for longest is closed; while none is, new ones wait in the kernel.
@@ -58,7 +58,7 @@ class ConnectionLimits:
         send_deadline_s: longest wait for a client to take what it is sent.
     """
 
-    max_strangers: int = 64
+    max_pending: int = 64
     max_connections: int = 1024
     head_deadline_s: float = 2.0
     idle_s: int = 5
@@ -195,7 +195,7 @@ class Admission:
 
     @property
     def _has_many_pending(self) -> bool:
-        return len(self._pending) + len(self._taking) >= self.limits.max_strangers
+        return len(self._pending) + len(self._taking) >= self.limits.max_pending
 
     @property
     def _is_full(self) -> bool:

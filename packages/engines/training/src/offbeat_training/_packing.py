@@ -316,7 +316,7 @@ def idle_micro_batch() -> MicroBatch:
 
 
 _NONE: Indices = np.zeros(0, np.int64)
-_NOBODY = TrainSequence(ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool))
+_IDLE = TrainSequence(ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool))
 
 
 class _Layout:
@@ -362,7 +362,7 @@ class _Layout:
     def pad(self, length: int) -> None:
         """Append a segment of padding, unless it is none."""
         if length:
-            self._append(_NOBODY.ids[:0], self.known.positions(_NOBODY)[..., :0], length, -1)
+            self._append(_IDLE.ids[:0], self.known.positions(_IDLE)[..., :0], length, -1)
 
     def _append(self, ids: npt.NDArray[np.int32], positions: Indices, padding: int, parent: int) -> None:
         """Append a segment of these tokens, with so much padding after them."""

@@ -157,7 +157,7 @@ def _socket_bytes(proc: int, pids: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def as_file(text: str | bytes) -> Iterator[IO[bytes]]:
-    """Hold a text as a file in memory, open at its beginning. Nobody can write to it: a program gets it as it is."""
+    """Hold a text as a file in memory, open at its beginning. No process can write to it."""
     with open(os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
         file.write(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
         file.seek(0)
