@@ -7,4 +7,4 @@ def holds(draft: RecipeBuilder, expected: dict[str, object], remarks: dict[str, 
     """Require these values of our keys, None for one that is not set, and these remarks on options."""
     assert {key: draft.entries[key].value if key in draft.entries else None for key in expected} == expected
     for name, text in remarks.items():
-        assert text in " ".join(found[name] for found in draft.told().values() if name in found)
+        assert text in " ".join(found[name] for found in draft.messages().values() if name in found)

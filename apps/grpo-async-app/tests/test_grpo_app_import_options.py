@@ -119,7 +119,7 @@ def outcome_of(draft: RecipeBuilder, name: str) -> str:
     """Return what becomes of an option, or "" where it is not mentioned."""
     if re.search(rf"(^| ){re.escape(name)}( |$)", " ".join(entry.source for entry in draft.entries.values())):
         return "ours"
-    return next((title for title, found in draft.told().items() if name in found), "")
+    return next((title for title, found in draft.messages().items() if name in found), "")
 
 
 def today(peer: Peer, name: str) -> str:
@@ -196,7 +196,7 @@ def verdict_of(peer: Peer, option: str) -> OptionVerdict | None:
 def is_quiet(draft: RecipeBuilder, names: set[str]) -> bool:
     """Return whether something is said of an option, no key comes from it, and no title warns."""
     sources = {name for entry in draft.entries.values() for name in entry.source.split(" and ")}
-    titles = [title for title, found in draft.told().items() if names & set(found)]
+    titles = [title for title, found in draft.messages().items() if names & set(found)]
     return bool(titles) and not names & sources and set(titles) <= set(QUIET)
 
 

@@ -89,7 +89,7 @@ def outcome(draft: RecipeBuilder, peer: str, name: str) -> str:
         for key, entry in draft.entries.items()
         if names & set(entry.source.split(" and "))
     ]
-    return ", ".join(keys + [WORDS[title] for title, found in draft.told().items() if names & set(found)])
+    return ", ".join(keys + [WORDS[title] for title, found in draft.messages().items() if names & set(found)])
 
 
 def settings(draft: RecipeBuilder) -> dict[str, Any]:

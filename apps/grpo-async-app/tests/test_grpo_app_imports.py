@@ -162,7 +162,7 @@ def test_every_option_of_a_script_is_accounted_for(script: Path) -> None:
     sources = " ".join(entry.source for entry in draft.entries.values())
     silent = {"data.image_key", "actor_rollout_ref.actor.use_kl_loss", "algorithm.rollout_correction.bypass_mode"}
     for name in options:
-        is_mentioned = name in sources or any(name in found for found in draft.told().values())
+        is_mentioned = name in sources or any(name in found for found in draft.messages().values())
         assert is_mentioned or name in silent or name == "trainer.logger", name
 
 

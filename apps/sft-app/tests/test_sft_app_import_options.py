@@ -83,7 +83,7 @@ def test_every_option_of_a_trainer_has_a_line_and_gets_a_verdict(name: str) -> N
             draft = translated(trainer, {**trainer.settings[0], option: value})
             if draft is None or value in (None, [], {}):
                 continue
-            is_mentioned = any(option in found for found in draft.told().values())
+            is_mentioned = any(option in found for found in draft.messages().values())
             assert is_mentioned or option not in draft.left, f"{option} = {value}"
             assert is_mentioned or row.verdict in (OptionVerdict.OURS, OptionVerdict.ALWAYS), f"{option} = {value}"
 
