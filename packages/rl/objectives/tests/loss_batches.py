@@ -5,11 +5,12 @@ from hypothesis import strategies as st
 
 from offbeat_core import LossTokens
 from offbeat_objectives import AlgorithmConfig
+from offbeat_objectives._config import LOSS_KINDS
 
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")
 """Losses whose statistics are of one micro-batch."""
-BY_TOKEN_OR_SEQUENCE = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo_tv", "dppo_kl")
-LOSSES = (*BY_TOKEN_OR_SEQUENCE, *BY_MICRO_BATCH)
+LOSSES = tuple(LOSS_KINDS)
+BY_TOKEN_OR_SEQUENCE = tuple(loss for loss in LOSSES if loss not in BY_MICRO_BATCH)
 AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 FIXED_LENGTH = 7
 

@@ -4,7 +4,7 @@ import pytest
 
 from offbeat_core import ConfigError
 from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, resolve_correction
-from offbeat_objectives._config import CORRECTIONS, DPPO_LOSSES, LOSSES
+from offbeat_objectives._config import CORRECTIONS, DPPO_LOSSES, LOSS_KINDS
 
 LAG = "async.staleness_threshold = 0.5: some samples are of older weights"
 ONE_STEP = f"{LAG}, and one step an update"
@@ -17,7 +17,7 @@ def resolved(off_policy, unclipped="", **settings):
     return config.correction, config.correction_form, said
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_KINDS)
 def test_every_loss_has_a_correction_off_policy_and_none_on_policy(loss):
     if loss in DPPO_LOSSES:
         assert resolved(LAG, loss=loss)[:2] == resolved("", loss=loss)[:2] == ("none", "bypass")
@@ -34,7 +34,7 @@ def test_where_no_other_clip_acts_ppo_clips_around_the_sampler():
     assert resolved("", "")[:2] == ("none", "decoupled")
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in ("ppo_clip", *DPPO_LOSSES)])
+@pytest.mark.parametrize("loss", [loss for loss in LOSS_KINDS if loss not in ("ppo_clip", *DPPO_LOSSES)])
 def test_other_losses_are_weighed_also_with_one_step(loss):
     assert resolved(LAG, ONE_STEP, loss=loss)[:2] == ("token_tis", "decoupled")
 

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_core import METADATA_KEY, ConfigError
 from offbeat_objectives import AlgorithmConfig, check_algorithm
-from offbeat_objectives._config import COMPARING_ADVANTAGES, CORRECTIONS, LOSSES
+from offbeat_objectives._config import COMPARING_ADVANTAGES, CORRECTIONS, LOSS_KINDS
 
 TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
 
@@ -120,7 +120,7 @@ def test_one_sample_per_prompt_is_enough_elsewhere_but_not_for_filtering():
             check_algorithm(AlgorithmConfig(advantage=name, filter_groups=True), samples_per_prompt=1)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_KINDS)
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_bypass_form_takes_rejections_and_refuses_weights_that_would_count_twice(name, loss):
     length = 9 if loss.startswith("dppo") else None
@@ -171,7 +171,7 @@ def test_what_works_but_is_probably_not_meant_is_said(changes, words):
     assert words in notice
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSS_KINDS)
 def test_a_loss_has_the_aggregation_of_its_paper(loss):
     of_papers = dict.fromkeys(("gspo", "sapo", "gmpo"), "sequence_mean")
     of_papers |= dict.fromkeys(("dppo_tv", "dppo_kl"), "fixed_length")

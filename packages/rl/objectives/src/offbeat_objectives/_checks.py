@@ -11,12 +11,10 @@ from offbeat_objectives._config import (
     ADVANTAGES,
     AUTO,
     COMPARING_ADVANTAGES,
-    DPPO_LOSSES,
     GROUP_ADVANTAGES,
     LOG_RATIO_BOUND,
-    LOSSES,
+    LOSS_KINDS,
     REJECTIONS,
-    SEQUENCE_LOSSES,
     AlgorithmConfig,
     Preset,
     read_preset,
@@ -136,21 +134,15 @@ def _option_values(kind: type[Any], given: dict[str, Any]) -> Complaints:
         yield f"options: cov_low must be below cov_high: got {options.cov_low:g} and {options.cov_high:g}"
 
 
-_WITHOUT_CLIP: Final = {
-    "sapo": "sapo has soft gates, set by tau_positive and tau_negative in options",
-    "kl_cov": "kl_cov holds back by a penalty, set by cov_share and kl_weight in options",
-    "gpg": "gpg has no ratio",
-}
-
-
 def _loss(config: AlgorithmConfig) -> Complaints:
     if config.has_own_loss:
         find_function("algorithm.loss", config.loss)
-    elif config.loss not in LOSSES:
-        yield _unknown("loss", config.loss, LOSSES)
+    elif config.loss not in LOSS_KINDS:
+        yield _unknown("loss", config.loss, tuple(LOSS_KINDS))
+    kind = LOSS_KINDS.get(config.loss)
     for name in ("clip_low", "clip_high"):
-        if config.loss in _WITHOUT_CLIP and getattr(config, name) is not None:
-            yield f"{name} has no effect: {_WITHOUT_CLIP[config.loss]}"
+        if kind is not None and kind.clip is None and getattr(config, name) is not None:
+            yield f"{name} has no effect: {config.loss} {kind.without_clip}"
     if config.loss in ("ppo_clip", "gspo", "cispo", "clip_cov") and config.clip_range()[0] > 1:
         yield f"clip_low must be at most 1, where the bound 1 - clip_low is 0: got {config.clip_low:g}"
     if config.loss == "dppo_tv" and max(config.clip_range()) >= 1:
@@ -269,10 +261,9 @@ def _notices(config: AlgorithmConfig) -> Complaints:
             f"rs_low and rs_high: {bounds} are narrow for r of a {preset.rejection or 'token'}, and may reject almost "
             "everything; they are usual for geometric_rs"
         )
-    if config.loss in SEQUENCE_LOSSES and config.resolved_aggregation != "sequence_mean":
-        yield f"aggregation: {config.loss} is defined with sequence_mean; {config.aggregation} is another weighting"
-    if config.loss in DPPO_LOSSES and config.resolved_aggregation != "fixed_length":
-        yield f"aggregation: {config.loss} is defined with fixed_length; {config.aggregation} is another weighting"
+    usual = LOSS_KINDS[config.loss].aggregation if config.loss in LOSS_KINDS else "token_mean"
+    if usual != "token_mean" and config.resolved_aggregation != usual:
+        yield f"aggregation: {config.loss} is defined with {usual}; {config.aggregation} is another weighting"
     if config.advantage == "dr_grpo" and config.resolved_aggregation != "fixed_length":
         how = config.resolved_aggregation
         yield f"aggregation: Dr. GRPO is defined with fixed_length; {how} brings its length bias back"

@@ -5,7 +5,7 @@ when that choice was not made, because it would then do nothing.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from offbeat_core import setting
 
@@ -28,22 +28,39 @@ GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "gdpo", "grp
 COMPARING_ADVANTAGES: Final = (*GROUP_ADVANTAGES, "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of one prompt."""
 ADVANTAGES: Final = (*COMPARING_ADVANTAGES, "reinforce_plus_plus", "remax", "gae", "none")
-SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
-"""Losses that weigh all sequences alike, by their definition."""
-DPPO_LOSSES: Final = ("dppo_tv", "dppo_kl")
-"""Losses whose objective is a sum over the tokens of a sequence."""
-LOSSES: Final = ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "gpg", *DPPO_LOSSES)
-DEFAULT_CLIPS: Final = {
-    "ppo_clip": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (1.0, 4.0),
-    "gmpo": (0.4, 0.4),
-    "clip_cov": (0.2, 0.2),
-    "dppo_tv": (0.15, 0.15),
-    "dppo_kl": (0.05, 0.05),
+
+
+class LossKind(NamedTuple):
+    """Defaults of a policy loss; its formula is the function of its name in _surrogates.py.
+
+    Args:
+        clip: (clip_low, clip_high); None for a loss that does not clip.
+        aggregation: of token losses, by the loss's definition.
+        without_clip: what it has instead of a clip, for the error of a clip that would have no effect.
+    """
+
+    clip: tuple[float, float] | None = None
+    aggregation: str = "token_mean"
+    without_clip: str = "does not clip"
+
+
+LOSS_KINDS: Final = {
+    "ppo_clip": LossKind(clip=(0.2, 0.2)),
+    "gspo": LossKind(clip=(3e-4, 4e-4), aggregation="sequence_mean"),
+    "cispo": LossKind(clip=(1.0, 4.0)),  # the low bound of 1 - 1 = 0 never binds, as in its paper
+    "sapo": LossKind(
+        aggregation="sequence_mean",
+        without_clip="has soft gates, set by tau_positive and tau_negative in options",
+    ),
+    "gmpo": LossKind(clip=(0.4, 0.4), aggregation="sequence_mean"),
+    "clip_cov": LossKind(clip=(0.2, 0.2)),
+    "kl_cov": LossKind(without_clip="holds back by a penalty, set by cov_share and kl_weight in options"),
+    "gpg": LossKind(without_clip="has no ratio"),
+    # A divergence is bounded, as its authors train (verl, examples/dppo_trainer), and summed over a sequence.
+    "dppo_tv": LossKind(clip=(0.15, 0.15), aggregation="fixed_length"),
+    "dppo_kl": LossKind(clip=(0.05, 0.05), aggregation="fixed_length"),
 }
-"""(clip_low, clip_high) of each loss that clips. CISPO's low bound of 1 - 1 = 0 never binds, as in its paper; those of
-DPPO bound a divergence, as its authors train (verl, examples/dppo_trainer)."""
+DPPO_LOSSES: Final = ("dppo_tv", "dppo_kl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,12 +293,13 @@ class AlgorithmConfig:
     @property
     def resolved_aggregation(self) -> str:
         """The aggregation in use: given, or that of the loss's own paper."""
-        usual = dict.fromkeys(SEQUENCE_LOSSES, "sequence_mean") | dict.fromkeys(DPPO_LOSSES, "fixed_length")
-        return self.aggregation or usual.get(self.loss, "token_mean")
+        return self.aggregation or LOSS_KINDS.get(self.loss, LossKind()).aggregation
 
     def clip_range(self) -> tuple[float, float]:
         """(clip_low, clip_high) in use; those of ppo_clip for a loss of one's own. The loss must be one that clips."""
-        low, high = DEFAULT_CLIPS["ppo_clip" if self.has_own_loss else self.loss]
+        clip = LOSS_KINDS["ppo_clip" if self.has_own_loss else self.loss].clip
+        assert clip is not None
+        low, high = clip
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig
+from offbeat_objectives._config import LOG_RATIO_BOUND, LOSS_KINDS, AlgorithmConfig
 from offbeat_objectives._divergence import bounded_ratio
 from offbeat_objectives._options import ClipCovOptions, DppoOptions, KlCovOptions, SapoOptions
 from offbeat_objectives._packing import segment_mean
@@ -265,15 +265,5 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_range: tuple[float, flo
 
 
 Objective = Callable[[PolicyTokens, AlgorithmConfig], Surrogate]
-OBJECTIVES: Final[dict[str, Objective]] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "gpg": gpg,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-}
+OBJECTIVES: Final[dict[str, Objective]] = {name: globals()[name] for name in LOSS_KINDS}
+"""Of each loss the function of its name above."""
