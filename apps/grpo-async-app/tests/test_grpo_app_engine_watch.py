@@ -9,7 +9,7 @@ from test_grpo_app_engines import Handle, add, open_engines, run, settings
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engine_watch import EngineSpeeds, TokenWatch
-from grpo_async_app._fleet.fleet import RoleSpecs
+from grpo_async_app._fleet.role_specs import RoleSpecs
 from offbeat_actors import StuckError
 from offbeat_core import EngineHealth, RoleName, load_config
 

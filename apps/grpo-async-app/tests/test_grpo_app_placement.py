@@ -11,7 +11,7 @@ import pytest
 from grpo_async_app._commands.plan import GrpoPlanner
 from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._fleet.fleet import plan_threads, share_cpus
+from grpo_async_app._fleet.role_specs import plan_threads, share_cpus
 from grpo_async_app._preflight.estimates import BatchArithmetic
 from grpo_async_app._preflight.placement import place_run, request_resources
 from grpo_async_app._preflight.preflight import check_run
@@ -331,7 +331,7 @@ def small(**cluster: int) -> GrpoConfig:
 
 @pytest.mark.parametrize("colocate", [False, True])
 def test_those_that_train_and_those_that_sample_share_all_cpus(colocate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async_app._fleet.fleet.available_cpus", lambda: 8)
+    monkeypatch.setattr("grpo_async_app._fleet.role_specs.available_cpus", lambda: 8)
     config = small(colocate=colocate)
     config = replace(config, engine=replace(config.engine, num_ranks=4))
     assert plan_threads(config) == {"trainer": 2, "rollout": 4, "teacher": 1, "reward_model": 1}

@@ -8,7 +8,7 @@ from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.resolved import ResolvedRun, resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
-from grpo_async_app._fleet.fleet import plan_threads
+from grpo_async_app._fleet.role_specs import plan_threads
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources

@@ -1,17 +1,14 @@
 """The processes of a run: trainer, rollout engines, environments, scorers; started, called, restarted, stopped."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 from grpo_async_app._config.resolved import Judge, ResolvedRun
 from grpo_async_app._config.reward_model import reward_model_of
-from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import settle_lora_sync
 from grpo_async_app._fleet.agents import AgentProcess
 from grpo_async_app._fleet.colocation import ColocationSchedule
@@ -19,6 +16,7 @@ from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._fleet.environments import EnvironmentProcess
 from grpo_async_app._fleet.events import LoggedEvents, RunEvents
 from grpo_async_app._fleet.replicas import Replicas
+from grpo_async_app._fleet.role_specs import RoleSpecs
 from grpo_async_app._fleet.teachers import RewardModels, Teachers
 from grpo_async_app._fleet.trainers import Trainers, start_trainers
 from grpo_async_app._fleet.weights import WeightOffer
@@ -29,17 +27,13 @@ from offbeat_actors import (
     Launcher,
     RestartBudget,
     RolePlace,
-    RoleSpec,
-    available_cpus,
     check_processes,
     gather_or_cancel,
-    split_threads,
     start_again,
 )
 from offbeat_core import (
     ConfigError,
     DeadlineError,
-    DroppedSettings,
     Metric,
     Metrics,
     PeerFailedError,
@@ -47,7 +41,7 @@ from offbeat_core import (
     RoleName,
     load_backend,
 )
-from offbeat_data import CompletionText, EnvironmentConfig, Prompt, RewardScore
+from offbeat_data import CompletionText, Prompt, RewardScore
 from offbeat_placement import Placement
 from offbeat_run import clock_s, doing
 from offbeat_weightsync import new_socket_path, transport_class
@@ -57,9 +51,6 @@ QUICK_STOP_S = 2.0
 
 REPORT_BEFORE_S: Final = 2.0
 """So long before the deadline of a sync the driver looks what it waits for: afterwards all calls are cancelled."""
-
-_LOG_BYTES: Final = 4 << 20
-"""Longest beginning of a log that an environment or an agent writes, in each of thousands of episodes."""
 
 _OTHER_CALLS: Final = ("generate", "score", "health", "beat")
 """Calls that run beside a sync and are no part of it."""
@@ -357,114 +348,3 @@ class Fleet:
         if self.turns is not None:
             metrics["perf/handover_s"] = Metric(value=self.turns.take_spent_s())
         return metrics
-
-
-class RoleSpecs:
-    """Makes the spec of each role, which gets the configuration whole. Logs lie in `log_folder`, traces beside it."""
-
-    def __init__(self, config: GrpoConfig, model_path: str, log_folder: Path, *, has_images: bool = False) -> None:
-        self._config, self._model_path, self._log_folder = config, model_path, log_folder
-        self._has_images, self._threads = has_images, plan_threads(config)
-        self._shares_cpus = share_cpus(config, self._threads)
-
-    def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        """Rank 0 of the trainer; the others differ by their number."""
-        start = {"model_path": self._model_path, "num_updates": num_updates, "checkpoint": str(checkpoint or "")}
-        return self._spec(
-            RoleName("trainer"), "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder
-        )
-
-    def rollout(self, role: RoleName) -> RoleSpec:
-        spec = self._spec(role, "RolloutRole", role=role, model_path=self._model_path, trace_folder=self._trace_folder)
-        return _with_environment_of(self._config.rollout.backend, spec)
-
-    def replica(self, role: RoleName) -> RoleSpec:
-        """Return the spec of a teacher or a reward model."""
-        if role.kind == "teacher":
-            spec = self._spec(role, "TeacherRole", images=self._has_images)
-            return _with_environment_of(self._config.teacher.backend, spec)
-        return self._spec(role, "RewardModelRole")
-
-    def environment(self, index: int, settings: EnvironmentConfig) -> RoleSpec:
-        """It gets its own section alone: the whole configuration would import torch."""
-        role = RoleName("environment", index)
-        return RoleSpec(
-            role=role,
-            target="grpo_async_app._roles.environment:EnvironmentRole",
-            kwargs={"config": settings},
-            num_threads=1,
-            log_path=self._log_folder / f"{role}.log",
-            max_log_bytes=_LOG_BYTES,
-        )
-
-    def agent(self) -> RoleSpec:
-        role = RoleName("agent")
-        return RoleSpec(
-            role=role,
-            target="grpo_async_app._roles.agent:AgentRole",
-            kwargs={"config": self._config.agent},
-            num_threads=1,
-            log_path=self._log_folder / f"{role}.log",
-            max_log_bytes=_LOG_BYTES,
-        )
-
-    def _spec(self, name: RoleName, target: str, /, **kwargs: object) -> RoleSpec:
-        num_threads = self._threads[name.kind]
-        return RoleSpec(
-            role=name,
-            target=f"grpo_async_app._roles.{name.kind}:{target}",
-            kwargs={"config": self._config, "num_threads": num_threads, **kwargs},
-            num_threads=num_threads,
-            shares_cpus=self._shares_cpus,
-            log_path=self._log_folder / f"{name}.log",
-        )
-
-    @property
-    def _trace_folder(self) -> str:
-        return str(self._log_folder.with_name("profile"))
-
-
-def _with_environment_of(backend: str, spec: RoleSpec) -> RoleSpec:
-    """Return the spec of an engine's role, without settings of the environment that its backend refuses."""
-    dropped: DroppedSettings = getattr(load_backend("offbeat.rollout", backend), "dropped_settings", {})
-    return replace(spec, dropped_settings=dropped)
-
-
-def plan_threads(config: GrpoConfig) -> dict[str, int]:
-    """CPU threads of a trainer rank, a rollout engine and a teacher.
-
-    Those that train share all CPUs, and so do those that sample: threads that wait do not spin, so the others
-    have them. (Half of the CPUs each was 1.5 to 2 times slower: each kind waits for the other a part of the time.)
-    """
-    counts = _count_roles(config)
-    trainers, rollouts, *others = ([str(RoleName(kind, index)) for index in range(n)] for kind, n in counts.items())
-    shares: dict[str, int] = {}
-    for roles in (trainers, [*rollouts, *chain(*others)]):  # scoring overlaps with sampling
-        shares |= split_threads(available_cpus(), dict.fromkeys(roles, 1.0))
-    return {
-        "trainer": config.cluster.trainer_threads or shares["trainer-0"],
-        "rollout": config.cluster.rollout_threads or shares["rollout-0"],
-        "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
-        "reward_model": config.cluster.rollout_threads or shares.get("reward_model-0", 1),
-    }
-
-
-def share_cpus(config: GrpoConfig, threads: Mapping[str, int]) -> bool:
-    """Return whether roles that compute at the same time have more threads than this machine has CPUs.
-
-    Those that take turns on a device do not.
-    """
-    return not config.cluster.colocate and available_cpus() < sum(
-        count * threads[kind] for kind, count in _count_roles(config).items() if count
-    )
-
-
-def _count_roles(config: GrpoConfig) -> dict[str, int]:
-    """Processes that compute with torch, by kind."""
-    model = reward_model_of(config.reward)
-    return {
-        "trainer": config.engine.num_ranks,
-        "rollout": config.rollout.num_engines,
-        "teacher": config.teacher.num_replicas if config.teacher.is_set else 0,
-        "reward_model": model.num_replicas if model else 0,
-    }

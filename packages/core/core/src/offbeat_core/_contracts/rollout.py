@@ -85,7 +85,13 @@ class WeightStream(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples completions. All methods are safe to await at once from one event loop."""
+    """Samples completions. All methods are safe to await at once from one event loop.
+
+    A class that is registered under `offbeat.rollout` also has `async create(config: RolloutEngineConfig)`, which loads
+    the model. It may have class attributes that are asked before there is an engine: `whole_logprobs`,
+    `dropped_settings`, and functions `check_installed`, `check_model`, `refuses_adapters`, `held_bytes`,
+    `cache_budget`, `notices_of`; rollout-torch and rollout-vllm have examples of all.
+    """
 
     @property
     def capabilities(self) -> RolloutCapabilities:
