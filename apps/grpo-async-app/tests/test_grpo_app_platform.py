@@ -6,7 +6,7 @@ import pytest
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight import platform
-from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind, slow_formats
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, slow_formats
 from offbeat_core import parse_config
 from offbeat_placement import ClusterView, grid_nodes
 
@@ -23,23 +23,28 @@ PLAIN = '[model]\npath = "m"\n[data]\npath = "d"\n'
         ("XPU", "fpu", "bfloat16", 256),
     ],
 )
+@pytest.mark.parametrize("training", ["", "GPU"])
 def test_a_machine_decides_what_is_left_open_and_says_why(
-    kind: str, flags: str, dtype: str, max_running: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, flags: str, dtype: str, max_running: int, training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor : 0\nflags : {flags}\n")
     monkeypatch.setattr(platform, "_CPU_INFO", info)
-    config, choices = choose_for_platform(parse_config(PLAIN, GrpoConfig), kind)
+    config, choices = choose_for_platform(parse_config(PLAIN, GrpoConfig), kind, training)
     assert (config.rollout.dtype, config.rollout.max_running) == (dtype, max_running)
+    trained = "bfloat16" if training else "float32"
+    assert config.engine.dtype == trained
     assert [choice.partition(" (")[0] for choice in choices] == [
         f"rollout.dtype = {dtype}",
         f"rollout.max_running = {max_running}",
+        f"engine.dtype = {trained}",
     ]
 
 
 def test_what_is_written_stays_as_it_is() -> None:
-    config = parse_config(PLAIN + '[rollout]\ndtype = "float16"\nmax_running = 3\n', GrpoConfig)
-    assert choose_for_platform(config, "GPU") == (config, [])
+    written = '[rollout]\ndtype = "float16"\nmax_running = 3\n[engine]\ndtype = "float32"\n'
+    config = parse_config(PLAIN + written, GrpoConfig)
+    assert choose_for_platform(config, "GPU", "GPU") == (config, [])
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,6 @@ def test_bfloat16_on_a_cpu_without_its_products_is_noticed(
     [("auto", True, "GPU"), ("cuda:0", False, "GPU"), ("cpu", True, ""), ("xpu", False, "XPU")],
 )
 def test_where_it_samples_tells_the_kind(device: str, reserves: bool, kind: str) -> None:
-    config = parse_config(f'{PLAIN}[rollout]\ndevice = "{device}"\n', GrpoConfig)
+    config = parse_config(f'{PLAIN}[rollout]\ndevice = "{device}"\n[engine]\ndevice = "cpu"\n', GrpoConfig)
     view = ClusterView(nodes=tuple(grid_nodes(1, 8)) if reserves else (), reserves=reserves)
-    assert sampling_kind(config, view) == kind
+    assert device_kinds(config, view) == (kind, "")

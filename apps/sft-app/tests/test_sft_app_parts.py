@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from offbeat_core import check_limits, dump_config, load_config, parse_config
 from offbeat_data import EpochOrder, load_tokenizer
+from offbeat_placement import ClusterView, grid_nodes
 from offbeat_testing import CommandLine
 from sft_app._config import SftConfig
-from sft_app._preflight import Progress, batch_positions, check_run
+from sft_app._preflight import Progress, batch_positions, check_run, settle_format
 
 
 def test_the_configuration_keeps_to_its_limits() -> None:
@@ -48,6 +49,26 @@ def test_a_finished_run_goes_on_where_its_data_ended(
     begun = Progress(updates=done, position=end)
     batches = [batch_positions(update, batch_size, later_end, begun) for update in range(done, num_updates)]
     assert [position for batch in batches for position in batch] == list(range(end, later_end))
+
+
+@pytest.mark.parametrize(
+    ("words", "reserves", "dtype"),
+    [
+        ([], True, "bfloat16"),
+        (["--engine.device=cpu"], True, "float32"),
+        (["--engine.device=cuda"], False, "bfloat16"),
+        (["--engine.device=cuda", "--engine.dtype=float32"], False, "float32"),
+    ],
+)
+def test_the_device_decides_the_number_format(config: Path, words: list[str], reserves: bool, dtype: str) -> None:
+    view = ClusterView(nodes=tuple(grid_nodes(1, 8)) if reserves else (), reserves=reserves)
+    plain = load_config(config, SftConfig, ["--engine.device=auto", "--engine.dtype=auto", *words])
+    assert settle_format(plain, view).engine.dtype == dtype
+
+
+def test_a_run_keeps_what_was_left_open(config: Path) -> None:
+    checked = check_run(load_config(config, SftConfig, ["--engine.dtype=auto"]))
+    assert (checked.written.engine.dtype, checked.config.engine.dtype) == ("auto", "float32")
 
 
 def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> None:

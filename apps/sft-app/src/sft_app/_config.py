@@ -22,6 +22,12 @@ class EngineConfig(TrainEngineSettings):
     """Section `engine`: the trainer. `lora_rank` above 0 trains adapters instead of all weights."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    dtype: str = setting(
+        "auto",
+        "Number format of the matrix products, whose weights are kept in float32; auto: bfloat16 on an accelerator, "
+        "float32 on CPUs.",
+        choices=("auto", "float32", "bfloat16"),
+    )
     num_ranks: int = setting(
         1, "Processes that train together, each with a device or a share of the CPUs.", ge=1, le=65536
     )

@@ -9,7 +9,7 @@ from offbeat_core import PlacementError, TrainLayout
 from offbeat_placement import ClusterView, Placement, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from sft_app._config import SftConfig
-from sft_app._preflight import Preflight, check_run, estimate_memory, request_resources, sharing_ranks
+from sft_app._preflight import Preflight, check_run, estimate_memory, request_resources, settle_format, sharing_ranks
 from sft_app._shrink import shrink_run
 
 
@@ -23,8 +23,8 @@ class SftPlanner(Planner[SftConfig]):
 
     def plan_elsewhere(self, config: SftConfig, view: ClusterView) -> RunPlan:
         """Places, how ranks share the model, and memory where the model's config.json is here."""
-        placement = _place(config, view)
-        engine = config.engine
+        config = settle_format(config, view)
+        placement, engine = _place(config, view), config.engine
         layout = layout_elsewhere(config.train_engine(engine.max_updates), engine.backend, engine.num_ranks)
         return plan_unseen(
             placement,

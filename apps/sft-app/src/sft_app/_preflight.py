@@ -60,6 +60,8 @@ class Preflight:
     """Checked settings and data of a run.
 
     Args:
+        config: without open choices.
+        written: as it was given, which the run folder keeps.
         examples: what to learn from, and how many rows it is of.
         held_out: the held-out examples a validation uses.
         num_updates: optimizer steps of the whole run.
@@ -72,6 +74,7 @@ class Preflight:
     """
 
     config: SftConfig
+    written: SftConfig
     model: ExaminedModel
     examples: ExampleSet
     held_out: tuple[Example, ...]
@@ -198,6 +201,8 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     _check_head(config, backend)
     _check_device(config, is_elsewhere=reserves)
+    view = find_view(config.cluster, config.devices)
+    written, config = config, settle_format(config, view)
     if config.validates_every and not examples.eval:
         raise ConfigError(
             "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
@@ -210,10 +215,10 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
     layout = backend.plan(wanted, config.engine.num_ranks)
     _check_lengths(layout, (*examples.train, *examples.eval))
-    view = find_view(config.cluster, config.devices)
     placement = request_resources(config, view).place(view)
     return Preflight(
         config=config,
+        written=written,
         model=model,
         examples=examples,
         held_out=examples.eval[: config.eval.max_sequences or None],
@@ -279,6 +284,19 @@ def _check_device(config: SftConfig, *, is_elsewhere: bool) -> None:
     from offbeat_device import rank_device  # imports torch: late, after the cheap mistakes
 
     rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
+
+
+def settle_format(config: SftConfig, view: ClusterView) -> SftConfig:
+    """Fill in `engine.dtype = "auto"`, by the kind of device that trains. Imports torch where only torch can tell."""
+    engine = config.engine
+    if engine.dtype != "auto":
+        return config
+    kind = view.kind(engine.device)
+    if not view.reserves and engine.device != "cpu":
+        from offbeat_device import accelerator_kind
+
+        kind = accelerator_kind(engine.device)
+    return replace(config, engine=replace(engine, dtype="bfloat16" if kind else "float32"))
 
 
 _ON_ONE_MACHINE: Final = {"tensor_parallel": "engine.num_ranks"}

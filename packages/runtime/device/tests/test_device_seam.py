@@ -7,11 +7,18 @@ import torch
 from torch.profiler import record_function
 
 from offbeat_core import ConfigError, TracePlan, available_devices, load_backend
-from offbeat_device import StepTracer, TraceFiles, open_device, rank_device
+from offbeat_device import StepTracer, TraceFiles, accelerator_kind, open_device, rank_device
 
 
 def test_auto_takes_the_preferred_kind_that_is_here():
     assert open_device("auto").kind == next(iter(available_devices()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("cpu", ""), ("cuda", "GPU"), ("cuda:3", "GPU"), ("npu:0", "NPU"), ("xpu", "XPU")]
+)
+def test_a_name_tells_the_kind_as_a_cluster_calls_it(name, kind):
+    assert accelerator_kind(name) == kind
 
 
 def test_cpu_answers_every_question():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.placement import find_view
-from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds
 from grpo_async_app._run.engine_probe import ProbeOutcome, probe_engines, widths_to_probe
 from grpo_async_app._run.interruption import run_interruptible
 from offbeat_actors import Launcher
@@ -29,7 +29,7 @@ def examine_command(words: CommandWords) -> int:
     config = load_config(file, GrpoConfig, words.overrides)
     inspect_model(config.model.path)
     view = find_view(config)
-    config, _ = choose_for_platform(config, sampling_kind(config, view))
+    config, _ = choose_for_platform(config, *device_kinds(config, view))
     return _probe(config, view)
 
 

@@ -39,7 +39,8 @@ class GrpoPlanner(Planner[GrpoConfig]):
 
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
         """Settings, places, batches, and memory where the model's config.json is here."""
-        config, choices = choose_for_platform(config, view.kind(config.rollout.device))
+        sampling, training = view.kind(config.rollout.device), view.kind(config.engine.device)
+        config, choices = choose_for_platform(config, sampling, training)
         config, chosen = choose_correction(config)
         placement = place_run(config, view)
         transport = choose_transport(config, placement)

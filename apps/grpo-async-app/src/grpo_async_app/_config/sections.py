@@ -173,6 +173,12 @@ class EngineConfig(TrainEngineSettings):
     """Section `engine`: the trainer."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")
+    dtype: str = setting(
+        AUTO,
+        "Number format of the matrix products, whose weights are kept in float32; auto: bfloat16 on an accelerator, "
+        "float32 on CPUs.",
+        choices=(AUTO, "float32", "bfloat16"),
+    )
     num_ranks: int = setting(1, "Processes that train together, each on a device of its own.", "ranks", ge=1, le=65536)
     max_updates: int = setting(0, "End the run after so many updates; 0: when the data ends.", "updates", ge=0)
     max_time_s: float = setting(

@@ -13,7 +13,7 @@ from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherCon
 from grpo_async_app._preflight.data import ask_tools, mark_of, read_sets, turn_templates, with_tools
 from grpo_async_app._preflight.engines import check_engine_model, check_positions
 from grpo_async_app._preflight.placement import find_view, place_run
-from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds
 from grpo_async_app._preflight.sources import check_rewards
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError
@@ -99,7 +99,7 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
-    config, _ = choose_for_platform(config, sampling_kind(config, view))
+    config, _ = choose_for_platform(config, *device_kinds(config, view))
     return Evaluation(run=replace(run, config=config), model_path=model.path, placement=place_run(config, view))
 
 

@@ -1,4 +1,4 @@
-"""Settings that the machine decides where the configuration does not: format and batch of rollout engines."""
+"""Settings that the machine decides where the configuration does not: formats of engines, batch of rollout engines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,25 +15,32 @@ _CPU_FLAGS: Final = ("amx_bf16", "avx512_bf16")
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 
-def choose_for_platform(config: GrpoConfig, kind: str) -> tuple[GrpoConfig, list[str]]:
-    """Fill in `rollout.dtype = "auto"` and `rollout.max_running = 0`.
+def choose_for_platform(config: GrpoConfig, sampling: str, training: str) -> tuple[GrpoConfig, list[str]]:
+    """Fill in `engine.dtype = "auto"`, `rollout.dtype = "auto"` and `rollout.max_running = 0`.
 
     Args:
         config: as it was written.
-        kind: of the accelerator that samples, such as GPU; "" for CPUs.
+        sampling: kind of the accelerator that samples, such as GPU; "" for CPUs.
+        training: the same of the trainer.
 
     Returns:
         The configuration without open choices, and each choice with its reason.
     """
     rollout, said = config.rollout, list[str]()
     if rollout.dtype == AUTO:
-        dtype, why = ("bfloat16", f"samples on a {kind}") if kind else _cpu_format()
+        dtype, why = ("bfloat16", f"samples on a {sampling}") if sampling else _cpu_format()
         rollout = replace(rollout, dtype=dtype)
         said.append(f"rollout.dtype = {dtype} ({why})")
     if not rollout.max_running:
-        rollout = replace(rollout, max_running=RUNNING_ON_A_DEVICE if kind else RUNNING_ON_A_CPU)
-        said.append(f"rollout.max_running = {rollout.max_running} (samples on {f'a {kind}' if kind else 'CPUs'})")
-    return replace(config, rollout=rollout), said
+        rollout = replace(rollout, max_running=RUNNING_ON_A_DEVICE if sampling else RUNNING_ON_A_CPU)
+        place = f"a {sampling}" if sampling else "CPUs"
+        said.append(f"rollout.max_running = {rollout.max_running} (samples on {place})")
+    engine = config.engine
+    if engine.dtype == AUTO:
+        dtype, place = ("bfloat16", f"a {training}") if training else ("float32", "CPUs")
+        engine = replace(engine, dtype=dtype)
+        said.append(f"engine.dtype = {dtype} (trains on {place})")
+    return replace(config, rollout=rollout, engine=engine), said
 
 
 def slow_formats(config: GrpoConfig, kind: str) -> list[str]:
@@ -51,16 +58,17 @@ def slow_formats(config: GrpoConfig, kind: str) -> list[str]:
     ]
 
 
-def sampling_kind(config: GrpoConfig, view: ClusterView) -> str:
-    """Kind of accelerator that samples, "" for CPUs. Imports torch where only torch can tell."""
-    name = config.rollout.device.partition(":")[0]
-    if view.reserves or name == "cpu":
-        return view.kind(config.rollout.device)
-    if name == AUTO:
-        from offbeat_device import open_device
+def device_kinds(config: GrpoConfig, view: ClusterView) -> tuple[str, str]:
+    """Return the kinds of accelerator that sample and train, "" for CPUs. Imports torch where only torch can tell."""
+    return _kind(config.rollout.device, view), _kind(config.engine.device, view)
 
-        name = open_device(AUTO).torch_device.type
-    return "" if name == "cpu" else "GPU" if name == "cuda" else name.upper()
+
+def _kind(device: str, view: ClusterView) -> str:
+    if view.reserves or device == "cpu":
+        return view.kind(device)
+    from offbeat_device import accelerator_kind
+
+    return accelerator_kind(device)
 
 
 def _cpu_format() -> tuple[str, str]:

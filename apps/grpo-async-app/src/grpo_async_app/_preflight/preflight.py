@@ -21,7 +21,7 @@ from grpo_async_app._preflight.engines import (
 )
 from grpo_async_app._preflight.estimates import estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run
-from grpo_async_app._preflight.platform import choose_for_platform, sampling_kind, slow_formats
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, slow_formats
 from grpo_async_app._preflight.settings import check_choices, check_correction, engine_notices
 from grpo_async_app._preflight.sources import check_end, check_rewards, naming
 from grpo_async_app._preflight.trainer import check_devices, plan_trainer
@@ -209,11 +209,11 @@ def _choose(
     """
     if not view.reserves:
         check_processes(run.config.processes)
-    kind = sampling_kind(run.config, view)
-    config, choices = choose_for_platform(run.config, kind)
+    sampling, training = device_kinds(run.config, view)
+    config, choices = choose_for_platform(run.config, sampling, training)
     config, more_choices = choose_correction(config)
     run = replace(run, config=config)
-    slow = () if view.reserves else slow_formats(config, kind)
+    slow = () if view.reserves else slow_formats(config, sampling)
     return run, (*choices, *more_choices), (*check_correction(run, known), *engine_notices(config), *slow)
 
 

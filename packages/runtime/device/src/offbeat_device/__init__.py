@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         MaskedAttention,
         Profiler,
         WorkGraphs,
+        accelerator_kind,
         open_device,
         rank_device,
     )
@@ -31,6 +32,7 @@ __all__ = [
     "StepTracer",
     "TraceFiles",
     "WorkGraphs",
+    "accelerator_kind",
     "open_device",
     "rank_device",
 ]
@@ -38,7 +40,10 @@ __all__ = [
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
-        "_device": "AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device WorkGraphs",
+        "_device": (
+            "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "
+            "WorkGraphs"
+        ),
         "_offload": "MemoryOffloader",
         "_tracing": "StepTracer TraceFiles",
     },

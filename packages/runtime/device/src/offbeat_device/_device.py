@@ -214,6 +214,20 @@ def open_device(name: str = "auto", own: Device | None = None) -> Device:
     return device
 
 
+def accelerator_kind(name: str) -> str:
+    """Return the kind of accelerator behind a name, as clusters call it, such as "GPU" or "NPU"; "" for CPUs.
+
+    Args:
+        name: as for `open_device`.
+
+    Raises:
+        ConfigError: "auto" opens no device.
+    """
+    kind = name.partition(":")[0]
+    kind = open_device(kind).torch_device.type if kind == "auto" else kind
+    return "" if kind == "cpu" else "GPU" if kind == "cuda" else kind.upper()
+
+
 def rank_device(name: str, rank: int, num_ranks: int, *, setting: str = "device") -> str:
     """Return the device of one of several ranks on this machine: each its own accelerator, or the CPU for all.
 
