@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any
 
 from grpo_async_app._config.mix import MixSourceConfig, PromptsConfig
 from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
@@ -163,10 +163,7 @@ def resolve(config: GrpoConfig) -> ResolvedRun:
     )
 
 
-Resolved = TypeVar("Resolved", Environment, Judge)
-
-
-def _distinct(found: Iterable[Resolved]) -> tuple[Resolved, ...]:
+def _distinct(found: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(each for each in found if each.is_set))
 
 
