@@ -19,10 +19,11 @@ from offbeat_placement import PlacedRank
 from offbeat_weightsync import transport_class
 
 
-def placed(*ranks: tuple[str, str, int | None]) -> Any:
-    """A placement of (role, node, device)."""
+def placed(*ranks: tuple[str, str, int | None], kind: str = "") -> Any:
+    """A placement of (role, node, device), on devices of one kind."""
     found = [PlacedRank(role=role, replica=0, rank=0, node=node, device=device) for role, node, device in ranks]
-    return SimpleNamespace(plan=SimpleNamespace(ranks=found))
+    groups = [SimpleNamespace(role=role, accelerator=kind) for role in ("trainer", "rollout")]
+    return SimpleNamespace(plan=SimpleNamespace(ranks=found), groups=groups)
 
 
 HERE, ELSEWHERE = ("rollout", "a", None), ("rollout", "b", None)
@@ -77,7 +78,35 @@ def test_the_plan_says_how_weights_travel_and_why(
 ) -> None:
     keys = ("rollout.weight_transport", "rollout.weight_folder")
     wanted = load_config(config, GrpoConfig, [f"--{key}={word}" for key, word in zip(keys, words, strict=False)])
-    assert choose_transport(wanted, placed(("trainer", "a", None), *engines)).startswith(line)
+    assert choose_transport(wanted, placed(("trainer", "a", None), *engines))[1].startswith(line)
+
+
+ON_ONE = ("--engine.device=cuda:0", "--rollout.device=cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "engines", "settled"),
+    [
+        (ON_ONE, "", [HERE, HERE], "cuda-ipc"),
+        ((), "GPU", [GPU], "cuda-ipc"),
+        ((), "XPU", [GPU], "auto"),
+        ((), "GPU", [GPU, OTHER_GPU], "auto"),
+        (ON_ONE, "", [HERE, ELSEWHERE], "auto"),
+        ((*ON_ONE, "--rollout.full_sync_every=5"), "", [HERE], "auto"),
+        ((*ON_ONE, "--rollout.weight_transport=tcp"), "", [HERE], "tcp"),
+        ((*ON_ONE, "--rollout.backend=none"), "", [HERE], "auto"),
+        ((), "", [HERE], "auto"),
+    ],
+)
+def test_weights_stay_on_the_device_that_trainer_and_engines_share(
+    config: Path, words: tuple[str, ...], kind: str, engines: list[Any], settled: str
+) -> None:
+    index = 0 if kind else None
+    chosen, how = choose_transport(
+        load_config(config, GrpoConfig, words), placed(("trainer", "a", index), *engines, kind=kind)
+    )
+    assert chosen.rollout.weight_transport == settled
+    assert ("by CUDA IPC" in how) == (settled == "cuda-ipc")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def test_auto_takes_the_preferred_kind_that_is_here():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("cpu", ""), ("cuda", "GPU"), ("cuda:3", "GPU"), ("npu:0", "NPU"), ("xpu", "XPU")]
+    ("name", "kind"), [("cpu", ""), ("cuda", "GPU"), ("cuda:3", "GPU"), ("xpu", "XPU"), ("xpu:1", "XPU")]
 )
 def test_a_name_tells_the_kind_as_a_cluster_calls_it(name, kind):
     assert accelerator_kind(name) == kind

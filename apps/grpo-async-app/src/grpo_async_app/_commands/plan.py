@@ -43,7 +43,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         config, choices = choose_for_platform(config, sampling, training)
         config, chosen = choose_correction(config)
         placement = place_run(config, view)
-        transport = choose_transport(config, placement)
+        config, transport = choose_transport(config, placement)
         run = resolve(config)
         notices = [*check_settings(run), *_reward_notice(run)]
         engine = config.engine

@@ -130,8 +130,8 @@ class RolloutConfig(RolloutEngineSettings):
     weight_transport: str = setting(
         "auto",
         "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere, "
-        "nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: shared-memory where "
-        "all engines are on the trainer's machine, else tcp.",
+        "nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: cuda-ipc where "
+        "trainer and engines share a GPU and the engines load from it, shared-memory on one machine, else tcp.",
     )
     weight_folder: str = setting(
         "", "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder."

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_core import ConfigError, load_backend
-from offbeat_placement import PlacedRank, Placement
+from offbeat_core import ConfigError, installed_backends, load_backend
+from offbeat_placement import Placement
 from offbeat_weightsync import Endpoint, Route, transport_class
 
 
@@ -69,32 +69,45 @@ def _obstacle(config: GrpoConfig) -> str:
     return str(refuses(config.rollout_engine(config.model.path, 0), config.engine.lora_rank))
 
 
-def choose_transport(config: GrpoConfig, placement: Placement) -> str:
-    """Return how weights travel from where the trainer is placed to where the engines are, and why: a line of the plan.
+def choose_transport(config: GrpoConfig, placement: Placement) -> tuple[GrpoConfig, str]:
+    """Choose how weights travel from where the trainer is placed to where the engines are.
+
+    Returns:
+        The configuration with `rollout.weight_transport` settled as far as it can be before the run; and the choice
+        with its reason, a line of the plan.
 
     Raises:
         BackendError: there is no such transport.
         ConfigError: the transport that is asked for does not reach every engine; with the first that it does not.
     """
-    name, route = config.rollout.weight_transport, _route(config, placement)
-    transport = transport_class(name)
-    if complaint := transport.complaint(route):
-        raise ConfigError(f'rollout.weight_transport = "{name}" {complaint}')
-    how: str = transport.describe(route)
-    return how if name == "auto" else f'{how}: rollout.weight_transport = "{name}"'
+    wanted, route = config.rollout.weight_transport, _route(config, placement)
+    if complaint := transport_class(wanted).complaint(route):
+        raise ConfigError(f'rollout.weight_transport = "{wanted}" {complaint}')
+    name = transport_class(wanted).settle(wanted, route)
+    how = transport_class(name).describe(route)
+    if name == wanted != "auto":
+        how += f': rollout.weight_transport = "{name}"'
+    return replace(config, rollout=replace(config.rollout, weight_transport=name)), how
 
 
 def _route(config: GrpoConfig, placement: Placement) -> Route:
-    ranks = placement.plan.ranks
-    sender = next(rank for rank in ranks if rank.role == "trainer")
+    ranks, kinds = placement.plan.ranks, {group.role: group.accelerator for group in placement.groups}
+    devices = {"trainer": config.engine.device, "rollout": config.rollout.device}
+    places: dict[str, list[Endpoint]] = {
+        role: [
+            Endpoint(node=rank.node, device=device, index=rank.device, kind=kinds.get(role, ""))
+            for rank in ranks
+            if rank.role == role
+        ]
+        for role, device in devices.items()
+    }
+    backend = config.rollout.backend
+    engine = load_backend("offbeat.rollout", backend) if backend in installed_backends("offbeat.rollout") else None
     return Route(
-        sender=_endpoint(sender, config.engine.device),
-        receivers=[_endpoint(rank, config.rollout.device) for rank in ranks if rank.role == "rollout"],
+        sender=places["trainer"][0],
+        receivers=places["rollout"],
         shares_devices=config.cluster.colocate,
         sends_changes=config.rollout.full_sync_every > 1,
         folder=config.rollout.weight_folder,
+        loads_on_device=getattr(engine, "loads_on_device", False),
     )
-
-
-def _endpoint(rank: PlacedRank, device: str) -> Endpoint:
-    return Endpoint(node=rank.node, device=device, index=rank.device)

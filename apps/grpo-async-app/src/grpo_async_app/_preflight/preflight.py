@@ -140,6 +140,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     written, (run, choices, more_notices) = run.config, _choose(run, view, notices)
     placement = place_run(run.config, view)
     layout = _plan_engines(run, view, model, tokenizer)
+    config, transport = choose_transport(run.config, placement)
+    run = replace(run, config=config)
     check_validated(run)
     return Preflight(
         run=run,
@@ -152,7 +154,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
         choices=choices,
         lora_sync=choose_lora_sync(run.config),
-        transport=choose_transport(run.config, placement),
+        transport=transport,
         reward_notes=reward_notes,
         reward_trials=_try_rewards(run),
         objective_trial=objective_trial,

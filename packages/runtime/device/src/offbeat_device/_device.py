@@ -215,7 +215,7 @@ def open_device(name: str = "auto", own: Device | None = None) -> Device:
 
 
 def accelerator_kind(name: str) -> str:
-    """Return the kind of accelerator behind a name, as clusters call it, such as "GPU" or "NPU"; "" for CPUs.
+    """Return the kind of accelerator behind a name, as clusters call it, such as "GPU"; "" for CPUs.
 
     Args:
         name: as for `open_device`.

@@ -31,11 +31,18 @@ class Endpoint:
         node: name of its machine.
         device: what it computes on, as the configuration says: "cuda:0", "cpu", "auto".
         index: of the device that a plan has given it on that machine; None where it was given none.
+        kind: of that device, as the plan calls it: "GPU", "cuda"; "" where it was given none.
     """
 
     node: str
     device: str
     index: int | None = None
+    kind: str = ""
+
+    @property
+    def has_ipc(self) -> bool:
+        """Tell whether it surely computes on a CUDA device, whose memory processes can share."""
+        return self.device.startswith("cuda") or self.kind in ("GPU", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class Route:
         shares_devices: trainer and engines take turns on the same devices.
         sends_changes: most versions bring the elements alone that have changed.
         folder: where files may be written; "" for the default.
+        loads_on_device: engines load tensors that are on their device, without a copy through the host.
     """
 
     sender: Endpoint
@@ -55,6 +63,7 @@ class Route:
     shares_devices: bool = False
     sends_changes: bool = False
     folder: str = ""
+    loads_on_device: bool = False
 
     @property
     def elsewhere(self) -> Endpoint | None:
@@ -86,6 +95,11 @@ class Transport(ABC):
                 f'{route.sender.node}: set it to "auto"'
             )
         return ""
+
+    @classmethod
+    def settle(cls, name: str, route: Route) -> str:
+        """Return the name of the transport to use on a route where `name`, which is this one, was asked for."""
+        return name
 
     @classmethod
     @abstractmethod

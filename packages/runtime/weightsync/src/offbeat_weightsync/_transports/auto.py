@@ -1,4 +1,4 @@
-"""The choice between shared memory and TCP, made anew for each sync: engines may join from other machines."""
+"""The choice of a transport: CUDA IPC is settled before a run, shared memory or TCP for each sync."""
 
 from pathlib import Path
 
@@ -6,14 +6,20 @@ from offbeat_weightsync._addresses import TcpAddress
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._transport import Route, Transport
-from offbeat_weightsync._transports.shared_memory import SharedMemorySender
+from offbeat_weightsync._transports.shared_memory import CudaIpcTransport, SharedMemorySender
 from offbeat_weightsync._transports.tcp import TcpSender
 
 
 class AutoTransport(Transport):
-    """Shared memory where all engines are on the trainer's machine, else TCP."""
+    """CUDA IPC where all are on one CUDA device, shared memory where all are on one machine, else TCP."""
 
     reach = "either"
+
+    @classmethod
+    def settle(cls, name: str, route: Route) -> str:
+        """Return "cuda-ipc" where weights need not leave the device. Changed elements are found on the host."""
+        is_direct = route.loads_on_device and not route.sends_changes and not CudaIpcTransport.complaint(route)
+        return "cuda-ipc" if is_direct and all(each.has_ipc for each in (route.sender, *route.receivers)) else name
 
     @classmethod
     def describe(cls, route: Route) -> str:
