@@ -20,8 +20,8 @@ class RoleSpecs:
     """Makes the spec of each role: its class, its arguments, its threads and its log.
 
     A new kind of role is a class in _roles, a method here, and a start in `Fleet`: as `RoleOnCall` where it runs a
-    user's code and restarts when it is called, in a `Pool` where several serve alike. One that no plan names runs on the
-    driver's machine.
+    user's code and restarts when it is called, in a `Pool` where several serve alike. One that no plan names runs on
+    the driver's machine.
 
     Args:
         config: of the run; roles that compute with torch get it whole.
