@@ -282,7 +282,7 @@ def test_a_source_says_what_differs_and_takes_the_rest_from_the_sections(mixed: 
 def test_an_evaluation_of_a_mixed_run_asks_its_sets_alone(mixed: Path, tmp_path: Path) -> None:
     words = ["--reward.name=number_match", "--curriculum.low=0.5", f"--eval.sets.talks.path={tmp_path}/talks.jsonl"]
     evaluation = check_evaluation(load_config(mixed, GrpoConfig, words), [])
-    assert [(each.name, len(each.prompts)) for each in evaluation.sets] == [("talks", 3)]
+    assert [(each.name, len(each.prompts)) for each in evaluation.run.sets] == [("talks", 3)]
     assert [each.table for each in evaluation.run.environments] == [""]
     assert list(evaluation.run.environments) == list(evaluation.run.templates)
 

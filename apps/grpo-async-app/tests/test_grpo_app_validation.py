@@ -228,7 +228,7 @@ def test_an_evaluation_killed_goes_on_and_ends_with_the_table_it_would_have_had(
 def test_an_evaluation_needs_nothing_of_training(config: Path, model: Path) -> None:
     text = config.read_text().replace('device = "cpu"\nlearning', 'device = "cuda:7"\nlearning')
     evaluation = check_evaluation(parse_config(text, GrpoConfig), ["held-out"])
-    assert [each.name for each in evaluation.sets] == ["held-out"]
+    assert [each.name for each in evaluation.run.sets] == ["held-out"]
     with pytest.raises(ConfigError, match="--set sum: no such validation set; there are held-out"):
         check_evaluation(load_config(config, GrpoConfig), ["sum"])
 

@@ -38,7 +38,7 @@ def eval_command(words: CommandWords, target: str) -> int:
     about = {"model": str(model_path), "step": step}
     with EvalFolder(out, about, evaluation.asked()) as folder:
         print_text(f"evaluates {model_path}; answers in {out}")
-        for each in evaluation.sets:
+        for each in evaluation.run.sets:
             print_text(f"  {each.describe()}")
         table = folder.write_table(evaluate(evaluation, folder, step or 0))
     print_text(table, end="")

@@ -41,10 +41,6 @@ class Evaluation:
     def config(self) -> GrpoConfig:
         return self.run.config
 
-    @property
-    def sets(self) -> tuple[ValidationSet, ...]:
-        return self.run.sets
-
     def asked(self) -> dict[str, Any]:
         """By set, all that answers depend on."""
         rollout = self.config.rollout
@@ -56,7 +52,7 @@ class Evaluation:
             "engine": (rollout.backend, rollout.dtype, rollout.weight_format, rollout.max_model_len, rollout.options),
             "agent": _asked_of(self.config.agent),
         }
-        return {each.name: {**shared, **_asked(each)} for each in self.sets}
+        return {each.name: {**shared, **_asked(each)} for each in self.run.sets}
 
 
 def _asked_of(agent: AgentConfig) -> dict[str, Any] | None:

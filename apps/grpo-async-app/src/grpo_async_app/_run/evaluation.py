@@ -23,13 +23,13 @@ def evaluate(evaluation: Evaluation, folder: EvalFolder, step: int) -> list[SetS
         folder: open; takes each item when it is scored.
         step: updates done by the weights; 0 of a model from elsewhere.
     """
-    held = {each.name: folder.answered(each.name) for each in evaluation.sets}
+    held = {each.name: folder.answered(each.name) for each in evaluation.run.sets}
     missing = [
         (each, [number for number in range(len(each.prompts)) if number not in held[each.name]])
-        for each in evaluation.sets
+        for each in evaluation.run.sets
     ]
     num_missing = sum(len(numbers) for _, numbers in missing)
-    if num_held := sum(len(each.prompts) for each in evaluation.sets) - num_missing:
+    if num_held := sum(len(each.prompts) for each in evaluation.run.sets) - num_missing:
         print(f"{num_held} items are answered in {folder.path} already; {num_missing} are left", flush=True)
 
     def take(name: str, item: ItemAnswers) -> None:
@@ -46,7 +46,7 @@ def evaluate(evaluation: Evaluation, folder: EvalFolder, step: int) -> list[SetS
         summarize(
             each.name, step, [held[each.name][number] for number in range(len(each.prompts))], each.num_samples, each.k
         )
-        for each in evaluation.sets
+        for each in evaluation.run.sets
     ]
 
 
