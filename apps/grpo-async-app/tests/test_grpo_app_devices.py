@@ -63,6 +63,13 @@ def placed(config: Path, *words: str) -> dict[str, list[int | None]]:
     return {role: [rank.device for rank in ranks if rank.role == role] for role in ("trainer", "rollout", "teacher")}
 
 
+def test_the_picture_names_a_device_that_two_roles_share_outside_the_plan(config: Path) -> None:
+    loaded = load_config(config, GrpoConfig, ["--engine.device=abacus:0", "--rollout.device=cpu"])
+    picture = place_run(loaded, find_view(loaded)).picture
+    assert "trainer: 1 rank on abacus:0" in picture
+    assert "rollout: 1 rank on CPUs" in picture
+
+
 TEACHER = ["--teacher.path=t", "--teacher.device=abacus", "--algorithm.distillation_coefficient=1"]
 
 

@@ -315,6 +315,7 @@ def request_resources(config: SftConfig, view: ClusterView) -> ResourceRequest:
             tensor_parallel=width,
             pipeline_parallel=sharing // width,
             accelerator=kind,
+            named_device=view.named_device(engine.device),
             cpus_per_rank=cpus,
             keys=_ON_A_CLUSTER,
             scales={"num_replicas": sharing},
@@ -325,6 +326,7 @@ def request_resources(config: SftConfig, view: ClusterView) -> ResourceRequest:
             tensor_parallel=engine.num_ranks,
             width_multiple=sharing,
             accelerator=kind,
+            named_device=view.named_device(engine.device),
             cpus_per_rank=cpus,
             keys=_ON_ONE_MACHINE,
         )

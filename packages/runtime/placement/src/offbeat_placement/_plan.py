@@ -325,7 +325,8 @@ def _legend(groups: Sequence[RankGroup], letters: dict[str, str]) -> Iterator[st
         if group.ranks_per_replica > 1:
             text += f"{group.num_replicas} replica{'s' * (group.num_replicas > 1)}, each {group.width_text}"
         else:
-            text += f"{group.num_ranks} rank{'s' * (group.num_ranks > 1)} on {group.accelerator or 'CPUs'}"
+            place = group.accelerator or group.named_device or "CPUs"
+            text += f"{group.num_ranks} rank{'s' * (group.num_ranks > 1)} on {place}"
         if group.shares_devices_with:
             text += f", sharing devices with {group.shares_devices_with}"
         yield text

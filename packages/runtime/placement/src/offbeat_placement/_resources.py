@@ -224,6 +224,10 @@ class ClusterView:
             return ""
         return name.upper() if name.upper() in kinds or not kinds else kinds[0]
 
+    def named_device(self, device: str) -> str:
+        """Return a device that a role was named and takes outside the plan; "" where there is none."""
+        return "" if self.kind(device) or device in ("auto", "cpu") else device
+
     def cpus_per_rank(self, kind: str, threads: float) -> float:
         """CPUs to reserve for a rank.
 
@@ -271,7 +275,8 @@ class RankGroup:
         tensor_parallel: ranks of one stage; they lie on one node.
         width_multiple: what tensor_parallel stays a multiple of, whatever is suggested.
         pipeline_parallel: stages of one replica; each lies on one node, all on the same one where that is possible.
-        accelerator: kind of device a rank takes; "" for ranks that compute on CPUs.
+        accelerator: kind of device a rank takes; "" for ranks that are given none.
+        named_device: what those compute on, such as "cuda:0", for the picture; "" for CPUs.
         cpus_per_rank: CPUs that are a rank's own; 0: it shares what there is.
         memory_bytes_per_rank: main memory that is a rank's own; 0: not counted.
         shares_devices_with: a role whose devices this one may use too (colocated); "" for none.
@@ -289,6 +294,7 @@ class RankGroup:
     width_multiple: int = 1
     pipeline_parallel: int = 1
     accelerator: str = ACCELERATOR
+    named_device: str = ""
     cpus_per_rank: float = 0
     memory_bytes_per_rank: int = 0
     shares_devices_with: str = ""
