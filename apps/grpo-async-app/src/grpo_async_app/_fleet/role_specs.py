@@ -19,9 +19,9 @@ _LOG_BYTES: Final = 4 << 20
 class RoleSpecs:
     """Makes the spec of each role: its class, its arguments, its threads and its log.
 
-    A new kind of role is a class in _roles, a method here, and a start in `Fleet`: as `RoleOnCall` where it runs a
-    user's code and restarts when it is called, in a `Pool` where several serve alike. One that no plan names runs on
-    the driver's machine.
+    A new kind of role is a class in _roles and a start in `Fleet`, with a spec of `light` if it computes without torch:
+    as `RoleOnCall` where it runs a user's code and restarts when it is called, in a `Pool` where several serve alike.
+    One that no plan names runs on the driver's machine.
 
     Args:
         config: of the run; roles that compute with torch get it whole.
@@ -54,13 +54,13 @@ class RoleSpecs:
         return self._spec(role, "RewardModelRole")
 
     def environment(self, index: int, settings: EnvironmentConfig) -> RoleSpec:
-        return self._light_spec(RoleName("environment", index), "EnvironmentRole", settings)
+        return self.light(RoleName("environment", index), "EnvironmentRole", settings)
 
     def agent(self) -> RoleSpec:
-        return self._light_spec(RoleName("agent"), "AgentRole", self._config.agent)
+        return self.light(RoleName("agent"), "AgentRole", self._config.agent)
 
-    def _light_spec(self, role: RoleName, target: str, config: object) -> RoleSpec:
-        """A role that computes without torch gets its own section alone: the whole configuration would import it."""
+    def light(self, role: RoleName, target: str, config: object) -> RoleSpec:
+        """Return the spec of a role that computes without torch: it gets its own section alone."""
         return RoleSpec(
             role=role,
             target=f"grpo_async_app._roles.{role.kind}:{target}",
