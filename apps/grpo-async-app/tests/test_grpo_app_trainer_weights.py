@@ -39,7 +39,9 @@ def open_role(
     rollout |= {"lora_sync": lora_sync, "full_sync_every": full_sync_every, "weight_transport": transport}
     sections = {"rollout": rollout, "engine": {"device": "cpu", **options}}
     overrides = [f"--{section}.{key}={value}" for section, held in sections.items() for key, value in held.items()]
-    config = parse_config(f'[model]\npath = "{model}"\n[data]\npath = "none"\n', GrpoConfig, overrides)
+    config = parse_config(
+        f'[model]\npath = "{model}"\n[data]\npath = "none"\n[engine]\ndtype = "float32"\n', GrpoConfig, overrides
+    )
     return TrainerRole(config=config, model_path=str(model), num_updates=1, num_threads=1, socket_path=address)
 
 

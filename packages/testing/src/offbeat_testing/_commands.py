@@ -298,6 +298,7 @@ max_tokens = 8
 max_model_len = 96
 [engine]
 device = "cpu"
+dtype = "float32"
 learning_rate = 1e-4
 [async]
 mini_batch_size = 4
@@ -324,6 +325,7 @@ max_sequence_tokens = 256
 epochs = 3
 [engine]
 device = "cpu"
+dtype = "float32"
 learning_rate = 3e-3
 schedule = "cosine"
 batch_size = 8
