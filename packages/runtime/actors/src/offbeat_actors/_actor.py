@@ -178,6 +178,7 @@ class ActorHandle:
         waiting = f"{self.name}.{method}"
         self._calls[call_id] = (method, time.monotonic(), deadline_s)
         try:
+            # An edge of the graph of waits, in which the monitor finds circles of calls between roles.
             with liveness.waiting(waiting, on=self.name, deadline_s=deadline_s):
                 answer = await self.request(call_id, frame, deadline_s)
         except TimeoutError:
@@ -208,6 +209,7 @@ class ActorHandle:
         try:
             return await _in_time(answer, deadline_s)
         except (asyncio.CancelledError, TimeoutError):
+            # Otherwise the role would go on with an `async` method, or keep a sync one in its queue.
             self._channel.send(write_frame(Cancel(call_id)))
             raise
         finally:
@@ -215,7 +217,7 @@ class ActorHandle:
 
     async def wait_dead(self) -> str:
         """Wait until the process is gone and say how it ended."""
-        return await asyncio.shield(self._end)
+        return await asyncio.shield(self._end)  # many wait for it, and one that is cancelled must not end it
 
     async def stop(self, deadline_s: float | None = None) -> None:
         """Close the role and end its process: politely, then SIGTERM, then SIGKILL, all within the deadline.
@@ -230,9 +232,10 @@ class ActorHandle:
         self._stopping = True
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.8 * deadline_s):
+                async with asyncio.timeout(0.8 * deadline_s):  # the rest is for SIGTERM and SIGKILL
                     await self._close_politely()
         finally:
+            # Also where its `close()` has failed or the caller is cancelled: no process may be left.
             await self._end_process(0.1 * deadline_s)
 
     def kill(self) -> None:
@@ -266,7 +269,7 @@ class ActorHandle:
     async def _advise(self) -> str:
         state = ""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STATE_TIMEOUT_S):
+            async with asyncio.timeout(_STATE_TIMEOUT_S):  # on Ray its agent is asked, which may be silent too
                 state = await self._process.state()
         doing = state or "it is alive, so it is slow or waits itself"
         return f"{doing}: see {self.log}, or raise the deadline"
@@ -326,6 +329,7 @@ async def _in_time(answer: "asyncio.Future[Frame]", deadline_s: float | None) ->
     """Await an answer; one that came while this process was stalled is read after its deadline, and is not late."""
     if deadline_s is not None:
         end_s = time.monotonic() + deadline_s
+        # `wait`, as `wait_for` would cancel the answer at the deadline: it may be waited for again below.
         await asyncio.wait({answer}, timeout=deadline_s)
         if not answer.done() and time.monotonic() - end_s > _STALLED_S:
             await asyncio.wait({answer}, timeout=_CATCH_UP_S)

@@ -61,6 +61,7 @@ async def call_all(
     except DeadlineError as error:
         await asyncio.wait(calls, timeout=_LAST_ANSWERS_S)
         late = {role.name: call for role, call in zip(roles, calls, strict=True) if _is_late(role, method, call)}
+        # Then the error itself says it: of one role alone, or of a wait inside a role that did answer.
         if (len(late) < 2 and len(roles) == 1) or not late:
             raise
         raise _name_all(method, late, len(roles), deadline_s) from error
@@ -133,6 +134,7 @@ class ActorGroup:
                 [each.call(method, *args, returns=returns, deadline_s=deadline_s) for each in self.actors]
             )
         except PeerFailedError as error:
+            # The first error may be of an actor that has only noticed the death of another.
             raise await self.death(error.log_tail) or error from error
         return answers[0]
 
@@ -206,12 +208,12 @@ async def start_all(launcher: Launcher, specs: Sequence[RoleSpec]) -> list[Actor
 
     async def start(spec: RoleSpec) -> ActorHandle:
         actor = await launcher.start(spec)
-        started.append(actor)
+        started.append(actor)  # noted here, as a gathering that fails returns nothing
         return actor
 
     try:
         return await gather_or_cancel([start(spec) for spec in specs])
-    except BaseException:
+    except BaseException:  # also where the caller is cancelled, which is no `Exception`
         for actor in started:
             actor.kill()
         await asyncio.gather(*(actor.wait_dead() for actor in started))
@@ -240,7 +242,7 @@ def _spec_of_rank(spec: RoleSpec, place: Any) -> RoleSpec:
         spec,
         role=role,
         kwargs={**spec.kwargs, "rendezvous": place},
-        liveness_policy="abort",
+        liveness_policy="abort",  # ranks that train together end themselves where they are stuck; others are supervised
         log_path=log_path and log_path.with_name(f"{role}.log"),
     )
 
@@ -250,7 +252,7 @@ async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
-    except BaseException:
+    except BaseException:  # gather itself leaves the others running
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

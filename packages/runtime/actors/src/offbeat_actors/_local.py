@@ -40,6 +40,7 @@ def describe_process(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
+    # Field 2 is the program's name in parentheses, which may itself hold ")" and spaces.
     return _WORDS.get(stat.rpartition(")")[2].split()[0], "")
 
 
@@ -81,6 +82,7 @@ class LocalProcess:
         killed = asyncio.ensure_future(self._killed.wait())
         try:
             await asyncio.wait({ended, killed}, return_when=asyncio.FIRST_COMPLETED)
+            # Limited after SIGKILL alone: one that waits for a disk or a device may not end by it.
             await asyncio.wait({ended}, timeout=_KILL_S)
             if ended.done():
                 return ended.result()
@@ -95,6 +97,7 @@ class LocalProcess:
         """End what a process has started: it must not outlive it."""
         if self._reaper is not None:
             self.send_signal(signal.SIGKILL)
+            # After SIGKILL to the group, which ends the reaper as well: `close` waits for its end.
             await self._reaper.close()
             await end_session(self.pid)
         if self._output is not None:
@@ -188,6 +191,7 @@ class LocalLauncher(Launcher):
     async def _spawn(self, spec: RoleSpec) -> ActorHandle:
         ours, theirs = socket.socketpair()
         reaper = ReaperPipe()
+        # Before the child starts anything: what outlives its own parent is then a child of this process.
         adopt_orphans()
         try:
             output, log = await self._open_output(spec)
@@ -208,12 +212,14 @@ class LocalLauncher(Launcher):
                 )
             finally:
                 if log is not None:
+                    # The child has its own: the reader of a pipe sees its end only when no process holds it open.
                     os.close(log)
         except BaseException:
             ours.close()
             reaper.abandon()
             raise
         finally:
+            # Likewise: the end of the child shows as the end of its socket only if this process lets go of it.
             theirs.close()
             reaper.hand_over()
         self._pids.add(process.pid)

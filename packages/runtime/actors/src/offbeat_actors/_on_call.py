@@ -37,6 +37,7 @@ class RoleOnCall:
 
     async def start(self) -> ActorHandle:
         """Start a process unless one runs; raises as `Launcher.start`."""
+        # Many may call while no process runs: the first starts it, the others wait and share it.
         async with self._starting:
             handle = self._handle = self.handle or await self._launcher.start(self._spec)
             return handle
@@ -59,6 +60,8 @@ class RoleOnCall:
         try:
             return await handle.call(method, *args, returns=returns, deadline_s=deadline_s)
         except DeadlineError:
+            # What it runs may hold its thread, and then only the end of its process stops it. Until it is seen to be
+            # dead, another call would get this process again.
             handle.kill()
             await handle.wait_dead()
             raise

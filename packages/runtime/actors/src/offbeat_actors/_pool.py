@@ -82,6 +82,7 @@ class Member:
 
     def give_up(self, actor: ActorHandle) -> bool:
         """End a process that has failed so that only a new one mends it; return whether it still lived."""
+        # A caller may report an earlier process late: the one that serves now is left alone.
         if self.actor is actor:
             self.serves.clear()  # at once: one that is dead has the least to do, and would get everything
         is_alive = actor.alive
@@ -161,7 +162,7 @@ class Pool(Generic[M]):
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something for as long as the pool is open; `raise_if_failed` raises its error."""
-        self._tasks.add(asyncio.create_task(work))
+        self._tasks.add(asyncio.create_task(work))  # held here, as the event loop holds tasks by weak references alone
 
     # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,6 +190,7 @@ class Pool(Generic[M]):
     @property
     def num_restarts(self) -> int:
         """Restarts of all members since the start of the run, also of those that have left."""
+        # One budget serves all pools of a run: those of other pools do not count here.
         return sum(self.keep.budget.spent[name] for name in self._ever)
 
     def raise_if_failed(self) -> None:
@@ -203,6 +205,7 @@ class Pool(Generic[M]):
 
     async def leave(self, member: M) -> None:
         """Stop the process of a member that leaves; an error is reported and raised no further."""
+        # First, so that `living` has it no more while it is being stopped.
         member.has_left = True
         try:
             await member.actor.stop()
@@ -224,13 +227,15 @@ class Pool(Generic[M]):
             raise
         finally:
             member.has_left = True
-            member.serves.set()
+            member.serves.set()  # wakes all that wait in `ready`: they get the failure, or a process that is gone
+        # Not reached after a failure: that member stays, and all that ask it get the failure.
         del self.members[member.name]
         self.keep.notify(f"{member.name} has left: {self.describe()}")
 
     async def _keep_alive(self, member: M) -> None:
         while True:
             cause = await wait_gone(member.actor, self.ask(member), self.keep.silent_after_s)
+            # What is asked of it from now on waits for the next process.
             member.serves.clear()
             self.on_end(member)
             if member.leaving or not await self._is_started_again(member, cause):

@@ -51,7 +51,7 @@ async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
             cause = ""
             try:
                 await ask(deadline_s=silent_after_s)
-                failing_since_s = None
+                failing_since_s = None  # it has answered: errors of before do not count any more
             except DeadlineError:
                 cause = "it answered nothing"
             except StuckError as error:
@@ -60,6 +60,7 @@ async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
                 failing_since_s = failing_since_s or time.monotonic()
                 if time.monotonic() - failing_since_s >= silent_after_s:
                     cause = f"it answered with errors alone ({error.reason})"
+            # One that has ended meanwhile is described by its own end, which says more.
             if cause and not gone.done():
                 actor.kill()
                 await gone
@@ -67,7 +68,7 @@ async def wait_gone(actor: ActorHandle, ask: Ask, silent_after_s: float) -> str:
             await asyncio.wait({gone}, timeout=silent_after_s / QUESTIONS_PER_DEADLINE)
         return gone.result()
     finally:
-        gone.cancel()
+        gone.cancel()  # ends this wait alone: `wait_dead` shields what watches the process
 
 
 class RestartBudget:
@@ -131,6 +132,6 @@ async def start_again(
         notify(f"{name}: {cause}; it is started again")
         try:
             return await start()
-        except (PeerFailedError, DeadlineError) as error:
+        except (PeerFailedError, DeadlineError) as error:  # by chance; any other error of offbeat would come again
             cause = error.reason if isinstance(error, PeerFailedError) else str(error)
             _log.warning("%s", error)  # the end of its log too

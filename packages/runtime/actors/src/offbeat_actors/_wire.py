@@ -110,7 +110,7 @@ class FrameWriter:
         frame[:start] = np.frombuffer(HEADER.pack(len(envelope), self._num_bytes) + envelope, np.uint8)
         for offset, array in self._arrays:
             slot = frame[start + offset : start + offset + array.nbytes]
-            np.copyto(slot.view(array.dtype).reshape(array.shape), array)
+            np.copyto(slot.view(array.dtype).reshape(array.shape), array)  # packs an array with strides, too
         return frame
 
     def _encode_custom(self, value: object) -> object:
@@ -124,6 +124,7 @@ class FrameWriter:
         raise TypeError(f"a call carries plain data, dataclasses and numpy arrays; got {name}")
 
     def _encode_array(self, array: npt.NDArray[Any]) -> msgspec.msgpack.Ext:
+        # Arrays of objects would need pickle.
         if array.dtype.kind not in "biufcSUmM":
             raise TypeError(f"a call carries arrays of numbers, bools or strings; got dtype {array.dtype}")
         offset = self._num_bytes
@@ -213,7 +214,7 @@ class SocketStream:
     """A connected stream socket. Must be made inside a running event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
+        sock.setblocking(False)  # asyncio's `sock_*` calls need it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._socket, self._loop = sock, asyncio.get_running_loop()
 
@@ -241,7 +242,7 @@ class Channel:
 
     def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
-        self._outbox: asyncio.Queue[Bytes] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Bytes] = asyncio.Queue()  # without a bound, as `send` does not wait
         self._writer = asyncio.create_task(self._write())
 
     def send(self, frame: Bytes) -> None:
@@ -254,7 +255,7 @@ class Channel:
             envelope_bytes, array_bytes = HEADER.unpack((await self._read(HEADER.size)).data)
             envelope = (await self._read(envelope_bytes)).tobytes()
             return Frame(envelope, await self._read(array_bytes))
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError):  # in the middle of a frame, too: the other side has died while it wrote
             return None
 
     async def flush(self) -> None:
@@ -264,6 +265,7 @@ class Channel:
     async def close(self) -> None:
         """Stop writing and close the stream."""
         self._writer.cancel()
+        # The stream is closed only when the task that writes to it has ended.
         with contextlib.suppress(asyncio.CancelledError):
             await self._writer
         self._stream.close()
@@ -285,7 +287,7 @@ class Channel:
             while num_bytes < _JOINED_BYTES and not self._outbox.empty():
                 frames.append(self._outbox.get_nowait())
                 num_bytes += len(frames[-1])
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError):  # the reading side learns of the death
                 await self._stream.send((np.concatenate(frames) if len(frames) > 1 else frames[0]).data)
             for _ in frames:
-                self._outbox.task_done()
+                self._outbox.task_done()  # not before: `flush` waits until a frame is handed over

@@ -181,7 +181,7 @@ class ControlServer:
         self._token, self._to_come = token, set(range(size))
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader, self._wake_writer = socket.socketpair()  # `close` ends the thread's select by it
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -239,7 +239,7 @@ class ControlServer:
     def _take(self, message: ControlMessage, connection: socket.socket) -> None:
         if isinstance(message, Hello):
             self._welcome(message, connection)
-        elif connection not in self._ranks.values():
+        elif connection not in self._ranks.values():  # those alone that have shown the token may send
             raise ValueError("a message before a hello")
         elif isinstance(message, Roll):
             connection.sendall(pack(Roll(tuple(sorted(self._to_come)))))
@@ -310,13 +310,13 @@ class ControlClient:
         self.rank = rank
         self.records: list[Record] = []
         self.closed = False
-        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()  # a group that is let go listens no more
         self._standings: dict[int, dict[int, CallPosition]] = {}
         self._asked = 0
         self._changed = threading.Condition()
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.Lock()  # callers send, and the thread that answers with positions does
         self._inbox = Inbox()
-        self._early: list[ControlMessage] = []
+        self._early: list[ControlMessage] = []  # what came while joining, for the thread to take
         self._socket = self._connect(address, token, deadline_s)
         _open.add(self)
         self._thread = threading.Thread(target=self._serve, name="offbeat-client", daemon=True)
@@ -386,7 +386,7 @@ class ControlClient:
     def listen(self, listener: Listener) -> None:
         """Pass every record to `listener`, past ones too."""
         with self._changed:
-            self._listeners.add(listener)
+            self._listeners.add(listener)  # under one lock with the copy: it gets each record, and once
             past = list(self.records)
         for record in past:
             listener.receive(record)
@@ -423,14 +423,14 @@ class ControlClient:
         """End the connection."""
         self.closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's recv, which closing alone would not
         self._thread.join(timeout=5)
         self._socket.close()
 
     def close_handles(self) -> None:
         """Close this process's handle without a word."""
         self.closed = True
-        self._socket.close()
+        self._socket.close()  # no shutdown, which would end the parent's connection
 
     def _send(self, message: ControlMessage) -> bool:
         with self._send_lock, contextlib.suppress(OSError):
@@ -454,7 +454,7 @@ class ControlClient:
             self.closed = True
             self._record(Record(kind="died", rank=0))
         with self._changed:
-            self._changed.notify_all()
+            self._changed.notify_all()  # `wait_until` looks at `closed`
 
     def _take(self, message: ControlMessage) -> None:
         if isinstance(message, Record):

@@ -77,7 +77,7 @@ def check_guards(call: str, group: str, ranks: Collection[int]) -> None:
     """Apply the axis rule to one call over a group of these global ranks."""
     for guard in _open.guards:
         outside = tuple(rank for rank in ranks if not guard.passes(rank))
-        if outside and len(ranks) > 1:
+        if outside and len(ranks) > 1:  # a rank alone in its group waits for no other
             raise GuardError(call, group, repr(guard), _differing(guard, ranks), outside)
 
 
@@ -94,6 +94,7 @@ def _indices(layout: Layout, axis: str, place: Place) -> frozenset[int]:
         chosen: Collection[int] = [named[place]] if place in named else []
     else:
         chosen = [place] if isinstance(place, int) else list(place)
+    # A bool is an int to Python, and no index.
     if not chosen or any(isinstance(each, bool) or not isinstance(each, int) for each in chosen):
         raise ConfigError(f"{axis} takes an index, several, or one of {', '.join(NAMED_PLACES)}: got {place!r}")
     outside = sorted(each for each in chosen if not 0 <= each < size)
@@ -114,6 +115,7 @@ class _OpenGuards(threading.local):
         self._watch: GuardedTorch | None = None
 
     def push(self, guard: Guard) -> None:
+        # Once for all guards of a thread, and only while one is open: it slows every operator.
         if self._watch is None:
             self._watch = GuardedTorch()  # type: ignore[no-untyped-call]  # torch's
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -163,12 +165,13 @@ class GuardedTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its _
         return func(*args, **(kwargs or {}))
 
 
+# Asked for every operator while a guard is open.
 @cache
 def _group_argument(func: Any) -> tuple[int, str] | None:
     """Position and name of the group among the operator's arguments; None if it is no collective."""
     if func.namespace not in NAMESPACES or func._opname in NOT_COLLECTIVE:
         return None
-    names = enumerate(argument.name for argument in func._schema.arguments)
+    names = enumerate(argument.name for argument in func._schema.arguments)  # c10d takes the group, the others its name
     return next(((position, name) for position, name in names if name in ("process_group", "group_name")), None)
 
 

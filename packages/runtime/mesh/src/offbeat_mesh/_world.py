@@ -124,9 +124,10 @@ class World:
         self._server: ControlServer | None = None
         self._owned = owned
         self._left = False
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a forked child runs the exit handlers too, and must not leave for its parent
         self._meshes = count()
         _joined.append(self)
+        # By a weak reference: what is registered would keep a world to the end of the process.
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     def open_client(self, key: str) -> None:
@@ -172,6 +173,7 @@ class World:
             return
         self._left = True
         _joined.remove(self)
+        # Before the groups are destroyed: no rank closes its connections under another's last call.
         missing = self._part(error) if self.client is not None else set()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
@@ -190,6 +192,7 @@ class World:
             self.client.post(Record.of(error, self.rank))
         self.client.leave()
         patience_s = self.deadline_s if error is None else LEAVE_FAILED_S
+        # With an error rank 0 alone waits: the others learn of it through its control server.
         if error is None or self._server is not None:
             self.client.wait_until(lambda: others <= self._over(), patience_s)
         server_is_lost = self.client.closed  # with rank 0: no message can arrive any more
@@ -198,7 +201,7 @@ class World:
     def _over(self) -> set[int]:
         """Ranks that will come to no further call."""
         assert self.client is not None
-        return {record.rank for record in self.client.records if not record.group}
+        return {record.rank for record in self.client.records if not record.group}  # else only that group has ended
 
     def _close(self) -> None:
         if self.client is not None:
@@ -374,6 +377,7 @@ def _open_store(address: str, rank: int, size: int, deadline_s: float) -> Store:
         if rank == 0:
             return open_store(host.strip("[]"), int(port), deadline_s=deadline_s)
         timeout = timedelta(seconds=deadline_s)
+        # Not here, but in `_meet`, are the others waited for: it names those that do not come.
         return TCPStore(host, int(port), size, is_master=False, timeout=timeout, wait_for_workers=False)
     except (OSError, dist.DistError, OverflowError) as error:
         if rank == 0:

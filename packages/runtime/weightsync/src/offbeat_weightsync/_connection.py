@@ -49,7 +49,7 @@ _REASON_S: Final = 5.0
 _HEADER: Final = struct.Struct("<I")
 _DATA: Final = 1 << 31
 _MAX_MESSAGE_BYTES: Final = 256 << 20
-_CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # no program that is started here inherits it
 
 
 class CudaHandle(msgspec.Struct, frozen=True):
@@ -215,7 +215,7 @@ class Connection:
         self._socket, self._failed = sock, False
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        sock.settimeout(UNDECLARED_S)
+        sock.settimeout(UNDECLARED_S)  # of the first try of each operation: see `_wait_for`
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -236,7 +236,7 @@ class Connection:
 
     def send_plain(self, data: memoryview, *, more: bool = False) -> None:
         """Send bytes without a frame, with `more` if others follow at once; raises as `send` does."""
-        flags = getattr(socket, "MSG_MORE", 0) if more else 0
+        flags = getattr(socket, "MSG_MORE", 0) if more else 0  # Linux alone has it
         try:
             while data:
                 data = data[self._wait_for(partial(self._socket.send, data, flags), self.peer) :]
@@ -285,7 +285,7 @@ class Connection:
 
     def send_descriptor(self, fd: int) -> None:
         try:
-            socket.send_fds(self._socket, [b"\0"], [fd])
+            socket.send_fds(self._socket, [b"\0"], [fd])  # a descriptor travels beside at least one byte
         except OSError as error:
             raise self._why_gone() from error
 
@@ -303,7 +303,7 @@ class Connection:
 
     def fail(self, error: BaseException) -> None:
         """Send the other side the reason why this one gives up, if it still listens."""
-        self._failed = True
+        self._failed = True  # `close` then gives the reason time to arrive
         with contextlib.suppress(WeightSyncError, DeadlineError):
             self.send(Failure(reason_of(error)))
 
@@ -317,6 +317,7 @@ class Connection:
         end = time.monotonic() + _DRAIN_S
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+            # Ends where the other side hangs up, or sends nothing for the socket's own timeout.
             while self._socket.recv(1 << 20) and time.monotonic() < end:
                 pass
 
@@ -326,7 +327,7 @@ class Connection:
         return int.from_bytes(header, "little")
 
     def _receive_body(self, num_bytes: int, what: str) -> Message:
-        if num_bytes > _MAX_MESSAGE_BYTES:
+        if num_bytes > _MAX_MESSAGE_BYTES:  # before so much memory is taken
             raise WeightSyncError(f"{self.peer} announced a message of {num_bytes} bytes: it is none of ours")
         body = bytearray(num_bytes)
         self.receive_plain(memoryview(body), what)
@@ -340,17 +341,19 @@ class Connection:
 
     def _wait_for(self, operation: Callable[[], T], on: str) -> T:
         """Do what may wait, declared if it takes long, until the deadline."""
+        # The first try has the socket's short timeout: most operations end within it, undeclared.
         if self.deadline.left_s() > UNDECLARED_S:
             with contextlib.suppress(TimeoutError):
                 return operation()
         try:
             with self.deadline.declared(self.peer):
                 while True:
+                    # Never 0: that would make the socket non-blocking, which raises something else than TimeoutError.
                     self._socket.settimeout(min(self.deadline.left_s(), POLL_EVERY_S) or 1e-3)
                     try:
                         return operation()
                     except TimeoutError as error:
-                        self.deadline.raise_if_withdrawn(on)
+                        self.deadline.raise_if_withdrawn(on)  # polled, as a lost host closes no connection
                         if not self.deadline.left_s():
                             raise self.deadline.missed(on) from error
         finally:
@@ -362,6 +365,7 @@ class Connection:
         deadline = self.deadline
         self.deadline = Deadline(deadline.waiting, min(deadline.left_s(), _REASON_S))
         try:
+            # Ends by an error: the reason, the end of the connection, or the deadline.
             while True:  # what it had said before comes first
                 self._receive_body(self._receive_header("its reason"), "its reason")
         except DeadlineError:

@@ -64,11 +64,11 @@ def receive(
             yield stream
         finally:
             stream.close()
-        stream.check_confirmed(name)
+        stream.check_confirmed(name)  # within: without `confirm` the sender gets a failure
     except BaseException as error:
         connection.fail(error)
         if group is not None:
-            group.leave()
+            group.leave()  # the sender makes another one after a failure
         raise
     finally:
         connection.close()
@@ -84,13 +84,14 @@ def _open_stream(
     connection.peer = connection.receive(Welcome, "its plan").name
     offer = connection.receive(Offer, "its plan")
     plan = agreed_plan(offer.specs, offer.bucket_bytes, offer.digest, connection.peer)
+    # What is not sent is what the sender believes to be held here: it must be the same.
     if offer.kept and (held is None or kept_digest(held, {spec.name for spec in plan.specs}) != offer.kept):
         raise WeightSyncError(
             f"{connection.peer} sends changes to other weights than are held here; ask for everything"
         )
     stream: PeerStream = transport_class(offer.transport).open_stream(connection, plan, version, offer, group)
     stream.checksum = offer.checksum
-    connection.send(Ready(plan.digest))
+    connection.send(Ready(plan.digest))  # only now: what the bytes come through is open
     return stream if copy is None else KeptStream(stream, copy, changes=offer.changes)
 
 

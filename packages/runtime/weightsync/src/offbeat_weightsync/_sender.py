@@ -143,10 +143,10 @@ class WeightSender(ABC):
             if copy is None:
                 return self._send(list(joined), plan, tensors, version)
             changes = copy.can_change(plan) and all(join.copy == copy.digest for join in joined.values())
-            copy.begin(plan, changes=changes)
+            copy.begin(plan, changes=changes)  # until `finish` it has no digest: after a failure all is sent
             given, base = (tensors, copy) if changes else (copy.kept(tensors), None)
             proofs = self._send(list(joined), plan, given, version, changes_to=base)
-            copy.finish(proofs[0])
+            copy.finish(proofs[0])  # any of them: each was compared with what was sent
             return proofs
 
     def send_changed(
@@ -186,6 +186,7 @@ class WeightSender(ABC):
         changes_to: WeightCopy | None = None,
     ) -> list[WeightProof]:
         """Send to receivers that have joined; `kept` is the digest of what they hold already."""
+        # Changes go over the connection whatever the transport, so they are hashed in host memory.
         checksum: Checksum = "xxh3" if changes_to is not None else self._checksum
         offer = Offer(
             plan.specs,
@@ -214,6 +215,7 @@ class WeightSender(ABC):
         for peer, held in zip(peers, proofs, strict=True):
             compare_proofs(plan, sent, held, peer.peer)
         for peer in peers:
+            # In a loop of its own: a receiver gets it only when every receiver has proved the same.
             peer.send(Accepted())
         return proofs
 
@@ -261,6 +263,7 @@ class WeightSender(ABC):
                 )
                 peer.close()
                 continue
+            # Also where its version is refused below: it is among those that the error is sent to.
             joined[peer] = join
             if join.version != version:
                 raise WeightSyncError(f"{join.name} asked for version {join.version}; version {version} is being sent")
@@ -343,6 +346,7 @@ def _send_changes(peers: list[Connection], plan: BucketPlan, source: PlannedTens
     for coded in coded_buckets(plan, source, copy):
         data = b"".join(run.data for run in coded)
         for peer in peers:
+            # One that has given up is named before more is sent to it.
             peer.raise_if_spoken()
             peer.send(Changes([(run.coding, run.num_changed) for run in coded], len(data)))
             peer.send_data(memoryview(data))
@@ -357,7 +361,7 @@ def collect(peers: list[Connection], take: Callable[[Connection], T], what: str)
             selector.register(peer, selectors.EVENT_READ, peer)
         while len(taken) < len(peers):
             missing = ", ".join(peer.peer for peer in peers if peer not in taken)
-            ready = selector.select(min(deadline.left_s(), UNDECLARED_S))
+            ready = selector.select(min(deadline.left_s(), UNDECLARED_S))  # most come at once, and need no declaring
             if not ready:
                 with deadline.declared(missing):
                     ready = selector.select(min(deadline.left_s(), POLL_EVERY_S))
@@ -366,7 +370,7 @@ def collect(peers: list[Connection], take: Callable[[Connection], T], what: str)
                 if not deadline.left_s():
                     raise deadline.missed(f"{missing} {what}")
             for key, _ in ready:
-                selector.unregister(key.fileobj)
+                selector.unregister(key.fileobj)  # what it sends next belongs to a later step
                 taken[key.data] = take(key.data)
     return [taken[peer] for peer in peers]
 

@@ -66,7 +66,7 @@ class ArrivingStream(ABC):
         assembly = _Assembly()
         for run, part in self._runs(lambda _: None):
             spec = self.plan.specs[run.tensor]
-            assert part is not None
+            assert part is not None  # as no run has a room
             elements = assembly.add(spec, run, part)
             if elements is not None:
                 yield spec.name, elements.view(torch_dtype(spec.dtype)).view(spec.shape)
@@ -85,11 +85,12 @@ class ArrivingStream(ABC):
         assembly = _Assembly()
         for run, part in self._runs(lambda run: targets[run.tensor].room(run)):
             place = targets[run.tensor]
-            if part is None:
+            if part is None:  # it was read into its place
                 continue
             if place.is_contiguous:
                 place.write(run, part)
             elif (whole := assembly.add(self.plan.specs[run.tensor], run, part)) is not None:
+                # A tensor with strides has no one place for a run of bytes: it was put together first.
                 place.tensor.copy_(whole.view(place.tensor.dtype).view(place.tensor.shape))
 
     def prove(self, read: Callable[[str], Any]) -> WeightProof:
@@ -112,6 +113,7 @@ class ArrivingStream(ABC):
             DeadlineError: no answer in time.
         """
         self._notify(proof)
+        # Not before: `_notify` raises where another receiver has failed.
         self._confirmed = True
 
     def check_confirmed(self, name: str) -> None:
@@ -124,6 +126,7 @@ class ArrivingStream(ABC):
             raise WeightSyncError("a weight stream can be read once")
         self._begun = True
         yield from self._arrive(room)
+        # Reached only when every run was taken: `prove` refuses a stream that was read in part.
         self._sent = self._end()
 
 
@@ -132,6 +135,7 @@ def read_runs(plan: BucketPlan, run_bytes: int, read: Callable[[Piece, int, memo
 
     `read` is called with a run, the index of its bucket, and the memory to fill.
     """
+    # One memory for all runs: each is valid until the next is asked for.
     scratch = torch.empty(min(run_bytes, plan.longest_bucket_bytes), dtype=torch.uint8)
     for index, bucket in enumerate(plan.buckets):
         for piece in bucket.pieces:

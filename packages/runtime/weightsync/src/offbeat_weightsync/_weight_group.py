@@ -81,6 +81,7 @@ class WeightGroup:
     def member(self) -> GroupMember:
         """Return what to send to the sender when joining."""
         where = self._device.torch_device
+        # By uuid, as an index may name another device in another process.
         device = "" if self._on_host else f"{torch.get_device_module(where).get_device_properties(where).uuid}"
         if self._place is None:
             return GroupMember(self._device.kind, device)
@@ -124,17 +125,19 @@ class WeightGroup:
 
     def start(self, bucket: Tensor, deadline: Deadline) -> dist.Work:
         """Send a bucket from rank 0 to all others; all members call this for each bucket, in order."""
+        # Torch gets a second more: our own deadline comes first, and its error names what is missing.
         return _broadcast(self._backend, bucket, timedelta(seconds=deadline.left_s() + 1.0))
 
     def finish(self, work: dist.Work, check: Check, deadline: Deadline, what: str) -> None:
         """Wait until a bucket has come, called `what` in errors."""
+        # Polled: `wait()` would not see that a member has failed, which its connection says.
         while not work.is_completed():
             check()
             if not deadline.left_s():
                 raise deadline.missed(f"{what} to come over the group")
             time.sleep(_POLL_S)
         try:
-            work.wait()
+            work.wait()  # raises, where it has ended by a failure
         except RuntimeError as error:
             raise self._broken(f"{what} was awaited", check, error) from error
 
@@ -145,7 +148,7 @@ class WeightGroup:
     def leave(self) -> None:
         """Break the group off, here and for members that still wait in it."""
         if self._backend is not None:
-            break_off(self._backend)
+            break_off(self._backend)  # gloo's own `abort` ends no wait
         self._place = self._making = self._backend = None
 
     def _buffer(self, num_bytes: int) -> Tensor:
