@@ -103,6 +103,7 @@ class AttentionPlan:
         return [self._rows(bucket, bucket, num_heads=num_heads) for bucket in _buckets(spans)]
 
     def _cross_rows(self, num_heads: int) -> list[Rows]:
+        # Parents of one length alone share a call: without a mask a padded key would be seen.
         by_prompt_length: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
         for parent_index, group in groupby(self.segments, key=lambda segment: segment.parent):
             if parent_index >= 0:
@@ -241,6 +242,7 @@ def packed_attention(
     if attention_mask is not None:  # transformers makes none for this function: the layer has made it itself
         raise ModelError(f"{type(module).__name__} makes its own attention mask: family not supported")
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    # A window that no sequence exceeds hides nothing, and `split` takes none.
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = window is None and query.shape[-1] == value.shape[-1]
@@ -266,7 +268,7 @@ class _SplitAttention(torch.autograd.Function):
         # The half-precision kernel for processors is 2 to 10 times slower than the float32 one (bench, docs).
         floats = query_THD.dtype if query_THD.dtype == torch.float64 else torch.float32
         query, key, value = (_by_head(x, num_heads, floats) for x in (query_THD, key_TJD, value_TJD))
-        out = torch.empty_like(query)
+        out = torch.empty_like(query)  # `own` writes every token once, before `cross` reads any
         total = out.new_empty(out.shape[:2])
         for rows in plan.own(num_heads):
             part, lse = _call(query, key, value, rows, scale, causal=True)
@@ -275,6 +277,7 @@ class _SplitAttention(torch.autograd.Function):
         for rows in plan.cross(num_heads):
             part, lse = _call(query, key, value, rows, scale, causal=False)
             own_lse = total.index_select(0, rows.token)
+            # Each part is a softmax over its own keys; its share in the joint one is exp(its lse - the joint lse).
             joined = torch.logaddexp(own_lse, lse)
             own = out.index_select(0, rows.token)
             own.mul_((own_lse - joined).exp_()[..., None]).add_(part.mul_((lse - joined).exp_()[..., None]))
@@ -289,11 +292,13 @@ class _SplitAttention(torch.autograd.Function):
         query, key, value, out, total = ctx.saved_tensors
         num_heads = len(query) // ctx.plan.num_tokens
         tensors = (query, key, value, _by_head(grads[0], num_heads, query.dtype), out, total)
+        # Left open: `own` writes every row of them, and `cross` adds to that.
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
         for rows in ctx.plan.own(num_heads):
             query_part, *others = _call_backward(tensors, rows, ctx.scale, causal=True)
             grad_query.index_copy_(0, rows.token, _unpad(query_part, rows))
             for whole, part in zip((grad_key, grad_value), others, strict=True):
+                # Summed over the query heads, which all read one key head.
                 whole.index_copy_(0, rows.token, _unpad(part.sum(1, keepdim=True), rows))
         for rows in ctx.plan.cross(num_heads):
             query_part, *others = _call_backward(tensors, rows, ctx.scale, causal=False)
@@ -381,4 +386,5 @@ def _masked_rows(
         )
         parts.append(_unpad(out, rows))
         tokens.append(rows.token)
+    # Back into the order of the pack.
     return torch.cat(parts).index_select(0, torch.cat(tokens).argsort())

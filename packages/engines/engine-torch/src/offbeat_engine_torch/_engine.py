@@ -161,6 +161,7 @@ class TorchTrainEngine(StepCounts):
                     self._backward(losses.of(batch, logprobs, entropy), logprobs)
                 elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then report the error
                     self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
+        # Kept for `step`, in which all ranks refuse together.
         self._bad_loss |= losses.not_finite
         try:
             return self._ranks.merge(losses.results, losses.failure)
@@ -200,6 +201,7 @@ class TorchTrainEngine(StepCounts):
         answers = []
         with scope, policy.weights_converted_once():
             for batch, tower in zip(shares[self._ranks.share], rounds_with_images(sequences, shares), strict=True):
+                # Without sequences a rank computes one token: the others meet it in every layer.
                 pack = policy.lay_out(sequences, batch) if batch else idle_micro_batch()
                 answer = policy.ask(pack, through_tower=tower)[0]
                 if batch:
@@ -259,7 +261,7 @@ class TorchTrainEngine(StepCounts):
             self._offloader.require("load", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
             refused = load_state(folder, self._policy, self._optimizer, self._device, self._ranks, self.config)
         self._steps.refused = refused
-        self._clear_gradients()
+        self._clear_gradients()  # they are of other weights
 
     def sleep(self, level: int) -> None:
         """Give memory back: level 1 moments and the first policy, level 2 the weights too.
@@ -328,8 +330,11 @@ class TorchTrainEngine(StepCounts):
         """L2 norm over the gradients of all ranks; NaN when a loss was not finite on one of them."""
         collect_gradients(self._policy.pieces, self._optimizer.parameters)
         grads = {name: p.grad for name, p in self._optimizer.parameters.items() if p.grad is not None}
+        # Before the norm, which is of whole gradients.
         self._ranks.add_partial([grad for name, grad in grads.items() if name in self._partial])
+        # What several ranks hold is counted by one of them.
         owned = {piece.name for piece in self._policy.pieces if piece.owned}
+        # No norm where a loss was not finite: this step is refused on all ranks.
         found = self._ranks.exchange([self._bad_loss, 0.0 if self._bad_loss else self._optimizer.grad_norm(owned)])
         self._bad_loss = any(bad for bad, _ in found)
         return math.nan if self._bad_loss else math.hypot(*(norm for _, norm in found))
@@ -349,6 +354,7 @@ class TorchTrainEngine(StepCounts):
         if not reference:
             return self._policy, nullcontext()
         if self.config.lora_rank:
+            # Without its adapters the policy is the first one still: no second copy is needed.
             return self._policy, without_lora(lora_layers(self._policy.model).values())
         if self._reference is None:
             self._reference = make_policy(self.config, self._options, self._device, self._ranks, self._mesh)

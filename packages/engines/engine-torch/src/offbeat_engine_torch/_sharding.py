@@ -69,6 +69,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A copy: ranks add up in place, and a gradient that autograd hands over is not ours to change.
         return ctx.tp.add(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
@@ -99,6 +100,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in / tp] to [..., out]."""
+        # The bias after the sum: before it, it would count once for each rank.
         whole, bias = self.tp.leave(functional.linear(x, here(self.weight))), here(self.bias)
         return whole if bias is None else whole + bias
 
@@ -114,6 +116,7 @@ class RowEmbedding(nn.Embedding):
         first = self.tp.rank * len(weight_VE)
         row = ids - first
         held = (row >= 0) & (row < len(weight_VE))
+        # The row without gradient, if it is one of this rank's.
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < len(weight_VE):
             padding = None
@@ -147,6 +150,7 @@ def cut_rows(layer: nn.Module, tp: TensorParallel) -> None:
 
 def _cut(layer: nn.Module, name: str, dim: int, tp: TensorParallel) -> None:
     parameter = getattr(layer, name)
+    # src_data_rank None: each rank takes its part of what it has, and nothing is sent.
     cut = distribute_tensor(parameter, tp.mesh, [Shard(dim)], src_data_rank=None)
     layer.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
 
@@ -181,6 +185,7 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
     for module in model.modules():
         if id(module) not in within_layers:
             module.to_empty(device=device, recurse=False)
+    # `to_empty` has made each module a parameter of its own.
     model.whole.tie_weights()
     embedding = model.whole.get_input_embeddings()
     if embedding.weight is not model.head.weight:
@@ -298,10 +303,12 @@ def _cut_layer(module: nn.Module, tp: TensorParallel, *, columns: bool) -> None:
 def _cut_vocabulary(model: CausalModel, tp: TensorParallel) -> None:
     """Cut the rows of embedding and head, where they divide."""
     embedding, head = model.whole.get_input_embeddings(), model.head
+    # Where they do not, every rank holds both whole.
     if head.out_features % tp.size or embedding.num_embeddings % tp.size:
         return
     cut_embedding(embedding, tp)
     cut_linear(head, tp, columns=True)
+    # Cutting has made each of the two a parameter of its own.
     model.whole.tie_weights()
     model.part = VocabularyPart(first=tp.rank * (head.out_features // tp.size), add=tp.add, largest=tp.largest)
 

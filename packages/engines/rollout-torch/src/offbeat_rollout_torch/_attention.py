@@ -65,6 +65,7 @@ class DecodeAttention:
 
     def _attend(self, layer: int, qkv: Tensor, part: "_DecodePart") -> Tensor:
         n, H, K, D = qkv.shape[0], self._num_heads, self._num_kv_heads, qkv.shape[-1]
+        # Stored before the products: the mask lets a token see itself, too.
         part.block.flat[layer].index_copy_(0, part.store, qkv[:, H:].reshape(-1, D))
         # The G query heads of a kv head are the rows of one small product: keys are read once and never repeated.
         queries = qkv[:, :H].reshape(n * K, H // K, D)
@@ -98,8 +99,10 @@ class DecodeAttention:
         (K, P, D), G = prefix_keys.shape, queries.shape[1]
         n = len(queries) // K
         by_head = queries.view(n, K, G, D).transpose(0, 1).reshape(K, n * G, D)
+        # beta = 0: of baddbmm only `alpha` is wanted, which scales within the product.
         of_prefix = torch.baddbmm(by_head.new_zeros(1), by_head, prefix_keys.transpose(1, 2), beta=0, alpha=self._scale)
         own = scores.view(n, K, G, -1).transpose(0, 1)
+        # One softmax over both, as if prefix and own tokens lay in one row.
         weights = torch.softmax(torch.cat((of_prefix.view(K, n, G, P), own), -1), -1)
         seen = torch.bmm(weights[..., :P].reshape(K, n * G, P), prefix_values).view(K, n, G, D).transpose(0, 1)
         own_weights = weights[..., P:].transpose(0, 1).reshape(n * K, G, -1)
@@ -180,13 +183,14 @@ class _PrefillGroup:
         self._length = max(chunk.row.cached + chunk.num_tokens for chunk in chunks)
         first, last = chunks[0].row.slot, chunks[-1].row.slot
         in_order = all(chunk.row.slot == first + i for i, chunk in enumerate(chunks))
-        self._slots = slice(first, last + 1) if in_order else slots
+        self._slots = slice(first, last + 1) if in_order else slots  # a slice is a view, where an index copies all keys
         self._padding = None
         if min(counts) < self._width:
             offsets = torch.arange(self._width, device=like.device).expand(self._num, -1)
             self._padding = (offsets < torch.tensor(counts, device=like.device)[:, None]).view(-1).nonzero()[:, 0]
         starts = [chunk.row.end for chunk in chunks]
         self._mask = None
+        # Else all rows begin at 0 and are equally long, and `is_causal` alone says what is seen.
         if self._padding is not None or any(starts):
             self._mask = self._causal_mask(torch.tensor(starts, device=like.device), like)
 

@@ -74,6 +74,7 @@ class ModelRunner:
         """Prefill or decode once, or read what is in flight. Afterwards ask the scheduler to `retire`."""
         start_s = time.monotonic()
         scheduler = self.scheduler
+        # Before others are admitted: these must not take the room that running samples need to grow.
         scheduler.make_room()
         scheduler.admit()
         scheduler.copy_prompts()
@@ -148,6 +149,7 @@ class ModelRunner:
     def _decode_ahead(self, static: StaticDecoder) -> None:
         """Queue the next step, and only then read the one in flight."""
         samples, before = self.scheduler.decode_order(), self._in_flight
+        # The step in flight ends all of them, so there is nothing to draw after it.
         if all(not one.num_pending and one.is_full(self._stop_criteria, 1) for one in samples):
             self.settle()
             return
@@ -157,6 +159,7 @@ class ModelRunner:
             assert sample.row is not None
             sample.row.cached += 1
         self.settle()
+        # A step of samples that have all ended meanwhile is thrown away unread.
         if not all(one.stop_reason for one in samples):
             self._in_flight = started
 
@@ -204,6 +207,7 @@ class ModelRunner:
 
     def _push(self, samples: Sequence[Sample], ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add a token to each sample."""
+        # Written so that NaN, for which every comparison is false, is refused too.
         if not all(-1e30 < logprob <= 0 for logprob in logprobs):
             raise ModelError(
                 f"the weights of version {self.version} give logits that are not finite; "
@@ -262,6 +266,7 @@ class _Scorer:
             length = len(prompt) + len(ids)
             if wave and not self._cache.fits(length):
                 break
+            # Each token predicts the next; what the last one predicts is not asked for.
             fed = [prompt[-1], *ids[:-1]] if ids else []
             wave.append(_ScoredTokens(self._cache.add(length), fed, list(ids)))
         if len(prompt) > 1:

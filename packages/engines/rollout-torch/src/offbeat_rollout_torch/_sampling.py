@@ -48,6 +48,7 @@ def seed_states(seeds: Sequence[int]) -> list[int]:
 def device_uniforms(states_B: Tensor, counts_B: Tensor) -> Tensor:
     """[B] float32: the numbers of `uniforms`, made where states and counts [B] int64 lie."""
     bits = states_B ^ counts_B
+    # The constants of `_mix` as int64 holds them: sums and products wrap round to the same bits.
     bits = bits + (0x9E3779B97F4A7C15 - 2**64)
     bits = (bits ^ _shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
@@ -86,7 +87,7 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
         uniforms_B: [B] float32 in (0, 1).
     """
     greedy = [p.temperature == 0 for p in params]
-    temperatures = [p.temperature or 1.0 for p in params]
+    temperatures = [p.temperature or 1.0 for p in params]  # 1 where the likeliest is chosen
     if any(t != 1.0 for t in temperatures):
         logits_BV.div_(_column(temperatures, logits_BV))
     whole = probs = torch.softmax(logits_BV, -1)
@@ -94,7 +95,7 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
     if len(cut) == len(params):
         probs = cut_distribution(whole, params)
     elif cut:
-        probs = whole.clone()
+        probs = whole.clone()  # `whole` is read below for log-probabilities before the cut
         probs[cut] = cut_distribution(whole[cut], [params[i] for i in cut])
     ids = probs.argmax(-1, keepdim=True) if any(greedy) else None
     if not all(greedy):
@@ -194,6 +195,7 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor, *, asks: bool = True) -> Tensor
     block = _nearest_possible(sums, torch.searchsorted(running, target, right=True), asks=asks)
     target = target - (running.gather(-1, block) - sums.gather(-1, block))
     tokens = block * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=probs_BV.device)
+    # The last block may reach beyond the vocabulary.
     inside = probs_BV.gather(-1, tokens.clamp(max=vocabulary - 1)).masked_fill_(tokens >= vocabulary, 0.0)
     place = _nearest_possible(inside, torch.searchsorted(torch.cumsum(inside, -1), target, right=True), asks=asks)
     return tokens.gather(-1, place)
@@ -206,6 +208,7 @@ def _nearest_possible(probs_RC: Tensor, places_R1: Tensor, *, asks: bool) -> Ten
         if bool((probs_RC.gather(-1, places_R1) > 0).all()):
             return places_R1
     distance_RC = (torch.arange(probs_RC.shape[-1], device=probs_RC.device) - places_R1).abs_()
+    # Without a probability a place is farther away than any with one.
     return distance_RC.masked_fill_(probs_RC == 0, 2 * probs_RC.shape[-1]).argmin(-1, keepdim=True)
 
 
@@ -260,6 +263,7 @@ def _top_k(params: SamplingParams, vocabulary: int) -> int:
 
 
 def _top_p(params: SamplingParams) -> float:
+    # Rounding may lift the running sum to 1 before the last token, which `< 1` would then cut.
     return params.top_p if params.top_p < 1 else float("inf")
 
 

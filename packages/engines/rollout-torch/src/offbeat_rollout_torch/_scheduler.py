@@ -20,6 +20,7 @@ class StopStrings:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._stream = DecodeStream(skip_special_tokens=False)
+        # So much of a stop string may lie before the piece that completes it.
         self._keep = max(map(len, stops)) - 1
         self._tail = ""
 
@@ -173,10 +174,12 @@ class Scheduler:
         if not ended:
             return []
         for sample in ended:
+            # Kept rows are found by their tokens, which do not say what an image shows.
             if sample.row is not None and sample.request.images is None:
                 self.cache.keep(sample.tokens, sample.row, sample.request.adapter)
             self._leave(sample)
         self.running = [sample for sample in self.running if not sample.stop_reason]
+        # Rows have become free, so what was set back may start again.
         self._hold_admission = False
         done = {sample.request.request_id: sample.request for sample in ended if sample.request.is_done}
         for request_id in done:
@@ -190,7 +193,9 @@ class Scheduler:
             request = sample.request
             shared = request.shared_tokens if self._has_prefix(request) else 0
             new = 0 if request.prefix else shared
+            # One more, for the token that is drawn next.
             own = len(sample.tokens) + 1 - shared
+            # Where none runs, none could end and make room: then the oldest starts, whatever it takes.
             if self.running and (self._hold_admission or not self.cache.fits(own, prefix_tokens=new)):
                 return
             if new:
@@ -202,6 +207,7 @@ class Scheduler:
             if new and request.prefix:
                 self.cache.reuse(request.prompt[:new], request.prefix.row, request.adapter)
             elif not request.prefix and not self._siblings(sample):
+                # One with siblings gets what they compute of the prompt instead: see `copy_prompts`.
                 self.cache.reuse(sample.tokens[:-1], sample.row, request.adapter)
 
     def _has_prefix(self, request: RequestState) -> bool:
@@ -226,7 +232,7 @@ class Scheduler:
             prefix = request.prefix
             assert row is not None
             is_shared = not prefix.is_computed if prefix is not None else row.cached < request.shared_tokens
-            if num_tokens < 2 or (is_shared and request.request_id in leading):
+            if num_tokens < 2 or (is_shared and request.request_id in leading):  # one token left is a decoding step
                 continue
             if is_shared:
                 leading.add(request.request_id)
@@ -262,6 +268,7 @@ class Scheduler:
         """Give every running sample a row that holds its tokens; set the youngest back when the budget ends."""
         for sample in list(self.running):
             row = sample.row
+            # Without a row: it was set back earlier in this loop.
             if row is None or len(sample.tokens) - row.band.prefix_tokens <= row.band.capacity:
                 continue
             own = len(sample.tokens) - row.band.prefix_tokens
@@ -276,8 +283,8 @@ class Scheduler:
         """Return a sample to the queue with its tokens; it is computed again when there is room."""
         self._leave(sample)
         self.running.remove(sample)
-        self.waiting.appendleft(sample)
-        self._hold_admission = True
+        self.waiting.appendleft(sample)  # all that wait are younger
+        self._hold_admission = True  # until one ends: admitted at once, it would only be set back again
 
     def _leave(self, sample: Sample) -> None:
         if sample.row is not None:

@@ -81,6 +81,7 @@ class Worker:
         try:
             self._advance(self._runner.step)
         finally:
+            # After an error, too: with it and no new token, `health` would let this engine pass for stuck.
             self._runner.num_decoding = 0
 
     def _settle(self) -> None:
@@ -114,6 +115,7 @@ class Worker:
             raise ConfigError(
                 f"the engine has no adapter {request.adapter!r} (it has: {self._runner.adapters}); send it first"
             )
+        # Before the weights are looked at: an update may come before `resume`, which submits it again.
         if self._mode is not None:
             self._held.append(request)
             return
@@ -160,6 +162,7 @@ class Worker:
         """Sample again; what was held is queued, or refused if there are no usable weights."""
         self._mode = None
         held, self._held = self._held, []
+        # Samples that were held have no weights to go on with, and would never end.
         if self._unusable:
             self.abort_all()
         for request in held:
@@ -182,7 +185,7 @@ class Worker:
             writer.finish()
             proof = stream.prove(runner.weights.read)
         except Exception as error:
-            if writer.has_written:
+            if writer.has_written:  # before the first write the old version is whole
                 self._mark_unusable(f"the update to version {version} failed half way ({error})")
             if isinstance(error, OffbeatError):
                 raise
@@ -195,6 +198,7 @@ class Worker:
 
     def update_adapter(self, stream: WeightStream, version: int, adapter: LoraAdapter) -> WeightProof:
         """Take an adapter whole, prove it, and put it in the place of the old one, which serves until then."""
+        # An adapter lies on the weights: they must be here, and of one version.
         self._refuse_asleep("weights")
         self._refuse_if_unusable()
         if stream.version != version:
@@ -202,6 +206,7 @@ class Worker:
         self._settle()
         runner, source = self._runner, f"adapter {adapter.name!r} of version {version}"
         try:
+            # Copied: a tensor of the stream is valid only until the next is asked for.
             taken = {name: torch.as_tensor(tensor).clone() for name, tensor in stream}
             held = Adapter(runner.weights, taken, adapter.scale, source)
             proof = stream.prove(held.read)
@@ -215,6 +220,7 @@ class Worker:
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter that no request in flight uses."""
+        # Held requests as well: they use it after `resume`.
         users = [
             one for one in (*self._runner.scheduler.requests.values(), *self._held) if name and one.adapter == name
         ]
@@ -226,6 +232,7 @@ class Worker:
         """Weights of two versions are mixed: serve nothing until a whole update arrives."""
         self._unusable = reason
         self._drop_computed()
+        # Samples that a pause holds wait: another update may come before `resume`, which looks again.
         if self._mode != "keep":
             self.abort_all()
 

@@ -84,6 +84,7 @@ def token_logprobs(
     """
     formats = _Formats.of(hidden_NE, weight_VE, matmul_dtype, gradient_dtype)
     wants_gradient = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
+    # What can be kept serves the gradient of the log-probability alone.
     kept_bytes = KEPT_BYTES if wants_gradient and not entropy_gradient else 0
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NE, weight_VE, bias_V, target_N, scale, formats, part, kept_bytes
@@ -148,6 +149,7 @@ class _HeadLogprobs(torch.autograd.Function):
             head = _Head(weight, bias, scale, formats)
             chunks = head.chunks(0, len(hidden))  # alike whatever is kept, and so are the bits of what is found
             most = kept_bytes // (formats.gradient.itemsize * len(weight))
+            # Whole chunks: the backward pass computes again from where one begins.
             num_kept = max((rows.stop for rows in chunks if rows.stop <= most), default=0)
             kept_KV = hidden.new_empty((num_kept, len(weight)), dtype=formats.gradient)
             for rows in chunks:
@@ -159,7 +161,7 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept_KV)
         ctx.scale, ctx.formats, ctx.part = scale, formats, part
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None tells the backward pass that the entropy has no gradient
         return chosen - lse, entropy
 
     @staticmethod
@@ -167,7 +169,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, _, lse, *_ = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None  # chunks add up in it
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         with _without_autocast(hidden):
             cast_VE = weight.to(ctx.formats.gradient) if wants_hidden else None
@@ -259,7 +261,9 @@ def _reduce(
     chosen_B = logits_BV.gather(1, column_B[:, None])[:, 0]
     top_B1 = logits_BV.amax(1, keepdim=True)
     if part is not None:
+        # All ranks subtract the same, so that their sums can be added up.
         part.largest(top_B1)
+    # The largest becomes 0, so no exponential overflows.
     logits_BV -= top_B1
     odds_BV = logits_BV.exp()
     total_B, weighted_B = odds_BV.sum(1), torch.linalg.vecdot(odds_BV, logits_BV)
@@ -303,6 +307,7 @@ def _columns(target_N: Tensor, num_rows: int, part: VocabularyPart | None) -> tu
         return target_N, None
     column_N = target_N - part.first
     here_N = (column_N >= 0) & (column_N < num_rows)
+    # Any column will do for a target of another rank: `here_N` takes it out of every sum.
     return column_N.where(here_N, 0), here_N
 
 

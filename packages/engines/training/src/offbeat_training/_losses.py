@@ -60,6 +60,7 @@ class LossCalls:
 
     def __init__(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> None:
         self._sequences, self._loss = sequences, loss
+        # Of the whole update: each micro-batch divides its loss by these.
         self._totals = sum(int(sequence.loss_mask.sum()) for sequence in sequences), len(sequences)
         self.results: list[Metrics] = []
         self.failure: Exception | None = None
@@ -67,6 +68,7 @@ class LossCalls:
 
     def of(self, batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor | None:
         """Return the scalar to differentiate for one micro-batch; None where there is none."""
+        # A loss that has failed is not asked again: the pass is only finished, as other ranks wait in it.
         if not batch.members or self.failure is not None:
             return None
         members = [self._sequences[member] for member in batch.members]
@@ -78,6 +80,7 @@ class LossCalls:
         counts = count_micro_batch(members, len(batch.ids_T), float(value.detach()))
         self.results.append({**metrics, **counts})
         if not torch.isfinite(value.detach()):
+            # The step is refused, so there is no gradient to compute.
             self.not_finite = True
             return None
         return value

@@ -121,8 +121,10 @@ def _find_units(
     units: dict[tuple[int, ...], list[Family]] = {}
     for family in find_families(sequences, budget, share_prompts, fair=fair):
         group = sequences[family.members[0]].group
+        # No sequence has the index -1, so the key of a group is never that of a family.
         units.setdefault(family.members if group < 0 else (-1, group), []).append(family)
     found = [_Unit(families=tuple(each), num_tokens=sum(it.num_tokens for it in each)) for each in units.values()]
+    # With members, so that equal sizes have one order too: all ranks make the same plan.
     return sorted(found, key=lambda unit: (-unit.num_tokens, unit.families[0].members))
 
 
@@ -155,6 +157,7 @@ def find_families(
             limit = sum(last[member] for member in members)
         elif fair is not None:
             own = sum(last[member] - prefix for member in members)
+            # Each part lays out the prompt anew, so only the tokens that are not shared are divided.
             limit = min(budget, prefix + -(-own // max(1, round((prefix + own) / fair))))
         families.extend(_cut(members, prefix, last, limit))
     return families
@@ -224,6 +227,7 @@ def _plan_evenly(sequences: Sequence[TrainSequence], budget: int, share_prompts:
     if not num_tokens:
         return [[] for _ in range(num_shares)]
     rounds = -(-num_tokens // (budget * num_shares))
+    # Ends at the latest where each unit has a micro-batch of its own.
     while True:
         fair = -(-num_tokens // (rounds * num_shares))
         units = _find_units(sequences, budget, share_prompts, fair=fair)
@@ -328,7 +332,7 @@ class _Layout:
         self.positions: list[Indices] = []
         self.segments: list[Segment] = []
         self.size = 0
-        self.predictor: list[Indices] = [_NONE]
+        self.predictor: list[Indices] = [_NONE]  # numpy joins no empty list
         self.target: list[npt.NDArray[np.int32]] = []
         self.token: list[Indices] = [_NONE]
         self.members: list[int] = []
@@ -344,8 +348,10 @@ class _Layout:
             sequence = sequences[member]
             token = np.flatnonzero(sequence.loss_mask)
             offset = self.size - prefix  # packed index of token t is t + offset, for t >= prefix
+            # Up to the last loss token, which predicts nothing.
             self._segment(sequence, prefix, int(token[-1]) if len(token) else 0, parent)
             before = token - 1
+            # The first own token is predicted by the prompt's last, which lies in the copy that all share.
             self.predictor.append(np.where(before >= prefix, before + offset, before + prompt_start))
             self.target.append(sequence.ids[token])
             self.token.append(token)
@@ -379,7 +385,7 @@ class _Layout:
 
     def pack(self) -> MicroBatch:
         """Join the pieces."""
-        counts = [len(token) for token in self.token[1:]]
+        counts = [len(token) for token in self.token[1:]]  # without the _NONE that it begins with
         return MicroBatch(
             ids_T=np.concatenate(self.ids).astype(np.int64),
             positions_T=np.concatenate(self.positions, axis=-1),
