@@ -1,4 +1,21 @@
-"""The asyncio loop that performs the policy's actions on a backend, and ends in a named error rather than never."""
+"""The asyncio loop that performs the policy's actions on a backend, and ends in a named error rather than never.
+
+    run: policy.actions() -> _perform, which starts tasks and waits for none of them
+     ^     submit tasks, one for each group           at once; a Drop cancels that of its group
+     |     drop tasks, one for each dropped group     at once
+     |     update, sync, checkpoint                   one after the other: `TrainerTurn`, first come, first served
+     |             |
+     |             v  a task ends, by a result, an error or a cancellation
+     |     _note_end: the task into the queue _ended, news event set
+     |             |
+     |             v
+    _wait_for_news: wakes by the news event, or after idle_every_s without one;
+           gives each ended task's result to the policy, asks backend.wants_end
+           _look_for_movement: raises after stall_after_s without movement, unless the trainer's turn is taken;
+                   starts the idle task (backend.idle), one at a time, whose answer is read at a later wake
+
+An update whose version is to be saved starts its checkpoint; what is left at the end is cancelled and awaited.
+"""
 
 import asyncio
 import time
@@ -264,6 +281,7 @@ class _Loop:
                     self._backend.submit(group_id), f"group {group_id}", "an engine", self._config.group_deadline_s
                 )
         except PeerFailedError as error:
+            # A result, not a failure: of all errors this one alone does not end the run.
             return error
 
     async def _update(self, action: Update) -> None:
@@ -286,8 +304,9 @@ class _Loop:
     async def _turn_of_trainer(
         self, action: Literal["update", "sync", "checkpoint"], doing: str
     ) -> AsyncIterator[None]:
+        # Outside the action's deadline: the wait for the turn, and `prepare`, which has deadlines of its own.
         async with self._turn.of_action(partial(self._backend.prepare, action)):
-            self._trainer_is_at_work = True
+            self._trainer_is_at_work = True  # not before: a run that is stopped waits for no action that has not begun
             try:
                 with self._busy.busy(doing):
                     yield
@@ -314,6 +333,7 @@ class _Loop:
     async def _wait_for_news(self) -> None:
         """Take in everything that has ended, or, when nothing has for a while, see whether anything moves at all."""
         assert self._work, f"nothing runs and nothing is to be started: {self._who_waits()}"
+        # It goes on without news, too: `wants_end`, `idle` and stalls are looked at about every second.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._idle_every_s):
                 await self._news.wait()
@@ -323,6 +343,7 @@ class _Loop:
             settle = self._work.pop(task, None)
             if settle is None:
                 continue  # noted twice
+            # One that the loop cancelled is passed over; in any other task a cancellation is an error.
             if settle is not _nothing or not task.cancelled():
                 settle(self._result(task))
             self._last_move = self._clock()
@@ -359,12 +380,13 @@ class _Loop:
     def _update_finished(self, _: None) -> None:
         self._policy.update_finished()
         if self._backend.wants_checkpoint(self._policy.version):
+            # Before the policy's next actions, so that its turn comes before that of the next update.
             self._start(self._checkpoint(self._policy.state()), _nothing)
 
     def _look_for_movement(self) -> None:
         now = self._clock()
         if self._idle_task and self._idle_task.done():
-            progress, self._idle_task = self._idle_task.result(), None
+            progress, self._idle_task = self._idle_task.result(), None  # raises what `idle` has raised, such as a death
             if progress != self._progress:
                 self._progress, self._last_move = progress, now
         idle_s = now - self._last_move
@@ -385,7 +407,7 @@ class _Loop:
         submit = self._submits.pop(group_id, None)
         if submit is not None:
             submit.cancel()
-            self._work[submit] = _nothing
+            self._work[submit] = _nothing  # still work: the run does not end before it has ended
 
     async def _cancel_all(self) -> None:
         tasks = [*self._work, *([self._idle_task] if self._idle_task else [])]

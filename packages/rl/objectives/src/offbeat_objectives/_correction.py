@@ -100,6 +100,7 @@ def off_policy_mask(tokens: PolicyTokens, rollout_logprobs_N: Tensor, bound: flo
 
     Source: DeepSeek-V3.2, 2512.02556, equation 9 (off-policy sequence masking).
     """
+    # Not left to the mean's weight of 0: a rejected token may hold an infinity.
     gap_N = (rollout_logprobs_N - tokens.logprobs_N).masked_fill(tokens.keep_N == 0, 0.0)
     is_near_N = tokens.sequence_mean(gap_N) <= bound
     return ((tokens.advantages_N >= 0) | is_near_N).to(tokens.logprobs_N.dtype)
@@ -115,8 +116,9 @@ class _Ratios:
         self.log_N = log_ratio_N
         self.by_name = {
             "token": log_ratio_N.exp(),
+            # Cut again: a sum of log ratios may lie beyond the bound of each. A mean of them cannot.
             "sequence": bounded_ratio(sum_S)[sequence_N],
-            "geometric": (sum_S / self.length_S.clamp(min=1)).exp()[sequence_N],
+            "geometric": (sum_S / self.length_S.clamp(min=1)).exp()[sequence_N],  # a sequence may have no tokens
         }
 
 
@@ -156,6 +158,7 @@ def _mean_weight(
         vote_N = keep_N
     sums = torch.stack([(weights_N * vote_N).sum(), vote_N.sum()])
     if group is not None:
+        # A rank without tokens comes here as well: the others wait for it.
         dist.all_reduce(sums, group=group)
     total, count = sums
     return torch.where(total > 0, total / count.clamp(min=1e-20), torch.ones_like(total))

@@ -107,6 +107,7 @@ def rloo(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
 
     Source: RLOO, 2402.14740.
     """
+    # Reward - mean of the n - 1 others = (reward - mean of all n) · n / (n - 1).
     count_S = samples.prompt_sum(torch.ones_like(samples.rewards_S))
     return Advantages(advantages_N=samples.spread(_centred(samples) * count_S / (count_S - 1).clamp(min=1)))
 
@@ -129,8 +130,10 @@ def gpg(samples: RewardedSamples, config: AlgorithmConfig) -> Advantages:
     Source: GPG, 2504.02546, with F_norm = 1.
     """
     centred_S = _centred(samples)
+    # Not above 0: the mean of equal rewards may differ from them in its last bit.
     has_signal_S = samples.prompt_sum((centred_S.abs() > SAME_REWARD).double()) > 0
     in_loss_S = _in_loss(samples).double()
+    # Over all ranks: α is one number for the whole batch.
     total = _sum_over(torch.stack([(has_signal_S * in_loss_S).sum(), in_loss_S.sum()]), samples.ranks)
     return Advantages(advantages_N=samples.spread(centred_S * total[1] / total[0].clamp(min=1)))
 
@@ -195,14 +198,17 @@ def _best_of(rewards_n: Tensor, k: int) -> Tensor:
     """
     count = len(rewards_n)
     sorted_n, order_n = rewards_n.sort()
+    # Python divides whole numbers of any size with one rounding.
     best_of = rewards_n.new_tensor([math.comb(j, k - 1) / math.comb(count, k) for j in range(count)])
     mean = (sorted_n * best_of).sum()
     deviation = ((sorted_n - mean).square() * best_of).sum().sqrt()
     all_with_i = math.comb(count - 1, k - 1)
     alone = rewards_n.new_tensor([math.comb(j, k - 1) / all_with_i for j in range(count)])
+    # math.comb takes no negative numbers; of such a size there is no subset.
     beaten = [math.comb(j - 1, k - 2) / all_with_i if j and k > 1 else 0.0 for j in range(count)]
+    # A sum from the end; the shift by one takes each sample itself out of its own.
     by_better_n = (sorted_n * rewards_n.new_tensor(beaten)).flip(0).cumsum(0).flip(0).roll(-1)
-    by_better_n[-1] = 0.0
+    by_better_n[-1] = 0.0  # the shift has put the whole sum here, and none is better than the best
     with_i_n = sorted_n * alone + by_better_n
     return torch.empty_like(rewards_n).index_copy(0, order_n, (with_i_n - mean) / (deviation + EPSILON))
 
@@ -285,6 +291,7 @@ def gae_advantages(
     """
     values_N = values_N.double()
     next_N = torch.zeros_like(values_N) if bootstrap_N is None else bootstrap_N.to(values_N.dtype).clone()
+    # V of the next token of the same sequence; at its last token the bootstrap stays.
     next_N[:-1] = torch.where(sequence_N[1:] == sequence_N[:-1], values_N[1:], next_N[:-1])
     return reverse_scan(rewards_N.double() + gamma * next_N - values_N, gamma * lam, sequence_N, num_sequences)
 
@@ -340,6 +347,7 @@ def _normalise(
     among = torch.ones_like(values) if among is None else among.to(values.dtype)
     count = _sum_over(among.sum(), ranks)
     centred = values - _sum_over((values * among).sum(), ranks) / count.clamp(min=1)
+    # From centred values: the difference of two large sums would lose digits.
     variance = _sum_over((centred.square() * among).sum(), ranks) / (count - less).clamp(min=1)
     return centred / (variance.sqrt() + EPSILON)
 

@@ -115,6 +115,7 @@ class PolicyLoss:
         )
         surrogate = self._mask(find_objective(self.config)(policy_tokens, self.config), policy_tokens, tokens)
         if weights_N is not None:
+            # A constant factor: `correct_rollouts` runs without gradient.
             surrogate = replace(surrogate, objective_N=surrogate.objective_N * weights_N)
         terms = self._terms(tokens, policy_tokens, surrogate)
         loss = torch.stack(list(terms.values())).sum()
@@ -135,6 +136,7 @@ class PolicyLoss:
         if self.config.correction_form == "bypass":
             old_N: Tensor = tokens.extras[ROLLOUT]
         else:
+            # With its own, the ratio is 1 in value and its gradient that of log π_θ.
             old_N = tokens.extras[OLD] if self._recomputes else tokens.logprobs_N.detach()
         return old_N
 
@@ -162,6 +164,7 @@ class PolicyLoss:
         """Remove the objective of what the off-policy mask leaves out."""
         if self._mask_bound is None:
             return surrogate
+        # The objective alone: the KL penalty acts on masked tokens too.
         masked_N = off_policy_mask(policy, tokens.extras[ROLLOUT], self._mask_bound) == 0
         return replace(
             surrogate,
@@ -188,6 +191,7 @@ class PolicyLoss:
 
     def _aggregate(self, losses_N: Tensor, tokens: LossTokens[Any], keep_N: Tensor) -> Tensor:
         return aggregate(
+            # Not a product: 0 times an infinity is NaN. The totals below count rejected tokens as well.
             torch.where(keep_N > 0, losses_N, 0.0),
             tokens.sequence_N,
             tokens.num_sequences,
@@ -236,7 +240,7 @@ def _measures(
     num_kept = int(kept_N.sum())
     share_kept: dict[str, Measure] = {"policy/share_kept": (policy.keep_N.mean(), len(kept_N), "mean")}
     if num_kept == 0:
-        return share_kept if len(kept_N) else {}
+        return share_kept if len(kept_N) else {}  # the mean of no token is NaN
     zeros_N = torch.zeros_like(policy.logprobs_N)
     per_token = {
         "policy/entropy": tokens.entropy_N,

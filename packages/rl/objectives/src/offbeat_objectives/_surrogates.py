@@ -98,6 +98,7 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     Source: GSPO, 2507.18071, sections 4.1 and 4.3.
     """
     log_s_N = tokens.sequence_mean(tokens.log_ratio()).detach()
+    # sg[s] · π_θ / sg[π_θ], in logarithms.
     ratio_N = (log_s_N + tokens.logprobs_N - tokens.logprobs_N.detach()).exp()
     return _clipped(ratio_N, tokens.advantages_N, config.clip_range())
 
@@ -108,7 +109,7 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     Source: CISPO, MiniMax-M1, 2506.13585, equations 4 and 5.
     """
     low, high = config.clip_range()
-    ratio_N = tokens.log_ratio().exp().detach()
+    ratio_N = tokens.log_ratio().exp().detach()  # sg: the gradient comes through log π_θ alone
     return Surrogate(
         objective_N=ratio_N.clamp(1 - low, 1 + high) * tokens.advantages_N * tokens.logprobs_N,
         ratio_N=ratio_N,
@@ -126,7 +127,7 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     ratio_N = tokens.log_ratio().exp()
     tau_N = torch.full_like(ratio_N, options.tau_negative)
     tau_N = tau_N.masked_fill(tokens.advantages_N > 0, options.tau_positive)
-    gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N
+    gate_N = torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N  # σ has the slope 1/4 at 0
     return Surrogate(objective_N=gate_N * tokens.advantages_N, ratio_N=ratio_N)
 
 
@@ -140,6 +141,7 @@ def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     one_sided_N = torch.where(advantages_N > 0, log_N.clamp(max=high), log_N.clamp(min=-low))
     mean_N = tokens.sequence_mean(one_sided_N).detach()
     return Surrogate(
+        # The sequence's value with each token's gradient: see the module.
         objective_N=advantages_N * (mean_N + one_sided_N - one_sided_N.detach()).exp(),
         ratio_N=bounded_ratio(mean_N),
         clipped_low_N=(advantages_N < 0) & (log_N < -low),
@@ -161,10 +163,12 @@ def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     ratio_N = tokens.log_ratio().exp()
     surrogate = _clipped(ratio_N, tokens.advantages_N, config.clip_range())
     cov_N = _covariance(tokens)
+    # Smaller where the minimum has taken the bounded side.
     is_clipped_N = surrogate.objective_N < ratio_N * tokens.advantages_N
     within_N = (cov_N > options.cov_low) & (cov_N < options.cov_high) & (tokens.keep_N > 0) & ~is_clipped_N
     candidates = within_N.nonzero()[:, 0]
     num_kept = int(tokens.keep_N.sum())
+    # Drawn on the CPU, so that it is the same on every device.
     draw = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(num_kept))
     chosen = candidates[draw[: max(int(options.cov_share * num_kept), 1)].to(candidates.device)]
     chosen_N = torch.zeros_like(within_N).index_fill(0, chosen, value=True)
@@ -187,6 +191,7 @@ def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     cov_N = _covariance(tokens)
     num_kept = int(tokens.keep_N.sum())
     num_chosen = min(max(int(options.cov_share * num_kept), 1), num_kept)
+    # Rejected tokens are never among the largest.
     chosen = cov_N.masked_fill(tokens.keep_N == 0, -torch.inf).topk(num_chosen).indices
     chosen_N = torch.zeros_like(cov_N, dtype=torch.bool).index_fill(0, chosen, value=True)
     penalty_N = (options.kl_weight * log_N.abs()).masked_fill(~chosen_N, 0.0)
@@ -220,6 +225,7 @@ def dppo_tv(tokens: PolicyTokens, config: AlgorithmConfig) -> Surrogate:
     Source: DPPO with the binary total variation, 2602.04879, section 5.4 for the cap; verl,
     verl/trainer/ppo/core_algos.py.
     """
+    # Without gradient: the divergence only decides the mask M.
     old_N, new_N = tokens.old_N.exp(), tokens.logprobs_N.detach().exp()
     return _within_region(tokens, config, (new_N - old_N).abs())
 
@@ -239,6 +245,7 @@ def _within_region(tokens: PolicyTokens, config: AlgorithmConfig, divergence_N: 
     cap = config.read_options(DppoOptions).ratio_cap
     log_N = tokens.log_ratio().detach()
     rises_N = tokens.advantages_N > 0
+    # Out of the region on the side that A pushes towards; a way back is left open.
     left_high_N = rises_N & (log_N > 0) & (divergence_N > high)
     left_low_N = ~rises_N & (log_N < 0) & (divergence_N > low)
     ratio_N = log_N.exp()
