@@ -100,6 +100,7 @@ class FolderLock:
                 f"{folder}: {writer} is working in this run folder; wait for it, end it, or choose another folder"
             )
         self._since_s = time.time()
+        # An older line may be longer, and its end would stay behind the new one.
         os.ftruncate(self._descriptor, 0)
         self._beat()
         self._beating = threading.Thread(target=self._keep_beating, name="run-folder-lock", daemon=True)
@@ -126,7 +127,7 @@ class FolderLock:
 
     def _is_alive(self, writer: Writer) -> bool:
         """Return whether a writer that has not let go gives a sign of life; clocks may differ, so it has to change."""
-        if not writer.beat_s:
+        if not writer.beat_s:  # it has let go, or is of an older version, which gives no signs of life
             return False
         print_text(f"{writer} has not let go of {self._file.parent}: waits {STALE_AFTER_S:g} s for a sign of its life")
         end_s = time.monotonic() + STALE_AFTER_S
@@ -134,7 +135,7 @@ class FolderLock:
             if time.monotonic() > end_s:
                 return False
             time.sleep(_LOOK_S)
-        return bool(now.beat_s)
+        return bool(now.beat_s)  # 0: the file was emptied, so the writer has let go
 
     def _beat(self) -> None:
         """Write the line anew, of the same length: a reader sees a whole one."""
@@ -159,9 +160,9 @@ class FolderLock:
         """Let go; a second call does nothing. The lock file stays, and is empty: removing it would race."""
         if self._descriptor is not None:
             self._released.set()
-            self._beating.join()
+            self._beating.join()  # first: a beat would write into the emptied file
             with suppress(OSError):
-                if _read(self._file) == self._text:
+                if _read(self._file) == self._text:  # else another writer has taken it meanwhile
                     os.ftruncate(self._descriptor, 0)
             self._close()
 

@@ -95,7 +95,7 @@ class Monitor:
         self._thread_errors = ThreadErrors(self._error_notes)
         self._ending = Termination(self._peers, self._dumps, settings.grace_s, self.head, self._ends.is_failed_running)
         self._alarm = threading.Event()
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # the watch and a thread that reports a failure look one after the other
         self._reading = threading.Lock()
         self._last_head: ProcessSnapshot | None = None
         self._last_read_s = -1e9
@@ -310,12 +310,12 @@ class Monitor:
         return time.monotonic() - self._looked_s >= self._pause_s
 
     def _lead(self) -> None:
-        self._alarm.clear()
+        self._alarm.clear()  # before the look: an alarm during it counts for the next tick
         is_meeting = self._peers.is_meeting(self.settings.stall_after_s + MEETING_S)
         if is_meeting or not self._is_time_to_look():
             return
         with self._looking:
-            if self._ending.has_begun:
+            if self._ending.has_begun:  # while this thread waited for the lock
                 return
             self._looked_s = time.monotonic()
             self._peers.fetch_newcomers()
@@ -342,7 +342,7 @@ class Monitor:
             self._call_leader()  # it was too slow to answer before, and is not now
             return
         ends = must_end(verdict, self.settings.policy)
-        may_end_others = must_end(verdict, "abort")
+        may_end_others = must_end(verdict, "abort")  # theirs may be another policy than this one's
         self._announcer.announce(verdict, ends_run=ends, is_due=may_end_others)
         if ends or may_end_others:
             self._ending.begin(leads=True, ends=ends and self._error is None)
@@ -450,7 +450,7 @@ class Monitor:
         if not is_secondary(head.error):
             self._ends.notify(head, "last words")
             return
-        self._error = error
+        self._error = error  # for the look alone: the program may go on
         try:
             self._have_failure_looked_at(head, "last words")
             self._dumps.flush(DUMPS_S)
