@@ -70,6 +70,7 @@ class ColocationSchedule:
 
     async def engines_started(self) -> None:
         """All engines are there for the first time, and sleep: it is the trainer's turn."""
+        # First: an engine that starts now would take the memory that the trainer is given.
         self._engines_may_start.clear()
         await self._call_trainer("wake")
 
@@ -104,6 +105,7 @@ class ColocationSchedule:
         self._is_training = True
 
     async def _put_to_sleep_all(self, engines: Sequence[Member], mode: PauseMode) -> None:
+        # No other begins to start. One that has begun holds memory, and can be put to sleep only when it is there.
         self._engines_may_start.clear()
         for name, ended in list(self._starting.items()):
             try:
@@ -111,6 +113,7 @@ class ColocationSchedule:
                     await ended.wait()
             except TimeoutError:
                 raise DeadlineError("turn of the trainer", f"{name} to start", self._start_deadline_s) from None
+        # From here on callers wait for the engines' next turn.
         for engine in engines:
             engine.serves.clear()
         awake = [engine.actor for engine in engines if not self._away.get(engine.actor)]
@@ -143,6 +146,7 @@ class ColocationSchedule:
         for handle in await self._each(list(by_handle), self._resume):
             if handle.alive:
                 by_handle[handle].serves.set()
+        # Before others may start: in the trainer's turn `_started` puts them to sleep.
         self._is_training = False
         self._engines_may_start.set()
 

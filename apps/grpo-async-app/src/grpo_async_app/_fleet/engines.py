@@ -137,7 +137,7 @@ class Engines(Pool[Engine]):
     async def generate(self, name: str, request: GenerateRequest, deadline_s: float) -> list[Completion]:
         """Sample on one engine, once it serves; it is started again where only a new process mends what went wrong."""
         await self._find(name).ready("generate", deadline_s)
-        began_s = clock_s()
+        began_s = clock_s()  # not before: an engine that was awaited is not a slow one
         completions: list[Completion] = await self.call(
             name, "generate", request, returns=list[Completion], deadline_s=deadline_s
         )
@@ -212,7 +212,7 @@ class Engines(Pool[Engine]):
             await turns.show_weights()
         with contextlib.ExitStack() as held:
             for engine in engines:
-                held.enter_context(self.hold(engine.name))
+                held.enter_context(self.hold(engine.name))  # it may be asked to leave meanwhile
             synced = await bring_weights(engines, offer, interrupt, deadline_s, turns, self.give_up)
         for engine in synced:
             engine.version = offer.version
@@ -223,7 +223,7 @@ class Engines(Pool[Engine]):
 
     def ask(self, member: Engine) -> Ask:
         """Ask for its health: one that decodes in vain is stuck."""
-        return partial(member.ask_health, TokenWatch(self.keep.silent_after_s))
+        return partial(member.ask_health, TokenWatch(self.keep.silent_after_s))  # a process begins to count anew
 
     def on_up(self, member: Engine) -> None:
         """Let an engine serve what it starts with, or send for weights; the first ones get theirs by the first sync."""
@@ -239,6 +239,7 @@ class Engines(Pool[Engine]):
 
     def goes_on_without(self, member: Engine, error: OffbeatError) -> bool:
         """Let the others continue without an engine that has no place any more."""
+        # Not where it is the last one: then nothing would sample any more.
         if not isinstance(error, PlacementError) or self._staying == [member.role]:
             return False
         self._want_no_more_than_without(member.role)
@@ -255,7 +256,7 @@ class Engines(Pool[Engine]):
     def scale(self, number: int) -> None:
         """Let engines join or leave until there are so many. One that leaves finishes first what it has."""
         self._wanted = number
-        if self._all_started:
+        if self._all_started:  # before that, `let_others_join` adjusts
             self._adjust()
 
     def _adjust(self) -> None:

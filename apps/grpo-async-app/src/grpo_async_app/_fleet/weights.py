@@ -51,7 +51,7 @@ class WeightOffer:
         for actor in actors:
             self._brought.add((actor, part))
             if part == "base":
-                self._trainer.have_base.add(actor)
+                self._trainer.have_base.add(actor)  # beyond this offer: each process gets the base once
 
     async def source_for(self, hosts: Collection[str]) -> str:
         """Return where engines on these machines (IP addresses) ask for them: by memory, if that is one for all."""
@@ -64,7 +64,7 @@ class WeightOffer:
         self._transfer_id = next(self._trainer.transfer_ids)
         address = "" if source == self._trainer.socket_path else source
         args = (self.version, num_engines, self._deadline_s, address, self._transfer_id, part)
-        returns, deadline_s = list[WeightProof], self._deadline_s + 5
+        returns, deadline_s = list[WeightProof], self._deadline_s + 5  # after the transfer's, whose error says more
         await self._trainer.call("push_weights", *args, returns=returns, deadline_s=deadline_s)
 
     async def pull(self, actor: ActorHandle, source: str, part: WeightPart) -> None:
@@ -126,6 +126,7 @@ async def bring_weights(
             give_up(processes.pop(actor), actor, str(error))
 
     async def bring(part: WeightPart) -> None:
+        # Again without the lost ones: a failed transfer has proved nothing to any engine.
         while lacking := [actor for actor in processes if offer.lacks(actor, part)]:
             if any(outcomes := await transfer(lacking, part)):
                 await without_lost(lacking, outcomes)
@@ -163,6 +164,7 @@ async def lost_engines(actors: Sequence[ActorHandle], outcomes: Outcomes) -> dic
         return isinstance(error, PeerFailedError | WeightSyncError) and await is_lost(actor, error)
 
     gone = await asyncio.gather(*(is_gone(*item) for item in failed.items()))
+    # Where one is gone, errors of engines that live are taken for its consequences.
     if failed and not any(gone):
         raise root_cause(failed.values())
     return {actor: error for (actor, error), it_is in zip(failed.items(), gone, strict=True) if it_is}
@@ -199,7 +201,7 @@ async def transfer_weights(
     try:
         _, others = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
         if others:
-            await asyncio.wait(others, timeout=DEATH_SEEN_AFTER_S)
+            await asyncio.wait(others, timeout=DEATH_SEEN_AFTER_S)  # other sides see a death a moment later
         if not sending.done():
             with contextlib.suppress(OffbeatError):  # a trainer that is gone sends nothing either
                 await withdraw()
@@ -210,6 +212,7 @@ async def transfer_weights(
             side.cancel()
         outcomes = await asyncio.gather(*sides, return_exceptions=True)
     *errors, trainers = [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
+    # An engine's side that was only cancelled here has not failed.
     if trainers is not None and all(isinstance(error, asyncio.CancelledError | None) for error in errors):
         raise trainers
     return errors

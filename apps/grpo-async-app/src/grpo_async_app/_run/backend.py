@@ -94,6 +94,7 @@ class GrpoBackend:
         if not self._can_be_compared(samples, greedy):
             self._untrained.note(trained=False, lost=True)
             return GroupResult(oldest_version=self._policy.version, filtered=True)
+        # Before the filter: a curriculum counts how groups fare that are not trained on as well.
         self._stream.record(draw, [sample.score.value for sample in samples])
         group = self._group(group_id, draw, samples, greedy)
         may_filter = self._config.algorithm.filter_groups and not group.flaw
@@ -229,6 +230,7 @@ class GrpoBackend:
         validating = self._validating
         must_wait = not self._config.validation_goes_on or self._is_last_sync  # which is validated too
         must_end = self._fleet.turns is not None or (action == "sync" and must_wait)
+        # One that has ended is taken in as well: `finish` raises its error.
         if must_end or (validating is not None and validating.done()):
             await self.finish()
 
@@ -236,7 +238,7 @@ class GrpoBackend:
         groups = [self._groups[group_id] for group_id in group_ids]
         await self._fleet.engines.to_training()
         metrics = await self._train(groups, version)
-        self._trainer_version = version + 1
+        self._trainer_version = version + 1  # engines that come up late get this from now on
         for group_id in group_ids:
             del self._groups[group_id]
         prompts = {group.item: self._stream.prompts[group.item] for group in groups}
@@ -288,7 +290,7 @@ class GrpoBackend:
     async def _sync_late_engines(self) -> None:
         """Give engines that come up between two syncs what the trainer holds: maybe newer than what others do."""
         async for name in self._fleet.engines.late_engines():
-            async with self._turn.between_actions():
+            async with self._turn.between_actions():  # no update changes the weights meanwhile
                 await self._fleet.engines.sync_late(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,7 +328,7 @@ class GrpoBackend:
     async def finish(self) -> None:
         """Wait for the validation that runs, and raise what went wrong in it."""
         if self._validating is not None:
-            validating, self._validating = self._validating, None
+            validating, self._validating = self._validating, None  # first: its error is raised once
             await validating  # each of its answers has a deadline
 
     async def _validate(self, version: int) -> None:
@@ -395,6 +397,7 @@ class GrpoBackend:
 
     async def checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write weights, optimizer, the loop's state and the finished groups as one folder."""
+        # Before the first `await`: the loop goes on meanwhile, and may drop some of them.
         groups, known = [self._groups[int(group_id)] for group_id, _ in state["finished"]], self._known()
         await self._fleet.engines.to_training()
         self._is_saving = True
@@ -410,7 +413,7 @@ class GrpoBackend:
             (folder / LOOP_FOLDER / STATE_FILE).write_text(json.dumps(loop))
         self._is_saving = False
         self.saved_version = self._policy.version
-        self._folder.checkpoints.prune(self._config.checkpoint.keep)
+        self._folder.checkpoints.prune(self._config.checkpoint.keep)  # only when the new one is whole
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -418,7 +421,7 @@ class GrpoBackend:
         """Show the wait, and raise if a process has died that the run needs."""
         self._fleet.raise_if_dead()
         if self._late_syncs.done():
-            self._late_syncs.result()
+            self._late_syncs.result()  # it ends by an error alone, which is raised here
         self._logger.waiting(wait, idle_s)
         return self._fleet.progress
 

@@ -121,6 +121,7 @@ class Rollouts:
             ]
             return [sample for sample in await gather_or_cancel(plays) if sample is not None]
         if prompt.pictures:
+            # In a thread: reading pictures would hold up all other groups in the event loop.
             request = replace(request, images=await asyncio.to_thread(lambda: prompt.images))
         if not environment.is_set:
             completions = self._ended(await self._generate(name, request))
@@ -141,7 +142,7 @@ class Rollouts:
             ]
             return [sample for sample in await gather_or_cancel(play) if sample is not None]
         finally:
-            first.cancel()
+            first.cancel()  # an episode that fails at once may leave it running
 
     async def _play(
         self,
@@ -165,7 +166,7 @@ class Rollouts:
         async def sample(context_ids: Ids, images: tuple[Image, ...], max_tokens: int) -> Completion:
             turn = next(turns)
             if not turn:
-                return (await asyncio.shield(first))[index]
+                return (await asyncio.shield(first))[index]  # one that is cancelled must not end it for others
             later = _later_turn(request, context_ids, images, index, turn, max_tokens)
             [completion] = await self._generate(name, later)
             return completion
@@ -173,6 +174,7 @@ class Rollouts:
         try:
             async with self._fleet.environments[environment].episode(prompt) as episode:
                 trajectory = await play_episode(prompt.ids, sample, episode.step, template, limits)
+                # An aborted last turn is no end that could be scored, and no fault of the environment.
                 if not self._ended([trajectory.turns[-1]]):
                     return None
                 score = await episode.finish()
@@ -183,7 +185,7 @@ class Rollouts:
             self._lose(self._lost[environment], "environment/unreadable", str(error))
             return None
         if score is None:
-            self._lost[environment].add(failed=False)
+            self._lost[environment].add(failed=False)  # failures are counted among the last episodes
             [score] = await self._scores(prompt, [trajectory.turns[-1]], judge)
         else:
             score = self._taken(score, self._lost[environment], "its environment gave")

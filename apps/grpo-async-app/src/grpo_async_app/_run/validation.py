@@ -136,6 +136,7 @@ async def validate(
     """
     work = [(each, range(len(each.prompts))) for each in sets]
     found: dict[tuple[str, int], Answered] = {}
+    # Closed at an error, too: that is what cancels the tasks of the items in flight.
     async with aclosing(answers(rollouts, engines, config, work, f"eval-{version}")) as stream:
         async for answered in stream:
             if not config.validation_goes_on:
@@ -174,6 +175,7 @@ async def answers(
     in_flight, upcoming = 0, next(waiting, None)
     try:
         while upcoming or tasks:
+            # One item alone may have more samples than `most`.
             while upcoming and (not tasks or in_flight + upcoming[0].num_samples <= most):
                 each, number = upcoming
                 tasks.add(asyncio.create_task(_answer(rollouts, engines, config, each, number, request_prefix)))
@@ -209,7 +211,7 @@ async def _answer(
         try:
             with engines.hold(name):
                 samples = await rollouts.sample(name, prompt, request, each.judge, each.environment)
-        except PeerFailedError:
+        except PeerFailedError:  # any other error would come again on another engine
             if not retries_left:
                 raise
         else:
