@@ -321,6 +321,21 @@ def test_every_kind_of_work_has_a_deadline_with_its_name(deadline, where, text):
     assert "rollouter" in str(late.value), "and says which role waits for which"
 
 
+def test_what_a_dropped_group_raises_when_it_is_cancelled_does_not_end_the_run():
+    class Fragile(Backend):
+        async def generate(self, group_id):
+            try:
+                await asyncio.sleep(60 if group_id == 2 else 0.002)
+            except asyncio.CancelledError:
+                raise RuntimeError("the engine has lost it") from None
+
+    limits = {"staleness_threshold": 2.0, "partial_rollout": True, "max_version_lag": 1, "on_exceed": "drop"}
+    policy, backend = AsyncPolicy(AsyncConfig(**QUICK, **limits), 40), Fragile()
+    run(policy, backend)
+    assert 2 in backend.dropped
+    assert set(range(40)) == {*backend.trained, *backend.filtered, *backend.dropped}
+
+
 def test_a_drop_has_a_deadline_too():
     """A group that is too old at once is dropped: the run resumes from a checkpoint under a tighter bound."""
     loose, tight = (

@@ -344,8 +344,10 @@ class _Loop:
             if settle is None:
                 continue  # noted twice
             # One that the loop cancelled is passed over; in any other task a cancellation is an error.
-            if settle is not _nothing or not task.cancelled():
+            if settle is not _dropped:
                 settle(self._result(task))
+            elif not task.cancelled():
+                task.exception()  # looked at, so that asyncio does not report it
             self._last_move = self._clock()
         if reason := self._backend.wants_end():
             self._policy.end_early(reason)
@@ -407,7 +409,7 @@ class _Loop:
         submit = self._submits.pop(group_id, None)
         if submit is not None:
             submit.cancel()
-            self._work[submit] = _nothing  # still work: the run does not end before it has ended
+            self._work[submit] = _dropped  # still work: the run does not end before it has ended
 
     async def _cancel_all(self) -> None:
         tasks = [*self._work, *([self._idle_task] if self._idle_task else [])]
@@ -423,3 +425,7 @@ class _Loop:
 
 def _nothing(_: object) -> None:
     """Do nothing: the end of this work means nothing to the policy."""
+
+
+def _dropped(_: object) -> None:
+    """Mark the submit of a dropped group, whose end and whose error mean nothing any more."""
