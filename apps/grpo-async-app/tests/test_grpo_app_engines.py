@@ -1,4 +1,4 @@
-"""What becomes of engines that fail at an awkward moment: in process, with handles that behave as the test says."""
+"""Engines that fail at an awkward moment: in process, with handles that behave as the test says."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence

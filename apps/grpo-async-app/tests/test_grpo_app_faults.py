@@ -1,4 +1,4 @@
-"""What befalls the processes of a run in progress, for real: each ends with every prompt trained once per epoch."""
+"""Faults of the processes of a run in progress, for real: each ends with every prompt trained once per epoch."""
 
 import contextlib
 import resource

@@ -1,4 +1,4 @@
-"""What a run lets others see: no other user may write to its folder, nothing in it or on the terminal is a secret, and
+"""Secrecy of a run: no other user may write to its folder, nothing in it or on the terminal is a secret, and
 nothing of it can be reached from another machine.
 """
 

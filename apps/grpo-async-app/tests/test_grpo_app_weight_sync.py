@@ -94,6 +94,7 @@ ON_ONE = ("--engine.device=cuda:0", "--rollout.device=cuda:0")
         (ON_ONE, "", [HERE, ELSEWHERE], "auto"),
         ((*ON_ONE, "--rollout.full_sync_every=5"), "", [HERE], "auto"),
         ((*ON_ONE, "--rollout.weight_transport=tcp"), "", [HERE], "tcp"),
+        ((*ON_ONE, "--rollout.weight_format=fp8"), "", [HERE], "auto"),
         ((*ON_ONE, "--rollout.backend=none"), "", [HERE], "auto"),
         ((), "", [HERE], "auto"),
     ],

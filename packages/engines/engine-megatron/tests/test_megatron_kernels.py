@@ -1,4 +1,4 @@
-"""What computes on a device: chosen, named with the reason, and refused where it cannot. Needs no megatron-core."""
+"""Roles on devices: chosen, named with the reason, and refused where it cannot. Needs no megatron-core."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a process knows about its groups: the ranks of their members, how far they came, how long torch waits."""
+"""The groups that a process knows: the ranks of their members, how far they came, how long torch waits."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What looks like a proof and is none, and what is only suspected: reported along the way, due at a timeout."""
+"""Suspicions, and what looks like a proof and is none: reported along the way, due at a timeout."""
 
 import dataclasses
 from typing import get_args

@@ -1,4 +1,4 @@
-"""What a verdict reports about each process: all of its threads that stand in something, and what to do about it."""
+"""The report of a verdict about each process: all of its threads that stand in something, and what to do about it."""
 
 import dataclasses
 from typing import get_args

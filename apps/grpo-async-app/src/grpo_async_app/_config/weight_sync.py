@@ -109,5 +109,6 @@ def _route(config: GrpoConfig, placement: Placement) -> Route:
         shares_devices=config.cluster.colocate,
         sends_changes=config.rollout.full_sync_every > 1,
         folder=config.rollout.weight_folder,
-        loads_on_device=getattr(engine, "loads_on_device", False),
+        # Blocks of FP8 have not been unpacked on a device yet.
+        loads_on_device=getattr(engine, "loads_on_device", False) and config.rollout.weight_format == "dtype",
     )

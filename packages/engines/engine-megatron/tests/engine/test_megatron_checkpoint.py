@@ -1,4 +1,4 @@
-"""What one layout has saved another resumes from: the next step is the undisturbed run's."""
+"""Checkpoints across layouts: what one has saved another resumes from: the next step is the undisturbed run's."""
 
 import json
 
