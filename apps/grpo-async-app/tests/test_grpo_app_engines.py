@@ -201,6 +201,21 @@ def test_an_engine_that_is_lost_in_a_sync_is_given_up_and_the_others_get_the_wei
     run(scenario)
 
 
+@pytest.mark.parametrize("step", ["pause", "resume"])
+def test_an_engine_that_lives_and_fails_a_step_ends_the_sync_also_where_another_is_lost(step: str) -> None:
+    """It would take weights while it samples, or never sample again."""
+
+    async def scenario() -> None:
+        lost, living = (
+            Handle("rollout-0", step),
+            Handle("rollout-1", step, DeadlineError("pause", "the engine", 30.0, "")),
+        )
+        with pytest.raises(DeadlineError):
+            await bring(lost, living, offer=Offer(), given_up=[])
+
+    run(scenario)
+
+
 def test_the_base_is_brought_once_to_each_process_and_the_adapter_with_every_sync() -> None:
     async def scenario() -> None:
         have_base: WeakSet[Any] = WeakSet()

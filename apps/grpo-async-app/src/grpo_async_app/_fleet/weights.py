@@ -134,7 +134,12 @@ async def bring_weights(
                 offer.was_brought(lacking, part)
 
     async def all_take(step: Callable[[ActorHandle], Awaitable[object]]) -> None:
-        await without_lost(list(processes), await each(processes, step))
+        actors = list(processes)
+        outcomes = await each(actors, step)
+        await without_lost(actors, outcomes)
+        # Engines do not meet in such a step, so the error of one that lives is its own.
+        if failed := [error for actor, error in zip(actors, outcomes, strict=True) if error and actor in processes]:
+            raise root_cause(failed)
 
     await all_take(pause)
     for part in offer.parts:
