@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from offbeat_core import DeadlineError, PeerFailedError
-from offbeat_mesh import Mesh, join_world
-from offbeat_mesh._control import ControlClient, ControlServer, Hello, Left, Record, pack
+from offbeat_mesh import Mesh, _control, join_world
+from offbeat_mesh._control import ControlClient, ControlServer
+from offbeat_mesh._control_messages import Ask, Hello, Inbox, Left, Record, pack
 
 PROMPT_S = 5.0  # the promise: errors of one member are raised on all members within 5 s
 LONG_S = 50.0  # so that no deadline of a call can be what ended it
@@ -519,6 +520,34 @@ def test_a_rank_that_dies_before_all_have_come_is_named():
             ControlClient(1, server.address, "token", LONG_S)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("kept_bytes", "loses"), [(16 << 20, False), (1 << 20, True)])
+def test_a_stopped_rank_reads_whole_messages_when_it_continues(kept_bytes, loses, monkeypatch):
+    """More is sent to it than the sockets' buffers hold."""
+    monkeypatch.setattr(_control, "MAX_UNSENT_BYTES", kept_bytes)
+    server = ControlServer("127.0.0.1", "token", 2)
+    *early, last = (Ask(0, number, "g" * 1000, (1,)) for number in range(12_001))
+    inbox, arrived = Inbox(), []
+    try:
+        with contextlib.ExitStack() as opened:
+            sender, stopped = (opened.enter_context(socket.create_connection(server.address)) for _ in range(2))
+            for rank, each in enumerate((sender, stopped)):
+                each.settimeout(PROMPT_S)
+                each.sendall(pack(Hello(rank, "token")))
+            sender.sendall(b"".join(map(pack, early)))
+            stopped.settimeout(1.0)
+            with contextlib.suppress(TimeoutError):
+                while len(arrived) < len(early):
+                    arrived += inbox.feed(stopped.recv(1 << 20))
+            sender.sendall(pack(last))
+            while last not in arrived[-1:]:
+                arrived += inbox.feed(stopped.recv(1 << 20))
+    finally:
+        server.close()
+    numbers = [each.number for each in arrived if isinstance(each, Ask)]
+    assert numbers == sorted(numbers)
+    assert (len(numbers) < 12_001) == loses
 
 
 def test_a_missing_control_server_is_reported_at_once():

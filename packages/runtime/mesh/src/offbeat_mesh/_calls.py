@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from offbeat_core import DeadlineError, GroupError, MismatchError, OffbeatError, PeerFailedError
-from offbeat_mesh._control import CallPosition, ControlClient, Record, one_line
+from offbeat_mesh._control import ControlClient
+from offbeat_mesh._control_messages import CallPosition, Record, one_line
 from offbeat_mesh._guard import check_guards
 from offbeat_mesh._layout import Layout, describe_group
 from offbeat_mesh._world import World, backends

@@ -9,156 +9,35 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
-
-import msgspec
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 from offbeat_liveness import waiting
+from offbeat_mesh._control_messages import (
+    Ask,
+    CallPosition,
+    ControlMessage,
+    Hello,
+    Inbox,
+    Left,
+    Record,
+    Roll,
+    Welcome,
+    pack,
+)
 
-LENGTH: Final = struct.Struct("!I")
-MAX_FRAME_BYTES: Final = 1 << 20
-"""A message is short; a longer frame is not ours."""
-
-MAX_LINE_CHARS: Final = 1000
-"""Longest line of an error; user code may raise one that is longer than a frame."""
-
-SEND_TIMEOUT_S: Final = 2.0
-"""A rank that takes no message for so long, although its socket has room for thousands, is stopped, and misses it."""
+MAX_UNSENT_BYTES: Final = 16 << 20
+"""A stopped rank takes no messages. This much is kept for when it continues; it misses the messages beyond."""
 
 LACK_S: Final = 0.1
 """Between two tries to let a rank in while the process has no descriptor to spare."""
 
 ANSWER_S: Final = 1.0
 """How long members have to answer with their position; a thread of theirs answers, whatever their main thread does."""
-
-
-class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """The first frame of a connection."""
-
-    rank: int
-    token: str
-
-
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The control server's answer to a hello, once every rank has said it."""
-
-
-class Roll(msgspec.Struct, tag="roll", frozen=True):
-    """Question of a rank that waits for its welcome, and the control server's answer: the ranks without a hello."""
-
-    missing: tuple[int, ...] = ()
-
-
-class Record(msgspec.Struct, tag="record", frozen=True, kw_only=True):
-    """A failure, or an end: why a group, or every group of a rank, can go no further.
-
-    Args:
-        kind: "failed" raised an error; "deadline" waited too long; "died" ended without a word; "left" ended well.
-        rank: the rank that failed or ended, a global rank.
-        group: key of the one group that it ends; "" ends every group that holds the rank.
-        peer: the process at fault, for people; "" means `rank`.
-        reason: the error in one line; for "deadline" the advice.
-        waiting, deadline_s: of a "deadline", with `peer` as the process that did not come.
-    """
-
-    kind: Literal["failed", "deadline", "died", "left"]
-    rank: int
-    group: str = ""
-    peer: str = ""
-    reason: str = ""
-    waiting: str = ""
-    deadline_s: float = 0.0
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, group: str = "", peer: str = "") -> "Record":
-        """Return the record of an error; of a peer's failure it keeps the first cause."""
-        if isinstance(error, DeadlineError):
-            said = {"peer": error.on, "reason": error.advice, "waiting": error.waiting}
-            return cls(kind="deadline", rank=rank, group=group, deadline_s=error.deadline_s, **said)
-        if isinstance(error, PeerFailedError):
-            return cls(kind="failed", rank=rank, group=group, peer=error.peer, reason=error.reason)
-        return cls(kind="failed", rank=rank, group=group, peer=peer, reason=one_line(error))
-
-    def error(self, name: str) -> OffbeatError:
-        """Return what the other members raise; `name` is what they call the rank."""
-        if self.kind == "deadline":
-            return DeadlineError(self.waiting, self.peer, self.deadline_s, self.reason)
-        return PeerFailedError(self.peer or name, self.reason or ENDS[self.kind])
-
-
-ENDS: Final = {
-    "failed": "it raised an error",
-    "died": "its process ended without a word: killed, out of memory, or crashed; look at its log",
-    "left": "it has left the world, so it comes to no further call",
-}
-
-
-class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Asks where the members of a group are. Relayed to each of them."""
-
-    asker: int
-    number: int
-    group: str
-    members: tuple[int, ...]
-
-
-class CallPosition(msgspec.Struct, tag="standing", frozen=True):
-    """Position of one member in a group: collectives entered, its newest call ("" if none), and if it is in it."""
-
-    asker: int
-    number: int
-    rank: int
-    entered: int
-    call: str
-    inside: bool
-
-
-class Left(msgspec.Struct, tag="bye", frozen=True):
-    """The rank has left well: the end of its connection is no death."""
-
-    rank: int
-
-
-ControlMessage: TypeAlias = Hello | Welcome | Roll | Record | Ask | CallPosition | Left
-DECODER: Final = msgspec.msgpack.Decoder(ControlMessage)
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's type and first line, cut, in characters that can travel (file names may not)."""
-    text = str(error).strip().splitlines()
-    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    return line[:MAX_LINE_CHARS].encode(errors="backslashreplace").decode()
-
-
-def pack(message: ControlMessage) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
-
-
-class Inbox:
-    """Cuts what arrives on a socket into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[ControlMessage]:
-        """Messages completed by `data`; a ValueError says that the bytes are none."""
-        self._buffer += data
-        while len(self._buffer) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes")
-            if len(self._buffer) < LENGTH.size + length:
-                return
-            body = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
-            del self._buffer[: LENGTH.size + length]
-            yield DECODER.decode(body)  # msgspec's errors are ValueErrors
 
 
 def keep_watch(connection: socket.socket) -> None:
@@ -168,6 +47,45 @@ def keep_watch(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class ServerConnection:
+    """The control server's end of one connection.
+
+    It never blocks: bytes that the client's socket has no room for wait here, or one stopped rank would hold up the
+    messages to all others, and a frame that had been sent in part would make what follows it unreadable.
+    """
+
+    def __init__(self, accepted: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.socket, self._selector = accepted, selector
+        self.inbox = Inbox()
+        self._unsent = bytearray()
+        accepted.setblocking(False)
+        keep_watch(accepted)
+        selector.register(accepted, selectors.EVENT_READ, self)
+
+    def send(self, message: ControlMessage) -> None:
+        """Send a message, or as much of it as can go now; `flush` sends the rest."""
+        if len(self._unsent) < MAX_UNSENT_BYTES:
+            self._unsent += pack(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it, and let the selector report when it takes more."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # a death is dealt with when its connection is read
+            self._unsent.clear()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        self._selector.modify(self.socket, events, self)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._selector.unregister(self.socket)
+        self.socket.close()
 
 
 class ControlServer:
@@ -185,8 +103,8 @@ class ControlServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._inboxes: dict[socket.socket, Inbox] = {}
-        self._ranks: dict[int, socket.socket] = {}
+        self._connections: set[ServerConnection] = set()
+        self._ranks: dict[int, ServerConnection] = {}
         self._records: list[Record] = []
         self._left_ranks: set[int] = set()
         _open.add(self)
@@ -202,47 +120,50 @@ class ControlServer:
     def close_handles(self) -> None:
         """Close this process's handles without a word."""
         self._selector.close()
-        for each in (self._listener, self._wake_reader, self._wake_writer, *self._inboxes):
+        accepted = (connection.socket for connection in self._connections)
+        for each in (self._listener, self._wake_reader, self._wake_writer, *accepted):
             each.close()
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for key, events in self._selector.select():
                 if key.fileobj is self._wake_reader:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
-                    self._read(key.fileobj)
+                elif key.data in self._connections:  # an earlier event of this round may have dropped it
+                    if events & selectors.EVENT_WRITE:
+                        key.data.flush()
+                    if events & selectors.EVENT_READ:
+                        self._read(key.data)
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            accepted, _ = self._listener.accept()
         except OSError:  # no descriptor to be had now; without the control server no failure would be reported
             time.sleep(LACK_S)
             return
-        connection.settimeout(SEND_TIMEOUT_S)
-        keep_watch(connection)
-        self._inboxes[connection] = Inbox()
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._connections.add(ServerConnection(accepted, self._selector))
 
-    def _read(self, connection: socket.socket) -> None:
+    def _read(self, connection: ServerConnection) -> None:
         try:
-            data = connection.recv(1 << 16)
-            for message in self._inboxes[connection].feed(data):
+            data = connection.socket.recv(1 << 16)
+            for message in connection.inbox.feed(data):
                 self._take(message, connection)
+        except BlockingIOError:  # the selector may report what is not there
+            return
         except (OSError, ValueError):  # reset by a death, or an unknown client's bytes: either way it is over
             data = b""
         if not data:
             self._drop(connection)
 
-    def _take(self, message: ControlMessage, connection: socket.socket) -> None:
+    def _take(self, message: ControlMessage, connection: ServerConnection) -> None:
         if isinstance(message, Hello):
             self._welcome(message, connection)
         elif connection not in self._ranks.values():  # those alone that have shown the token may send
             raise ValueError("a message before a hello")
         elif isinstance(message, Roll):
-            connection.sendall(pack(Roll(tuple(sorted(self._to_come)))))
+            connection.send(Roll(tuple(sorted(self._to_come))))
         elif isinstance(message, Record):
             self._relay(message)
         elif isinstance(message, Ask):
@@ -254,7 +175,7 @@ class ControlServer:
             self._left_ranks.add(message.rank)
             self._relay(Record(kind="left", rank=message.rank))
 
-    def _welcome(self, hello: Hello, connection: socket.socket) -> None:
+    def _welcome(self, hello: Hello, connection: ServerConnection) -> None:
         if hello.token != self._token or hello.rank not in self._to_come:
             raise ValueError("a hello from an unknown client")
         self._to_come.remove(hello.rank)
@@ -271,14 +192,11 @@ class ControlServer:
             self._send(rank, record)
 
     def _send(self, rank: int, message: ControlMessage) -> None:
-        connection = self._ranks.get(rank)
-        if connection is not None:
-            with contextlib.suppress(OSError):  # a death is dealt with when its connection is read
-                connection.sendall(pack(message))
+        if (connection := self._ranks.get(rank)) is not None:
+            connection.send(message)
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._inboxes[connection]
+    def _drop(self, connection: ServerConnection) -> None:
+        self._connections.remove(connection)
         connection.close()
         for rank in [rank for rank, each in self._ranks.items() if each is connection]:
             del self._ranks[rank]

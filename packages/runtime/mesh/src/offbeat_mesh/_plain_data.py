@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from offbeat_core import GroupError, MismatchError, PeerFailedError
 from offbeat_mesh._calls import Calls
-from offbeat_mesh._control import one_line
+from offbeat_mesh._control_messages import one_line
 
 Plain: TypeAlias = Any
 """None, bool, int of 64 bit, float, str, bytes, list, tuple, dict with str keys, numpy array or number; nested."""

@@ -21,7 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from offbeat_core import ConfigError, DeadlineError, available_devices
 from offbeat_device import Device, open_device
-from offbeat_mesh._control import ControlClient, ControlServer, Record
+from offbeat_mesh._control import ControlClient, ControlServer
+from offbeat_mesh._control_messages import Record
 
 
 def open_store(host: str, port: int = 0, *, deadline_s: float = 300.0) -> TCPStore:
