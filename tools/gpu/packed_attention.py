@@ -106,7 +106,7 @@ def compare(shape: Shape, segments: tuple[Segment, ...], place: Place, dtype: to
     plan, mask_TT = AttentionPlan(segments, device), mask_of(segments, shape.window, device)
 
     def packed(*tensors: Tensor) -> Tensor:
-        how: dict[str, Any] = {"plan": plan, "kernel": place.device.packed_attention, "sliding_window": shape.window}
+        how: dict[str, Any] = {**plan.arguments(place.device.packed_attention), "sliding_window": shape.window}
         return packed_attention(None, *tensors, **how)[0]
 
     wanted = results(lambda *tensors: plain(mask_TT, *tensors), inputs)
@@ -120,7 +120,7 @@ def time_of(shape: Shape, segments: tuple[Segment, ...], place: Place, dtype: to
     device = place.device.torch_device
     inputs = make_inputs(shape, segments[-1].start + segments[-1].length, dtype, device)
     plan = AttentionPlan(segments, device)
-    how: dict[str, Any] = {"plan": plan, "kernel": kernel, "sliding_window": shape.window}
+    how: dict[str, Any] = {**plan.arguments(kernel), "sliding_window": shape.window}
     return 1e3 * place.seconds(lambda: results(lambda *each: packed_attention(None, *each, **how)[0], inputs))
 
 

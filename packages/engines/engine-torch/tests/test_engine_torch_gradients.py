@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from varlen_on_cpu import documented, varlen_attn
 
 from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
@@ -129,11 +130,11 @@ def test_the_flat_form_for_variable_length_kernels_says_the_same_as_rows(make_gr
     sequences = make_groups()
     pack = lay_out(sequences, plan_packs(sequences, budget=10**4, share_prompts=True)[0])
     plan = AttentionPlan(pack.segments, torch.device("cpu"))
-    index, bounds = plan.flat()
-    queries, keys, longest_query, longest_key = vars(bounds).values()
+    packed = plan.varlen()
+    queries, keys, longest_query, longest_key = vars(packed.bounds).values()
     seen = {}
     for row in range(len(queries) - 1):
-        row_keys = index[keys[row] : keys[row + 1]].tolist()
+        row_keys = packed.index[keys[row] : keys[row + 1]].tolist()
         row_queries = range(int(queries[row]), int(queries[row + 1]))
         assert len(row_queries) <= longest_query
         assert len(row_keys) <= longest_key
@@ -150,28 +151,12 @@ def test_the_flat_form_for_variable_length_kernels_says_the_same_as_rows(make_gr
     assert sorted(seen) == list(range(len(pack.ids_T)))
 
 
-def varlen_as_documented(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """What torch says that `varlen_attn` computes: [T, H, D], a sequence at a time."""
-    assert window_size[1] == 0, "causal"
-    parts = []
-    for n in range(len(cu_q) - 1):
-        q, (k, v) = query[cu_q[n] : cu_q[n + 1]], (each[cu_k[n] : cu_k[n + 1]] for each in (key, value))
-        assert len(q) <= max_q
-        assert len(k) <= max_k
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        back = (torch.arange(len(q))[:, None] + len(k) - len(q)) - torch.arange(len(k))[None]
-        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-    return torch.cat(parts)
-
-
 def varlen_before_2_13(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale, window_size):
-    return varlen_as_documented(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+    return documented(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("call", [varlen_as_documented, varlen_before_2_13])
+@pytest.mark.parametrize("call", [documented, varlen_attn, varlen_before_2_13])
 def test_variable_length_attention_is_asked_for_what_rows_compute(window, call, make_groups, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", call)
     sequences = make_groups()
@@ -183,9 +168,9 @@ def test_variable_length_attention_is_asked_for_what_rows_compute(window, call, 
     ]
     found = {}
     for kernel in ("varlen", "rows"):
-        out, _ = packed_attention(None, *tensors, sliding_window=window, plan=plan, kernel=kernel)
+        out, _ = packed_attention(None, *tensors, sliding_window=window, **plan.arguments(kernel))
         if kernel == "varlen":
-            assert not any(name != "flat" for name in plan._made), "a mask was made"
+            assert list(plan._made) == ["varlen"], "a mask was made"
         found[kernel] = [out.float(), *torch.autograd.grad(out.float().square().sum(), tensors)]
     for one, other in zip(found["varlen"], found["rows"], strict=True):
         assert (one.float() - other.float()).abs().max() <= 0.02 * other.float().abs().max()
@@ -199,4 +184,4 @@ def test_what_attention_gives_can_be_cut_with_view(kernel, kv_heads, make_groups
         pack = lay_out(sequences, plan_packs(sequences, budget=10**4, share_prompts=True)[0])
         plan = AttentionPlan(pack.segments, torch.device("cpu"))
         tensors = [torch.randn(1, heads, len(pack.ids_T), 16) for heads in (4, kv_heads, kv_heads)]
-        assert packed_attention(None, *tensors, plan=plan, kernel=kernel)[0].is_contiguous()
+        assert packed_attention(None, *tensors, **plan.arguments(kernel))[0].is_contiguous()

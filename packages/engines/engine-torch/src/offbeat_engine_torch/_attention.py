@@ -7,7 +7,8 @@ Three kernels, each exact; the device says which suits it (`Device.packed_attent
   pass.
   Source: FlashAttention-2 (arXiv:2307.08691) for the backward by log-sum-exp, Ring Attention (arXiv:2310.01889).
 - `varlen`: torch's variable-length flash attention, sliding windows too; a query's keys are its prompt's and its own,
-  aligned at the end.
+  aligned at the end. It works on the tensors of a `VarlenKeys` alone, which differ in shape and not in kind from pack
+  to pack: so that `torch.compile` makes one graph of a layer for all of them.
 - `rows`: padded rows with a mask; every device, head size and sliding window.
 
 For a kernel the segments of a pack become padded rows. Rows of like length share a call. A row is padded by repeating
@@ -58,6 +59,19 @@ class Rows:
     mask: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class VarlenKeys:
+    """Places of the keys of each sequence of a pack, for variable-length attention.
+
+    Args:
+        index: [sum K] int64, packed index of every sequence's keys; None where these are the packed tokens as they are.
+        bounds: where queries and keys of each sequence begin and end.
+    """
+
+    index: Tensor | None
+    bounds: VarlenBounds
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """Attention of one pack: which tokens attend to which, in each form a kernel may want; made on first use."""
@@ -88,9 +102,13 @@ class AttentionPlan:
         """Each segment as a row whose keys are its parent's tokens and its own, masked."""
         return self._once(("joined", window), lambda: self._joined_rows(window))
 
-    def flat(self) -> tuple[Tensor, VarlenBounds]:
-        """Unpadded form: packed index [sum K] int64 of every segment's keys, and where segments begin and end."""
-        return self._once("flat", self._flat)
+    def arguments(self, kernel: str) -> dict[str, Any]:
+        """Return what `packed_attention` is given by name to attend by a kernel."""
+        return {"plan": self, "kernel": kernel, "keys": self.varlen() if kernel == "varlen" else None}
+
+    def varlen(self) -> VarlenKeys:
+        """Keys of each segment, its parent's and its own, without padding."""
+        return self._once("varlen", self._varlen_keys)
 
     def _once(self, name: Any, make: Callable[[], Made]) -> Made:
         if name not in self._made:
@@ -127,13 +145,17 @@ class AttentionPlan:
             blocks.append(self._rows(bucket, keys, mask))
         return blocks
 
-    def _flat(self) -> tuple[Tensor, VarlenBounds]:
+    def _varlen_keys(self) -> VarlenKeys:
         keys = [_key_indices(self.segments, segment) for segment in self.segments]
         queries = [segment.length for segment in self.segments]
-        lengths = [len(key) for key in keys]
-        cumulative = [np.cumsum([0, *each]).astype(np.int32) for each in (queries, lengths)]
-        index, *both = (self._tensor(each) for each in (np.concatenate(keys), *cumulative))
-        return index, VarlenBounds(queries=both[0], keys=both[1], longest_query=max(queries), longest_key=max(lengths))
+        lengths, index = [len(key) for key in keys], np.concatenate(keys)
+        first_query, first_key = (self._tensor(np.cumsum([0, *each]).astype(np.int32)) for each in (queries, lengths))
+        return VarlenKeys(
+            index=None if np.array_equal(index, np.arange(self.num_tokens)) else self._tensor(index),
+            bounds=VarlenBounds(
+                queries=first_query, keys=first_key, longest_query=max(queries), longest_key=max(lengths)
+            ),
+        )
 
     def _rows(
         self, queries: Sequence[tuple[int, int]], keys: Sequence[Any], mask: Any = None, num_heads: int = 1
@@ -225,9 +247,12 @@ def packed_attention(
     sliding_window: int | None = None,
     plan: AttentionPlan | None = None,
     kernel: str = "rows",
+    keys: VarlenKeys | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence of a pack: transformers' attention interface; `plan` takes the place of its mask.
+
+    With `keys`, those of the plan, it attends by `varlen` where that takes the heads, and by `kernel` otherwise.
 
     Returns:
         [1, T, H, D], and None for the weights.
@@ -241,17 +266,20 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} caps or biases attention scores: family not supported")
     if attention_mask is not None:  # transformers makes none for this function: the layer has made it itself
         raise ModelError(f"{type(module).__name__} makes its own attention mask: family not supported")
-    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    # `squeeze`, for the backward pass of `x[0]` fills a tensor with zeros first.
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if keys is not None and fits_varlen(query.shape[-1], value.shape[-1], value.dtype):
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if keys.index is not None:
+            key, value = key.index_select(0, keys.index), value.index_select(0, keys.index)
+        out = varlen_attention(query, key, value, keys.bounds, scale=scale, window=sliding_window)
+        return out.contiguous()[None], None
     # A window that no sequence exceeds hides nothing, and `split` takes none.
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = window is None and query.shape[-1] == value.shape[-1]
     if kernel == "split" and plain:
-        out: Tensor = _SplitAttention.apply(query, key, value, plan, scale)  # type: ignore[no-untyped-call]
-    elif kernel == "varlen" and fits_varlen(query.shape[-1], value.shape[-1], value.dtype):
-        index, bounds = plan.flat()
-        key, value = key.to(value.dtype).index_select(0, index), value.index_select(0, index)
-        out = varlen_attention(query.to(value.dtype), key, value, bounds, scale=scale, window=window)
+        out = _SplitAttention.apply(query, key, value, plan, scale)  # type: ignore[no-untyped-call]
     else:
         out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
     return out.to(value.dtype).contiguous()[None], None  # some families cut it with `view`

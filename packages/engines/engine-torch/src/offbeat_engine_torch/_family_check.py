@@ -64,7 +64,7 @@ class FamilyCheck:
         """
         with self._as_refusal():
             self._check_isolation()
-            found_N = self._packed_logprobs((NUM_TOKENS,))
+            found_N = self.packed_logprobs((NUM_TOKENS,))
             self._check_logprobs(found_N)
             self._check_repeats(found_N)
         return shorter(rotary_limit(self.model.whole.config), self._limit_of_thresholds())
@@ -124,7 +124,7 @@ class FamilyCheck:
 
     def _check_repeats(self, found_N: Tensor) -> None:
         """Ask the same again: nothing that is random may be left in the model."""
-        error = float((found_N - self._packed_logprobs((NUM_TOKENS,))).abs().max())
+        error = float((found_N - self.packed_logprobs((NUM_TOKENS,))).abs().max())
         if not error <= TOLERANCE_OF_REPEATS_NATS[self.autocast]:
             raise ModelError(
                 f"{self.folder}: {self._name} computes other log-probabilities at each call: family not supported "
@@ -158,7 +158,7 @@ class FamilyCheck:
         """
         with lowered_thresholds(self.model.decoder, self.model.whole.config, names):
             try:
-                return self._error(self._packed_logprobs(PAIR_TOKENS), PAIR_TOKENS) <= TOLERANCE_NATS[self.autocast]
+                return self._error(self.packed_logprobs(PAIR_TOKENS), PAIR_TOKENS) <= TOLERANCE_NATS[self.autocast]
             except (torch.OutOfMemoryError, torch.distributed.DistError):
                 raise
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
@@ -178,7 +178,7 @@ class FamilyCheck:
                 )
         return float((found_N - torch.cat(wanted)).abs().quantile(TOKENS_WITHIN))
 
-    def _packed_logprobs(self, lengths: Sequence[int]) -> Tensor:
+    def packed_logprobs(self, lengths: Sequence[int]) -> Tensor:
         """[N] of sequences in one pack: of all tokens but the first of each."""
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         segments = tuple(Segment(start=start, length=length) for start, length in zip(starts, lengths, strict=True))

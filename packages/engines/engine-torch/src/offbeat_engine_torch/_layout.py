@@ -27,6 +27,13 @@ class TorchEngineOptions:
         choices=("float32", "bfloat16"),
     )
 
+    compile_layers: str = setting(
+        "auto",
+        "Compile the decoder layers with torch.compile: auto does on a device for which it can, where the layers "
+        "compute in bfloat16 and are not cut over ranks; on refuses to start where it cannot.",
+        choices=("auto", "on", "off"),
+    )
+
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
         """Check names, types and bounds.

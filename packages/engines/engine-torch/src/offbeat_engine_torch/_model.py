@@ -47,6 +47,7 @@ class HeadQuery:
         temperature: the sampler's.
         coarse: compute the logits in bfloat16. (The products of gradients are in the format of the backbone's.)
         entropy_gradient: let gradient flow through the entropy.
+        fused: compile what is done to logits.
     """
 
     predictor_N: Tensor
@@ -54,6 +55,7 @@ class HeadQuery:
     temperature: float = 1.0
     coarse: bool = False
     entropy_gradient: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,8 @@ class CausalModel(nn.Module):
                     return functional.linear(seen, here(self.head.weight)).float()
                 logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
             return logits_TV.float()
-        rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, "plan": plan, "kernel": kernel}
+        packed = plan.arguments(kernel) if plan is not None else {}
+        rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, **packed}
         with computing:
             if patches is None:
                 out = self.backbone(input_ids=ids_T[None], **rest)
@@ -189,6 +192,7 @@ class CausalModel(nn.Module):
             gradient_dtype=autocast,
             entropy_gradient=query.entropy_gradient,
             part=self.part,
+            fused=query.fused,
         )
 
     def _embed(self, ids_T: Tensor, patches: ImagePatches) -> dict[str, Any]:

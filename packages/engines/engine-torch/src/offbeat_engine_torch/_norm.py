@@ -5,7 +5,7 @@ Shapes: N tokens and heads of an activation, E its last dimension.
 """
 
 import copy
-from types import MethodType
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -24,31 +24,36 @@ def fuse_norms(whole: nn.Module, last: nn.Module | None) -> None:
     """
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     same: dict[type, bool] = {}
-    for module in whole.modules():
-        if not type(module).__name__.endswith("RMSNorm") or module._parameters.get("weight") is None:
+    for module in list(whole.modules()):
+        family: Any = type(module)
+        if not family.__name__.endswith("RMSNorm") or module._parameters.get("weight") is None:
             continue
-        if type(module) not in same:
-            same[type(module)] = _computes_the_same(module)
-        if same[type(module)]:
-            module.forward = MethodType(_Fused(module, rounds=module is not last and not has_experts), module)
+        if family not in same:
+            same[family] = _computes_the_same(module)
+        if same[family]:
+            module.__class__ = _fused(family, rounds=module is not last and not has_experts)
 
 
-class _Fused:
-    """The forward of a norm; its own where the activation is of another format."""
+@cache
+def _fused(family: Any, *, rounds: bool) -> Any:
+    """Return a family's class of norms with another forward; its own where the activation is of another format.
 
-    def __init__(self, module: nn.Module, *, rounds: bool) -> None:
-        self._own, self._eps, self._rounds = type(module).forward, _epsilon(module), rounds
+    A class, and not a forward of each norm's own: `torch.compile` makes one graph for all layers of the same classes.
+    """
 
-    def __call__(self, module: Any, x: Tensor) -> Any:
-        weight = module.weight
-        if x.dtype != torch.float32 or type(weight) is not nn.Parameter:
-            return self._own(module, x)
+    def forward(self: Any, x: Tensor) -> Any:
+        weight = self.weight
+        # Compiled, the family's own arithmetic is one kernel with what is before and behind it.
+        if x.dtype != torch.float32 or type(weight) is not nn.Parameter or torch.compiler.is_compiling():
+            return family.forward(self, x)
         device = x.device.type
-        rounds = self._rounds and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if rounds else x.dtype
+        dtype = torch.get_autocast_dtype(device) if rounds and torch.is_autocast_enabled(device) else x.dtype
         if x.is_cpu:
-            return rms_norm(x, weight, self._eps, dtype)
-        return nn.functional.rms_norm(x, weight.shape, weight, self._eps).to(dtype)
+            return rms_norm(x, weight, _epsilon(self), dtype)
+        # Ranks gather weights in bfloat16; torch has no kernel for an activation and a weight of different formats.
+        return nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), _epsilon(self)).to(dtype)
+
+    return type(f"Fused{family.__name__}", (family,), {"forward": forward})
 
 
 def _epsilon(module: Any) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from offbeat_core import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
 from offbeat_device import Device
 from offbeat_engine_torch._attention import AttentionPlan
+from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._lengths import LengthLimit
@@ -67,8 +68,10 @@ class Policy:
         config: TrainEngineConfig,
         options: TorchEngineOptions,
         limit: LengthLimit | None = None,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         self.model, self.pieces, self._limit = model, pieces, limit
+        self._is_compiled = compiled is not None and compiled.runs
         backbone: Any = model.backbone
         self.images = (
             NoImages()
@@ -114,6 +117,7 @@ class Policy:
             temperature=self._options.temperature,
             coarse=self._options.head_dtype == "bfloat16",
             entropy_gradient=self._options.entropy_gradient,
+            fused=self._is_compiled,
         )
         ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
         plan = AttentionPlan(pack.segments, self._device)
@@ -147,15 +151,19 @@ def make_policy(
         else:
             model, pieces = _load_parts(config, options, device.torch_device, mesh, ranks)
         device.adapt(model.whole)
+        folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
+        compiled = choose_compiled(model, config, options, device, kernel, mesh.axes["tp"] if mesh else 1)
         if config.activation_checkpointing:
             recompute_layers(model.whole)
         gathered_in = FORMATS[config.dtype] if mesh is not None and mesh.axes["dp"] > 1 else None
-        folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
         limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=gathered_in).run()
+        if compiled:
+            check = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=FORMATS[config.dtype])
+            compiled.start(check, ranks, required=options.compile_layers == "on")
         free_gathered(model)
     if limit and ranks.leader:
         log.warning("%s: sequences of more than %d tokens will be refused: %s", folder, limit.num_tokens, limit.reason)
-    return Policy(model, pieces, device, config, options, limit)
+    return Policy(model, pieces, device, config, options, limit, compiled)
 
 
 def attention_kernel(device: Device) -> str:

@@ -170,7 +170,9 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
             in float32; None for float32. Gradients are added up in float32, and so is what the layers hand on:
             embedding and head stay float32.
     """
-    layers, dp_mesh = _layers(model), mesh.device_mesh["dp"]
+    layers, dp_mesh = find_layers(model), mesh.device_mesh["dp"]
+    if not layers:
+        raise ModelError(f"{type(model.whole).__name__} names no decoder layers: train it on one rank")
     if mesh.axes["tp"] > 1:
         tp = TensorParallel(mesh)
         _cut_layers(model, tp)
@@ -237,13 +239,11 @@ def _plan(config: Any) -> dict[str, str]:
     return {module: style for module, style in plan.items() if style != EMBEDDING}
 
 
-def _layers(model: CausalModel) -> list[nn.Module]:
-    """Decoder layers: the modules that transformers says must stay in one piece."""
+def find_layers(model: CausalModel) -> list[nn.Module]:
+    """Return the layers: the modules that transformers says must stay in one piece; none where it says nothing."""
     names = set(getattr(model.whole, "_no_split_modules", None) or ())
-    layers = [module for module in model.backbone.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ModelError(f"{type(model.whole).__name__} names no decoder layers: train it on one rank")
-    return layers
+    # FSDP2 makes a class of its own of each that it cuts, below the family's.
+    return [each for each in model.backbone.modules() if names & {base.__name__ for base in type(each).__mro__}]
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, autocast: torch.dtype | None = None) -> None:

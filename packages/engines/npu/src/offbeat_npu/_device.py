@@ -100,6 +100,9 @@ class NpuDevice:
         """Put fused operators in place of a transformers model's norms, gates and rotations; their names."""
         return substitute_operators(model, Operators.of(load_operators()))
 
+    def compiler_lacks(self) -> str:
+        return "compiled layers have not been tried on NPUs"
+
     def masked_attention(self, tokens: AttendedTokens) -> MaskedAttention:
         """Return attention by the platform's fused operator, under the mask that it takes: a pack, or rows with images.
 

@@ -12,10 +12,13 @@ is cut).
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from offbeat_training._compiling import compiled
 
 CHUNK_BYTES = 64 * 2**20
 """Size of a chunk's logits, on a processor."""
@@ -24,6 +27,8 @@ DEVICE_CHUNK_BYTES = 512 * 2**20
 MIN_CHUNK_TOKENS = 16
 KEPT_BYTES = 256 * 2**20
 """Size of what the forward pass keeps for the backward pass: 2,730 tokens of a vocabulary of 49,152 in bfloat16."""
+DEVICE_KEPT_BYTES = 2 * 2**30
+"""The same on a device with memory of its own: 7,067 tokens of a vocabulary of 151,936."""
 BLOCK_BYTES = 4 * 2**20
 """Size of the logits that a processor passes over at a time, one operation after the other: they stay in its cache."""
 PRODUCT_ROWS = 8192
@@ -60,6 +65,7 @@ def token_logprobs(
     gradient_dtype: torch.dtype | None = None,
     entropy_gradient: bool = False,
     part: VocabularyPart | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(scale * (hidden @ weight.T + bias)), and that softmax's entropy.
 
@@ -78,6 +84,8 @@ def token_logprobs(
             Gradients of several chunks are added up in float32.
         entropy_gradient: let gradient flow through the entropy too.
         part: which rows of the head `weight_VE` and `bias_V` are; None for all.
+        fused: compile what is done to a chunk of logits to one or two kernels, see `compiled`; not with `part`, whose
+            ranks exchange in between.
 
     Returns:
         [N] log-probabilities and [N] entropies, nats, float32 (float64 when the products are), alike on all ranks.
@@ -85,9 +93,10 @@ def token_logprobs(
     formats = _Formats.of(hidden_NE, weight_VE, matmul_dtype, gradient_dtype)
     wants_gradient = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
     # What can be kept serves the gradient of the log-probability alone.
-    kept_bytes = KEPT_BYTES if wants_gradient and not entropy_gradient else 0
+    most_bytes = KEPT_BYTES if hidden_NE.is_cpu else DEVICE_KEPT_BYTES
+    kept_bytes = most_bytes if wants_gradient and not entropy_gradient else 0
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, bias_V, target_N, scale, formats, part, kept_bytes
+        hidden_NE, weight_VE, bias_V, target_N, scale, formats, part, kept_bytes, fused and part is None
     )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -142,25 +151,30 @@ class _HeadLogprobs(torch.autograd.Function):
         formats: _Formats,
         part: VocabularyPart | None,
         kept_bytes: int,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         chosen, lse, mean = (hidden.new_empty(len(hidden), dtype=formats.sums) for _ in range(3))
         column, here_N = _columns(target, len(weight), part)
         with _without_autocast(hidden):
-            head = _Head(weight, bias, scale, formats)
+            head = _Head(weight, bias, scale, formats, fused=fused)
             chunks = head.chunks(0, len(hidden))  # alike whatever is kept, and so are the bits of what is found
             most = kept_bytes // (formats.gradient.itemsize * len(weight))
             # Whole chunks: the backward pass computes again from where one begins.
             num_kept = max((rows.stop for rows in chunks if rows.stop <= most), default=0)
             kept_KV = hidden.new_empty((num_kept, len(weight)), dtype=formats.gradient)
             for rows in chunks:
-                for block, logits_BV in _blocks(rows, head.logits(hidden[rows]), together=part is not None):
+                logits_CV, together = head.logits(hidden[rows]), fused or part is not None
+                for block, logits_BV in [(rows, logits_CV)] if together else _blocks(rows, logits_CV):
                     found = None if here_N is None else here_N[block]
                     keep_BV = kept_KV[block] if block.stop <= num_kept else None
-                    results = _reduce(logits_BV, column[block], found, part, keep_BV)
+                    if fused:
+                        results = _reduce_fused(logits_BV, column[block], keep_BV)
+                    else:
+                        results = _reduce(logits_BV, column[block], found, part, keep_BV)
                     chosen[block], lse[block], mean[block] = results
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept_KV)
-        ctx.scale, ctx.formats, ctx.part = scale, formats, part
+        ctx.scale, ctx.formats, ctx.part, ctx.fused = scale, formats, part, fused
         ctx.set_materialize_grads(False)  # None tells the backward pass that the entropy has no gradient
         return chosen - lse, entropy
 
@@ -183,7 +197,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if ctx.part is not None and ctx.part.adds_gradient and grad_hidden is not None:
                 ctx.part.add(grad_hidden)  # each rank has it through its own rows
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
 def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -201,10 +215,13 @@ def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[
     if len(kept_KV):
         rows = slice(0, len(kept_KV))
         yield rows, kept_KV, factor[rows]
-    head = _Head(weight, bias, ctx.scale, ctx.formats)
+    head = _Head(weight, bias, ctx.scale, ctx.formats, fused=ctx.fused)
     cast = None
     for rows in head.chunks(len(kept_KV), len(hidden)):
         logits_CV = head.logits(hidden[rows])
+        if ctx.fused and grad_entropy is None:
+            yield rows, _fused(_apart)(logits_CV, lse[rows].clone(), column[rows].clone(), kept_KV.dtype), factor[rows]
+            continue
         if cast is None:
             cast = logits_CV if logits_CV.dtype == kept_KV.dtype else torch.empty_like(logits_CV, dtype=kept_KV.dtype)
         for block, logp_BV in _blocks(rows, logits_CV):
@@ -220,9 +237,11 @@ def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[
 
 
 class _Head:
-    """Logits of one chunk of tokens after the other, in the same memory."""
+    """Logits of one chunk of tokens after the other, in the same memory unless the chunks go to compiled code."""
 
-    def __init__(self, weight_VE: Tensor, bias_V: Tensor | None, scale: float, formats: _Formats) -> None:
+    def __init__(
+        self, weight_VE: Tensor, bias_V: Tensor | None, scale: float, formats: _Formats, *, fused: bool
+    ) -> None:
         self._wider = formats.matmul is None and weight_VE.dtype != formats.sums and weight_VE.is_cuda
         # A wider result of a product than its factors is known to CUDA alone.
         matmul = formats.matmul or (weight_VE.dtype if self._wider else formats.sums)
@@ -231,6 +250,7 @@ class _Head:
         chunk_bytes = CHUNK_BYTES if weight_VE.is_cpu else DEVICE_CHUNK_BYTES
         self._chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * len(weight_VE)))
         self._buffer_CV: Tensor | None = None
+        self._fused = fused
 
     def chunks(self, start: int, stop: int) -> list[slice]:
         """Tokens from `start` on, a chunk at a time."""
@@ -239,9 +259,10 @@ class _Head:
 
     def logits(self, hidden_CE: Tensor) -> Tensor:
         """[C, V] scaled logits, free to be overwritten; the next call overwrites them."""
-        if self._buffer_CV is None or len(self._buffer_CV) < len(hidden_CE):
+        # Compiled code tells what is cut out of a larger tensor from what is not, and would be compiled for both.
+        if self._fused or self._buffer_CV is None or len(self._buffer_CV) < len(hidden_CE):
             self._buffer_CV = hidden_CE.new_empty((len(hidden_CE), len(self._weight_VE)), dtype=self._formats.sums)
-        logits_CV = self._buffer_CV[: len(hidden_CE)]
+        logits_CV = self._buffer_CV if self._fused else self._buffer_CV[: len(hidden_CE)]
         weight_EV = self._weight_VE.T
         if self._wider:
             torch.mm(hidden_CE.to(weight_EV.dtype), weight_EV, out_dtype=logits_CV.dtype, out=logits_CV)
@@ -274,6 +295,39 @@ def _reduce(
         keep_BV.copy_(_less_at(odds_BV, column_B, here_B))
     top_B = top_B1[:, 0]
     return chosen_B, total_B.log() + top_B, weighted_B / total_B + top_B
+
+
+def _reduce_fused(logits_BV: Tensor, column_B: Tensor, keep_BV: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_reduce` does, by compiled code."""
+    dtype = None if keep_BV is None else keep_BV.dtype
+    *results, apart_BV = _fused(_reduce_at_once)(logits_BV, column_B.clone(), dtype)
+    if keep_BV is not None:
+        keep_BV.copy_(apart_BV)
+    return tuple(results)
+
+
+@cache
+def _fused(function: Any) -> Any:
+    return compiled(function)
+
+
+def _reduce_at_once(
+    logits_BV: Tensor, column_B: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return what `_reduce` does, and `apart` in the format asked for, without writing to the logits."""
+    top_B1 = logits_BV.amax(1, keepdim=True)
+    below_BV = logits_BV - top_B1
+    odds_BV = below_BV.exp()
+    total_B, top_B = odds_BV.sum(1), top_B1[:, 0]
+    lse_B, mean_B = total_B.log() + top_B, (odds_BV * below_BV).sum(1) / total_B + top_B
+    apart_BV = None if dtype is None else _apart(logits_BV, lse_B, column_B, dtype)
+    return logits_BV.gather(1, column_B[:, None])[:, 0], lse_B, mean_B, apart_BV
+
+
+def _apart(logits_BV: Tensor, lse_B: Tensor, column_B: Tensor, dtype: torch.dtype) -> Tensor:
+    """Probabilities, less 1 at the target."""
+    is_target_BV = torch.arange(logits_BV.shape[1], device=logits_BV.device) == column_B[:, None]
+    return ((logits_BV - lse_B[:, None]).exp() - is_target_BV.to(logits_BV.dtype)).to(dtype)
 
 
 def _less_at(values_BV: Tensor, column_B: Tensor, here_B: Tensor | None, less_B: Tensor | None = None) -> Tensor:
@@ -315,10 +369,10 @@ def _without_autocast(like: Tensor) -> Any:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def _blocks(rows: slice, values_CV: Tensor, *, together: bool = False) -> list[tuple[slice, Tensor]]:
-    """Rows of a chunk and their values, a few at a time; all `together` on what is no processor."""
+def _blocks(rows: slice, values_CV: Tensor) -> list[tuple[slice, Tensor]]:
+    """Rows of a chunk and their values, a few at a time; all together on what is no processor."""
     size = len(values_CV)
-    if values_CV.is_cpu and not together:
+    if values_CV.is_cpu:
         size = max(1, BLOCK_BYTES // (values_CV.element_size() * values_CV.shape[1]))
     starts = range(0, len(values_CV), size)
     return [(slice(rows.start + s, min(rows.start + s + size, rows.stop)), values_CV[s : s + size]) for s in starts]

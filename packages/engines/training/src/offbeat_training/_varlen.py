@@ -59,7 +59,7 @@ def varlen_attention(
     from torch.nn.attention import varlen
 
     more: dict[str, Any] = {}
-    if _takes_enable_gqa(varlen.varlen_attn):
+    if _takes_enable_gqa():
         more["enable_gqa"] = query_THD.shape[1] != key_KGD.shape[1]
     out = varlen.varlen_attn(
         query_THD.contiguous(),
@@ -77,7 +77,14 @@ def varlen_attention(
     return out
 
 
-@cache
-def _takes_enable_gqa(function: Any) -> bool:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes_enable_gqa() -> bool:
     """Before torch 2.13 there is no such argument, and fewer key heads are accepted without it."""
-    return "enable_gqa" in signature(function).parameters
+    from torch.nn.attention import varlen
+
+    return "enable_gqa" in _arguments(varlen.varlen_attn)
+
+
+@cache
+def _arguments(function: Any) -> frozenset[str]:
+    return frozenset(signature(function).parameters)

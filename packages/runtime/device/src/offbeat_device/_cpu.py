@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,6 +79,11 @@ class CpuDevice:
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         return ()
+
+    def compiler_lacks(self) -> str:
+        compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+        found = any(map(shutil.which, compilers))
+        return "" if found else f"it needs a C++ compiler, and there is no {' or '.join(compilers)} in PATH"
 
     def masked_attention(self, tokens: AttendedTokens) -> None:
         """Return None: engines lay tokens out for torch's own kernels, which know causal sequences without a mask."""

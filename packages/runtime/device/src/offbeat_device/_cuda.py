@@ -1,7 +1,10 @@
 """An NVIDIA GPU as a device; a ROCm build of torch answers to the same name."""
 
+import os
+import shutil
 import threading
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, ClassVar, Final
 
 import torch
@@ -76,6 +79,14 @@ class CudaDevice:
 
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         return ()
+
+    def compiler_lacks(self) -> str:
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+        if not any(map(shutil.which, compilers)):
+            return f"triton needs a C compiler, and there is no {' or '.join(compilers)} in PATH"
+        return ""
 
     def masked_attention(self, tokens: AttendedTokens) -> None:
         """Return None: engines lay tokens out for torch's own kernels, which know causal sequences without a mask."""

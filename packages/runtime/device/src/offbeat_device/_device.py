@@ -171,6 +171,9 @@ class Device(Protocol):
     def adapt(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Put the platform's own kernels in place of layers of a transformers model; what was replaced."""
 
+    def compiler_lacks(self) -> str:
+        """Return what `torch.compile` lacks to make kernels for this device, as a clause; "" for nothing."""
+
     def masked_attention(self, tokens: AttendedTokens) -> MaskedAttention | None:
         """Shape a micro-batch for the platform's own attention kernel; None where `shapes_masks` is false.
 

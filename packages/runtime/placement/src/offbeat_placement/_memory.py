@@ -15,8 +15,9 @@ NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 512 * 2**20
 """Logits of a chunk in the default engine, whose chunks have 16 tokens at least, on a device with its own memory."""
 _HEAD_BYTES_ON_CPU: Final = 64 * 2**20
-_KEPT_BYTES: Final = 256 * 2**20
-"""What the default engine keeps at most of the logits for the backward pass."""
+_KEPT_BYTES: Final = 2 * 2**30
+"""What the default engine keeps at most of the logits for the backward pass, on a device with its own memory."""
+_KEPT_BYTES_ON_CPU: Final = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,25 @@ class TrainMemory:
             "gradients": self._trained(shape, 2) * self.gradient_bytes,
             "optimizer": self._trained(shape, 1) * self.optimizer_bytes,
             "reference": weights * self.weight_bytes if self.keeps_reference else 0,
-            # FSDP gathers a block while the one before it computes.
-            "gathered": 2 * shape.block_parameters * self.weight_bytes / self.tensor_parallel if gathers else 0,
+            "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
             "activations": self._activations(shape),
             "logits": self._logits(shape),
         }
         return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
+
+    def _gathered(self, shape: ModelShape) -> float:
+        """Return what FSDP holds of whole tensors: a block while the one before it computes, and the vocabulary.
+
+        Of a block in the backward pass: weights twice, its gradient, and that in float32 on its way to the ranks. The
+        vocabulary head stays whole, and its gradient with it, until the end of the backward pass, where the float32
+        gradient is copied to be added up; an embedding of its own is gathered there once more, with a gradient.
+        """
+        gradient_bytes = 0 if self.lora_rank else self.gradient_bytes
+        block = shape.block_parameters * (2 * self.compute_bytes + (self.compute_bytes + 4 if gradient_bytes else 0))
+        of_vocabulary = self.weight_bytes + 2 * gradient_bytes
+        if not shape.is_tied:
+            of_vocabulary += self.weight_bytes + gradient_bytes
+        return block + shape.vocabulary * shape.hidden * of_vocabulary
 
     def _held(self, shape: ModelShape, stage: int) -> float:
         """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on."""
@@ -249,7 +263,7 @@ def train_memory(
         keeps_reference=keeps_reference and not engine.lora_rank,
         lora_rank=engine.lora_rank,
         head_tokens=max(16, head_bytes // (4 * shape.vocabulary)),
-        kept_bytes=_KEPT_BYTES,
+        kept_bytes=_KEPT_BYTES_ON_CPU if on_cpu else _KEPT_BYTES,
     )
 
 

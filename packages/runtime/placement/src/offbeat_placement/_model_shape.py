@@ -51,6 +51,7 @@ class ModelShape:
         num_layers: decoder blocks.
         block_parameters: of the largest decoder block.
         vocabulary: V.
+        is_tied: embedding and vocabulary head are one matrix.
         hidden: width of the residual stream.
         query_width: heads × d.
         num_kv_heads: heads of keys and values.
@@ -68,6 +69,7 @@ class ModelShape:
     num_layers: int
     block_parameters: int
     vocabulary: int
+    is_tied: bool
     hidden: int
     query_width: int
     num_kv_heads: int
@@ -132,6 +134,7 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         num_layers=num_layers,
         block_parameters=max(blocks),
         vocabulary=text["vocab_size"],
+        is_tied=bool(is_tied),
         hidden=hidden,
         query_width=query_width,
         num_kv_heads=num_kv_heads,

@@ -1,0 +1,131 @@
+"""Decoder layers compiled by torch.compile: one graph for all layers of a class and for packs of any length.
+
+Compiled, what lies between two matrix products is one or two kernels, which read an activation once; layer by layer,
+because a whole model takes minutes to compile, and a layer seconds.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat_core import ConfigError, OffbeatError, TrainEngineConfig
+from offbeat_device import Device
+from offbeat_engine_torch._family_check import PAIR_TOKENS, TOLERANCE_NATS, FamilyCheck
+from offbeat_engine_torch._layout import TorchEngineOptions
+from offbeat_engine_torch._model import CausalModel, one_line
+from offbeat_engine_torch._ranks import Ranks
+from offbeat_engine_torch._sharding import find_layers
+from offbeat_training import compiled, prepare_compiler
+
+log = logging.getLogger(__name__)
+
+
+class CompiledLayers:
+    """Layers of a decoder, which run compiled once `start` has found that they can.
+
+    Args:
+        layers: their first argument is the hidden states [1, T, E].
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.runs = False
+        for layer in layers:
+            layer.forward = self._either(layer.forward)
+
+    def start(self, check: FamilyCheck, ranks: Ranks, *, required: bool) -> None:
+        """Compile, with gradients and without, and compare with the layers as they are; they stay so where that fails.
+
+        Args:
+            check: of the model, in the format in which it trains.
+            ranks: all of them; they do the same.
+            required: raise where it fails, instead of a warning.
+
+        Raises:
+            ConfigError: it fails, and is required.
+        """
+        began_s = time.monotonic()
+        prepare_compiler()
+        with torch.no_grad():
+            wanted_N = check.packed_logprobs(PAIR_TOKENS)
+        self.runs = True
+        problem = next(filter(None, ranks.exchange(self._try(check, wanted_N))), "")
+        self.runs = not problem
+        if problem and required:
+            raise ConfigError(f"option compile_layers is on, and the decoder layers do not compile: {problem}")
+        if problem and ranks.leader:
+            log.warning("%s: the decoder layers run uncompiled, which is slower: %s", check.folder, problem)
+        elif ranks.leader:
+            log.info("%s: decoder layers compiled in %.0f s", check.folder, time.monotonic() - began_s)
+
+    def _try(self, check: FamilyCheck, wanted_N: Tensor) -> str:
+        """Run forward and backward on a few tokens; what goes wrong, "" for nothing."""
+        try:
+            with torch.no_grad():
+                found_N = check.packed_logprobs(PAIR_TOKENS)
+            check.packed_logprobs(PAIR_TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+        except (OffbeatError, torch.OutOfMemoryError, torch.distributed.DistError):
+            raise
+        except RuntimeError as error:  # of torch's tracer, of its compiler, or of what was compiled
+            return f"{type(error).__name__}: {one_line(error)}"
+        finally:
+            check.model.zero_grad(set_to_none=True)
+        apart, bound = float((found_N - wanted_N).abs().max()), TOLERANCE_NATS[check.autocast]
+        return "" if apart <= bound else f"other log-probabilities, {apart:.2g} nats apart ({bound} allowed)"
+
+    def _either(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        fast = compiled(forward)
+
+        @wraps(forward)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            # A dimension of one token would be a graph of its own; ranks without a sequence compute one.
+            if not self.runs or not args or args[0].shape[1] == 1:
+                return forward(*args, **kwargs)
+            hidden_1TE, *rest = args
+            if torch.is_grad_enabled() and not hidden_1TE.requires_grad:  # of a frozen embedding, in the first layer
+                hidden_1TE = hidden_1TE.detach().requires_grad_()
+            return fast(hidden_1TE, *rest, **kwargs)
+
+        return either
+
+
+def choose_compiled(
+    model: CausalModel, config: TrainEngineConfig, options: TorchEngineOptions, device: Device, kernel: str, tp: int
+) -> CompiledLayers | None:
+    """Return the model's decoder layers ready to be compiled; None where they run as they are.
+
+    Args:
+        model: before its layers are called.
+        config: of the engine.
+        options: of the engine.
+        device: of this rank.
+        kernel: of packed attention.
+        tp: ranks that share each layer.
+
+    Raises:
+        ConfigError: option `compile_layers` is "on" and they cannot be compiled.
+    """
+    if options.compile_layers == "off":
+        return None
+    obstacles = {
+        f"{type(model.whole).__name__} names no decoder layers": not find_layers(model),
+        "tensor_parallel: ranks add up within each layer": tp > 1,
+        f"dtype = {config.dtype}: attention in bfloat16 alone is one call for packs of any length": (
+            config.dtype != "bfloat16"
+        ),
+        f"device {device.torch_device} attends to packs by {kernel!r} and not by one call": kernel != "varlen",
+    }
+    obstacle = next((each for each, is_there in obstacles.items() if is_there), "")
+    if not obstacle and (lacking := device.compiler_lacks()):
+        log.warning("the decoder layers run uncompiled, which is slower: %s", lacking)
+        obstacle = lacking
+    if obstacle and options.compile_layers == "on":
+        raise ConfigError(f"option compile_layers is on, and decoder layers cannot be compiled: {obstacle}; use auto")
+    if obstacle:
+        return None
+    decoder = set(model.decoder.modules())
+    return CompiledLayers([layer for layer in find_layers(model) if layer in decoder])
