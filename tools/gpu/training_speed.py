@@ -39,8 +39,8 @@ def operations(num: int, length: int) -> float:
     return 6.0 * num_parameters() * num * length + attention
 
 
-def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | None]:
-    """Return one engine."""
+def measure(place: Place, folder: Path, name: str, options: dict[str, str]) -> dict[str, float | None]:
+    """Return the figures of one engine, each with `name` behind it."""
     num, length = 8, place.pick(16, 1024)
     config = TrainEngineConfig(
         model_path=str(folder),
@@ -48,7 +48,7 @@ def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | No
         dtype="bfloat16",
         learning_rate=1e-6,
         max_tokens_per_microbatch=num * length,
-        options={"head_dtype": head_dtype},
+        options=options,
     )
     engine = TorchTrainEngine.create(config)
     sequences = make_sequences(num, length)
@@ -64,7 +64,7 @@ def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | No
     engine.close()
     peaks = peaks_of(device_name(place.device))
     tflops = operations(num, length) / step_s / 1e12
-    name = f", head {head_dtype}"
+    name = f", {name}"
     speed = {f"tokens_per_s{name}": num * length / step_s, f"peak_gib{name}": peak_gib}
     times = {f"step_s{name}": step_s, f"forward_backward_s{name}": passes_s}
     if place.tiny:
@@ -74,12 +74,17 @@ def measure(place: Place, folder: Path, head_dtype: str) -> dict[str, float | No
 
 
 def run(place: Place) -> Figures:
-    """Measure both formats of the head."""
+    """Measure both formats of the head with the layers as they are written, and what the defaults give."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_model(Path(temporary) / "model", tiny=place.tiny)
         figures: dict[str, float | None] = {}
-        for head_dtype in ("float32", "bfloat16"):
-            figures |= measure(place, folder, head_dtype)
+        plain = {"compile_layers": "off"}
+        for name, options in {
+            "by default": {},
+            "head bfloat16": {"head_dtype": "bfloat16", **plain},
+            "head float32": {"head_dtype": "float32", **plain},
+        }.items():
+            figures |= measure(place, folder, name, options)
             place.note(figures)
     if not place.tiny:
         require_recorded_speed("training_speed", device_name(place.device), figures)

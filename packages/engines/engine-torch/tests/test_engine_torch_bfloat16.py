@@ -52,6 +52,25 @@ def test_bfloat16_stays_near_float32_and_learns(model_folder, make_groups, head)
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wide_products", "head_dtype", "is_coarse"),
+    [
+        ("bfloat16", True, "auto", True),
+        ("bfloat16", False, "auto", False),
+        ("float32", True, "auto", False),
+        ("bfloat16", True, "float32", False),
+        ("bfloat16", False, "bfloat16", True),
+    ],
+)
+def test_the_head_takes_factors_of_the_layers_format_where_its_sums_are_not_rounded(
+    dtype, wide_products, head_dtype, is_coarse, model_folder, monkeypatch
+):
+    monkeypatch.setattr("offbeat_device._cpu.CpuDevice.wide_products", wide_products)
+    settings = {"model_path": str(model_folder), "device": "cpu", "dtype": dtype}
+    engine = TorchTrainEngine.create(TrainEngineConfig(**settings, options={"head_dtype": head_dtype}))
+    assert engine._policy._head_is_coarse == is_coarse
+
+
 class Conversions(TorchDispatchMode):
     """Counts copies of matrices of float32 in bfloat16, by shape."""
 

@@ -91,13 +91,24 @@ def test_layers_that_are_gathered_from_ranks_are_compiled(
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
-def test_generated_code_computes_what_the_layers_compute(as_a_gpu, model_folder, tmp_path, make_groups, weighted_loss):
+def test_generated_code_computes_what_the_layers_compute_in_few_kernels(
+    as_a_gpu, model_folder, tmp_path, make_groups, weighted_loss, monkeypatch
+):
+    """As they are written, a layer of Qwen3 takes 53 kernels forward and 96 backward, beside its products."""
+    most = 0
+
+    def count(nodes):
+        nonlocal most
+        others = ("ExternKernelSchedulerNode", "NopKernelSchedulerNode")  # products and attention; nothing at all
+        most = max(most, sum(type(node).__name__ not in others for node in nodes))
+        return nodes
+
+    monkeypatch.setattr("torch._inductor.config._post_fusion_custom_pass", count)
     batches = [make_groups(seed=seed, prompt=(2, 14 + 9 * seed)) for seed in range(3)]
     found = train(create(model_folder, "on"), batches, weighted_loss)
     wanted = train(create(model_folder, "off"), batches, weighted_loss)
     assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())
-    files = [path for path in (tmp_path / "compiled").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} <= {".py", ".cpp", ".so", ".h", ".gch", ".lock"}, "pickles would be read"
+    assert 10 < most <= 20, "forward or backward, conversions of 7 weights or of their gradients included"
 
 
 def test_layers_that_cannot_be_traced_run_as_they_are(as_a_gpu, count_graphs, model_folder, caplog, monkeypatch):

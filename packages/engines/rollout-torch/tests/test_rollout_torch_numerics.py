@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import rms_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat_rollout_torch import _attention
 from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAttention, prefill_group
 from offbeat_rollout_torch._cache import KVCache
 from offbeat_rollout_torch._decoder import (
     DecoderWeights,
+    Linear,
     WeightWriter,
     can_pack,
     decode_hidden,
@@ -236,3 +239,25 @@ def test_rotations_are_those_of_transformers():
         "rope_theta": 5.0,
         "factor": 2,
     }
+
+
+def test_logits_of_bfloat16_weights_are_not_rounded_on_a_gpu():
+    """On tensors that have a device and no memory: a CPU has no product of bfloat16 with a float32 result."""
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        like = torch.empty(0, device="cuda", dtype=torch.bfloat16)
+        head = Linear(
+            300, 64, bias=False, like=like, pack=False, shared=torch.empty(300, 64, device="cuda", dtype=like.dtype)
+        )
+        x = torch.empty(7, 64, device="cuda", dtype=torch.bfloat16)
+        with Names():
+            logits = head.in_float32(x)
+    assert (logits.dtype, logits.shape) == (torch.float32, (7, 300))
+    assert "aten::mm" in names
+    assert "aten::_to_copy" not in names

@@ -3,8 +3,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from offbeat_training import VocabularyPart, logprobs_of_logits, token_logprobs
+from offbeat_training import VocabularyPart, _logprobs, logprobs_of_logits, token_logprobs
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
@@ -160,3 +162,24 @@ def test_ranks_that_share_the_vocabulary_find_what_one_finds_in_logits_at_hand()
         part = VocabularyPart(first=6 * rank, add=add, largest=lambda tensor: torch.maximum(tensor, top))
         torch.testing.assert_close(logprobs_of_logits(own, target, part), wanted)
         torch.testing.assert_close(added, [torch.stack([chosen[rank], (own.logsumexp(1) - top).exp()])])
+
+
+@pytest.mark.parametrize("matmul_dtype", [torch.bfloat16, None], ids=["rounded factors", "as they are"])
+def test_logits_of_bfloat16_factors_are_not_rounded_where_products_can_be_wide(matmul_dtype):
+    """On tensors that have a device and no memory: none of this machine has such products."""
+    with FakeTensorMode(), OperationNames() as names:
+        weight = torch.empty(300, 64, device="cuda", dtype=torch.bfloat16 if matmul_dtype is None else torch.float32)
+        formats = _logprobs._Formats(matmul_dtype, torch.bfloat16, torch.float32)
+        head = _logprobs._Head(weight, None, 1.0, formats, fused=True)
+        names.clear()
+        logits = head.logits(torch.empty(7, 64, device="cuda", dtype=torch.bfloat16))
+    assert (logits.dtype, logits.shape) == (torch.float32, (7, 300))
+    assert [name for name in names if name in ("mm", "copy_", "_to_copy")] == ["mm"]
+
+
+class OperationNames(TorchDispatchMode, list):
+    """Names of operations, as they are called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))

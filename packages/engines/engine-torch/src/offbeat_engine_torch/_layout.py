@@ -22,9 +22,10 @@ class TorchEngineOptions:
     tensor_parallel: int = setting(1, "Ranks that share every layer; the ranks left over are data parallel.", ge=1)
     train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     head_dtype: str = setting(
-        "float32",
-        "Number format in which the vocabulary head computes logits; bfloat16 is coarser by 0.01 to 0.1 nats.",
-        choices=("float32", "bfloat16"),
+        "auto",
+        "Number format of the factors of the vocabulary head's products; logits are float32, but on devices without "
+        "such products bfloat16 rounds them, by 0.01 to 0.1 nats. auto: bfloat16 where dtype is, and nothing rounds.",
+        choices=("auto", "float32", "bfloat16"),
     )
 
     compile_layers: str = setting(

@@ -80,6 +80,8 @@ class Policy:
         )
         self.kernel = attention_kernel(device)
         self._device, self._options = device.torch_device, options
+        follows = options.head_dtype == "auto" and config.dtype == "bfloat16" and device.wide_products
+        self._head_is_coarse = follows or options.head_dtype == "bfloat16"
         self._autocast = FORMATS[config.dtype]
 
     @property
@@ -115,7 +117,7 @@ class Policy:
             predictor_N=self.tensor(pack.predictor_N),
             target_N=self.tensor(pack.target_N),
             temperature=self._options.temperature,
-            coarse=self._options.head_dtype == "bfloat16",
+            coarse=self._head_is_coarse,
             entropy_gradient=self._options.entropy_gradient,
             fused=self._is_compiled,
         )

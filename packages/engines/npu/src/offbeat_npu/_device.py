@@ -35,6 +35,7 @@ class NpuDevice:
     collective_backend = "hccl"
     packed_attention = "rows"
     shapes_masks = True
+    wide_products = False
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
     def __init__(self, index: int = 0) -> None:

@@ -98,6 +98,13 @@ class Linear:
             return F.linear(x, self._plain, self.bias)
         return _packed_product(x, self._packed, self.bias, "none")
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """[M, in] in `input_dtype` to [M, out] in float32; on CUDA sums of products in bfloat16 are not rounded."""
+        if self._plain is not None and x.is_cuda and x.dtype != torch.float32:
+            assert self.bias is None
+            return torch.mm(x, self._plain.t(), out_dtype=torch.float32)
+        return self(x).float()
+
     def silu(self, x: Tensor) -> Tensor:
         if self._packed is None:
             return F.silu(self(x), inplace=True)
@@ -226,6 +233,7 @@ class DecoderWeights:
         self.embedding = like.new_empty(a.vocab_size, a.hidden_size)
         shared = self.embedding if a.tied else None
         # Logits rounded to bfloat16 are off by up to 0.06 at 16: a third of what the format costs log-probabilities.
+        # Packed the head is in float32; plain it has a product that does not round, see `Linear.in_float32`.
         self.head: Linear | None = Linear(
             a.vocab_size, a.hidden_size, bias=False, like=like, pack=pack, shared=shared, packed_dtype=torch.float32
         )
@@ -421,7 +429,7 @@ def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
     assert weights.head is not None
     dtype = weights.head.input_dtype
     norm_E = weights.final_norm.to(dtype)
-    return weights.head(F.rms_norm(hidden_BH.to(dtype), (a.hidden_size,), norm_E, a.norm_eps)).float()
+    return weights.head.in_float32(F.rms_norm(hidden_BH.to(dtype), (a.hidden_size,), norm_E, a.norm_eps))
 
 
 def _rotate(qk_NhD: Tensor, rotations_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:

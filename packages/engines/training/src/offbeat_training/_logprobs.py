@@ -77,9 +77,9 @@ def token_logprobs(
         bias_V: the head's bias, or None.
         target_N: int64 in [0, V).
         scale: factor on the logits: 1 / temperature, times any scale of the model's own.
-        matmul_dtype: format to which factors and results of matrix products are rounded; everything after them is
-            float32 (float64 for float64). None for factors as they are, and products added up in float32: logits are
-            not rounded.
+        matmul_dtype: format to which factors of matrix products are rounded, and their results too where products on
+            the device give that format alone (CUDA's give float32); everything after them is float32 (float64 for
+            float64). None for factors as they are, and products added up in float32: logits are not rounded.
         gradient_dtype: format of the factors of the products that gradients are; None for that of the factors above.
             Gradients of several chunks are added up in float32.
         entropy_gradient: let gradient flow through the entropy too.
@@ -242,9 +242,10 @@ class _Head:
     def __init__(
         self, weight_VE: Tensor, bias_V: Tensor | None, scale: float, formats: _Formats, *, fused: bool
     ) -> None:
-        self._wider = formats.matmul is None and weight_VE.dtype != formats.sums and weight_VE.is_cuda
+        factors = formats.matmul or weight_VE.dtype
         # A wider result of a product than its factors is known to CUDA alone.
-        matmul = formats.matmul or (weight_VE.dtype if self._wider else formats.sums)
+        self._wider = factors != formats.sums and weight_VE.is_cuda
+        matmul = formats.matmul or (factors if self._wider else formats.sums)
         self._weight_VE, self._bias_V = weight_VE.to(matmul), bias_V
         self._scale, self._formats = scale, formats
         chunk_bytes = CHUNK_BYTES if weight_VE.is_cpu else DEVICE_CHUNK_BYTES
@@ -261,7 +262,8 @@ class _Head:
         """[C, V] scaled logits, free to be overwritten; the next call overwrites them."""
         # Compiled code tells what is cut out of a larger tensor from what is not, and would be compiled for both.
         if self._fused or self._buffer_CV is None or len(self._buffer_CV) < len(hidden_CE):
-            self._buffer_CV = hidden_CE.new_empty((len(hidden_CE), len(self._weight_VE)), dtype=self._formats.sums)
+            shape = (len(hidden_CE), len(self._weight_VE))
+            self._buffer_CV = torch.empty(shape, dtype=self._formats.sums, device=hidden_CE.device)
         logits_CV = self._buffer_CV if self._fused else self._buffer_CV[: len(hidden_CE)]
         weight_EV = self._weight_VE.T
         if self._wider:

@@ -25,6 +25,7 @@ class CpuDevice:
     collective_backend = "gloo"
     packed_attention = "split"
     shapes_masks = False
+    wide_products = False
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
     def __init__(self, index: int = 0) -> None:

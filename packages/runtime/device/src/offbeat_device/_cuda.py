@@ -24,6 +24,7 @@ class CudaDevice:
     visible_variable: ClassVar[str] = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     collective_backend = "nccl"
     shapes_masks = False
+    wide_products = True
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device(self.kind, index)

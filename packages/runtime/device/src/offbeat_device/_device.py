@@ -122,6 +122,7 @@ class Device(Protocol):
         packed_attention: the kernel family that suits packed sequences here: "split" (flash calls joined by their
             log-sum-exps), "varlen" (variable-length flash attention), or "rows" (padded rows with a mask).
         shapes_masks: whether `masked_attention` answers, so that a plan can show it before there are tokens.
+        wide_products: whether a product of matrices in bfloat16 can have a float32 result (`torch.mm(out_dtype=)`).
     """
 
     kind: ClassVar[str]
@@ -132,6 +133,7 @@ class Device(Protocol):
     autocast_dtypes: tuple[torch.dtype, ...]
     packed_attention: str
     shapes_masks: bool
+    wide_products: bool
 
     @classmethod
     def count(cls) -> int:
