@@ -23,7 +23,7 @@ from offbeat_run import (
     size_text,
     whole_number,
 )
-from offbeat_run._command import split_arguments
+from offbeat_run._command.command import split_arguments
 
 
 def run(body, *words, **env):

@@ -8,8 +8,8 @@ import pytest
 
 from offbeat_core import ConfigError, OffbeatError, RunFolderError
 from offbeat_run import Generation, LogConfig, RunFolder, RunLog, label_of, model_card, read_timeline, write_comparison
-from offbeat_run import _lines as lines
-from offbeat_run._lines import JsonlFile
+from offbeat_run._folder import lines
+from offbeat_run._folder.lines import JsonlFile
 from offbeat_run._report.page import write_report
 from offbeat_run._validation.folder import read_eval_note
 from offbeat_run._validation.items import ItemAnswers, SampledAnswer

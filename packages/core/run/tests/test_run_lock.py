@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from offbeat_core import RunFolderError
-from offbeat_run import RunFolder, _lock, writer_of
+from offbeat_run import RunFolder, writer_of
+from offbeat_run._folder import lock
 
 ELSEWHERE = """
 import fcntl, signal, sys
-from offbeat_run import RunFolder, _lock
+from offbeat_run import RunFolder
+from offbeat_run._folder import lock
 fcntl.flock = lambda *_: None  # as where locks are the machine's own
-_lock._boot = lambda: "another-kernel"
-_lock.BEAT_S = 0.1
-_lock.socket.gethostname = lambda: "node7"
+lock._boot = lambda: "another-kernel"
+lock.BEAT_S = 0.1
+lock.socket.gethostname = lambda: "node7"
 run = RunFolder.open(sys.argv[1])
 print("open", flush=True)
 sys.stdin.readline()
@@ -36,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lock, "STALE_AFTER_S", 3.0)
-    monkeypatch.setattr(_lock, "_LOOK_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 3.0)
+    monkeypatch.setattr(lock, "_LOOK_S", 0.1)
 
 
 def another_machine(folder: Path) -> subprocess.Popen[str]:
@@ -97,8 +99,8 @@ def test_where_a_file_system_has_no_locks_signs_of_life_do(folder: Path, monkeyp
     def flock(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(_lock.fcntl, "flock", flock)
-    monkeypatch.setattr(_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
     with RunFolder.open(folder), pytest.raises(RunFolderError, match=f"process {os.getpid()} on "):
         RunFolder.open(folder)
     RunFolder.open(folder).close()
@@ -106,8 +108,8 @@ def test_where_a_file_system_has_no_locks_signs_of_life_do(folder: Path, monkeyp
 
 
 def test_a_lock_gives_signs_of_life_and_leaves_no_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lock, "BEAT_S", 0.05)
-    before = set(_lock.threading.enumerate())
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    before = set(lock.threading.enumerate())
     with RunFolder.open(folder) as run:
         first = writer_of(run.path)
         end_s = time.monotonic() + 30
@@ -116,7 +118,7 @@ def test_a_lock_gives_signs_of_life_and_leaves_no_thread(folder: Path, monkeypat
             time.sleep(0.02)
         assert first is not None
         assert len((folder / ".lock").read_text().splitlines()) == 1
-    assert not [each for each in set(_lock.threading.enumerate()) - before if each.name == "run-folder-lock"]
+    assert not [each for each in set(lock.threading.enumerate()) - before if each.name == "run-folder-lock"]
 
 
 def test_a_killed_writer_of_this_machine_is_no_reason_to_wait(folder: Path) -> None:

@@ -23,9 +23,9 @@ from offbeat_run import (
     read_metrics,
     read_timeline,
 )
-from offbeat_run._metrics import MetricsLog, Tracker
-from offbeat_run._run_log import Alarm, GenerationsLog
-from offbeat_run._trackers import open_trackers
+from offbeat_run._log.run_log import Alarm, GenerationsLog
+from offbeat_run._metrics.metrics import MetricsLog, Tracker
+from offbeat_run._metrics.trackers import open_trackers
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from offbeat_core import Metric
 from offbeat_run import Estimate, Progress, duration_text
-from offbeat_run._progress import _SHOWN, print_before_after, print_facts
+from offbeat_run._log.progress import _SHOWN, print_before_after, print_facts
 
 
 class Clock:

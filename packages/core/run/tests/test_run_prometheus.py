@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat_core import ConfigError
 from offbeat_run import LogConfig, RunFolder, RunLog
-from offbeat_run._prometheus import CONTENT_TYPE, TOKEN_VARIABLE, PrometheusServer, exposition
+from offbeat_run._metrics.prometheus import CONTENT_TYPE, TOKEN_VARIABLE, PrometheusServer, exposition
 
 TOKEN = "a-secret-of-many-letters"
 

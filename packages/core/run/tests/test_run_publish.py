@@ -9,7 +9,7 @@ import pytest
 
 from offbeat_core import ConfigError, RunFolderError
 from offbeat_run import CommandWords, PushError, RunFolder, check_destination, model_card, print_conclusion, push
-from offbeat_run._metrics import MetricsLog
+from offbeat_run._metrics.metrics import MetricsLog
 
 TOKEN = "hf_verysecretverysecret"
 CONFIG = """

@@ -10,10 +10,10 @@ import pytest
 
 from offbeat_core import RunFolderError
 from offbeat_run import Generation, RunFolder
-from offbeat_run._metrics import MetricsLog
+from offbeat_run._log.run_log import GenerationsLog
+from offbeat_run._log.timeline import Timeline
+from offbeat_run._metrics.metrics import MetricsLog
 from offbeat_run._report.page import _script_json, write_report
-from offbeat_run._run_log import GenerationsLog
-from offbeat_run._timeline import Timeline
 
 EVIL = "</pre></script><script>document.title='pwned'</script><img src=http://evil.example/x onerror=alert(1)>"
 GRPO = {

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import RunFolder
-from offbeat_run._metrics import MetricsLog
+from offbeat_run._log.run_log import GenerationsLog
+from offbeat_run._log.timeline import Timeline
+from offbeat_run._metrics.metrics import MetricsLog
+from offbeat_run._metrics.series import MAX_POINTS, LagColumns, Series
 from offbeat_run._report.page import write_report
-from offbeat_run._run_log import GenerationsLog
-from offbeat_run._series import MAX_POINTS, LagColumns, Series
-from offbeat_run._timeline import Timeline
 
 PEAK = """
 import resource, sys

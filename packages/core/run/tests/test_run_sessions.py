@@ -11,15 +11,15 @@ import pytest
 
 from offbeat_core import BackendError, RunFolderError
 from offbeat_run import RunFolder, record_session, refuse_foreign_run
-from offbeat_run._metrics import MetricsLog
+from offbeat_run._folder.sessions import Session, read_sessions
+from offbeat_run._metrics.metrics import MetricsLog
+from offbeat_run._metrics.series import read_run_metrics
 from offbeat_run._run_summary import summarize_run
-from offbeat_run._series import read_run_metrics
-from offbeat_run._sessions import Session, read_sessions
 
 KILLED = """
 import os, signal, sys
 from offbeat_run import RunFolder, record_session
-from offbeat_run._metrics import MetricsLog
+from offbeat_run._metrics.metrics import MetricsLog
 with RunFolder.open(sys.argv[1]) as run, record_session(run, "app train my.toml"):
     MetricsLog(run, tensorboard=False).write(1, {"train/reward": 0.5})
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from offbeat_run import Progress, doing, so_far
-from offbeat_run._status import Status, showing_status
+from offbeat_run._console.status import Status, showing_status
 from offbeat_testing import read_terminal
 
 LOADS = """
@@ -25,7 +25,7 @@ def main():
 run_command(main, program="app")
 """
 
-UNTIL_DRAWN = """from offbeat_run._status import current_status
+UNTIL_DRAWN = """from offbeat_run._console.status import current_status
 while not current_status()._is_drawn:
     time.sleep(0.01)"""
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_run import clock_s, read_timeline
-from offbeat_run._timeline import Timeline
+from offbeat_run._log.timeline import Timeline
 
 
 def spans(path):
@@ -39,7 +39,7 @@ def test_an_empty_timeline_is_plain_json_too(tmp_path):
 def test_a_killed_process_leaves_a_timeline_that_loads_and_goes_on(tmp_path):
     path = tmp_path / "t.json"
     code = (
-        "import os, signal, sys; from offbeat_run._timeline import Timeline\n"
+        "import os, signal, sys; from offbeat_run._log.timeline import Timeline\n"
         "t = Timeline(sys.argv[1]); t.span('a', 'one', 1.0, 2.0); t.span('b', 'two', 2.0, 3.0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -19,9 +19,9 @@ from offbeat_run import (
     table_text,
     write_comparison,
 )
-from offbeat_run._metrics import MetricsLog
+from offbeat_run._log.run_log import GenerationsLog
+from offbeat_run._metrics.metrics import MetricsLog
 from offbeat_run._report.page import write_report
-from offbeat_run._run_log import GenerationsLog
 from offbeat_run._validation.items import item_histories
 
 EVIL = "</pre><script>alert(1)</script>"

@@ -72,7 +72,7 @@ def tell_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
     In a test most stages take less than the time after which a log gets a line, or than the time between two polls.
     """
-    status = import_module("offbeat_run._status")
+    status = import_module("offbeat_run._console.status")
     for name, seconds in (("QUIET_S", 0.0), ("_QUIET_SHARE", 0.0), ("_TICK_S", 0.002)):
         monkeypatch.setattr(status, name, seconds)
     note = status.Status.doing

@@ -1,7 +1,7 @@
 """Code that every offbeat application shares: configuration, run folder, metrics, timeline, report. No torch."""
 
 from offbeat_run._checkpoints import Checkpoint, Checkpoints, check_model, reading
-from offbeat_run._command import (
+from offbeat_run._command.command import (
     Command,
     CommandWords,
     doctor_command,
@@ -13,32 +13,32 @@ from offbeat_run._command import (
     show_usage,
     whole_number,
 )
+from offbeat_run._command.examine import ExaminedModel, inspect_model
+from offbeat_run._command.signals import ending_signals
 from offbeat_run._conclusion import print_conclusion
-from offbeat_run._examine import ExaminedModel, inspect_model
-from offbeat_run._folder import RunFolder, check_shared
-from offbeat_run._lock import Writer, writer_of
-from offbeat_run._metric_names import label_of
-from offbeat_run._metrics import MetricsLine, Tracker, iter_metrics, read_metrics
-from offbeat_run._printing import print_text
-from offbeat_run._problems import Problems
-from offbeat_run._progress import Progress
-from offbeat_run._publish.card import model_card
-from offbeat_run._publish.push import PushError, check_destination, push, push_command
-from offbeat_run._quantities import count_text, duration_text, size_text
-from offbeat_run._report.compare import write_comparison
-from offbeat_run._role_log import log_line, log_loaded, log_start
-from offbeat_run._run_log import (
+from offbeat_run._config.problems import Problems
+from offbeat_run._config.sections import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
+from offbeat_run._console.printing import print_text
+from offbeat_run._console.quantities import count_text, duration_text, size_text
+from offbeat_run._console.status import counted_loss, doing, so_far
+from offbeat_run._folder.folder import RunFolder, check_shared
+from offbeat_run._folder.lock import Writer, writer_of
+from offbeat_run._folder.sessions import LENGTH_KEYS, record_session, refuse_foreign_run, say_finished
+from offbeat_run._log.progress import Progress
+from offbeat_run._log.role_log import log_line, log_loaded, log_start
+from offbeat_run._log.run_log import (
     Generation,
     RunLog,
     read_alarms,
     read_generations,
 )
-from offbeat_run._sections import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
-from offbeat_run._sessions import LENGTH_KEYS, record_session, refuse_foreign_run, say_finished
-from offbeat_run._signals import ending_signals
-from offbeat_run._status import counted_loss, doing, so_far
-from offbeat_run._timeline import clock_s, read_timeline
-from offbeat_run._trackers import check_trackers, tracker_notices
+from offbeat_run._log.timeline import clock_s, read_timeline
+from offbeat_run._metrics.metrics import MetricsLine, Tracker, iter_metrics, read_metrics
+from offbeat_run._metrics.names import label_of
+from offbeat_run._metrics.trackers import check_trackers, tracker_notices
+from offbeat_run._publish.card import model_card
+from offbeat_run._publish.push import PushError, check_destination, push, push_command
+from offbeat_run._report.compare import write_comparison
 from offbeat_run._validation.estimates import pass_at_k
 from offbeat_run._validation.folder import EvalFolder
 from offbeat_run._validation.items import (

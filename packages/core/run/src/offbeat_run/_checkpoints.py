@@ -28,7 +28,7 @@ from offbeat_core import (
     read_small,
     read_tensor_shapes,
 )
-from offbeat_run._printing import print_text
+from offbeat_run._console.printing import print_text
 
 T = TypeVar("T")
 

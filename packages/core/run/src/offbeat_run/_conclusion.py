@@ -4,15 +4,15 @@ import os
 import sys
 from collections.abc import Mapping
 
-from offbeat_run._folder import RunFolder
-from offbeat_run._printing import print_text
-from offbeat_run._progress import print_before_after, print_facts
+from offbeat_run._console.printing import print_text
+from offbeat_run._console.status import doing
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.sessions import read_sessions
+from offbeat_run._log.progress import print_before_after, print_facts
+from offbeat_run._metrics.series import read_run_metrics
 from offbeat_run._publish.card import write_card
 from offbeat_run._report.page import write_report
 from offbeat_run._run_summary import compare_ends, shown_path, summarize_run
-from offbeat_run._series import read_run_metrics
-from offbeat_run._sessions import read_sessions
-from offbeat_run._status import doing
 
 
 def print_conclusion(run: RunFolder, compared: Mapping[str, str], *, title: str = "", application: str = "") -> None:

@@ -12,13 +12,13 @@ from typing import Any, Final
 import msgspec
 
 from offbeat_core import MAX_CONFIG_BYTES, read_small
-from offbeat_run._described import describe_task
-from offbeat_run._folder import RunFolder
-from offbeat_run._lock import writer_of
-from offbeat_run._metric_names import is_share, label_of
-from offbeat_run._quantities import duration_text, number_text, share_text, times_text
-from offbeat_run._series import RunMetrics, Series
-from offbeat_run._sessions import Session, last_written_s
+from offbeat_run._config.described import describe_task
+from offbeat_run._console.quantities import duration_text, number_text, share_text, times_text
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.lock import writer_of
+from offbeat_run._folder.sessions import Session, last_written_s
+from offbeat_run._metrics.names import is_share, label_of
+from offbeat_run._metrics.series import RunMetrics, Series
 from offbeat_run._validation.summary import Estimate
 
 _SHARES: Final = ("async/trainer_idle_share", "async/rollout_idle_share", "async/overlap_share")

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from offbeat_core import MAX_CONFIG_BYTES, RunFolderError, atomic_write, hide_secrets, parse_toml, read_small
 from offbeat_run._checkpoints import Checkpoint
-from offbeat_run._described import hub_name, model_name, source_name
-from offbeat_run._folder import RunFolder
-from offbeat_run._metric_names import METRIC_NAMES
-from offbeat_run._quantities import number_text
-from offbeat_run._series import Points, read_run_metrics
+from offbeat_run._config.described import hub_name, model_name, source_name
+from offbeat_run._console.quantities import number_text
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._metrics.names import METRIC_NAMES
+from offbeat_run._metrics.series import Points, read_run_metrics
 
 CARD: Final = "README.md"
 _FIGURES: Final = ("train/reward", "train/loss", "train/response_tokens", "train/entropy")

@@ -19,12 +19,12 @@ from offbeat_core import (
     user_path,
 )
 from offbeat_run._checkpoints import Checkpoint
-from offbeat_run._command import CommandWords, whole_number
-from offbeat_run._folder import RunFolder
-from offbeat_run._printing import print_text
+from offbeat_run._command.command import CommandWords, whole_number
+from offbeat_run._console.printing import print_text
+from offbeat_run._console.status import doing
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.sessions import refuse_foreign_run
 from offbeat_run._publish.card import CARD, model_card
-from offbeat_run._sessions import refuse_foreign_run
-from offbeat_run._status import doing
 
 HUB: Final = "hub:"
 PUSH_OPTION: Final = "push-to"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
-from offbeat_run._metric_names import CORRECTION_PREFIX, METRIC_NAMES, is_share, label_of
-from offbeat_run._quantities import number_text, share_text
+from offbeat_run._console.quantities import number_text, share_text
+from offbeat_run._metrics.names import CORRECTION_PREFIX, METRIC_NAMES, is_share, label_of
+from offbeat_run._metrics.series import LagColumns, Points, RunMetrics, Series
 from offbeat_run._report.plots import DATA, DISTANCE, DRAWN, OTHER, PLOTS, SCORING, VALIDATION, LinePlot
 from offbeat_run._run_summary import says_the_same
-from offbeat_run._series import LagColumns, Points, RunMetrics, Series
 
 _SMOOTHED_FROM: Final = 30
 _MAX_LINES: Final = 6

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_run._folder import RunFolder
+from offbeat_run._folder.folder import RunFolder
 from offbeat_run._validation.items import ItemHistory, item_histories, iter_answers
 
 _ITEMS: Final = 25

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_run._folder import RunFolder
-from offbeat_run._lines import MAX_DAMAGED
-from offbeat_run._quantities import moment_text, size_text
+from offbeat_run._console.quantities import moment_text, size_text
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.lines import MAX_DAMAGED
+from offbeat_run._folder.sessions import read_sessions
+from offbeat_run._log.run_log import read_alarms
+from offbeat_run._metrics.series import read_run_metrics
 from offbeat_run._report.assets import asset, page_template
 from offbeat_run._report.figures import Constant, Figure, figure_json, metric_figures
 from offbeat_run._report.items import item_tables
 from offbeat_run._report.plots import GROUPS
 from offbeat_run._report.samples import sample_tables
 from offbeat_run._report.timeline import timeline_figure
-from offbeat_run._run_log import read_alarms
 from offbeat_run._run_summary import compare_ends, shown_path, summarize_run
-from offbeat_run._series import read_run_metrics
-from offbeat_run._sessions import read_sessions
 
 _MAX_ALARMS: Final = 20
 _MAX_TEXT_BYTES: Final = 2**20

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from offbeat_run._folder import RunFolder
-from offbeat_run._run_log import Generation, iter_generations
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._log.run_log import Generation, iter_generations
 
 _SHOWN: Final = 8
 _KEPT: Final = 64

@@ -12,8 +12,8 @@ from typing import Final
 
 from offbeat_core import ConfigError, OffbeatError
 from offbeat_http import Page, PageServer, listen
-from offbeat_run._folder import RunFolder
-from offbeat_run._printing import print_text
+from offbeat_run._console.printing import print_text
+from offbeat_run._folder.folder import RunFolder
 from offbeat_run._report.page import write_report
 
 HOST: Final = "127.0.0.1"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from offbeat_run._log.timeline import Span, iter_spans
 from offbeat_run._report.figures import Figure
 from offbeat_run._report.plots import SPEED
-from offbeat_run._timeline import Span, iter_spans
 
 _MAX_BARS: Final = 3000
 _WINDOW_BARS: Final = 240

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from offbeat_core import RunFolderError, atomic_write, read_small
-from offbeat_run._lock import FolderLock
+from offbeat_run._folder.lock import FolderLock
 from offbeat_run._validation.items import AnswersLog, ItemAnswers, answers_path, read_answers
 from offbeat_run._validation.summary import SetSummary, table_json, table_markdown, table_text
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from offbeat_run._lines import JsonlFile, cut_lines, read_lines
+from offbeat_run._folder.lines import JsonlFile, cut_lines, read_lines
 
 HELD_OUT: Final = "held-out"
 """Name of the set that the section `data` holds out."""

@@ -25,7 +25,7 @@ from offbeat_core import (
     user_path,
 )
 from offbeat_run._checkpoints import by_step
-from offbeat_run._folder import CHECKPOINTS
+from offbeat_run._folder.folder import CHECKPOINTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from offbeat_run._folder import RunFolder
-from offbeat_run._lines import JsonlFile, cut_lines, read_lines
-from offbeat_run._metrics import MetricsLog, MetricValue, Tracker
-from offbeat_run._progress import Progress
-from offbeat_run._prometheus import PrometheusServer
-from offbeat_run._sections import LogConfig
-from offbeat_run._timeline import Timeline, clock_s
-from offbeat_run._trackers import open_trackers
+from offbeat_run._config.sections import LogConfig
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.lines import JsonlFile, cut_lines, read_lines
+from offbeat_run._log.progress import Progress
+from offbeat_run._log.timeline import Timeline, clock_s
+from offbeat_run._metrics.metrics import MetricsLog, MetricValue, Tracker
+from offbeat_run._metrics.prometheus import PrometheusServer
+from offbeat_run._metrics.trackers import open_trackers
 from offbeat_run._validation.items import AnswersLog, ItemAnswers
 
 GenerationKind = Literal["train", "validation"]

@@ -6,7 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
-from offbeat_run._metrics import MetricsLine, iter_metrics
+from offbeat_run._metrics.metrics import MetricsLine, iter_metrics
 
 MAX_POINTS: Final = 1500
 """Points of one metric: more than a screen has pixels across."""

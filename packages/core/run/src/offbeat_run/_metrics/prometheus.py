@@ -14,7 +14,7 @@ from typing import Final
 
 from offbeat_core import ConfigError
 from offbeat_http import Page, PageServer, is_loopback, listen
-from offbeat_run._metric_names import METRIC_NAMES
+from offbeat_run._metrics.names import METRIC_NAMES
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TOKEN_VARIABLE: Final = "OFFBEAT_METRICS_TOKEN"

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from offbeat_core import atomic_write, require_file
-from offbeat_run._lines import UNREADABLE, note_damage, read_raw_lines
+from offbeat_run._folder.lines import UNREADABLE, note_damage, read_raw_lines
 
 _PROCESS = 1
 _LONGEST_S: Final = 1e9

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from offbeat_core import BackendError
-from offbeat_run._folder import RunFolder
-from offbeat_run._metrics import Tracker
-from offbeat_run._sections import LogConfig
+from offbeat_run._config.sections import LogConfig
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._metrics.metrics import Tracker
 
 _COLUMNS: Final = ("step", "set", "version", "reward", "prompt", "completion", "answer", "num_tokens", "stop_reason")
 """Columns of the table of completions, before its images."""

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 
-from offbeat_run._printing import shown
+from offbeat_run._console.printing import shown
 
 
 def log_line(text: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from offbeat_core import RunFolderError, UserError, atomic_write, dump_config, remove_leftovers, user_path
 from offbeat_run._checkpoints import Checkpoints
-from offbeat_run._lock import LOCK_NAME, FolderLock, last_locked
-from offbeat_run._printing import shown
-from offbeat_run._quantities import size_text
+from offbeat_run._console.printing import shown
+from offbeat_run._console.quantities import size_text
+from offbeat_run._folder.lock import LOCK_NAME, FolderLock, last_locked
 
 CHECKPOINTS: Final = "checkpoints"
 

@@ -13,7 +13,7 @@ from typing import Final
 from weakref import WeakSet
 
 from offbeat_core import RunFolderError
-from offbeat_run._printing import print_text
+from offbeat_run._console.printing import print_text
 
 LOCK_NAME: Final = ".lock"
 BEAT_S: Final = 5.0

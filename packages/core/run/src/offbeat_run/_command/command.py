@@ -19,14 +19,14 @@ from typing import NoReturn
 
 from offbeat_core import ConfigError, OffbeatError, UserError, defer_device_backends, explain, sections_of
 from offbeat_http import raise_descriptor_limit
-from offbeat_run._examine import examine
-from offbeat_run._folder import RunFolder, last_has_checkpoint
-from offbeat_run._lock import last_locked
-from offbeat_run._printing import print_text, shown
+from offbeat_run._command.examine import examine
+from offbeat_run._command.signals import interrupted_by_signals
+from offbeat_run._console.printing import print_text, shown
+from offbeat_run._console.status import doing, showing_status
+from offbeat_run._folder.folder import RunFolder, last_has_checkpoint
+from offbeat_run._folder.lock import last_locked
 from offbeat_run._report.page import write_report
 from offbeat_run._report.serving import serve_report
-from offbeat_run._signals import interrupted_by_signals
-from offbeat_run._status import doing, showing_status
 
 INTERRUPTED = 130
 CLOSED_PIPE = 141

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TextIO, cast
 
 from offbeat_core import LossFunction, LossTokens, Metrics
-from offbeat_run._printing import shown
-from offbeat_run._quantities import duration_text
+from offbeat_run._console.printing import shown
+from offbeat_run._console.quantities import duration_text
 
 QUIET_S: Final = 3.0
 """A command that prints nothing for longer looks dead."""

@@ -8,9 +8,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from offbeat_core import OffbeatError, RunFolderError, hide_secrets
-from offbeat_run._folder import RunFolder
-from offbeat_run._lines import JsonlFile, read_lines
-from offbeat_run._printing import print_text
+from offbeat_run._console.printing import print_text
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.lines import JsonlFile, read_lines
 
 _REASON_CHARACTERS: Final = 300
 """Length of a failure's text kept for the heading of a report; the logs have the rest."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from offbeat_core import Metric
-from offbeat_run._metric_names import label_of
-from offbeat_run._printing import shown
-from offbeat_run._quantities import duration_text
+from offbeat_run._console.printing import shown
+from offbeat_run._console.quantities import duration_text
+from offbeat_run._console.status import current_status
+from offbeat_run._metrics.names import label_of
 from offbeat_run._run_summary import change_text, estimate_text
-from offbeat_run._status import current_status
 from offbeat_run._validation.summary import Estimate
 
 if TYPE_CHECKING:  # rich is imported where it draws: processes that only log need none of it

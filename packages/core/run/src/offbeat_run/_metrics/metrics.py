@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from offbeat_core import Metric
-from offbeat_run._folder import RunFolder
-from offbeat_run._lines import JsonlFile, cut_lines, read_lines
+from offbeat_run._folder.folder import RunFolder
+from offbeat_run._folder.lines import JsonlFile, cut_lines, read_lines
 
 
 class EventFile:

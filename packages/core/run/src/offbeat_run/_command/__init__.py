@@ -1,0 +1,1 @@
+"""Command lines of the applications: their boundary, the signals that end them, and examination of the machine."""

@@ -1,0 +1,1 @@
+"""Configuration that every application has: its sections, names in it for people, and mistakes found in it."""

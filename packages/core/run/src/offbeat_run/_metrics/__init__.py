@@ -1,0 +1,1 @@
+"""Metrics: their names, their file, series for a report, and other programs that get them."""
