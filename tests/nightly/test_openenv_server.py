@@ -29,7 +29,7 @@ from offbeat_data import (
     environment_tools,
     load_prompts,
 )
-from offbeat_data._openenv_server import OpenEnvServer, OpenEnvSession
+from offbeat_data._sources.openenv_server import OpenEnvServer, OpenEnvSession
 from offbeat_run import read_metrics
 from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
 

@@ -21,7 +21,7 @@ from offbeat_data import (
     environment_tools,
     load_prompts,
 )
-from offbeat_data._openenv_server import StepResult
+from offbeat_data._sources.openenv_server import StepResult
 
 serve = pytest.importorskip("websockets.asyncio.server", reason="the extra openenv is not installed").serve
 

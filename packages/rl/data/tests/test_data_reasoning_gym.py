@@ -4,7 +4,7 @@ import pytest
 
 from offbeat_core import ConfigError, DataError
 from offbeat_data import DataConfig, Prompt, RewardConfig, build_reward, load_prompts
-from offbeat_data._rows import pack, unpack
+from offbeat_data._sources.rows import pack, unpack
 
 REWARD = build_reward(RewardConfig(name="reasoning_gym"))
 

@@ -14,7 +14,7 @@ from offbeat_data import (
     load_conversations,
     load_prompts,
 )
-from offbeat_data._sources import draw_problems
+from offbeat_data._sources.sources import draw_problems
 
 
 @given(

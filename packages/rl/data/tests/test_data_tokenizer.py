@@ -5,7 +5,7 @@ import pytest
 
 from offbeat_core import DataError, ModelError
 from offbeat_data import load_tokenizer
-from offbeat_data._chat_template import ChatTemplate
+from offbeat_data._chat.template import ChatTemplate
 from offbeat_data._tokenizer import _BLOCK
 
 MESSAGES = [

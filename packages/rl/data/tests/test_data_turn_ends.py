@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat_data import ConversationConfig, load_conversations, load_pairs, load_ratings
-from offbeat_data._turn_ends import find_end
+from offbeat_data._datasets.turn_ends import find_end
 
 CHAT = [("user", "hi"), ("assistant", "yes"), ("user", "you"), ("assistant", "no")]
 WORDS = ["hi", "you", "yes", "no", "call", "3"]

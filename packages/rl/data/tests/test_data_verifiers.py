@@ -13,7 +13,7 @@ import pytest
 
 from offbeat_core import ConfigError, DataError
 from offbeat_data import EnvironmentConfig, EnvironmentFailedError, EpisodeHost, Prompt, build_environment
-from offbeat_data._task_libraries import draw_rows
+from offbeat_data._sources.task_libraries import draw_rows
 
 pytest.importorskip("verifiers", reason="verifiers is not installed")
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_data._chat_template import Message
-from offbeat_data._rows import naming_row
+from offbeat_data._chat.template import Message
+from offbeat_data._sources.rows import naming_row
 from offbeat_data._tokenizer import Tokenizer
 
 _WORDS: Final = "words"

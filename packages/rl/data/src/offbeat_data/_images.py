@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_core import BackendError, DataError, Ids, Image, ModelError
-from offbeat_data._chat_template import RenderedChat
-from offbeat_data._rows import Row
+from offbeat_data._chat.template import RenderedChat
+from offbeat_data._sources.rows import Row
 from offbeat_data._tokenizer import Tokenizer, read_json
 
 _MAX_ASPECT: Final = 200

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import tokenizers
 
 from offbeat_core import BackendError, Ids, ModelError, download_advice, read_eos_ids, read_model_json, user_path
-from offbeat_data._chat_template import MARKS, ChatTemplate
-from offbeat_data._turn_markers import find_markers
+from offbeat_data._chat.template import MARKS, ChatTemplate
+from offbeat_data._chat.turn_markers import find_markers
 
 _BLOCK = 256
 """Texts encoded at a time: an encoding holds some hundred bytes a token, and four of them are kept."""

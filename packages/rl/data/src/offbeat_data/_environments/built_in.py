@@ -19,17 +19,17 @@ from itertools import count
 from typing import Any, Final
 
 from offbeat_core import ConfigError, DataError, find_function, setting
-from offbeat_data._chat_template import Message
+from offbeat_data._chat.template import Message
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._environments.environment import Environment, EnvironmentFactory, interruptible
 from offbeat_data._environments.mcp import McpEnvironment, describe_tools, import_mcp
 from offbeat_data._environments.openenv import OpenEnvEnvironment
 from offbeat_data._environments.tools import calculator, read_tool_calls, without_tool_calls
-from offbeat_data._openenv_server import import_websockets
-from offbeat_data._prompts import Prompt
-from offbeat_data._rows import to_plain, unpack
 from offbeat_data._scoring.answers import last_in_tag
 from offbeat_data._scoring.rewards import RewardScore
-from offbeat_data._task_libraries import (
+from offbeat_data._sources.openenv_server import import_websockets
+from offbeat_data._sources.rows import to_plain, unpack
+from offbeat_data._sources.task_libraries import (
     VERIFIERS,
     import_reasoning_gym,
     import_verifiers,

@@ -21,10 +21,10 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from offbeat_core import OffbeatError
-from offbeat_data._chat_template import Message
-from offbeat_data._prompts import Prompt
-from offbeat_data._rows import to_plain
+from offbeat_data._chat.template import Message
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._scoring.rewards import RewardScore
+from offbeat_data._sources.rows import to_plain
 
 
 class Environment(Protocol):

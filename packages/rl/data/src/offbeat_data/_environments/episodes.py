@@ -13,13 +13,13 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat_core import Completion, DataError, Ids, Image, ModelError, Reply, Trajectory, TrajectoryEnd
-from offbeat_data._chat_template import STAND_IN, ChatTemplate, Message, RenderedChat
+from offbeat_data._chat.template import STAND_IN, ChatTemplate, Message, RenderedChat
+from offbeat_data._datasets.prompts import uses_template
 from offbeat_data._environments.built_in import EnvironmentConfig
 from offbeat_data._escaping import escape_tools, escape_value
 from offbeat_data._images import Picture, RowImages, is_image
-from offbeat_data._prompts import uses_template
-from offbeat_data._rows import as_text
-from offbeat_data._sources import SourceConfig
+from offbeat_data._sources.rows import as_text
+from offbeat_data._sources.sources import SourceConfig
 from offbeat_data._tokenizer import Tokenizer, whole_text
 
 _QUESTION: Final[Message] = {"role": "user", "content": "?"}

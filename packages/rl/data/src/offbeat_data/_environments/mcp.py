@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import Any, Final
 
 from offbeat_core import BackendError, ConfigError, DataError
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._environments.tools import ToolEnvironment
 from offbeat_data._images import image_part
-from offbeat_data._prompts import Prompt
 
 DESCRIBE_TIMEOUT_S: Final = 60.0
 """Limit for a server to start and to name its tools before a run begins."""

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat_core import ConfigError, DataError
-from offbeat_data._chat_template import Message
+from offbeat_data._chat.template import Message
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._images import image_part
-from offbeat_data._openenv_server import (
+from offbeat_data._scoring.answers import last_in_tag
+from offbeat_data._scoring.rewards import RewardScore
+from offbeat_data._sources.openenv_server import (
     OPENENV,
     OpenEnvServer,
     OpenEnvSession,
     ServerRefusedError,
     StepResult,
 )
-from offbeat_data._prompts import Prompt
-from offbeat_data._scoring.answers import last_in_tag
-from offbeat_data._scoring.rewards import RewardScore
 
 
 class OpenEnvEnvironment:

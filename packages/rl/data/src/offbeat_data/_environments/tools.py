@@ -14,12 +14,12 @@ from fractions import Fraction
 from typing import Any, Final
 
 from offbeat_core import ConfigError, DataError
-from offbeat_data._chat_template import Message
+from offbeat_data._chat.template import Message
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._images import is_image
-from offbeat_data._prompts import Prompt
-from offbeat_data._rows import as_text
 from offbeat_data._scoring.answers import between
 from offbeat_data._scoring.rewards import RewardScore
+from offbeat_data._sources.rows import as_text
 
 _MARKS: Final = ("<tool_call>", "</tool_call>")
 

@@ -8,14 +8,14 @@ from itertools import zip_longest
 from typing import Final
 
 from offbeat_core import BackendError, ConfigError, DataError, find_function, printable, read_options, setting
-from offbeat_data._prompts import Prompt
-from offbeat_data._rows import find_column
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._scoring.assertions import Verdict, run_assertions
 from offbeat_data._scoring.code_tests import CodeTests, read_tests
 from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._scoring.functions import CompletionText, RewardValue
 from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
 from offbeat_data._scoring.watching import ProgramLimits
+from offbeat_data._sources.rows import find_column
 
 _log: Final = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any, Final
 
 from offbeat_core import ConfigError, OffbeatError, find_function
-from offbeat_data._prompts import Prompt
-from offbeat_data._rows import find_column
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._scoring.config import RewardConfig
+from offbeat_data._sources.rows import find_column
 
 
 class RewardError(OffbeatError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from offbeat_core import ConfigError, read_options, setting
-from offbeat_data._prompts import Prompt
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._scoring.answers import to_number
 from offbeat_data._scoring.functions import CompletionText, RewardError, RewardValue
 from offbeat_data._scoring.judge_client import JudgeClient, JudgeReply

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from offbeat_core import BackendError, ConfigError, DataError
-from offbeat_data._prompts import Prompt
+from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._scoring.answers import (
     as_latex,
     has_variables,
@@ -316,7 +316,7 @@ def _math_verify(config: RewardConfig) -> OfOne:
 
 
 def _reasoning_gym(config: RewardConfig) -> OfOne:
-    from offbeat_data._task_libraries import import_reasoning_gym, score_entry
+    from offbeat_data._sources.task_libraries import import_reasoning_gym, score_entry
 
     import_reasoning_gym()  # here, and not within the deadline of the first completion
 

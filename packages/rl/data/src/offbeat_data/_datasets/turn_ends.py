@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_core import Ids
-from offbeat_data._chat_template import RenderedChat
+from offbeat_data._chat.template import RenderedChat
 from offbeat_data._tokenizer import Tokenizer
 
 

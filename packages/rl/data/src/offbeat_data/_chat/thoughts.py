@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from offbeat_core import DataError
-from offbeat_data._chat_template import ChatTemplate, Message
+from offbeat_data._chat.template import ChatTemplate, Message
 
 _NAME: Final = r"[\w:|]{0,40}think[\w:|]{0,40}"  # bounded: of words without an end, each part would be tried
 _OPENS: Final = re.compile(rf"([<\[◁])({_NAME})([>\]▷])\s*\Z", re.IGNORECASE)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from offbeat_core import DataError
+from offbeat_data._chat.thoughts import open_thoughts
 from offbeat_data._escaping import RowNotes, escape_messages, escape_tools
 from offbeat_data._images import Picture, RowImages
-from offbeat_data._rows import Row, with_system, with_tools
-from offbeat_data._sources import SourceConfig
-from offbeat_data._thoughts import open_thoughts
+from offbeat_data._sources.rows import Row, with_system, with_tools
+from offbeat_data._sources.sources import SourceConfig
 from offbeat_data._tokenizer import Tokenizer
 
 

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from offbeat_core import DataError, Ids, TrainSequence
-from offbeat_data._chat_reader import ChatReader
-from offbeat_data._chat_template import STAND_IN, Message, RenderedChat
+from offbeat_data._chat.template import STAND_IN, Message, RenderedChat
+from offbeat_data._chat.thoughts import check_thoughts
+from offbeat_data._datasets.chat_reader import ChatReader
+from offbeat_data._datasets.prompts import RowCounts, uses_template
+from offbeat_data._datasets.turn_ends import encode_turns, find_end, with_next_marker
 from offbeat_data._escaping import RowNotes
 from offbeat_data._images import RowImages, refuse_images, with_images
-from offbeat_data._prompts import RowCounts, uses_template
-from offbeat_data._rows import (
+from offbeat_data._sources.rows import (
     Row,
     as_messages,
     as_question,
@@ -29,10 +31,8 @@ from offbeat_data._rows import (
     has_column,
     require_column,
 )
-from offbeat_data._sources import ConversationConfig, read_sources
-from offbeat_data._thoughts import check_thoughts
+from offbeat_data._sources.sources import ConversationConfig, read_sources
 from offbeat_data._tokenizer import Tokenizer
-from offbeat_data._turn_ends import encode_turns, find_end, with_next_marker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from offbeat_core import DataError
-from offbeat_data._chat_template import ChatTemplate, Message
+from offbeat_data._chat.template import ChatTemplate, Message
 
 _WORDS: Final = "?"
 _USER: Final[Message] = {"role": "user", "content": _WORDS}

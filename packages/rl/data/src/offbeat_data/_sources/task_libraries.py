@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from offbeat_core import BackendError, ConfigError, DataError
-from offbeat_data._rows import Row, pack, to_plain, unpack
+from offbeat_data._sources.rows import Row, pack, to_plain, unpack
 
 REASONING_GYM = "reasoning_gym"
 """Field of a prompt that holds its task, the task's options and the entry; `score_entry` reads it."""

@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import Any
 
 from offbeat_core import ConfigError, DataError, Ids, Image
-from offbeat_data._chat_reader import ChatReader
-from offbeat_data._chat_template import RenderedChat
+from offbeat_data._chat.template import RenderedChat
+from offbeat_data._datasets.chat_reader import ChatReader
 from offbeat_data._escaping import RowNotes
 from offbeat_data._images import Picture, RowImages, refuse_images, with_images
-from offbeat_data._rows import (
+from offbeat_data._sources.rows import (
     Row,
     as_messages,
     as_question,
@@ -21,8 +21,8 @@ from offbeat_data._rows import (
     to_plain,
     without_column,
 )
-from offbeat_data._sources import DataConfig, SourceConfig, read_sources
-from offbeat_data._task_libraries import without_judgement
+from offbeat_data._sources.sources import DataConfig, SourceConfig, read_sources
+from offbeat_data._sources.task_libraries import without_judgement
 from offbeat_data._tokenizer import Tokenizer
 
 

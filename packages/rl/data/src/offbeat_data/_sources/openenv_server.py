@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from offbeat_core import BackendError, ConfigError, DataError
-from offbeat_data._rows import Row, as_text, find_column, has_column
+from offbeat_data._sources.rows import Row, as_text, find_column, has_column
 
 OPENENV: Final = "openenv"
 """Column of a row, and field of a prompt: an object whose `reset` holds the arguments of the server's reset."""

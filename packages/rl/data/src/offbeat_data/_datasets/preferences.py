@@ -13,11 +13,11 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from offbeat_core import DataError, Image, TrainSequence
-from offbeat_data._conversations import SequenceBuilder, fit_sequence
+from offbeat_data._datasets.conversations import SequenceBuilder, fit_sequence
+from offbeat_data._datasets.prompts import RowCounts
 from offbeat_data._images import with_images
-from offbeat_data._prompts import RowCounts
-from offbeat_data._rows import Row, as_messages, find_column, has_column, require_column
-from offbeat_data._sources import ConversationConfig, read_sources
+from offbeat_data._sources.rows import Row, as_messages, find_column, has_column, require_column
+from offbeat_data._sources.sources import ConversationConfig, read_sources
 from offbeat_data._tokenizer import Tokenizer
 
 

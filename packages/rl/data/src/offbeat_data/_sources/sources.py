@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat_core import REQUIRED, ConfigError, DataError, setting, user_path
-from offbeat_data._chat_template import DECIDED_VARIABLES
-from offbeat_data._openenv_server import draw_tasks
-from offbeat_data._rows import Row, read_rows, refuse_split, require_path
-from offbeat_data._task_libraries import draw_entries, draw_rows
+from offbeat_data._chat.template import DECIDED_VARIABLES
+from offbeat_data._sources.openenv_server import draw_tasks
+from offbeat_data._sources.rows import Row, read_rows, refuse_split, require_path
+from offbeat_data._sources.task_libraries import draw_entries, draw_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_core import ConfigError, DataError, download_advice
-from offbeat_data._file_forms import name_other_form, name_unknown_form
+from offbeat_data._sources.file_forms import name_other_form, name_unknown_form
 
 Row = dict[str, Any]
 _FORMS: Final = (

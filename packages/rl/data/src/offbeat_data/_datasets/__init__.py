@@ -1,0 +1,1 @@
+"""Data sets for training: prompts, conversations and preferences, rendered and encoded."""

@@ -1,0 +1,1 @@
+"""Sources of rows: files, libraries of tasks, OpenEnv servers, and several of them as one stream."""
