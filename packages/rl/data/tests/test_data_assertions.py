@@ -13,7 +13,7 @@ import pytest
 
 from offbeat_core import DataError
 from offbeat_data import Prompt, RewardConfig, build_reward
-from offbeat_data._scoring.code_tests import names_used, read_tests
+from offbeat_data._scoring.code.tests import names_used, read_tests
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 Score = Callable[..., dict[str, float]]

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubble
 TESTS = ["assert add(1, 2) == 3", "assert add(5, 5) == 10"]
 SCRIPT = """
 import json, sys
-from offbeat_data._scoring.assertions import run_assertions
-from offbeat_data._scoring.sandbox import BubblewrapSandbox
-from offbeat_data._scoring.watching import ProgramLimits
+from offbeat_data._scoring.code.assertions import run_assertions
+from offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox
+from offbeat_data._scoring.sandbox.watching import ProgramLimits
 found, given = {}, json.load(sys.stdin)
 for name, (program, tests) in given["programs"].items():
     limits = ProgramLimits(timeout_s=given["timeout_s"], packages=given["packages"])
@@ -70,7 +70,7 @@ FORGED = {
     "two answers to each question": "answer(lambda question: [send(['returned', n, '', []]) for n in (0, 1)])",
     "names as an answer": "answer(['names', {'add': 3}])",
     "the module that judges as the function": (
-        "answer(['returned', 3, '', []], ['module', 'offbeat_data._scoring._inside_tests'])"
+        "answer(['returned', 3, '', []], ['module', 'offbeat_data._scoring.sandbox.inside_tests'])"
     ),
     "a module of the machine as a result": "answer(['returned', ['module', 'os'], '', []])",
     "a class of Python's as the function": "answer(['returned', 3, '', []], ['builtin', 'bool'])",
@@ -177,7 +177,7 @@ LIES = {
     "an audit hook": "import sys\nsys.addaudithook(lambda *a: None)\ndef add(a, b): return 0",
     "its own copy of the tests' module": (
         "import sys, types\nfake = types.ModuleType('test')\nfake._holds = lambda *a: True\n"
-        "sys.modules['offbeat_data._scoring._inside_tests'] = fake\ndef add(a, b): return 0"
+        "sys.modules['offbeat_data._scoring.sandbox.inside_tests'] = fake\ndef add(a, b): return 0"
     ),
     "a thread that answers after the answer": (
         "import os, struct, threading\nfd = int(os.environ['OFFBEAT_SOCKET'])\nlie = b'[\"returned\", 0, \"\", []]'\n"
@@ -199,7 +199,7 @@ def test_what_could_be_taken_for_an_answer_earns_nothing(verdicts: Callable[...,
 
 READS_NAMES = """
 import sys
-server, words = sys.modules['offbeat_data._scoring._inside_program'].Server, []
+server, words = sys.modules['offbeat_data._scoring.sandbox.inside_program'].Server, []
 real = server._names
 def names(self, asked):
     words.extend(word for word in asked if word not in ('f', 'g', 'assert', 'eval', 'import', 'solution', 'from'))

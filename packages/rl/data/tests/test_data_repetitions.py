@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offbeat_data._chat.thoughts import _closes
 from offbeat_data._environments.tools import read_tool_calls, without_tool_calls
 from offbeat_data._scoring.answers import as_latex, last_in_tag
-from offbeat_data._scoring.code import program_of
+from offbeat_data._scoring.code.code import program_of
 
 NUM = 200_000
 DEADLINE_S = 20.0

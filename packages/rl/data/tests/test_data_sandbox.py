@@ -16,12 +16,12 @@ import pytest
 
 from offbeat_core import BackendError, ConfigError, DataError
 from offbeat_data import ProgramRun, Prompt, RewardConfig, build_reward
-from offbeat_data._scoring import watching
-from offbeat_data._scoring.assertions import run_assertions
-from offbeat_data._scoring.code import prints_alike, program_of
-from offbeat_data._scoring.code_tests import read_tests
-from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
-from offbeat_data._scoring.watching import ProgramLimits
+from offbeat_data._scoring.code.assertions import run_assertions
+from offbeat_data._scoring.code.code import prints_alike, program_of
+from offbeat_data._scoring.code.tests import read_tests
+from offbeat_data._scoring.sandbox import watching
+from offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
+from offbeat_data._scoring.sandbox.watching import ProgramLimits
 
 HAS_BUBBLEWRAP = shutil.which("bwrap") is not None
 needs_bubblewrap = pytest.mark.skipif(not HAS_BUBBLEWRAP, reason="no bubblewrap on this machine")
@@ -232,7 +232,7 @@ def test_a_child_that_is_left_behind_ends_with_its_program(sandbox: Sandbox) -> 
 @needs_bubblewrap
 def test_a_program_ends_with_the_process_that_scores(tmp_path: Path) -> None:
     script = (
-        "from offbeat_data import ProgramLimits\nfrom offbeat_data._scoring.sandbox import BubblewrapSandbox\n"
+        "from offbeat_data import ProgramLimits\nfrom offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox\n"
         "sandbox = BubblewrapSandbox(ProgramLimits(timeout_s=600.0))\nprint('ready', flush=True)\n"
         f"sandbox.run(\"import os; os.execv('/bin/sleep', ['{MARK}-orphan', '600'])\", '')\n"
     )
@@ -297,7 +297,7 @@ def test_one_sandbox_of_two_that_does_not_start_is_no_fault_of_the_program(
 @pytest.mark.skipif(os.geteuid() != 0, reason="limits on processes hold for every user but root")
 def test_root_without_the_rights_of_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may make a user namespace, in which programs still count as root's: there is no limit on processes."""
-    monkeypatch.setattr("offbeat_data._scoring.sandbox._has_rights", lambda: False)
+    monkeypatch.setattr("offbeat_data._scoring.sandbox.sandbox._has_rights", lambda: False)
     with pytest.raises(BackendError, match="does not isolate"):
         BubblewrapSandbox(LIMITS)
 

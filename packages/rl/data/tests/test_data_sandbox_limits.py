@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from offbeat_core import BackendError
-from offbeat_data._scoring.sandbox import BubblewrapSandbox
-from offbeat_data._scoring.seccomp import ARCHITECTURES, syscall_filter
-from offbeat_data._scoring.watching import Meter, ProgramLimits
+from offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox
+from offbeat_data._scoring.sandbox.seccomp import ARCHITECTURES, syscall_filter
+from offbeat_data._scoring.sandbox.watching import Meter, ProgramLimits
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 
@@ -111,8 +111,8 @@ MANY_FILES = "import os\nfor number in range(20000):\n    os.symlink('x', f'/tmp
 
 SCRIPT = """
 import json, sys
-from offbeat_data._scoring.sandbox import BubblewrapSandbox
-from offbeat_data._scoring.watching import ProgramLimits
+from offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox
+from offbeat_data._scoring.sandbox.watching import ProgramLimits
 runs = {}
 for name, program in json.load(sys.stdin).items():
     limits = ProgramLimits(timeout_s=50.0, memory_bytes=160 << 20, processes=12)
@@ -207,7 +207,7 @@ def test_what_does_not_hold_on_a_machine_is_named(bubblewrap_that: Callable[[str
 @needs_bubblewrap
 def test_memory_without_a_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Meter, "is_exceeded", lambda self: False)
-    monkeypatch.setattr("offbeat_data._scoring.sandbox._PROBE_S", 5.0)
+    monkeypatch.setattr("offbeat_data._scoring.sandbox.sandbox._PROBE_S", 5.0)
     with pytest.raises(BackendError, match="on this machine the memory of all processes together has no limit"):
         BubblewrapSandbox(ProgramLimits())
 

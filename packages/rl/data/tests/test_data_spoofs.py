@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from offbeat_data import ProgramRun, Prompt, RewardConfig
-from offbeat_data._scoring.assertions import run_assertions
-from offbeat_data._scoring.code import CodeScorer, code_scorer
+from offbeat_data._scoring.code.assertions import run_assertions
+from offbeat_data._scoring.code.code import CodeScorer, code_scorer
 from offbeat_data._scoring.functions import CompletionText
-from offbeat_data._scoring.sandbox import BubblewrapSandbox
-from offbeat_data._scoring.watching import ProgramLimits
+from offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox
+from offbeat_data._scoring.sandbox.watching import ProgramLimits
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 TESTS = ["assert add(1, 2) == 3", "assert add(5, 5) == 10"]

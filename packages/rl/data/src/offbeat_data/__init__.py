@@ -14,9 +14,9 @@ from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._scoring.config import RewardConfig, parts_complaint
 from offbeat_data._scoring.functions import CompletionText, FaultyFunctionError, NotANumberError, RewardError
 from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
-from offbeat_data._scoring.sandbox import Sandbox
+from offbeat_data._scoring.sandbox.sandbox import Sandbox
+from offbeat_data._scoring.sandbox.watching import ProgramLimits, ProgramRun
 from offbeat_data._scoring.votes import vote_of
-from offbeat_data._scoring.watching import ProgramLimits, ProgramRun
 from offbeat_data._sources.mixture import CurriculumConfig, MixtureOrder, SuccessRates
 from offbeat_data._sources.sources import ConversationConfig, DataConfig, EpochOrder, check_data_paths
 from offbeat_data._tokenizer import Tokenizer, load_tokenizer

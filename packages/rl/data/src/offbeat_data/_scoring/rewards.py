@@ -21,7 +21,7 @@ from offbeat_data._scoring.answers import (
     numbers_match,
     without_units,
 )
-from offbeat_data._scoring.code import code_scorer
+from offbeat_data._scoring.code.code import code_scorer
 from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._scoring.functions import CompletionText, RewardFunction, RewardValue
 from offbeat_data._scoring.judge import Judge

@@ -9,12 +9,12 @@ from typing import Final
 
 from offbeat_core import BackendError, ConfigError, DataError, find_function, printable, read_options, setting
 from offbeat_data._datasets.prompts import Prompt
-from offbeat_data._scoring.assertions import Verdict, run_assertions
-from offbeat_data._scoring.code_tests import CodeTests, read_tests
+from offbeat_data._scoring.code.assertions import Verdict, run_assertions
+from offbeat_data._scoring.code.tests import CodeTests, read_tests
 from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._scoring.functions import CompletionText, RewardValue
-from offbeat_data._scoring.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
-from offbeat_data._scoring.watching import ProgramLimits
+from offbeat_data._scoring.sandbox.sandbox import BubblewrapSandbox, ProcessSandbox, Sandbox
+from offbeat_data._scoring.sandbox.watching import ProgramLimits
 from offbeat_data._sources.rows import find_column
 
 _log: Final = logging.getLogger(__name__)

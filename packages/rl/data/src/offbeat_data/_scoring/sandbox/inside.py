@@ -1,5 +1,5 @@
 """Runs inside the sandbox, with as little of the standard library as will do: takes its limits on, gives its rights
-away, and becomes the program. Called as `python _inside.py SOURCE NAME=NUMBER … -- PACKAGES`.
+away, and becomes the program. Called as `python inside.py SOURCE NAME=NUMBER … -- PACKAGES`.
 """
 
 import os

@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from offbeat_data._scoring.code_tests import names_used
-from offbeat_data._scoring.sandbox import SOCKET_VARIABLE, BubblewrapSandbox, Sandbox
-from offbeat_data._scoring.watching import ProgramRun
+from offbeat_data._scoring.code.tests import names_used
+from offbeat_data._scoring.sandbox.sandbox import SOCKET_VARIABLE, BubblewrapSandbox, Sandbox
+from offbeat_data._scoring.sandbox.watching import ProgramRun
 
-_PACKAGE: Final = "offbeat_data._scoring."
+_PACKAGE: Final = "offbeat_data._scoring.sandbox."
+_FOLDER: Final = Path(__file__).parents[1] / "sandbox"
 _KEY_BYTES: Final = 32
 _READ_TO: Final = ("exited", "timed_out")
 """Ends of a run up to which tests count."""
@@ -68,13 +69,13 @@ def _digest(text: str, key: bytes) -> str:
 
 def _program(source: str) -> str:
     """Give the code that runs a program and answers for it; DESCRIPTOR is the socket's, where it is known before."""
-    return f"{_loading('_inside_link', '_inside_program')}\n{_DESCRIPTOR}\nmodule.main(DESCRIPTOR, {source!r})\n"
+    return f"{_loading('inside_link', 'inside_program')}\n{_DESCRIPTOR}\nmodule.main(DESCRIPTOR, {source!r})\n"
 
 
 def _tests(program: str | None) -> str:
     """Give the code that runs tests; of a program in another sandbox, or of one that it is to start."""
     descriptor = "int(os.environ[VARIABLE])".replace("VARIABLE", repr(SOCKET_VARIABLE)) if program is None else "None"
-    return f"{_loading('_inside_link', '_inside_tests')}\nmodule.main({descriptor}, {program or ''!r})\n"
+    return f"{_loading('inside_link', 'inside_tests')}\nmodule.main({descriptor}, {program or ''!r})\n"
 
 
 _DESCRIPTOR: Final = f"DESCRIPTOR = globals().get('DESCRIPTOR') or int(os.environ[{SOCKET_VARIABLE!r}])"
@@ -82,8 +83,8 @@ _DESCRIPTOR: Final = f"DESCRIPTOR = globals().get('DESCRIPTOR') or int(os.enviro
 
 @cache
 def _loading(*names: str) -> str:
-    """Give the code that loads files of this package without the package; `module` is the last of them."""
-    texts = [(_PACKAGE + name, Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
+    """Give the code that loads files of that package without the package; `module` is the last of them."""
+    texts = [(_PACKAGE + name, (_FOLDER / f"{name}.py").read_text()) for name in names]
     return (
         f"import os, sys, types\nfor name, text in {texts!r}:\n"
         "    module = sys.modules[name] = types.ModuleType(name)\n"

@@ -3,7 +3,7 @@
 What the program says arrives as data of exact types, so `==` in a test is Python's own. Everything else is a `Remote`:
 it can be called and looked at, and refuses what would let the program decide a comparison.
 
-Runs inside a sandbox, with the standard library alone: see `_inside_link.py`.
+Runs inside a sandbox, with the standard library alone: see `inside_link.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import sys
 import types
 
-from offbeat_data._scoring._inside_link import FORWARDED, Link, NotPlainError, decode, encode
+from offbeat_data._scoring.sandbox.inside_link import FORWARDED, Link, NotPlainError, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

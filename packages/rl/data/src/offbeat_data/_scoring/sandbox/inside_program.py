@@ -1,7 +1,7 @@
 """Runs a program, and answers for it when tests call its functions. Nothing that it says is trusted: a program can
 change all of this, and still say no more than a function of its own could have returned.
 
-Runs inside a sandbox, with the standard library alone: see `_inside_link.py`.
+Runs inside a sandbox, with the standard library alone: see `inside_link.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import os
 import sys
 import types
 
-from offbeat_data._scoring._inside_link import FORWARDED, TYPES, Link, NotPlainError, decode, encode, error_of_python
+from offbeat_data._scoring.sandbox.inside_link import (
+    FORWARDED,
+    TYPES,
+    Link,
+    NotPlainError,
+    decode,
+    encode,
+    error_of_python,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from offbeat_core import BackendError
-from offbeat_data._scoring.seccomp import ARCHITECTURES, syscall_filter
-from offbeat_data._scoring.watching import Meter, ProgramLimits, ProgramRun, as_file, started, watch
+from offbeat_data._scoring.sandbox.seccomp import ARCHITECTURES, syscall_filter
+from offbeat_data._scoring.sandbox.watching import Meter, ProgramLimits, ProgramRun, as_file, started, watch
 
 SOCKET_VARIABLE: Final = "OFFBEAT_SOCKET"
 """Names, to a program in a sandbox, the descriptor of the socket to the one that runs beside it."""
-_INSIDE: Final = Path(__file__).with_name("_inside.py")
-_PROBE: Final = Path(__file__).with_name("_inside_probe.py")
+_INSIDE: Final = Path(__file__).with_name("inside.py")
+_PROBE: Final = Path(__file__).with_name("inside_probe.py")
 _SYSTEM: Final = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
 """What a Python needs of the machine, besides its own folder."""
 _PROBE_S: Final = 60.0

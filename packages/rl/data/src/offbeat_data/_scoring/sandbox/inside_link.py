@@ -5,7 +5,7 @@
     call, read an attribute, iterate    --->     what it returned or raised, printed, and changed in its arguments
     result of a function of the tests   <-->     call of a function that the tests have passed
 
-Runs inside sandboxes, in two processes (`_inside_tests.py`, `_inside_program.py`), with the standard library alone.
+Runs inside sandboxes, in two processes (`inside_tests.py`, `inside_program.py`), with the standard library alone.
 Values cross as JSON: numbers, texts and None as they are, all else as a list that begins with its kind. The other side
 builds them anew and of exact types; what is not plain data crosses as a reference.
 """

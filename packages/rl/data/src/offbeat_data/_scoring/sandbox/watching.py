@@ -1,7 +1,7 @@
 """Starts an untrusted program, reads what it prints, and ends it at its limits.
 
 What the kernel bounds for each process alone is looked at for all of them together, every 50 ms: memory and the number
-of files. A sandbox hands out its own /proc and /tmp for that, before it runs anything (`_inside.py`).
+of files. A sandbox hands out its own /proc and /tmp for that, before it runs anything (`inside.py`).
 """
 
 import contextlib

@@ -1,0 +1,1 @@
+"""The reward `code`: the tests of a row, and programs judged by them."""

@@ -1,0 +1,1 @@
+"""A sandbox for programs of a model: its walls and limits, and the files that run inside."""
