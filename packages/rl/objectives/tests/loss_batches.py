@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from offbeat_core import LossTokens
 from offbeat_objectives import AlgorithmConfig
-from offbeat_objectives._config import LOSS_KINDS
+from offbeat_objectives._config.algorithm import LOSS_KINDS
 
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")
 """Losses whose statistics are of one micro-batch."""

@@ -4,7 +4,7 @@ import pytest
 
 from offbeat_core import ConfigError
 from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, resolve_correction
-from offbeat_objectives._config import CORRECTIONS, DPPO_LOSSES, LOSS_KINDS
+from offbeat_objectives._config.algorithm import CORRECTIONS, DPPO_LOSSES, LOSS_KINDS
 
 LAG = "async.staleness_threshold = 0.5: some samples are of older weights"
 ONE_STEP = f"{LAG}, and one step an update"

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_core import METADATA_KEY, ConfigError
 from offbeat_objectives import AlgorithmConfig, check_algorithm
-from offbeat_objectives._config import COMPARING_ADVANTAGES, CORRECTIONS, LOSS_KINDS
+from offbeat_objectives._config.algorithm import COMPARING_ADVANTAGES, CORRECTIONS, LOSS_KINDS
 
 TAUGHT = {"advantage": "none", "distillation_coefficient": 1.0}
 

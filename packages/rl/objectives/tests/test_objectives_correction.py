@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat_core import Metric, ShapeError, merge_metrics
 from offbeat_objectives import AlgorithmConfig, check_algorithm, correct_rollouts
-from offbeat_objectives._config import CORRECTIONS
+from offbeat_objectives._config.algorithm import CORRECTIONS
 
 RANK = str(Path(__file__).with_name("objectives_rank.py"))
 BOUNDS = {"token_rs": (0.5, 2.0), "sequence_rs": (0.5, 2.0), "geometric_rs": (0.999, 1.001)}

@@ -21,7 +21,7 @@ from loss_batches import (
 
 from offbeat_core import LossTokens, ShapeError, merge_metrics
 from offbeat_objectives import AlgorithmConfig, build_loss, check_algorithm, correct_rollouts, kl_per_token, sft_loss
-from offbeat_objectives._config import CORRECTIONS
+from offbeat_objectives._config.algorithm import CORRECTIONS
 from offbeat_objectives._divergence import weighted_kl
 
 

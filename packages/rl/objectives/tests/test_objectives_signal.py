@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat_core import DataError
 from offbeat_objectives import AlgorithmConfig, compute_advantages, has_signal, overlong_penalty
-from offbeat_objectives._config import GROUP_ADVANTAGES
+from offbeat_objectives._config.algorithm import GROUP_ADVANTAGES
 
 REWARD = st.sampled_from([0.0, 0.5, 1.0])
 

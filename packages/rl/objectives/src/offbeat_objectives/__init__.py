@@ -8,18 +8,18 @@ can read and check settings at once.
 from typing import TYPE_CHECKING
 
 from offbeat_core import load_lazily
-from offbeat_objectives._auto import resolve_correction
-from offbeat_objectives._checks import check_algorithm
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._preference_config import PreferenceConfig, check_preference
+from offbeat_objectives._config.algorithm import AlgorithmConfig
+from offbeat_objectives._config.auto import resolve_correction
+from offbeat_objectives._config.checks import check_algorithm
+from offbeat_objectives._config.preference import PreferenceConfig, check_preference
 from offbeat_objectives._signal import has_signal, overlong_penalty
 
 if TYPE_CHECKING:
-    from offbeat_objectives._advantages import compute_advantages
+    from offbeat_objectives._advantages.advantages import compute_advantages
+    from offbeat_objectives._advantages.critic import ValueLoss, compute_returns
+    from offbeat_objectives._advantages.estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._correction import Correction, correct_rollouts
-    from offbeat_objectives._critic import ValueLoss, compute_returns
     from offbeat_objectives._divergence import Distillation, distill, kl_per_token
-    from offbeat_objectives._estimators import Advantages, RewardedSamples, gae_advantages
     from offbeat_objectives._losses import PolicyLoss, build_loss, sft_loss
     from offbeat_objectives._mismatch import summarise_mismatch
     from offbeat_objectives._packing import Packed, aggregate, pack, sequence_of_tokens, unpack
@@ -80,11 +80,11 @@ __all__ = [
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
-        "_advantages": "compute_advantages",
+        "_advantages.advantages": "compute_advantages",
+        "_advantages.critic": "compute_returns ValueLoss",
+        "_advantages.estimators": "Advantages gae_advantages RewardedSamples",
         "_correction": "correct_rollouts Correction",
-        "_critic": "compute_returns ValueLoss",
         "_divergence": "distill Distillation kl_per_token",
-        "_estimators": "Advantages gae_advantages RewardedSamples",
         "_losses": "build_loss PolicyLoss sft_loss",
         "_mismatch": "summarise_mismatch",
         "_packing": "aggregate pack Packed sequence_of_tokens unpack",

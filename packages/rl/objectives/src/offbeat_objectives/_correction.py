@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat_core import Metrics
-from offbeat_objectives._config import LOG_RATIO_BOUND, AlgorithmConfig, Preset, read_preset
+from offbeat_objectives._config.algorithm import LOG_RATIO_BOUND, AlgorithmConfig, Preset, read_preset
 from offbeat_objectives._divergence import bounded_ratio, kl_per_token
 from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum
 from offbeat_objectives._surrogates import PolicyTokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat_core import Metrics
-from offbeat_objectives._config import DEFAULT_CAP, LOG_RATIO_BOUND, AlgorithmConfig
+from offbeat_objectives._config.algorithm import DEFAULT_CAP, LOG_RATIO_BOUND, AlgorithmConfig
 from offbeat_objectives._packing import read_metrics, require_tokens, reverse_scan, sequence_of_tokens
 
 K3_CAP: Final = 10.0

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from offbeat_core import LossTokens, Metrics, ShapeError, find_function
-from offbeat_objectives._config import DEFAULT_CAP, AlgorithmConfig, read_preset
+from offbeat_objectives._config.algorithm import DEFAULT_CAP, AlgorithmConfig, read_preset
+from offbeat_objectives._config.options import LossOptions
 from offbeat_objectives._correction import correct_rollouts, off_policy_mask
 from offbeat_objectives._divergence import kl_per_token, weighted_kl
 from offbeat_objectives._mismatch import measure_mismatch
-from offbeat_objectives._options import LossOptions
 from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
 from offbeat_objectives._surrogates import OBJECTIVES, Objective, PolicyTokens, Surrogate
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offbeat_core import Metric, Metrics
-from offbeat_objectives._config import LOG_RATIO_BOUND
+from offbeat_objectives._config.algorithm import LOG_RATIO_BOUND
 
 SUMS_PREFIX: Final = "mismatch_sums/"
 LAG0: Final = "lag0"

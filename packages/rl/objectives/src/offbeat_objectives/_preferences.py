@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from offbeat_core import Floats, LossTokens, Metrics, ShapeError, TrainSequence
+from offbeat_objectives._config.preference import PreferenceConfig
 from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum, sequence_of_tokens
-from offbeat_objectives._preference_config import PreferenceConfig
 
 SIGN: Final = "sign"
 PAIR: Final = "pair"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from offbeat_core import ConfigError, DataError
-from offbeat_objectives._config import SAME_REWARD, AlgorithmConfig
-from offbeat_objectives._options import PassAtKOptions
+from offbeat_objectives._config.algorithm import SAME_REWARD, AlgorithmConfig
+from offbeat_objectives._config.options import PassAtKOptions
 
 _BY_PARTS: Final = "gdpo"
 

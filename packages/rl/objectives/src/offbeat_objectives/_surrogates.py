@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_objectives._config import LOG_RATIO_BOUND, LOSS_KINDS, AlgorithmConfig
+from offbeat_objectives._config.algorithm import LOG_RATIO_BOUND, LOSS_KINDS, AlgorithmConfig
+from offbeat_objectives._config.options import ClipCovOptions, DppoOptions, KlCovOptions, SapoOptions
 from offbeat_objectives._divergence import bounded_ratio
-from offbeat_objectives._options import ClipCovOptions, DppoOptions, KlCovOptions, SapoOptions
 from offbeat_objectives._packing import segment_mean
 
 TINY_PROBABILITY: Final = 1e-8

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from offbeat_core import ConfigError
-from offbeat_objectives._advantages import find_advantage
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._estimators import Advantages, RewardedSamples
+from offbeat_objectives._advantages.advantages import find_advantage
+from offbeat_objectives._advantages.estimators import Advantages, RewardedSamples
+from offbeat_objectives._config.algorithm import AlgorithmConfig
 from offbeat_objectives._losses import find_objective
 from offbeat_objectives._packing import sequence_of_tokens
 from offbeat_objectives._surrogates import PolicyTokens, Surrogate

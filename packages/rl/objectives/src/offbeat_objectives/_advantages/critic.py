@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from offbeat_core import LossTokens, Metrics, ShapeError
-from offbeat_objectives._advantages import kl_penalty, token_rewards, trajectories
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._estimators import count_of, gae_advantages
+from offbeat_objectives._advantages.advantages import kl_penalty, token_rewards, trajectories
+from offbeat_objectives._advantages.estimators import count_of, gae_advantages
+from offbeat_objectives._config.algorithm import AlgorithmConfig
 from offbeat_objectives._packing import Measure, read_metrics, require_tokens, sequence_of_tokens
 
 VALUES: Final = "values"

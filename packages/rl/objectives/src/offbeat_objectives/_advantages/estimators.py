@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat_core import ConfigError
-from offbeat_objectives._config import SAME_REWARD, AlgorithmConfig
-from offbeat_objectives._options import GaeOptions, GrpoPasskOptions, PassAtKOptions
+from offbeat_objectives._config.algorithm import SAME_REWARD, AlgorithmConfig
+from offbeat_objectives._config.options import GaeOptions, GrpoPasskOptions, PassAtKOptions
 from offbeat_objectives._packing import reverse_scan, segment_sum
 
 EPSILON: Final = 1e-6

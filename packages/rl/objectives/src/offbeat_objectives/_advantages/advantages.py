@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat_core import DataError, Metrics, ShapeError, find_function
-from offbeat_objectives._config import AlgorithmConfig
-from offbeat_objectives._estimators import (
+from offbeat_objectives._advantages.estimators import (
     ADVANTAGE_FUNCTIONS,
     AdvantageFunction,
     Advantages,
     RewardedSamples,
     required,
 )
+from offbeat_objectives._config.algorithm import AlgorithmConfig
 from offbeat_objectives._packing import read_metrics, segment_sum, sequence_of_tokens
 
 

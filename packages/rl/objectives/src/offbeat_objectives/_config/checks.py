@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from offbeat_core import METADATA_KEY, ConfigError, find_function, read_options
-from offbeat_objectives._config import (
+from offbeat_objectives._config.algorithm import (
     ADVANTAGES,
     AUTO,
     COMPARING_ADVANTAGES,
@@ -19,7 +19,13 @@ from offbeat_objectives._config import (
     Preset,
     read_preset,
 )
-from offbeat_objectives._options import ADVANTAGE_OPTIONS, LOSS_OPTIONS, ClipCovOptions, LossOptions, PassAtKOptions
+from offbeat_objectives._config.options import (
+    ADVANTAGE_OPTIONS,
+    LOSS_OPTIONS,
+    ClipCovOptions,
+    LossOptions,
+    PassAtKOptions,
+)
 
 LEAST_RATIO: Final = math.exp(-LOG_RATIO_BOUND)
 LARGEST_RATIO: Final = math.exp(LOG_RATIO_BOUND)

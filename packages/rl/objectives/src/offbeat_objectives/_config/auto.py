@@ -25,7 +25,7 @@ verl, docs/algo/rollout_corr.md (both joined; the bypass form, the default of it
 
 from dataclasses import replace
 
-from offbeat_objectives._config import AUTO, DPPO_LOSSES, AlgorithmConfig
+from offbeat_objectives._config.algorithm import AUTO, DPPO_LOSSES, AlgorithmConfig
 
 _FORM = "algorithm.correction_form"
 _CORRECTION = "algorithm.correction"

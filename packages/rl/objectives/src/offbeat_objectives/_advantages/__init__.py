@@ -1,0 +1,1 @@
+"""Advantages: their estimators, the advantage of every token, and the critic of PPO."""
