@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_hanglint import Finding
-from offbeat_hanglint._baseline import fingerprint, read_baseline, unknown, write_baseline
 from offbeat_hanglint._config import ConfigError
+from offbeat_hanglint._report.baseline import fingerprint, read_baseline, unknown, write_baseline
 
 FINDING = Finding("HL001", "high", "a.py", 3, 3, 1, "f", "message", "ranks", (), "advice")
 LINE = "        dist.all_reduce(loss)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_hanglint._cache import FactCache, default_cache_folder, tidy
+from offbeat_hanglint._reading.cache import FactCache, default_cache_folder, tidy
 
 FACTS = {"calls": [["f", 1]], "name": "ä\udcff"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_hanglint._files import MAX_FILE_BYTES, find_files, read_source
+from offbeat_hanglint._reading.files import MAX_FILE_BYTES, find_files, read_source
 
 
 def write(root: Path, *names: str) -> None:

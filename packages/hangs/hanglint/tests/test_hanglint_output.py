@@ -14,7 +14,7 @@ from offbeat_hanglint._output.as_github import as_github
 from offbeat_hanglint._output.as_json import as_json
 from offbeat_hanglint._output.as_sarif import as_sarif
 from offbeat_hanglint._output.as_text import as_text, statistics
-from offbeat_hanglint._report import Report, Said
+from offbeat_hanglint._report.report import Report, Said
 
 SOURCE = """import torch.distributed as dist
 

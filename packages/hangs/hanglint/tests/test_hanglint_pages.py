@@ -8,7 +8,7 @@ from test_hanglint_command import rules_found, run
 
 from offbeat_hanglint import RULES
 from offbeat_hanglint._config import EVERY_RULE, UNEXPLAINED
-from offbeat_hanglint._pages import FOLDER, page
+from offbeat_hanglint._rules.pages import FOLDER, page
 from offbeat_hanglint._rules.registry import Rule
 
 every_rule = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.id)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from offbeat_hanglint import RULES, Analysis, Settings, analyse
 from offbeat_hanglint._config import Config
-from offbeat_hanglint._files import find_files
 from offbeat_hanglint._output.as_github import as_github
 from offbeat_hanglint._output.as_json import as_json
 from offbeat_hanglint._output.as_sarif import as_sarif
 from offbeat_hanglint._output.as_text import as_text
-from offbeat_hanglint._report import FindingFilter
+from offbeat_hanglint._reading.files import find_files
+from offbeat_hanglint._report.report import FindingFilter
 
 FILES = ("a.py", "b.py", "c.py", "d.py")
 KNOWN_RULES = {rule.id for rule in RULES}

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from offbeat_hanglint import Finding
-from offbeat_hanglint._suppress import Suppression, read_suppressions, split, unexplained
+from offbeat_hanglint._report.suppress import Suppression, read_suppressions, split, unexplained
 
 
 def finding(line: int, rule: str = "HL001", path: str = "a.py", end_line: int = 0) -> Finding:

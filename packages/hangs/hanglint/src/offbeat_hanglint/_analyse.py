@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat_hanglint._files import find_files, read_source
-from offbeat_hanglint._finding import Finding
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach
 from offbeat_hanglint._program.view import FunctionView
 from offbeat_hanglint._program.views import views
-from offbeat_hanglint._reading import Unreadable, read_facts
+from offbeat_hanglint._reading.files import find_files, read_source
+from offbeat_hanglint._reading.reading import Unreadable, read_facts
+from offbeat_hanglint._rules.finding import Finding
 from offbeat_hanglint._rules.registry import CHECKS
 from offbeat_hanglint._rules.report import ORDER
 from offbeat_hanglint._settings import Settings

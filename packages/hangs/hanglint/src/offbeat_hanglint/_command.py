@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from offbeat_hanglint._config import CONFIDENCES, EVERY_RULE, Config, ConfigError, load_config, nearest
-from offbeat_hanglint._printable import printable
+from offbeat_hanglint._output.printable import printable
 
 if TYPE_CHECKING:
-    from offbeat_hanglint._report import Report
+    from offbeat_hanglint._report.report import Report
 
 FINDINGS: Final = 1
 USER_ERROR: Final = 2
@@ -111,7 +111,7 @@ def _escaped(text: str) -> str:
 
 
 def _explain(rule: str) -> str:
-    from offbeat_hanglint._pages import page
+    from offbeat_hanglint._rules.pages import page
 
     known = [each.id for each in EVERY_RULE]
     if rule.upper() not in known:
@@ -120,7 +120,7 @@ def _explain(rule: str) -> str:
 
 
 def _summarise(options: argparse.Namespace) -> None:
-    from offbeat_hanglint._cache import default_cache_folder
+    from offbeat_hanglint._reading.cache import default_cache_folder
     from offbeat_hanglint._summarise import summarise
 
     cache = default_cache_folder() if options.cache else None
@@ -152,7 +152,7 @@ def _check(options: argparse.Namespace) -> int:
     for warning in report.warnings:
         _say(f"{warning}")
     if options.write_baseline is not None:
-        from offbeat_hanglint._baseline import write_baseline
+        from offbeat_hanglint._report.baseline import write_baseline
 
         write_baseline(options.write_baseline, [(said.finding, said.fingerprint) for said in report.said])
         _say(f"{options.write_baseline} holds {len(report.said)} findings")
@@ -194,9 +194,9 @@ def _check_summaries(config: Config) -> None:
 def _analyse(options: argparse.Namespace, config: Config) -> "Report":
     """Read the program, and sift what is found."""
     from offbeat_hanglint._analyse import analyse
-    from offbeat_hanglint._cache import default_cache_folder, tidy
-    from offbeat_hanglint._files import find_files
-    from offbeat_hanglint._report import FindingFilter
+    from offbeat_hanglint._reading.cache import default_cache_folder, tidy
+    from offbeat_hanglint._reading.files import find_files
+    from offbeat_hanglint._report.report import FindingFilter
     from offbeat_hanglint._settings import Settings
 
     cache = default_cache_folder() if options.cache else None

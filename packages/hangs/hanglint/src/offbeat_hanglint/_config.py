@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from offbeat_hanglint._finding import Confidence
+from offbeat_hanglint._rules.finding import Confidence
 from offbeat_hanglint._rules.registry import RULES, Rule
 
 Level = Literal["error", "warning", "note", "off"]

@@ -13,11 +13,11 @@ from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, Axes, words
 from offbeat_hanglint._config import ConfigError
-from offbeat_hanglint._files import find_files
 from offbeat_hanglint._program.facts import FunctionFact
 from offbeat_hanglint._program.program import Program
 from offbeat_hanglint._program.reach import Reach, Reached
-from offbeat_hanglint._reading import Unreadable, read_facts
+from offbeat_hanglint._reading.files import find_files
+from offbeat_hanglint._reading.reading import Unreadable, read_facts
 
 # Further down the way to a collective leads through conditions that a caller knows nothing of.
 MAX_CALLS: Final = 3

@@ -1,1 +1,1 @@
-"""The forms that a report takes, one file each."""
+"""The forms that a report takes, one file each, and text made fit for a terminal."""

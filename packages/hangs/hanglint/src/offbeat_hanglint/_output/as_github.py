@@ -6,8 +6,8 @@ Source: GitHub's documentation, "Workflow commands for GitHub Actions"; its esca
 from typing import Final
 
 from offbeat_hanglint._output.as_text import summary
-from offbeat_hanglint._printable import printable
-from offbeat_hanglint._report import Report, Said
+from offbeat_hanglint._output.printable import printable
+from offbeat_hanglint._report.report import Report, Said
 
 _COMMANDS: Final = {"error": "error", "warning": "warning", "note": "notice"}
 

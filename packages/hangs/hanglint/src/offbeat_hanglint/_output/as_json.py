@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_hanglint._report import Report, Said
+from offbeat_hanglint._report.report import Report, Said
 
 VERSION: Final = 1
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from offbeat_hanglint._config import EVERY_RULE, LEVEL_OF_CONFIDENCE, Config
-from offbeat_hanglint._pages import page
-from offbeat_hanglint._report import Report, Said
+from offbeat_hanglint._report.report import Report, Said
+from offbeat_hanglint._rules.pages import page
 from offbeat_hanglint._rules.registry import Rule
 
 SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_hanglint._config import CONFIDENCES, EVERY_RULE
-from offbeat_hanglint._finding import Finding
-from offbeat_hanglint._printable import printable
-from offbeat_hanglint._report import Report, Said, SourceLines
+from offbeat_hanglint._output.printable import printable
+from offbeat_hanglint._report.report import Report, Said, SourceLines
+from offbeat_hanglint._rules.finding import Finding
 
 # A guard further above than this is named in the path of calls, and its line not shown.
 MAX_LINES_ABOVE: Final = 60

@@ -1,1 +1,1 @@
-"""The rules, one file per family."""
+"""The rules, one file per family, the finding that they report, and their pages."""

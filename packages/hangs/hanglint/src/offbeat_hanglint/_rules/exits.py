@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, meet
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.depend import Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.values import UNDER
 from offbeat_hanglint._program.view import Event, FunctionView, Guard, normal_test
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called
 from offbeat_hanglint._rules.submodules import first_explicit
 

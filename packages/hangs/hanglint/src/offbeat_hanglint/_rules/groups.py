@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, WORLD, rank_axes, words
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.depend import LOCAL, only_axes
 from offbeat_hanglint._program.expressions import dotted, group_text
 from offbeat_hanglint._program.reach import Reached
 from offbeat_hanglint._program.view import Event, FunctionView, Guard, simple_kind
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import axes_text, finding, is_test, steps_of, tags_text
 
 _EVERY_RANK: Final = frozenset(

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, WORLD, meet, words
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.conditions import SHARDED
 from offbeat_hanglint._program.depend import LOCAL, Depends, only_axes
 from offbeat_hanglint._program.expressions import dotted, terminates
 from offbeat_hanglint._program.reach import Reached
 from offbeat_hanglint._program.view import Event, FunctionView, Guard, normal_test, simple_kind
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import ORDER, axes_text, finding, steps_of, tags_text, what_is_called
 
 DECIDES: Final = frozenset(("if", "else", "case", "rest", "except"))

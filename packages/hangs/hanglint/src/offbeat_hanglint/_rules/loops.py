@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, words
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.depend import is_data_name, is_filled_name, only_axes
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.view import Event, FunctionView, Guard
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, tags_text, what_is_called, why
 
 _SAME_EVERYWHERE: Final = frozenset(

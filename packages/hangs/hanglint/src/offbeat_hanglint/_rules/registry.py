@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.view import FunctionView
 from offbeat_hanglint._rules import exits, groups, guards, loops, shapes, submodules, waits
+from offbeat_hanglint._rules.finding import Confidence, Finding
 
 CHECKS: Final[tuple[Callable[[FunctionView], Iterator[Finding]], ...]] = (
     guards.check,

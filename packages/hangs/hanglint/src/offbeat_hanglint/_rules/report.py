@@ -4,10 +4,10 @@ import ast
 from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, WORLD, Axes
-from offbeat_hanglint._finding import Confidence, Finding, Step
 from offbeat_hanglint._program.depend import LOCAL, Depends
 from offbeat_hanglint._program.reach import Reached
 from offbeat_hanglint._program.view import Event, FunctionView, Guard
+from offbeat_hanglint._rules.finding import Confidence, Finding, Step
 
 ORDER: Final = ("low", "medium", "high")
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import words
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.view import Event, FunctionView, simple_kind
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import finding, is_test, steps_of, what_is_called
 
 _GATHERS: Final = frozenset(

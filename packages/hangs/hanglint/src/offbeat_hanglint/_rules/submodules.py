@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import UNKNOWN, WORLD, Axes, words
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.view import Event, FunctionView
 from offbeat_hanglint._program.views import HANDLES_SIGNALS
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import axes_text, finding, steps_of, what_is_called
 
 MODAL: Final = frozenset(

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from offbeat_hanglint._axes import words
-from offbeat_hanglint._finding import Confidence, Finding
 from offbeat_hanglint._program.expressions import dotted
 from offbeat_hanglint._program.facts import returns_at_once
 from offbeat_hanglint._program.view import FunctionView, Guard
+from offbeat_hanglint._rules.finding import Confidence, Finding
 from offbeat_hanglint._rules.report import finding, is_test
 
 _QUEUE_WORDS: Final = frozenset(("queue", "q", "inbox", "mailbox", "channel"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from offbeat_hanglint._config import UNEXPLAINED
-from offbeat_hanglint._finding import Finding
+from offbeat_hanglint._rules.finding import Finding
 
 MARK: Final = b"hanglint:"
 _COMMENT: Final = re.compile(r"#\s*hanglint:\s*(?P<rest>.*)", re.DOTALL)

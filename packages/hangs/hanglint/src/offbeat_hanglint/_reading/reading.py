@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from offbeat_hanglint._cache import FactCache
 from offbeat_hanglint._config import ConfigError
-from offbeat_hanglint._facts_data import from_data, to_data
-from offbeat_hanglint._files import SourceFile, read_source
 from offbeat_hanglint._program.facts import FileFact, extract
+from offbeat_hanglint._reading.cache import FactCache
+from offbeat_hanglint._reading.facts_data import from_data, to_data
+from offbeat_hanglint._reading.files import SourceFile, read_source
 
 # Below this many bytes a process takes longer to start than to read.
 MIN_BYTES_PER_JOB: Final = 2_000_000
@@ -97,7 +97,7 @@ def _num_bytes(files: Sequence[SourceFile]) -> int:
 def _version() -> str:
     """Return the version of the code that makes facts: its text."""
     folder = Path(__file__).parent
-    code = [Path(__file__), folder / "_facts_data.py", *sorted((folder / "_program").glob("*.py"))]
+    code = [Path(__file__), folder / "facts_data.py", *sorted((folder.parent / "_program").glob("*.py"))]
     return "".join(path.read_text(encoding="utf-8") for path in code)
 
 

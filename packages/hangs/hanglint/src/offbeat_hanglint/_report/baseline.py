@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_hanglint._config import ConfigError
-from offbeat_hanglint._finding import Finding
+from offbeat_hanglint._rules.finding import Finding
 
 VERSION: Final = 1
 _SPACE: Final = re.compile(r"\s+")

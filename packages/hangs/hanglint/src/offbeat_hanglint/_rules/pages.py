@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = Path(__file__).parent / "pages"
+FOLDER: Final = Path(__file__).parents[1] / "pages"
 
 
 def page(rule: str) -> str:

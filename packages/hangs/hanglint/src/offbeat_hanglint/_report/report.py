@@ -7,12 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 from offbeat_hanglint._analyse import Analysis
-from offbeat_hanglint._baseline import fingerprint, read_baseline, unknown
 from offbeat_hanglint._config import CONFIDENCES, LEVEL_OF_CONFIDENCE, UNEXPLAINED, Config, Level
-from offbeat_hanglint._files import MAX_FILE_BYTES, SourceFile
-from offbeat_hanglint._finding import Finding
-from offbeat_hanglint._reading import Unreadable
-from offbeat_hanglint._suppress import MARK, Suppression, read_suppressions, split, unexplained
+from offbeat_hanglint._reading.files import MAX_FILE_BYTES, SourceFile
+from offbeat_hanglint._reading.reading import Unreadable
+from offbeat_hanglint._report.baseline import fingerprint, read_baseline, unknown
+from offbeat_hanglint._report.suppress import MARK, Suppression, read_suppressions, split, unexplained
+from offbeat_hanglint._rules.finding import Finding
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Reading of files: which ones, by how many processes, and what is kept of them between runs."""
