@@ -10,8 +10,9 @@ import pytest
 from conftest import Launchers, ray_at_night
 from test_actors_failures import error_of, needs_linux
 
-from offbeat_actors import ActorGroup, ActorHandle, LocalLauncher, RoleSpec, _group, call_all
+from offbeat_actors import ActorGroup, ActorHandle, LocalLauncher, RoleSpec, call_all
 from offbeat_actors._spec import Wait
+from offbeat_actors._supervision import group as group_module
 from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RoleName
 
 
@@ -38,7 +39,7 @@ def test_all_answers_come_in_the_order_of_the_roles(launchers: Launchers, role_e
 def test_a_group_says_how_far_it_is_while_it_works_and_no_longer(
     role_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_group, "_PROGRESS_EVERY_S", 0.01)
+    monkeypatch.setattr(group_module, "_PROGRESS_EVERY_S", 0.01)
     reported: list[str] = []
 
     async def scenario() -> None:

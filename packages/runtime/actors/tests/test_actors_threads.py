@@ -51,8 +51,8 @@ def test_available_cpus_are_at_least_one_and_at_most_what_is_there() -> None:
 def test_more_processes_than_cpus_or_memory_have_room_for_are_refused(
     monkeypatch: pytest.MonkeyPatch, num_cpus: int, gib: int, room: int
 ) -> None:
-    monkeypatch.setattr("offbeat_actors._machine.available_cpus", lambda: num_cpus)
-    monkeypatch.setattr("offbeat_actors._machine.memory_bytes", lambda: gib * 2**30)
+    monkeypatch.setattr("offbeat_actors._processes.machine.available_cpus", lambda: num_cpus)
+    monkeypatch.setattr("offbeat_actors._processes.machine.memory_bytes", lambda: gib * 2**30)
     check_processes({"engine.num_ranks": 2, "rollout.num_engines": room - 2})
     with pytest.raises(ConfigError, match=rf"have room for {room}; lower rollout\.num_engines$"):
         check_processes({"engine.num_ranks": 2, "rollout.num_engines": room - 1})

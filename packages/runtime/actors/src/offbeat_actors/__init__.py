@@ -2,15 +2,15 @@
 
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._failures import read_log_tail
-from offbeat_actors._group import ActorGroup, call_all, gather_or_cancel, start_all, start_ranks
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._local import LocalLauncher
-from offbeat_actors._machine import check_processes, split_threads
-from offbeat_actors._on_call import RoleOnCall
-from offbeat_actors._pool import KeepAlive, Member, Pool
+from offbeat_actors._processes.machine import check_processes, split_threads
 from offbeat_actors._resources import check_kinds, cluster_request, find_view
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, RoleState
-from offbeat_actors._supervision import Ask, Notify, RestartBudget, StuckError, start_again, wait_gone
+from offbeat_actors._supervision.group import ActorGroup, call_all, gather_or_cancel, start_all, start_ranks
+from offbeat_actors._supervision.on_call import RoleOnCall
+from offbeat_actors._supervision.pool import KeepAlive, Member, Pool
+from offbeat_actors._supervision.supervision import Ask, Notify, RestartBudget, StuckError, start_again, wait_gone
 from offbeat_placement import available_cpus
 
 __all__ = [

@@ -15,9 +15,9 @@ from typing import Final
 
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher, child_command, drop_settings, open_log, own_environment
-from offbeat_actors._orphans import MARK, adopt_orphans, end_orphans, end_session, reap_orphans
-from offbeat_actors._output import OnOutput, RoleOutput
-from offbeat_actors._reaper import ReaperPipe
+from offbeat_actors._processes.orphans import MARK, adopt_orphans, end_orphans, end_session, reap_orphans
+from offbeat_actors._processes.output import OnOutput, RoleOutput
+from offbeat_actors._processes.reaper import ReaperPipe
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel, SocketStream
 from offbeat_core import PlacementError, RoleName, load_backend

@@ -29,7 +29,7 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from offbeat_actors._failures import describe_failure
-from offbeat_actors._reaper import PR_SET_PDEATHSIG, Reaper
+from offbeat_actors._processes.reaper import PR_SET_PDEATHSIG, Reaper
 from offbeat_actors._wire import (
     MAIN_THREAD,
     START_ID,

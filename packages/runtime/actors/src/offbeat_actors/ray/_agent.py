@@ -23,7 +23,7 @@ import msgspec
 
 from offbeat_actors._launcher import child_command, drop_settings, open_log
 from offbeat_actors._local import describe_process
-from offbeat_actors._reaper import ReaperPipe
+from offbeat_actors._processes.reaper import ReaperPipe
 from offbeat_actors.ray._cluster import import_ray
 from offbeat_core import ConfigError, OffbeatError
 

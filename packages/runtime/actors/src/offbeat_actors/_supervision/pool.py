@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from offbeat_actors._actor import ActorHandle
-from offbeat_actors._group import gather_or_cancel
-from offbeat_actors._supervision import Ask, Notify, RestartBudget, start_again, wait_gone
+from offbeat_actors._supervision.group import gather_or_cancel
+from offbeat_actors._supervision.supervision import Ask, Notify, RestartBudget, start_again, wait_gone
 from offbeat_core import DeadlineError, OffbeatError, RoleName
 
 M = TypeVar("M", bound="Member")

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, overload
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._launcher import Launcher
 from offbeat_actors._spec import RoleSpec
-from offbeat_actors._supervision import wait_gone
+from offbeat_actors._supervision.supervision import wait_gone
 from offbeat_core import DeadlineError, OffbeatError, PeerFailedError
 
 T = TypeVar("T")
