@@ -12,8 +12,8 @@ from grpo_runs import Main, run_to_its_end, values_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.rollout import RolloutRole
-from grpo_async_app._run.mismatch_alarm import ALARM_METRIC, MismatchAlarm
-from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.log.mismatch_alarm import ALARM_METRIC, MismatchAlarm
+from grpo_async_app._run.log.run_logger import RunLogger
 from offbeat_core import Completion, Floats, GenerateRequest, Metric, load_config
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import MetricsLine, RunFolder, read_alarms, read_metrics

@@ -18,9 +18,9 @@ from grpo_async_app._preflight.settings import check_same_data
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._roles.trainer import _named
-from grpo_async_app._run.cut_off_alarm import CutOffAlarm
-from grpo_async_app._run.mismatch_alarm import MismatchAlarm
-from grpo_async_app._run.run_logger import RunLogger, _group_metrics, _turn_metrics
+from grpo_async_app._run.log.cut_off_alarm import CutOffAlarm
+from grpo_async_app._run.log.mismatch_alarm import MismatchAlarm
+from grpo_async_app._run.log.run_logger import RunLogger, _group_metrics, _turn_metrics
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import Answered, OutdatedError, Validation, validate
 from offbeat_async_policy import BusyShares, Statistics
@@ -249,7 +249,7 @@ def test_what_is_said_of_waits_and_of_samples_left_out_is_not_said_all_the_time(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, shown = [1000.0], list[str]()
-    monkeypatch.setattr("grpo_async_app._run.run_logger.clock_s", lambda: now_s[0])
+    monkeypatch.setattr("grpo_async_app._run.log.run_logger.clock_s", lambda: now_s[0])
     with RunFolder.create(tmp_path / "run") as run:
         logger: Any = RunLogger(run, load_config(config, GrpoConfig), num_updates=20)
         with logger.opened(-1):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grpo_runs import Main
 
-from grpo_async_app._run.activity import RunView, describe_start
+from grpo_async_app._run.log.activity import RunView, describe_start
 from offbeat_actors import RolePlace
 from offbeat_async_policy import AsyncConfig, AsyncPolicy
 from offbeat_core import RoleName
@@ -31,7 +31,7 @@ def test_a_run_says_what_it_does_and_its_roles_write_their_logs(
     forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell_every_stage(monkeypatch)
-    monkeypatch.setattr("grpo_async_app._run.activity._POLL_EVERY_S", 0.002)
+    monkeypatch.setattr("grpo_async_app._run.log.activity._POLL_EVERY_S", 0.002)
     run = tmp_path / "run"
     with RunningCommand(forked_main, "train", config, "--out", run) as process:
         assert process.wait() == 0, process.output

@@ -9,7 +9,7 @@ import pytest
 from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._run.cut_off_alarm import CutOffAlarm
+from grpo_async_app._run.log.cut_off_alarm import CutOffAlarm
 from offbeat_core import load_config
 from offbeat_run import RunFolder, read_alarms
 from offbeat_testing import CommandLine, RunningCommand

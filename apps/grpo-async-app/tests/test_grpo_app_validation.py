@@ -10,7 +10,7 @@ from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.evaluation import check_evaluation
-from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.log.run_logger import RunLogger
 from grpo_async_app._run.validation import Validation
 from offbeat_core import ConfigError, RunFolderError, load_config, parse_config
 from offbeat_run import EvalFolder, ItemAnswers, RunFolder, SampledAnswer, read_answers, read_metrics, summarize

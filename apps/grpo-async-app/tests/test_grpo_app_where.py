@@ -14,8 +14,8 @@ from grpo_runs import Main, role_of, values_of, where, where_once
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._run.log.run_logger import RunLogger
 from grpo_async_app._run.places import PlacesFile
-from grpo_async_app._run.run_logger import RunLogger
 from offbeat_actors import RolePlace
 from offbeat_core import RoleName, load_config
 from offbeat_run import RunFolder

@@ -11,10 +11,10 @@ from grpo_async_app._config.resolved import ResolvedRun
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.data import mark_of
 from grpo_async_app._roles.groups import SampledGroup, save_groups
-from grpo_async_app._run.activity import Activity, RunView
 from grpo_async_app._run.ending import EarlyEnd, SamplesLostError, UntrainedGroups
+from grpo_async_app._run.log.activity import Activity, RunView
+from grpo_async_app._run.log.run_logger import RunLogger
 from grpo_async_app._run.prompt_stream import PromptDraw, PromptStream
-from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult, TrainerTurn

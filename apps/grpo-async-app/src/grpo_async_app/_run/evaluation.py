@@ -7,8 +7,8 @@ from pathlib import Path
 from grpo_async_app._config.resolved import ValidationSet
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.evaluation import Evaluation
-from grpo_async_app._run.activity import describe_start, following
 from grpo_async_app._run.interruption import run_interruptible
+from grpo_async_app._run.log.activity import describe_start, following
 from grpo_async_app._run.sampling import Rollouts
 from grpo_async_app._run.session import watched_driver
 from grpo_async_app._run.validation import answers

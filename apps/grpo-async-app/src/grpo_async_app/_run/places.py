@@ -16,7 +16,7 @@ from typing import Any, Final
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.placement import device_widths
-from grpo_async_app._run.run_logger import RunLogger
+from grpo_async_app._run.log.run_logger import RunLogger
 from offbeat_actors import RolePlace, RoleState
 from offbeat_core import ConfigError, RoleName, RunFolderError
 from offbeat_run import RunFolder, Writer

@@ -16,13 +16,13 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.preflight import Preflight
 from grpo_async_app._roles.groups import SampledGroup, load_groups
-from grpo_async_app._run.activity import describe_start, following
 from grpo_async_app._run.backend import LOOP_FOLDER, STATE_FILE, GrpoBackend, check_same_prompts, read_loop_state
 from grpo_async_app._run.ending import EarlyEnd
 from grpo_async_app._run.interruption import Interruption, run_interruptible
+from grpo_async_app._run.log.activity import describe_start, following
+from grpo_async_app._run.log.run_logger import RunLogger
 from grpo_async_app._run.places import PlacesFile
 from grpo_async_app._run.prompt_stream import PromptStream
-from grpo_async_app._run.run_logger import RunLogger
 from grpo_async_app._run.scaling import scale_as_asked
 from offbeat_async_policy import AsyncPolicy, LoopSummary, TrainerTurn, run_loop
 from offbeat_core import OffbeatError, PeerFailedError, RunFolderError, disk_errors

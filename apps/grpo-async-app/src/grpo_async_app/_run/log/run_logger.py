@@ -9,8 +9,8 @@ import numpy as np
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.groups import SampledGroup
-from grpo_async_app._run.cut_off_alarm import CutOffAlarm
-from grpo_async_app._run.mismatch_alarm import MismatchAlarm
+from grpo_async_app._run.log.cut_off_alarm import CutOffAlarm
+from grpo_async_app._run.log.mismatch_alarm import MismatchAlarm
 from grpo_async_app._run.validation import Validation, accuracy_metric
 from offbeat_async_policy import BusyShares, Statistics
 from offbeat_core import Metric, Metrics, WeightPart
