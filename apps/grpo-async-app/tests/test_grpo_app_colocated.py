@@ -155,6 +155,22 @@ def test_an_engine_that_does_not_sleep_is_named_within_its_deadline(
         assert "Traceback" not in process.output
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_roles_that_keep_their_memory_take_turns_all_the_same(forked_main: Main, config: Path, tmp_path: Path) -> None:
+    words = ["train", config, "--eval.every_updates=0", "--checkpoint.every=0"]
+    for name, more in {"apart": (*IN_TURN, "--rollout.num_engines=2"), "colocated": COLOCATED}.items():
+        with RunningCommand(forked_main, *words, "--out", tmp_path / name, *more, "--cluster.sleep_level=0") as process:
+            assert process.wait() == 0, process.output
+    run = tmp_path / "colocated"
+    assert learned(run) == learned(tmp_path / "apart")
+    assert last_value(run, "perf/handover_s") == 0
+    steps = steps_of(run)
+    assert {step for _, step, *_ in steps} == {"generate", "train"}
+    for (one, step, _, end, _), (other, next_step, start, _, _) in pairwise(steps):
+        assert step == next_step or end <= start, f"{other} {next_step} began before the end of {one} {step}"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["rollout-1", pytest.param("trainer-0", marks=pytest.mark.nightly)])
 def test_a_colocated_role_that_is_killed_is_started_again_when_it_is_its_turn(
@@ -203,6 +219,26 @@ def test_while_the_trainer_has_the_devices_no_engine_is_given_work_and_none_star
         assert not starting.done()
         await turns.to_generation([engine])
         await starting
+
+    run(scenario)
+
+
+def test_no_memory_is_handed_over_where_all_roles_fit(config: Path) -> None:
+    async def scenario() -> None:
+        handle, trainer = Handle("rollout-0"), Handle("trainer-0")
+        engine = Engine(handle)  # type: ignore[arg-type]
+        turns = ColocationSchedule(settings(config, "--cluster.sleep_level=0"), lambda: trainer, LoggedEvents())  # type: ignore[arg-type, return-value]
+        await turns.trainer_started()
+        await turns.engines_started()
+        for _ in range(2):
+            await turns.show_weights()
+            await turns.make_room(handle)  # type: ignore[arg-type]
+            await turns.to_generation([engine])
+            assert engine.serves.is_set()
+            await turns.to_training([engine])
+            assert not engine.serves.is_set()
+        assert (trainer.calls, handle.calls) == ([], ["resume", "pause"] * 2)
+        assert turns.take_spent_s() == 0
 
     run(scenario)
 

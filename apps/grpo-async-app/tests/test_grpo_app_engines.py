@@ -95,7 +95,8 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 def settings(config: Path, *changes: str) -> GrpoConfig:
-    return load_config(config, GrpoConfig, ["--rollout.num_engines=2", "--cluster.silent_after_s=2", *changes])
+    words = ["--rollout.num_engines=2", "--cluster.silent_after_s=2", "--cluster.sleep_level=2"]
+    return load_config(config, GrpoConfig, [*words, *changes])
 
 
 def open_engines(config: GrpoConfig, start: Any, notes: list[str], turns: ColocationSchedule | None = None) -> Engines:

@@ -8,6 +8,7 @@ import torch
 
 from offbeat_core import ConfigError, OffbeatError
 from offbeat_device import MemoryOffloader, _offload, open_device
+from offbeat_device._cpu import CpuDevice
 
 MIB = 2**20
 
@@ -147,3 +148,34 @@ def test_a_file_that_takes_a_part_at_a_time_is_given_all():
 
     _offload._write_all(Disk(), memoryview(b"twenty-two bytes of it"))
     assert bytes(held) == b"twenty-two bytes of it"
+
+
+class Accelerator(CpuDevice):
+    """A device with memory of its own, as far as the offloader sees; its tensors are those of the CPU."""
+
+    def __init__(self):
+        self.torch_device, self.pinned, self.waits = torch.device("cuda", 0), [], 0
+
+    def synchronize(self):
+        self.waits += 1
+
+    def pinned_memory(self, num_bytes):
+        self.pinned.append(num_bytes)
+        return super().pinned_memory(num_bytes)
+
+
+def test_values_of_an_accelerator_wait_in_memory_that_is_pinned_once():
+    device, weights, moments = Accelerator(), torch.arange(10.0), [torch.ones(3), torch.full((4,), 2.0)]
+    away = MemoryOffloader(device)
+    for turn in range(3):
+        away.offload(away.OPTIMIZER, moments)
+        away.offload(away.WEIGHTS, (), [weights])
+        assert not any(each.untyped_storage().nbytes() for each in (weights, *moments))
+        before = device.waits
+        away.restore()
+        assert device.waits > before, "copies are only queued"
+        assert (weights.sum(), moments[0].sum(), moments[1].sum()) == (45 + 10 * turn, 3, 8)
+        weights += 1
+    assert device.pinned == [28, 40]
+    away.offload(away.OPTIMIZER, [*moments, torch.ones(1000)])
+    assert device.pinned == [28, 40, 4028], "what has grown needs more"

@@ -7,7 +7,8 @@ import torch
 from torch.profiler import record_function
 
 from offbeat_core import ConfigError, TracePlan, available_devices, load_backend
-from offbeat_device import StepTracer, TraceFiles, accelerator_kind, open_device, rank_device
+from offbeat_device import StepTracer, TraceFiles, _cuda, accelerator_kind, open_device, rank_device
+from offbeat_device._cuda import CudaDevice
 
 
 def test_auto_takes_the_preferred_kind_that_is_here():
@@ -219,3 +220,51 @@ def test_a_step_of_several_processes_is_kept_whole_or_not_at_all(tmp_path):
 @pytest.mark.parametrize(("kind", "variable"), [("cpu", ""), ("cuda", "CUDA_VISIBLE_DEVICES")])
 def test_a_kind_says_which_variable_shows_a_process_its_devices(kind, variable):
     assert load_backend("offbeat.device", kind).visible_variable == variable
+
+
+class Nvml:
+    """Stands for libnvidia-ml, called through ctypes: two GPUs, of 80 and 24 GiB; `fails` answers with an error."""
+
+    # ruff: noqa: N802
+
+    def __init__(self, fails=""):
+        self._fails, self.open = fails, 0
+
+    def nvmlInit_v2(self):
+        self.open += 1
+        return self._error("init")
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 2
+        return self._error("count")
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = 100 + index
+        return self._error("handle")
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total = {100: 80, 101: 24}[handle.value] << 30
+        return self._error("memory")
+
+    def _error(self, call):
+        return 999 if call == self._fails else 0
+
+
+def test_the_memory_of_the_smallest_gpu_is_known_without_a_context(monkeypatch):
+    monkeypatch.setattr(_cuda.ctypes, "CDLL", lambda name: library)
+    library = Nvml()
+    assert CudaDevice.memory_of_smallest() == 24 << 30
+    assert not library.open
+    for call in ("init", "count", "handle", "memory"):
+        library = Nvml(fails=call)
+        assert CudaDevice.memory_of_smallest() == 0
+
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(_cuda.ctypes, "CDLL", absent)
+    assert CudaDevice.memory_of_smallest() == 0
+    assert not torch.cuda.is_initialized()

@@ -10,12 +10,13 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.role_specs import plan_threads
 from grpo_async_app._preflight.correction import choose_correction
-from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_memory
+from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
 from grpo_async_app._preflight.platform import choose_for_platform
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._preflight.settings import check_settings
 from grpo_async_app._preflight.sources import check_rewards
+from grpo_async_app._preflight.turns import choose_sleep_level
 from offbeat_core import BackendError
 from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
@@ -49,6 +50,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
         engine = config.engine
         wanted = config.train_engine(config.model.path, engine.max_updates)
         layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
+        config, turns = choose_sleep_level(config, estimate_if_known(config, layout, placement), placement)
         batch = BatchArithmetic(config, layout)
         return plan_unseen(
             placement,
@@ -56,7 +58,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
             rows=[
                 *batch.rows(),
                 layout_row(layout, engine.backend),
-                *_chosen([*choices, *chosen]),
+                *_chosen([*choices, *chosen, *turns]),
                 ("weights", transport),
             ],
             notices=[*notices, *batch.notices()],

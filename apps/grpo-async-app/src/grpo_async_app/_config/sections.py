@@ -27,6 +27,8 @@ from offbeat_run import HELD_OUT, VALIDATED_EVERY, CheckpointConfig, LivenessCon
 
 AUTO: Final = "auto"
 """A choice that is left to the machine: see `choose_for_platform`."""
+LEAST_THAT_FITS: Final = -1
+"""`cluster.sleep_level` that is left to the machine: see `choose_sleep_level`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +282,11 @@ class RolesConfig(ClusterConfig):
     rollout_threads: int = setting(0, "CPU threads of each rollout engine; 0: all CPUs, shared by the engines.", ge=0)
     colocate: bool = setting(False, "Rollout engines use the trainer's devices: they sleep while it trains.")
     sleep_level: int = setting(
-        2, "What a colocated engine gives back while it sleeps: 1 its KV cache, 2 its weights too.", ge=1, le=2
+        LEAST_THAT_FITS,
+        "What colocated roles give back between their turns: 0 nothing, 1 engines their KV cache and the trainer all "
+        "its memory, 2 engines their weights too; -1: 0 where the memory of a device holds all its roles, else 2.",
+        ge=LEAST_THAT_FITS,
+        le=2,
     )
     turn_timeout_s: float = setting(
         120.0, "Longest wait for one colocated role to give its memory back, or to take it again.", "s", gt=0

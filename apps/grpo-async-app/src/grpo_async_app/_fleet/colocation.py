@@ -11,6 +11,8 @@
       |  trainer: wake()
     training      ...
 
+With `cluster.sleep_level` 0 memory stays where it is: engines are paused and go on, and nothing else is done.
+
 Each of these steps has the deadline `cluster.turn_timeout_s` (the pause that of a sync, `async.sync_deadline_s`), is
 named in its error, and stands in the timeline with the main memory that the process holds afterwards. An engine that
 died has nothing to give back; it is started again when it is the engines' turn, and the trainer waits for that.
@@ -123,6 +125,8 @@ class ColocationSchedule:
         await self._each([*awake, *half_awake], self._put_to_sleep)
 
     async def _put_to_sleep(self, handle: ActorHandle) -> None:
+        if not self._level:
+            return
         await self._step(handle.name, "sleep", handle.call, "sleep", self._level)
         self._away[handle] = frozenset({WEIGHTS, KV_CACHE})
 
@@ -163,6 +167,8 @@ class ColocationSchedule:
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _call_trainer(self, method: str, *args: Any) -> None:
+        if not self._level:
+            return
         words = [method, *(str(each) if isinstance(each, int) else " ".join(each) for each in args)]
         await self._step(self._trainer().name, " ".join(words), self._trainer().call, method, *args)
 

@@ -61,10 +61,12 @@ def check_cut(config: GrpoConfig) -> None:
 def check_turns(config: GrpoConfig) -> None:
     """Refuse turns on the same devices where the trainer cannot give its memory back."""
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
-    if config.cluster.colocate and (not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine)):
+    sleeps = config.cluster.colocate and config.cluster.sleep_level != 0
+    if sleeps and (not isinstance(backend, type) or not issubclass(backend, SleepingTrainEngine)):
         raise ConfigError(
             f"engine.backend = {config.engine.backend!r} cannot give its memory back between updates, which "
-            "cluster.colocate = true needs: take another, or cluster.colocate = false"
+            "cluster.colocate = true needs: take another, or set cluster.sleep_level = 0 where a device holds both, "
+            "or cluster.colocate = false"
         )
 
 

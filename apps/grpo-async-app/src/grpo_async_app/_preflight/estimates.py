@@ -157,6 +157,16 @@ def estimate_memory(
     return RunMemory(shape, roles, advice, limits)
 
 
+def estimate_if_known(
+    config: GrpoConfig, layout: TrainLayout | None, placement: Placement, longest_prompt: int | None = None
+) -> RunMemory | None:
+    """Return what `estimate_memory` does, or None: a model without an estimate can be trained all the same."""
+    try:
+        return estimate_memory(config, layout, placement, longest_prompt)
+    except ModelError:
+        return None
+
+
 def _largest_microbatch(config: GrpoConfig, layout: TrainLayout, longest_prompt: int | None) -> int:
     """Tokens of a micro-batch on one rank at most: few short samples do not fill the limit."""
     limit = config.engine.max_tokens_per_microbatch

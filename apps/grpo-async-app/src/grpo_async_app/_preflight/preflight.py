@@ -19,15 +19,16 @@ from grpo_async_app._preflight.engines import (
     check_teacher,
     check_turns,
 )
-from grpo_async_app._preflight.estimates import estimate_memory
+from grpo_async_app._preflight.estimates import estimate_if_known
 from grpo_async_app._preflight.placement import find_view, place_run
 from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, slow_formats
 from grpo_async_app._preflight.settings import check_choices, check_correction, engine_notices
 from grpo_async_app._preflight.sources import check_end, check_rewards, naming
 from grpo_async_app._preflight.trainer import check_devices, plan_trainer
+from grpo_async_app._preflight.turns import choose_sleep_level
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_processes
-from offbeat_core import ConfigError, ModelError, TrainLayout
+from offbeat_core import ConfigError, TrainLayout
 from offbeat_data import PromptSet, Tokenizer, check_data_paths, load_tokenizer
 from offbeat_objectives import try_functions
 from offbeat_placement import ClusterView, Placement
@@ -141,6 +142,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(run.config, view)
     layout = _plan_engines(run, view, model, tokenizer)
     config, transport = choose_transport(run.config, placement)
+    memory = estimate_if_known(config, layout, placement, prompts.train_counts.longest)
+    config, turns = choose_sleep_level(config, memory, placement)
     run = replace(run, config=config)
     check_validated(run)
     return Preflight(
@@ -150,9 +153,9 @@ def check_run(config: GrpoConfig) -> Preflight:
         prompts=prompts,
         placement=placement,
         layout=layout,
-        memory=_estimate_memory(run.config, layout, placement, prompts.train_counts.longest),
+        memory=memory,
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
-        choices=choices,
+        choices=(*choices, *turns),
         lora_sync=choose_lora_sync(run.config),
         transport=transport,
         reward_notes=reward_notes,
@@ -231,15 +234,6 @@ def _plan_engines(run: ResolvedRun, view: ClusterView, model: ExaminedModel, tok
     if config.agent.is_set and any(prompt.pictures for prompt in prompts):
         raise ConfigError("the training prompts have images, which the endpoint of section agent does not take")
     return layout
-
-
-def _estimate_memory(
-    config: GrpoConfig, layout: TrainLayout, placement: Placement, longest_prompt: int
-) -> RunMemory | None:
-    try:
-        return estimate_memory(config, layout, placement, longest_prompt)
-    except ModelError:
-        return None  # an estimate is a help: a family without one can be trained all the same
 
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:

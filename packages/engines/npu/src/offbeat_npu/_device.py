@@ -54,6 +54,10 @@ class NpuDevice:
         return int(runtime.device_count()) if runtime.is_available() else 0
 
     @classmethod
+    def memory_of_smallest(cls) -> int:
+        return 0
+
+    @classmethod
     def findings(cls) -> list[tuple[str, str]]:
         """Say for `doctor` what an NPU needs and what is missing; one line where nothing of it is installed."""
         return examine_environment() if has_npu_software() else [("npu", NOTHING_INSTALLED)]
@@ -82,6 +86,9 @@ class NpuDevice:
 
     def release_unused(self) -> None:
         self._runtime.empty_cache()
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         copied = tensor.to("cpu", copy=True)

@@ -121,7 +121,8 @@ def _with_own_devices(node: Node, devices: Devices, widths: Mapping[str, int]) -
     here = _accelerators(wanted)
     named = set(_named(devices, widths))
     free = {kind: tuple(n for n in range(number) if (kind, n) not in named) for kind, number in here.items()}
-    return replace(node, free=free, total=here)
+    sizes = [load_backend("offbeat.device", kind).memory_of_smallest() for kind in here]
+    return replace(node, free=free, total=here, accelerator_memory_bytes=min(sizes, default=0))
 
 
 def _accelerators(wanted: set[str]) -> dict[str, int]:

@@ -35,6 +35,11 @@ class CpuDevice:
     def count(cls) -> int:
         return 1
 
+    @classmethod
+    def memory_of_smallest(cls) -> int:
+        """Return 0: what a process may take of main memory depends on the others."""
+        return 0
+
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
@@ -61,6 +66,9 @@ class CpuDevice:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         copied = tensor.clone()

@@ -1,8 +1,10 @@
 """An NVIDIA GPU as a device; a ROCm build of torch answers to the same name."""
 
+import ctypes
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar, Final
@@ -37,6 +39,14 @@ class CudaDevice:
         """Visible GPUs; 0 for a build of torch without CUDA."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
+    @classmethod
+    def memory_of_smallest(cls) -> int:
+        """Ask the driver's management library, as torch itself would make a context on each GPU."""
+        try:
+            return min(_memory_of_all(ctypes.CDLL("libnvidia-ml.so.1")), default=0)
+        except OSError:
+            return 0
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
@@ -53,6 +63,16 @@ class CudaDevice:
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        """Register memory of its own: torch's pinned allocator rounds up to powers of two, and keeps what is freed."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.torch_device):
+            error = runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+        if int(error) == 0:  # else it serves all the same, and slowly
+            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        return memory
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         with torch.cuda.device(self.torch_device):
@@ -94,6 +114,33 @@ class CudaDevice:
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Nothing to patch."""
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_: ClassVar = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def _memory_of_all(nvml: Any) -> list[int]:
+    """Bytes of memory of each GPU of this machine; none where the library does not answer.
+
+    Source: NVML API reference, nvmlDeviceGetMemoryInfo; struct nvmlMemory_t.
+    """
+    if nvml.nvmlInit_v2():
+        return []
+    try:
+        count, found = ctypes.c_uint(), list[int]()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        for index in range(count.value):
+            handle, memory = ctypes.c_void_p(), _NvmlMemory()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+                return []
+            if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+                return []
+            found.append(int(memory.total))
+        return found
+    finally:
+        nvml.nvmlShutdown()
 
 
 class CudaGraphs:

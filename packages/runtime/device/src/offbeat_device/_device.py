@@ -139,6 +139,10 @@ class Device(Protocol):
     def count(cls) -> int:
         """Return how many of this kind are here: 0 means not available. Never raises."""
 
+    @classmethod
+    def memory_of_smallest(cls) -> int:
+        """Bytes of memory of the smallest of this kind here, without opening one; 0 where that is not known."""
+
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
 
@@ -150,6 +154,12 @@ class Device(Protocol):
 
     def release_unused(self) -> None:
         """Release memory that is free and only cached for reuse, so that other processes can use it."""
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 of main memory, page-locked where the platform can: copies run at the speed of the bus.
+
+        It takes about as long as several copies to make.
+        """
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy what a tensor holds once the work queued before is done.

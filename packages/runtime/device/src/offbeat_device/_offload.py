@@ -19,8 +19,9 @@ class MemoryOffloader:
     """Frees the memory of parts of a training engine, keeps their values, and brings them back.
 
     A tensor stays the object it is. Its storage is emptied and filled again, so parameters, views, optimizers and
-    communication buffers that share it need not know. On an accelerator the values wait in main memory; a CPU's own
-    memory is main memory, so from there they go into a file without a name, which vanishes with the process.
+    communication buffers that share it need not know. On an accelerator the values wait in main memory, which is
+    pinned and kept for the next time; a CPU's own memory is main memory, so from there they go into a file without a
+    name, which vanishes with the process.
 
     Source: emptied storages, as torch's FSDP does with what it has gathered (torch/distributed/fsdp/_common_utils.py,
     `_free_storage`).
@@ -39,6 +40,7 @@ class MemoryOffloader:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._away: dict[str, _Offloaded] = {}
+        self._pinned: dict[tuple[str, str], Tensor] = {}  # to pin memory takes longer than to copy to it
 
     @classmethod
     def tags_of(cls, level: int) -> tuple[str, ...]:
@@ -75,9 +77,9 @@ class MemoryOffloader:
         if tag in self._away:
             return
         part = _Offloaded()
-        self._put_away(part, _emptiable_storages(own))
+        self._put_away(part, _emptiable_storages(own), (tag, "own"))
         try:
-            self._put_away(part, _storages(shared))
+            self._put_away(part, _storages(shared), (tag, "shared"))
         except OffbeatError:
             part.restore()
             raise
@@ -103,6 +105,7 @@ class MemoryOffloader:
         for tag in sorted(wanted & self._away.keys()):
             part = self._away[tag]
             part.restore()
+            self._device.synchronize()  # copies from pinned memory are only queued
             for storage, num_bytes in part.dropped:
                 storage.resize_(num_bytes)
             has_dropped |= bool(part.dropped)
@@ -119,7 +122,7 @@ class MemoryOffloader:
             if tag in self._away:
                 raise OffbeatError(f"{what}: the training engine sleeps without its {tag}; call wake() first")
 
-    def _put_away(self, part: "_Offloaded", storages: list[UntypedStorage]) -> None:
+    def _put_away(self, part: "_Offloaded", storages: list[UntypedStorage], place: tuple[str, str]) -> None:
         if not storages:
             return
         self._device.synchronize()
@@ -127,11 +130,22 @@ class MemoryOffloader:
         if is_host:
             part.write(storages)
         else:
-            part.values += [_bytes_of(storage).cpu() for storage in storages]
+            sizes = [storage.nbytes() for storage in storages]
+            values = self._pinned_memory(place, sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
+            for value, storage in zip(values, storages, strict=True):
+                value.copy_(_bytes_of(storage), non_blocking=True)
+            self._device.synchronize()
+            part.values += values
         part.kept += [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         self._device.release_unused()
+
+    def _pinned_memory(self, place: tuple[str, str], num_bytes: int) -> Tensor:
+        held = self._pinned.get(place)
+        if held is None or len(held) < num_bytes:
+            held = self._pinned[place] = self._device.pinned_memory(num_bytes)
+        return held[:num_bytes]
 
 
 @dataclass
@@ -165,7 +179,7 @@ class _Offloaded:
             if self.file is not None:
                 _fill(storage, self.file)
             else:
-                _bytes_of(storage).copy_(self.values[place])
+                _bytes_of(storage).copy_(self.values[place], non_blocking=True)
         if self.file is not None:
             self.file.close()
 
