@@ -167,14 +167,14 @@ def test_too_little_memory_is_a_notice(command: CommandLine, tmp_path: Path) -> 
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[[nodes]]\nname = "small"\ncount = 4\naccelerators = 8\naccelerator_memory_gib = 12\n')
     ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", nodes)
-    assert "a trainer rank needs about 14.6 GiB and its device has 12 GiB" in " ".join(ended.out.split())
+    assert "a trainer rank needs about 28.3 GiB and its device has 12 GiB" in " ".join(ended.out.split())
 
 
 def test_a_reward_model_and_a_teacher_that_shares_its_devices_are_estimated(
     command: CommandLine, tmp_path: Path
 ) -> None:
     nodes = tmp_path / "nodes.toml"
-    nodes.write_text('[[nodes]]\nname = "large"\ncount = 5\naccelerators = 8\naccelerator_memory_gib = 24\n')
+    nodes.write_text('[[nodes]]\nname = "large"\ncount = 5\naccelerators = 8\naccelerator_memory_gib = 28.5\n')
     models = large_model_configs(tmp_path / "others")
     table = f'{{path = "{models}/Qwen3-8B", num_replicas = 2, max_batch = 1, max_tokens = 1024}}'
     scored = ["--reward.name=reward_model", f"--reward.reward_model={table}"]
@@ -184,11 +184,11 @@ def test_a_reward_model_and_a_teacher_that_shares_its_devices_are_estimated(
     assert held["weights"] == 4 * (8_190_735_360 - 151_936 * 4096)  # in float32, without the rows that predict tokens
     taught = [f"--teacher.path={models}/Qwen3-8B", "--teacher.colocate=true", "--teacher.num_replicas=16"]
     taught += ["--teacher.dtype=bfloat16", "--algorithm.distillation_coefficient=1"]
-    words = ["--cluster.colocate=true", *IN_TURN, *taught]
+    words = ["--cluster.colocate=true", "--rollout.dtype=float32", *IN_TURN, *taught]
     ended = command("plan", recipe(tmp_path, cluster=""), "--cluster", nodes, *words, *scored)
     assert ended.code == 0, ended.err
     text = " ".join(ended.out.split())
-    assert "a reward_model rank needs about 28.6 GiB and its device has 24 GiB" in text
+    assert "a reward_model rank needs about 28.6 GiB and its device has 28.5 GiB" in text
     assert "a trainer rank needs" in text
     assert text.count("with the teacher rank beside it") == 2
     assert "or teacher.colocate = false" in text
