@@ -5,8 +5,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import varlen_on_cpu  # noqa: F401  adds the kernels
 from torch._dynamo.testing import CompileCounterWithBackend
-from varlen_on_cpu import varlen_attn
+from torch.nn.attention.varlen import varlen_attn
 
 from offbeat_core import ConfigError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
@@ -19,7 +20,6 @@ def as_a_gpu(monkeypatch, tmp_path):
     """Attend to packs by one call, as on a GPU."""
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("offbeat_device._cpu.CpuDevice.packed_attention", "varlen")
 
 

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
-from varlen_on_cpu import documented, varlen_attn
+from varlen_on_cpu import documented
 
 from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine

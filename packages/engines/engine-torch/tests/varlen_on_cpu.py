@@ -1,7 +1,10 @@
-"""torch's variable-length attention on a CPU, as it documents it, and as one operation that `torch.compile` traces."""
+"""Kernels for processors of torch's variable-length attention, which has them for GPUs alone: what it documents.
+
+Importing this adds them in this process. What checks, traces and differentiates the operation stays torch's own.
+"""
 
 import torch
-from torch import Tensor
+from torch.nn.attention import varlen
 
 
 def documented(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -27,26 +30,19 @@ def sequences(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size):
         yield q, k, v, scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
-@torch.library.custom_op("offbeat_tests::varlen", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, left: int
-) -> Tensor:
-    return documented(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0))
+@varlen._varlen_attn.register_kernel("cpu")
+def _forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *_):
+    assert is_causal == (window_size == [-1, 0])
+    out = documented(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+    unused = query.new_empty((query.shape[1], len(query)), dtype=torch.float32)
+    return out, unused, torch.zeros(2, dtype=torch.uint64)
 
 
-@_forward.register_fake
-def _(q, k, v, cu_q, cu_k, max_q, max_k, scale, left):
-    return torch.empty_like(q)
-
-
-@torch.library.custom_op("offbeat_tests::varlen_backward", mutates_args=())
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sizes: list[int], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """An operation of one's own has no autograd inside, so this is the derivative by hand."""
-    max_q, max_k, left = sizes
-    parts = sequences(q, k, v, cu_q, cu_k, max_q, max_k, scale, (left, 0))
-    grads = [torch.zeros_like(each) for each in (q, k, v)]
+@varlen._varlen_attn_backward.register_kernel("cpu")
+def _backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, state, scale, window_size):
+    """An operation has no autograd inside, so this is the derivative by hand."""
+    parts = sequences(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+    grads = [torch.zeros_like(each) for each in (query, key, value)]
     for n, (q_n, k_n, v_n, weights) in enumerate(parts):
         queries, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
         grad_n = grad[queries]
@@ -59,26 +55,3 @@ def _backward(
         ):
             whole[keys] += found.unflatten(1, (whole.shape[1], -1)).sum(2)
     return tuple(grads)
-
-
-@_backward.register_fake
-def _(grad, q, k, v, cu_q, cu_k, sizes, scale):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _keep(ctx, inputs, output):
-    *tensors, max_q, max_k, scale, left = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.sizes, ctx.scale = [max_q, max_k, left], scale
-
-
-def _gradients(ctx, grad):
-    return *_backward(grad.contiguous(), *ctx.saved_tensors, ctx.sizes, ctx.scale), *(None,) * 6
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
-
-
-def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """Takes the place of torch.nn.attention.varlen.varlen_attn."""
-    return _forward(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size[0])

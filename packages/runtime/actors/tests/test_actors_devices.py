@@ -12,6 +12,7 @@ from offbeat_core import BackendError, RoleName
 from offbeat_placement import RankGroup, grid_nodes, plan_placement
 
 VARIABLE = "ABACUS_VISIBLE_DEVICES"
+MEMORY_BYTES = 80 << 30
 GROUPS = [
     RankGroup(role="trainer", num_replicas=2, accelerator="abacus"),
     RankGroup(role="rollout", tensor_parallel=2, accelerator="abacus", process_per_replica=True),
@@ -27,7 +28,8 @@ def _abacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: abacus\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[offbeat.device]\nabacus = abacus_kind:Abacus\n")
-    (tmp_path / "abacus_kind.py").write_text(f"class Abacus:\n    visible_variable = {VARIABLE!r}\n")
+    answers = (f"visible_variable = {VARIABLE!r}", f"memory_of_smallest = staticmethod(lambda: {MEMORY_BYTES})")
+    (tmp_path / "abacus_kind.py").write_text("\n    ".join(["class Abacus:", *answers]))
     monkeypatch.setattr("offbeat_actors._resources.available_devices", lambda: {"abacus": 8, "cpu": 1})
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -74,6 +76,7 @@ def test_devices_that_a_role_names_by_number_are_given_to_no_other_role() -> Non
     assert not view.reserves
     assert node.free == {"abacus": (0, 1, 5, 7)}
     assert node.total == {"abacus": 8}
+    assert node.accelerator_memory_bytes == MEMORY_BYTES
 
 
 def test_devices_of_an_unknown_kind_are_refused() -> None:
