@@ -111,7 +111,10 @@ def choose(config: Path, *words: str) -> str:
         (LORA, "the adapter alone: rollout.backend = 'torch'"),
         ((*LORA, "--rollout.weight_format=fp8"), "the adapter alone"),
         ((*LORA, "--rollout.lora_sync=merged"), "merged weights: rollout.lora_sync"),
-        ((*LORA, "--cluster.colocate=true"), "merged weights: .* give their weights back before every sync"),
+        (
+            (*LORA, "--cluster.colocate=true", "--cluster.sleep_level=2"),
+            "merged weights: .* give their weights back before every sync",
+        ),
         ((*LORA, "--cluster.colocate=true", "--cluster.sleep_level=1"), "the adapter alone"),
         ((*LORA, "--rollout.backend=vllm"), "merged weights: .*enable_lora"),
         ((*LORA, "--rollout.backend=vllm", "--rollout.options={enable_lora = true}"), "the adapter alone"),
@@ -126,7 +129,10 @@ def test_auto_sends_the_adapter_where_the_engine_takes_it(config: Path, words: t
     ("words", "said"),
     [
         ((), "needs a policy with adapters: set engine.lora_rank"),
-        ((*LORA, "--cluster.colocate=true"), 'give their weights back before every sync; set it to "merged"'),
+        (
+            (*LORA, "--cluster.colocate=true", "--cluster.sleep_level=2"),
+            'give their weights back before every sync; set it to "merged"',
+        ),
         ((*LORA, "--rollout.backend=trtllm"), "takes no adapters"),
     ],
 )
