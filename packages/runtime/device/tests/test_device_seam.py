@@ -227,8 +227,8 @@ class Nvml:
 
     # ruff: noqa: N802
 
-    def __init__(self, fails=""):
-        self._fails, self.open = fails, 0
+    def __init__(self, fails="", mig=0):
+        self._fails, self._mig, self.open = fails, mig, 0
 
     def nvmlInit_v2(self):
         self.open += 1
@@ -245,6 +245,10 @@ class Nvml:
         handle._obj.value = 100 + index
         return self._error("handle")
 
+    def nvmlDeviceGetMigMode(self, handle, current, pending):
+        current._obj.value = self._mig
+        return self._error("mig")
+
     def nvmlDeviceGetMemoryInfo(self, handle, memory):
         memory._obj.total = {100: 80, 101: 24}[handle.value] << 30
         return self._error("memory")
@@ -258,6 +262,10 @@ def test_the_memory_of_the_smallest_gpu_is_known_without_a_context(monkeypatch):
     library = Nvml()
     assert CudaDevice.memory_of_smallest() == 24 << 30
     assert not library.open
+    library = Nvml(mig=1)
+    assert CudaDevice.memory_of_smallest() == 0, "processes see parts"
+    library = Nvml(fails="mig")
+    assert CudaDevice.memory_of_smallest() == 24 << 30, "older GPUs have no parts"
     for call in ("init", "count", "handle", "memory"):
         library = Nvml(fails=call)
         assert CudaDevice.memory_of_smallest() == 0

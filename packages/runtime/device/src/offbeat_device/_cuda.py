@@ -121,9 +121,9 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def _memory_of_all(nvml: Any) -> list[int]:
-    """Bytes of memory of each GPU of this machine; none where the library does not answer.
+    """Bytes of memory of each GPU of this machine; none where the library does not answer, or one is cut into parts.
 
-    Source: NVML API reference, nvmlDeviceGetMemoryInfo; struct nvmlMemory_t.
+    Source: NVML API reference, nvmlDeviceGetMemoryInfo, nvmlDeviceGetMigMode; struct nvmlMemory_t.
     """
     if nvml.nvmlInit_v2():
         return []
@@ -134,6 +134,10 @@ def _memory_of_all(nvml: Any) -> list[int]:
         for index in range(count.value):
             handle, memory = ctypes.c_void_p(), _NvmlMemory()
             if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+                return []
+            is_cut, after_reset = ctypes.c_uint(), ctypes.c_uint()
+            unknown = nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(is_cut), ctypes.byref(after_reset))
+            if not unknown and is_cut.value:  # processes see a part of it (MIG), whose size is not told here
                 return []
             if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
                 return []
