@@ -82,6 +82,7 @@ def test_options_of_another_framework_are_imported(tmp_path: Path) -> None:
     assert "samples_per_prompt = 4" in (tmp_path / "ours.toml").read_text()
 
 
+@pytest.mark.nightly  # a run of the other application is tried by day
 def test_supervised_training_plans_and_trains(job: Path, tmp_path: Path) -> None:
     config = str(on_any_device(small_sft_run(tmp_path, job.parent / "model")))
     short = ("--engine.max_updates", "2")
