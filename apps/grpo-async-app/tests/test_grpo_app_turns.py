@@ -1,4 +1,4 @@
-"""What colocated roles give back follows from what the memory of a device holds."""
+"""Colocated roles give back no more than the memory of a device does not hold."""
 
 from pathlib import Path
 

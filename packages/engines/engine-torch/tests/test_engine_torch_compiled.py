@@ -1,6 +1,7 @@
 """Decoder layers compiled by torch.compile compute what the layers compute as they are written."""
 
 import shutil
+from functools import wraps
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ def as_a_gpu(monkeypatch, tmp_path):
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setattr("offbeat_device._cpu.CpuDevice.packed_attention", "varlen")
+    _logprobs._fused.cache_clear()
+    yield
+    _logprobs._fused.cache_clear()
 
 
 def create(folder, compile_layers, **settings):
@@ -38,9 +42,7 @@ def count_graphs(monkeypatch):
         return compile_(function, backend=counter if function.__name__ == "forward" else "aot_eager", **how)
 
     monkeypatch.setattr(torch, "compile", trace)
-    _logprobs._fused.cache_clear()
-    yield counter
-    _logprobs._fused.cache_clear()
+    return counter
 
 
 def train(engine, batches, loss):
@@ -112,6 +114,7 @@ def test_generated_code_computes_what_the_layers_compute_in_few_kernels(
 
 
 def test_layers_that_cannot_be_traced_run_as_they_are(as_a_gpu, count_graphs, model_folder, caplog, monkeypatch):
+    @wraps(varlen_attn)
     def looks_at_values(*args, **kwargs):
         print(float(args[0].sum()))
         return varlen_attn(*args, **kwargs)
@@ -124,10 +127,30 @@ def test_layers_that_cannot_be_traced_run_as_they_are(as_a_gpu, count_graphs, mo
         create(model_folder, "on")
 
 
+def test_passes_over_logits_that_do_not_compile_are_found_when_the_engine_is_made(
+    as_a_gpu, model_folder, make_groups, weighted_loss, caplog, monkeypatch
+):
+    """And not in the first update."""
+
+    def compile_layers_alone(function, **how):
+        def fails(*args, **kwargs):
+            raise RuntimeError("no kernel for it")
+
+        return function if function.__name__ == "forward" else fails
+
+    monkeypatch.setattr(torch, "compile", compile_layers_alone)
+    found = train(create(model_folder, "auto"), [make_groups()], weighted_loss)
+    assert "run uncompiled, which is slower: RuntimeError: no kernel for it" in caplog.text
+    assert np.array_equal(found, train(create(model_folder, "off"), [make_groups()], weighted_loss))
+
+
 def test_layers_that_compute_something_else_when_compiled_run_as_they_are(
     as_a_gpu, monkeypatch, model_folder, make_groups, weighted_loss, caplog
 ):
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: lambda x, *args, **kwargs: 3 * x)
+    def compile_wrongly(function, **how):
+        return (lambda x, *args, **kwargs: 3 * x) if function.__name__ == "forward" else function
+
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
     found = train(create(model_folder, "auto"), [make_groups()], weighted_loss)
     assert "other log-probabilities" in caplog.text
     assert np.array_equal(found, train(create(model_folder, "off"), [make_groups()], weighted_loss))

@@ -8,7 +8,7 @@ from torch.nn.attention import varlen
 
 
 def documented(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """What torch says that `varlen_attn` computes: [T, H, D], a sequence at a time."""
+    """Compute what torch says of `varlen_attn`: [T, H, D], a sequence at a time."""
     parts = [
         torch.einsum("hqk,khd->qhd", weights, v)
         for *_, v, weights in sequences(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)

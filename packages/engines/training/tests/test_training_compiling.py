@@ -1,4 +1,4 @@
-"""What is compiled is kept safely, and computes the same."""
+"""Compiled functions are kept safely, and compute the same."""
 
 import os
 import shutil

@@ -38,7 +38,8 @@ class CompiledLayers:
             layer.forward = self._either(layer.forward)
 
     def start(self, check: FamilyCheck, ranks: Ranks, *, required: bool) -> None:
-        """Compile, with gradients and without, and compare with the layers as they are; they stay so where that fails.
+        """Compile layers and passes over logits, with gradients and without, and compare; all stay as they are where
+        that fails.
 
         Args:
             check: of the model, in the format in which it trains.
@@ -66,8 +67,8 @@ class CompiledLayers:
         """Run forward and backward on a few tokens; what goes wrong, "" for nothing."""
         try:
             with torch.no_grad():
-                found_N = check.packed_logprobs(PAIR_TOKENS)
-            check.packed_logprobs(PAIR_TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+                found_N = check.packed_logprobs(PAIR_TOKENS, fused=True)
+            check.packed_logprobs(PAIR_TOKENS, fused=True).sum().backward()  # type: ignore[no-untyped-call]
         except (OffbeatError, torch.OutOfMemoryError, torch.distributed.DistError):
             raise
         except RuntimeError as error:  # of torch's tracer, of its compiler, or of what was compiled
@@ -120,9 +121,8 @@ def choose_compiled(
         f"device {device.torch_device} attends to packs by {kernel!r} and not by one call": kernel != "varlen",
     }
     obstacle = next((each for each, is_there in obstacles.items() if is_there), "")
-    if not obstacle and (lacking := device.compiler_lacks()):
-        log.warning("the decoder layers run uncompiled, which is slower: %s", lacking)
-        obstacle = lacking
+    if not obstacle and (obstacle := device.compiler_lacks()) and options.compile_layers == "auto":
+        log.warning("the decoder layers run uncompiled, which is slower: %s", obstacle)
     if obstacle and options.compile_layers == "on":
         raise ConfigError(f"option compile_layers is on, and decoder layers cannot be compiled: {obstacle}; use auto")
     if obstacle:

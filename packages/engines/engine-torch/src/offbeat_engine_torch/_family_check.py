@@ -178,8 +178,8 @@ class FamilyCheck:
                 )
         return float((found_N - torch.cat(wanted)).abs().quantile(TOKENS_WITHIN))
 
-    def packed_logprobs(self, lengths: Sequence[int]) -> Tensor:
-        """[N] of sequences in one pack: of all tokens but the first of each."""
+    def packed_logprobs(self, lengths: Sequence[int], *, fused: bool = False) -> Tensor:
+        """[N] of sequences in one pack: of all tokens but the first of each; `fused` as in `HeadQuery`."""
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         segments = tuple(Segment(start=start, length=length) for start, length in zip(starts, lengths, strict=True))
         index_T = torch.cat([torch.arange(length) for length in lengths]).to(self._device)
@@ -188,6 +188,7 @@ class FamilyCheck:
                 self._device
             ),
             target_N=torch.cat([self._ids(length)[1:] for length in lengths]),
+            fused=fused,
         )
         ids_T = torch.cat([self._ids(length) for length in lengths])
         plan = AttentionPlan(segments, self._device)

@@ -27,7 +27,6 @@ class TorchEngineOptions:
         "such products bfloat16 rounds them, by 0.01 to 0.1 nats. auto: bfloat16 where dtype is, and nothing rounds.",
         choices=("auto", "float32", "bfloat16"),
     )
-
     compile_layers: str = setting(
         "auto",
         "Compile the decoder layers with torch.compile: auto does on a device for which it can, where the layers "

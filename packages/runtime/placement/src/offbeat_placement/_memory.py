@@ -16,7 +16,7 @@ _HEAD_BYTES: Final = 512 * 2**20
 """Logits of a chunk in the default engine, whose chunks have 16 tokens at least, on a device with its own memory."""
 _HEAD_BYTES_ON_CPU: Final = 64 * 2**20
 _KEPT_BYTES: Final = 2 * 2**30
-"""What the default engine keeps at most of the logits for the backward pass, on a device with its own memory."""
+"""Most that the default engine keeps of the logits for the backward pass, on a device with its own memory."""
 _KEPT_BYTES_ON_CPU: Final = 256 * 2**20
 
 
