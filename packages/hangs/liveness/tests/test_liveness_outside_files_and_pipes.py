@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from liveness_standing import standing
+from liveness_standing import standing, until
 
 from offbeat_liveness._process.outside import file_locks
 
@@ -38,6 +38,7 @@ def held_lock(path: Path, call: str) -> Iterator["subprocess.Popen[bytes]"]:
     with subprocess.Popen(words, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
+        until(lambda: " S " in Path(f"/proc/{holder.pid}/stat").read_text(), "the holder to have gone to sleep")
         try:
             yield holder
         finally:
@@ -121,10 +122,8 @@ def test_a_worker_that_is_joined_before_its_queue_is_read() -> None:
     results = FORK.Queue()
     worker = FORK.Process(target=put_much, args=(results,), name="tokenizer")
     worker.start()
-    wait = standing(worker.join, "nobody reads")
-    assert wait.text.startswith(
-        f"the end of the process 'tokenizer' (pid {worker.pid}, runs: S, its output fills a pipe"
-    )
+    wait = standing(worker.join, "runs: S, its output fills a pipe that nobody reads")  # R until the pipe is full
+    assert wait.text.startswith(f"the end of the process 'tokenizer' (pid {worker.pid}, runs: S, ")
     assert len(results.get()) == BIG
     worker.join()
 
