@@ -30,8 +30,10 @@ from weightsync_peers import (
 )
 
 from offbeat_core import ConfigError, DeadlineError, WeightSyncError
+from offbeat_mesh import open_store
 from offbeat_weightsync import DiskSender, GroupSender, WeightGroup, new_address, receive
 from offbeat_weightsync import _weight_group as weight_group
+from offbeat_weightsync._connection import Deadline, GroupAddress
 
 
 @pytest.fixture
@@ -252,6 +254,19 @@ def test_a_sender_takes_two_buckets_of_extra_memory(start_peer: Callable[..., An
         before = peak_bytes(reset=True)
         sender.send(((name, shared) for name in names), 1, 1)
         assert (peak_bytes() - before) / bucket_bytes < 2.5
+
+
+def test_a_member_that_leaves_a_group_no_other_has_joined_leaves_no_thread_behind() -> None:
+    """A thread that waits in torch while the process ends can abort it."""
+    store = open_store("127.0.0.1", deadline_s=30)
+    group = WeightGroup("cpu")
+    group.join(GroupAddress("alone", 1, 2, "127.0.0.1", store.port), "127.0.0.1", Deadline("weight sync of version 1", 30))
+    (making,) = [thread for thread in threading.enumerate() if thread.name == "offbeat-weight-group"]
+    time.sleep(0.3)  # it has come to its wait
+    begin = time.monotonic()
+    group.leave()
+    assert not making.is_alive()
+    assert time.monotonic() - begin < 10  # of 30
 
 
 def test_torch_takes_what_is_given_to_nccl() -> None:

@@ -35,6 +35,12 @@ NUM_BUFFERS: Final = 2
 _POLL_S: Final = 5e-4
 """How often a member polls for a bucket."""
 
+_POLL_MAKING_S: Final = 0.01
+"""How often a member polls for the others while the group is made."""
+
+_LEAVE_S: Final = 2.0
+"""How long `leave` waits for a group that is being made to be given up, which takes a poll unless a host is lost."""
+
 _REASON_S: Final = 4.0
 """How long a member whose group broke waits for its connection to report the member that broke it."""
 
@@ -64,7 +70,7 @@ class WeightGroup:
             )
         self._on_host = self._buffer(0).is_cpu
         self._place: GroupAddress | None = None
-        self._making: Any = None
+        self._making: _Making | None = None
         self._backend: Any = None
 
     @property
@@ -99,19 +105,20 @@ class WeightGroup:
         if self._place == place:
             return
         self.leave()
-        self._place, self._making = place, new_future()
-        make = partial(_make, self._device.collective_backend, place, host, deadline.left_s(), store, self._buffer(1))
-        # Making one waits in torch for the other members, and nothing ends that wait but its timeout.
-        threading.Thread(target=settle, args=(self._making, make), name="offbeat-weight-group", daemon=True).start()
+        self._place = place
+        # Torch gets a second more: our own deadline comes first, and its error names what is missing.
+        timeout_s = deadline.left_s() + 1.0
+        self._making = _Making(self._device.collective_backend, place, host, timeout_s, store, self._buffer(1))
 
     def await_members(self, check: Check, deadline: Deadline) -> None:
         """Return when all have come."""
         if self._backend is not None:
             return
+        assert self._making is not None, "join comes first"
         with deadline.declared("the members of the group"):
             while self._backend is None:
                 try:
-                    self._backend = self._making.result(POLL_EVERY_S)
+                    self._backend = self._making.result.result(POLL_EVERY_S)
                 except TimeoutError:
                     check()
                     if not deadline.left_s():
@@ -147,6 +154,8 @@ class WeightGroup:
 
     def leave(self) -> None:
         """Break the group off, here and for members that still wait in it."""
+        if self._making is not None:
+            self._making.give_up()
         if self._backend is not None:
             break_off(self._backend)  # gloo's own `abort` ends no wait
         self._place = self._making = self._backend = None
@@ -164,16 +173,63 @@ class WeightGroup:
         return WeightSyncError(f"the group of {size} processes broke while {when}: {str(error).splitlines()[0]}")
 
 
-def _make(
-    backend: str, place: GroupAddress, host: str, deadline_s: float, store: Store | None, first: Tensor
-) -> dist.ProcessGroup:
-    """Meet the others, and send one byte, with which nccl connects them."""
-    timeout = timedelta(seconds=max(0.1, deadline_s))
-    if store is None:
-        store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
-    group: dist.ProcessGroup = _MAKERS[backend](PrefixStore(place.group, store), place.rank, place.size, host, timeout)
-    _broadcast(group, first, timeout).wait()
-    return group
+class _Making:
+    """A group that is being made, in a thread of its own: torch waits for the other members without a way to end it.
+
+    The thread enters torch's wait only when all members are there. One that was left behind in it would return to
+    Python while the process ends, and abort it (seen with torch 2.11, Python 3.11).
+
+    Args:
+        backend: of torch, by name.
+        place: where the members meet.
+        host: by which address of this machine the others reach it.
+        timeout_s: for the members to come.
+        store: that is kept here; None: it is looked for at the place.
+        first: [1] uint8 on the device: is sent to all, with which nccl connects them.
+    """
+
+    def __init__(
+        self, backend: str, place: GroupAddress, host: str, timeout_s: float, store: Store | None, first: Tensor
+    ) -> None:
+        self.result = new_future()
+        self._given_up = threading.Event()
+        make = partial(self._make, backend, place, host, timeout_s, store, first)
+        self._thread = threading.Thread(
+            target=settle, args=(self.result, make), name="offbeat-weight-group", daemon=True
+        )
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """End the waits for other members; without effect on a group that is made."""
+        self._given_up.set()
+        self._thread.join(_LEAVE_S)
+
+    def _make(
+        self, backend: str, place: GroupAddress, host: str, timeout_s: float, store: Store | None, first: Tensor
+    ) -> dist.ProcessGroup:
+        end, timeout = time.monotonic() + timeout_s, timedelta(seconds=timeout_s)
+        if store is None:
+            store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+        store = PrefixStore(place.group, store)
+        store.set(f"here/{place.rank}", "1")
+        everyone = [f"here/{rank}" for rank in range(place.size)]
+        self._poll(lambda: store.check(everyone), end)
+        group: dist.ProcessGroup = _MAKERS[backend](store, place.rank, place.size, host, timeout)
+        try:
+            work = _broadcast(group, first, timeout)
+            self._poll(work.is_completed, end)
+            work.wait()  # raises, where it has ended by a failure
+        except BaseException:
+            break_off(group)
+            raise
+        return group
+
+    def _poll(self, is_done: Callable[[], bool], end: float) -> None:
+        while not is_done():
+            if self._given_up.wait(_POLL_MAKING_S):
+                raise RuntimeError("it was left before all members had come")
+            if time.monotonic() > end:
+                raise RuntimeError("not all of its members came")
 
 
 def _make_gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
