@@ -20,13 +20,10 @@ SCORE_S = 0.05 * NUM_SCORERS
 NUM_EPOCHS = round(CHAOS_S * NUM_SCORERS / (40 * SCORE_S) * (0.5 if CHAOS_S >= 120 else 1))
 LAUNCHER = os.environ.get("OFFBEAT_CHAOS_LAUNCHER", "local")
 SEED = int(os.environ.get("OFFBEAT_CHAOS_SEED", "0"))
-pytestmark = pytest.mark.timeout(1500 + 5 * CHAOS_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500 + 5 * CHAOS_S)]
 
 
-@pytest.mark.parametrize(
-    "may_be_driver",
-    [pytest.param(False, marks=pytest.mark.nightly, id="roles"), pytest.param(True, id="roles and driver")],
-)
+@pytest.mark.parametrize("may_be_driver", [False, True], ids=["roles", "roles and driver"])
 def test_random_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_be_driver: bool) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # the job adds to it
     job, draw, killed = Job.make(tmp_path, NUM_EPOCHS, score_s=SCORE_S), random.Random(SEED), []

@@ -79,7 +79,7 @@ def test_a_piece_that_fails_crashes_or_does_not_end_says_so(tmp_path):
 def test_figures_that_came_before_the_end_are_kept_however_it_ends(tmp_path, ending, words):
     body = f"def run(place):\n    place.note({{'a': 1.5}})\n    place.note({{'b': 2}})\n    {ending}"
     script, out = write_piece(tmp_path, "piece", body), tmp_path / "piece.json"
-    result = run.run_piece(script, "cpu", out, 20.0)
+    result = run.run_piece(script, "cpu", out, 10.0)
     assert result["figures"] == {"a": 1.5, "b": 2}
     assert not result["passed"]
     assert words in result["error"]

@@ -260,7 +260,9 @@ def test_a_member_that_leaves_a_group_no_other_has_joined_leaves_no_thread_behin
     """A thread that waits in torch while the process ends can abort it."""
     store = open_store("127.0.0.1", deadline_s=30)
     group = WeightGroup("cpu")
-    group.join(GroupAddress("alone", 1, 2, "127.0.0.1", store.port), "127.0.0.1", Deadline("weight sync of version 1", 30))
+    group.join(
+        GroupAddress("alone", 1, 2, "127.0.0.1", store.port), "127.0.0.1", Deadline("weight sync of version 1", 30)
+    )
     (making,) = [thread for thread in threading.enumerate() if thread.name == "offbeat-weight-group"]
     time.sleep(0.3)  # it has come to its wait
     begin = time.monotonic()
