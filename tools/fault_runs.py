@@ -36,7 +36,7 @@ CHILDREN_S: Final = 5.0
 # The beginning of the monitor's own lines, and the text of its short lines, which only point to another rank's report.
 HEADLINE: Final = "offbeat liveness: "
 SUSPICION: Final = f"{HEADLINE}suspicion: "
-POINTER: Final = ", told in full by "
+POINTER: Final = ", reported in full by "
 CLEARING: Final = "moves again"
 FAILURE: Final = f"{HEADLINE}the wait has failed"
 # What the programs use; imported once, not by each rank.

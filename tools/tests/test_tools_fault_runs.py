@@ -88,7 +88,7 @@ overwrite? offbeat liveness: wait-cycle: rank 0 waits for rank 1
 
 
 def test_what_a_monitor_says_is_counted_once_and_pointers_are_not():
-    seen = Observation(outputs={0: PRINTED, 1: "offbeat liveness: rank 1: wait-cycle, told in full by rank 0\n"})
+    seen = Observation(outputs={0: PRINTED, 1: "offbeat liveness: rank 1: wait-cycle, reported in full by rank 0\n"})
     assert [each.what for each in seen.messages] == ["suspicion", "clearing", "failure", "proof"]
     assert {each.rank for each in seen.messages} == {0}
 

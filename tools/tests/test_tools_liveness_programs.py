@@ -7,7 +7,7 @@ from liveness_table import BEGIN, BEGIN_HEALTHY, END, fault_table, healthy_table
 
 SUSPICION = "offbeat liveness: suspicion: missing-member: rank 0 never came to barrier\n  since: now\n"
 CLEARING = "offbeat liveness: it moves again: after 4 s\n"
-POINTER = "offbeat liveness: rank 1: missing-member, told in full by rank 0\n"
+POINTER = "offbeat liveness: rank 1: missing-member, reported in full by rank 0\n"
 
 
 @pytest.mark.parametrize(("catalogue", "folder"), [(CATALOGUE, FAULTS), (HEALTHY, PROGRAMS)])

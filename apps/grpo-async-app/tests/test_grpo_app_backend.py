@@ -357,7 +357,7 @@ def test_an_engine_that_comes_up_between_two_syncs_gets_the_version_that_the_tra
             fleet.engines._without_weights.task_done()
 
         logger.updated = lambda *_: None
-        trainer.call, trainer.heard = call, lambda _: nullcontext()
+        trainer.call, trainer.reporting_progress = call, lambda _: nullcontext()
         fleet._trainer = cast("Any", trainer)
         fleet.offer_weights = lambda version: version  # type: ignore[method-assign, assignment, return-value]
         fleet.engines.sync_late = sync_late  # type: ignore[method-assign, assignment]

@@ -11,7 +11,7 @@ from grpo_async_app._run.log.activity import RunView, describe_start
 from offbeat_actors import RolePlace
 from offbeat_async_policy import AsyncConfig, AsyncPolicy
 from offbeat_core import RoleName
-from offbeat_testing import RunningCommand, tell_every_stage
+from offbeat_testing import RunningCommand, log_every_stage
 
 STAGES = (
     "reading the configuration",
@@ -30,7 +30,7 @@ STAGES = (
 def test_a_run_says_what_it_does_and_its_roles_write_their_logs(
     forked_main: Main, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell_every_stage(monkeypatch)
+    log_every_stage(monkeypatch)
     monkeypatch.setattr("grpo_async_app._run.log.activity._POLL_EVERY_S", 0.002)
     run = tmp_path / "run"
     with RunningCommand(forked_main, "train", config, "--out", run) as process:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_testing import RunningCommand, tell_every_stage
+from offbeat_testing import RunningCommand, log_every_stage
 from sft_app import _cli
 
 
 @pytest.fixture(autouse=True)
 def _every_stage_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_every_stage(monkeypatch)
+    log_every_stage(monkeypatch)
 
 
 def said_by(*words: object) -> list[str]:

@@ -278,7 +278,7 @@ class RanksEngine:
         return answer
 
     async def _call_ranks(self, method: str, args: tuple[Any, ...], returns: Any, notify: Notify | None) -> Any:
-        async with self._living.heard(notify) if notify else nullcontext():
+        async with self._living.reporting_progress(notify) if notify else nullcontext():
             deadline_s = self._config.engine.update_deadline_s
             return await self._living.call(method, *args, returns=returns, deadline_s=deadline_s)
 

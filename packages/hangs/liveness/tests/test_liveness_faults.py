@@ -52,7 +52,7 @@ def test_a_missing_member_is_named_with_its_line_and_everybody_leaves_with_4(wit
     assert verdict.stalled_s <= STALL_S + 2
     counts = [text.count("offbeat liveness: suspicion: missing-member") for text in outcome.outputs]
     assert counts == [1, 0, 0]
-    assert "rank 2: missing-member, told in full by rank 0" in outcome.outputs[2]
+    assert "rank 2: missing-member, reported in full by rank 0" in outcome.outputs[2]
     assert {head.name for head in read_heads(outcome.directory / "dumps")} == {"rank 0", "rank 1", "rank 2"}
     assert all("cannot page anybody about missing-member" in text for text in outcome.outputs)
 

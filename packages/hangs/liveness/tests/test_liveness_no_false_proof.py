@@ -160,7 +160,7 @@ def test_a_circle_in_which_a_process_has_not_answered_is_no_proof() -> None:
     one = head(0, member("a", ranks, entry(1, group="a")), member("b", ranks), waits=(in_collective("a", 1),))
     other = head(1, member("a", ranks), member("b", ranks, entry(1, group="b")), waits=(in_collective("b", 1),))
     assert found(one, other).is_proof
-    assert not found(one, dataclasses.replace(other, is_heard=False)).is_proof
+    assert not found(one, dataclasses.replace(other, has_answered=False)).is_proof
 
 
 def outside(text: str, age_s: float = 70.0, **more: object) -> Wait:
@@ -277,7 +277,9 @@ def test_a_stall_is_over_when_those_that_waited_say_so() -> None:
     verdict = found(waits, late)
     overlaps = dataclasses.replace(waits, waits=())
     assert not is_over(WaitGraph(heads=[waits, late], stall_after_s=STALL_S), verdict)
-    assert not is_over(WaitGraph(heads=[dataclasses.replace(overlaps, is_heard=False)], stall_after_s=STALL_S), verdict)
+    assert not is_over(
+        WaitGraph(heads=[dataclasses.replace(overlaps, has_answered=False)], stall_after_s=STALL_S), verdict
+    )
     assert is_over(WaitGraph(heads=[overlaps, late], stall_after_s=STALL_S), verdict)
 
 
@@ -290,7 +292,7 @@ def test_a_stall_is_not_over_because_the_waiting_rank_is_too_busy_to_answer() ->
     for time_s in (0.0, 1.0):
         silences.note(("vm", 0), TreeUsage(cpu_s=time_s, time_s=time_s, num_processes=1))
     busy = silences.stand_in(address, 70.0)
-    assert busy.is_heard, "it moves"
+    assert busy.has_answered, "it moves"
     assert not is_over(WaitGraph(heads=[busy, late], stall_after_s=STALL_S), verdict)
 
 
@@ -369,7 +371,7 @@ def test_a_missing_rank_that_is_in_a_call_of_torch_is_reported_with_that() -> No
 
 def test_a_rank_that_has_not_answered_yet_is_not_said_to_move() -> None:
     """It may hold the GIL and compute, or hang there: that is known after several looks."""
-    silent = head(1, still_s=0.0, threads=(), is_heard=False, notes=("rank 1 does not answer (1 of 3 looks)",))
+    silent = head(1, still_s=0.0, threads=(), has_answered=False, notes=("rank 1 does not answer (1 of 3 looks)",))
     verdict = found(head(0, member("0", (0, 1), entry(1)), waits=(in_collective("0", 1),)), silent)
     assert (verdict.kind, verdict.is_proof) == ("straggler", False)
     assert "rank 1 is silent so far, and may only be slow" in verdict.headline

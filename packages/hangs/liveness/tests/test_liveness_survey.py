@@ -268,7 +268,7 @@ def test_a_process_that_waited_when_it_last_answered_is_still_in_that_wait(peers
         said = ProcessSnapshot(key="x", name="rank 1", rank=1, waits=(in_barrier,), time_s=time.time() - 5.0)
         survey._said[key] = said
         found = survey.look(OWN, {}, {}, stall_after_s=STALL_S).by_name["rank 1"]
-    assert not found.is_heard
+    assert not found.has_answered
     assert found.waits == (in_barrier,)
 
 

@@ -45,7 +45,7 @@ def test_a_group_says_how_far_it_is_while_it_works_and_no_longer(
     async def scenario() -> None:
         async with LocalLauncher("test") as launcher:
             group = ActorGroup(await start_all(launcher, "Counting", ["trainer-0", "trainer-1"], role_env), 30.0)
-            async with group.heard(reported.append):
+            async with group.reporting_progress(reported.append):
                 await group.call("work", 4, 0.2, deadline_s=60)
             num_reported = len(reported)
             await asyncio.sleep(0.1)
@@ -63,7 +63,7 @@ def test_a_role_that_dies_at_work_is_named_by_the_call_and_not_by_the_questions(
     async def scenario() -> None:
         async with LocalLauncher("test") as launcher:
             group = ActorGroup(await start_all(launcher, "Counting", ["trainer-0"], role_env), 30.0)
-            async with group.heard(lambda _: None):
+            async with group.reporting_progress(lambda _: None):
                 working = asyncio.create_task(group.call("work", 100, 1.0, deadline_s=60))
                 await asyncio.sleep(0.2)
                 group.actors[0].kill()

@@ -156,7 +156,7 @@ def test_a_member_that_can_never_serve_again_fails_all_that_wait_and_all_that_as
 
 def test_others_continue_without_a_member_only_where_the_pool_says_so() -> None:
     class Flexible(Pool[Member]):
-        def goes_on_without(self, member: Member, error: OffbeatError) -> bool:
+        def continues_without(self, member: Member, error: OffbeatError) -> bool:
             return isinstance(error, PlacementError)
 
     async def scenario() -> None:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
         CommandConformance,
         CommandEnded,
         CommandLine,
+        log_every_stage,
         small_grpo_run,
         small_sft_run,
-        tell_every_stage,
     )
     from offbeat_testing._disk import DAMAGES, DiskRecord, DiskStep, drop_digests
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
@@ -57,6 +57,7 @@ __all__ = [
     "fork_roles",
     "forked_main",
     "large_model_configs",
+    "log_every_stage",
     "logprob_errors",
     "ray_nodes",
     "read_terminal",
@@ -64,7 +65,6 @@ __all__ = [
     "reference_model",
     "small_grpo_run",
     "small_sft_run",
-    "tell_every_stage",
     "tiny_model",
     "tiny_tokenizer",
     "tiny_vision_model",
@@ -75,7 +75,7 @@ __all__ = [
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
-        "_commands": "CommandConformance CommandEnded CommandLine small_grpo_run small_sft_run tell_every_stage",
+        "_commands": "CommandConformance CommandEnded CommandLine log_every_stage small_grpo_run small_sft_run",
         "_disk": "DAMAGES DiskRecord DiskStep drop_digests",
         "_fakes": "FakeRolloutEngine FakeWeightStream Script",
         "_forked_roles": "fork_roles forked_main",

@@ -67,7 +67,7 @@ class CommandLine:
         return ended.err
 
 
-def tell_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def log_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have commands of this process and its forks write a line about each stage, however short, for a whole test.
 
     In a test most stages take less than the time after which a log gets a line, or than the time between two polls.

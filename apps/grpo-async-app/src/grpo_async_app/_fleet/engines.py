@@ -237,7 +237,7 @@ class Engines(Pool[Engine]):
         member.version = None
         self._speeds.forget(member.name)
 
-    def goes_on_without(self, member: Engine, error: OffbeatError) -> bool:
+    def continues_without(self, member: Engine, error: OffbeatError) -> bool:
         """Let the others continue without an engine that has no place any more."""
         # Not where it is the last one: then nothing would sample any more.
         if not isinstance(error, PlacementError) or self._staying == [member.role]:

@@ -253,7 +253,7 @@ def _write_bounds(draft: RecipeBuilder, kind: str) -> None:
 
 def _write_teacher(draft: RecipeBuilder) -> None:
     name = "orchestrator.algo.teacher.name"
-    draft.copy("teacher.path", name, told=FETCHED)
+    draft.copy("teacher.path", name, note=FETCHED)
     if "teacher.path" not in draft.entries:
         draft.lose(draft.named("orchestrator.algo.type", _MODE), "no teacher is named: set teacher.path")
         return
@@ -270,7 +270,7 @@ def _write_buffer(draft: RecipeBuilder) -> None:
         ("high", f"{_BUFFER}easy_threshold", lambda share: min(share, 1.0 - _NEARLY_NONE)),
     ):
         note = "never drawn again there; here drawn curriculum.outside_weight times as often as others"
-        draft.copy(f"curriculum.{key}", name, convert=bound, told=note)
+        draft.copy(f"curriculum.{key}", name, convert=bound, note=note)
 
 
 def _write_filters(draft: RecipeBuilder) -> None:

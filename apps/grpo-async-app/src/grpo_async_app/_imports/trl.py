@@ -70,9 +70,9 @@ def import_trl(options: Mapping[str, Any]) -> RecipeBuilder:
 
 
 def _write_data(draft: RecipeBuilder) -> None:
-    draft.copy("model.path", "model_name_or_path", told=FETCHED)
+    draft.copy("model.path", "model_name_or_path", note=FETCHED)
     draft.copy("model.trust_remote_code", "trust_remote_code")
-    draft.copy("data.path", *_DATA, told=FETCHED)
+    draft.copy("data.path", *_DATA, note=FETCHED)
     draft.copy("data.split", "dataset_train_split")
     draft.copy("data.prompt_column", "dataset_prompt_column")
     draft.copy("data.answer_column", "dataset_solution_column")
@@ -103,7 +103,7 @@ def _write_prompt_length(draft: RecipeBuilder) -> None:
     """TRL has no limit of its own since 2026: what the engine's length leaves beside the completion, or our default."""
     if draft.has("max_prompt_length"):
         note = "longer prompts were truncated there; here they are left out and counted"
-        draft.copy("data.max_prompt_tokens", "max_prompt_length", told=note)
+        draft.copy("data.max_prompt_tokens", "max_prompt_length", note=note)
         return
     room = draft.number(*_LONGEST, default=0) - draft.number("max_completion_length", default=_MAX_COMPLETION)
     names = _LONGEST if room > 0 else ()

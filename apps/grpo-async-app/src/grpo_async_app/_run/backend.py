@@ -256,7 +256,7 @@ class GrpoBackend:
     async def _train(self, groups: list[SampledGroup], version: int) -> Metrics:
         trainer, settings, self._trained = self._fleet.trainer, self._config.async_, ""
         with self._clock.busy(_TRAINER):
-            async with trainer.heard(self._note_trained):
+            async with trainer.reporting_progress(self._note_trained):
                 metrics: Metrics = await trainer.call(
                     "update",
                     groups,

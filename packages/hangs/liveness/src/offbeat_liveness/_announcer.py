@@ -138,7 +138,7 @@ class Announcer:
             return
         self._announced, self._unanswered = (verdict.key, ends_run), {}
         if verdict.is_proof or ends_run:
-            say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, told in full by {leader}")
+            say(f"offbeat liveness: {self._peers.own_name()}: {verdict.kind}, reported in full by {leader}")
         self._notify_program(verdict)
         self._dumps.write_head(self._read_head())
 

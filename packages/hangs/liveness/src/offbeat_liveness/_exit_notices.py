@@ -1,7 +1,7 @@
 """Exit notices: what processes of the run report about their own end, to the lowest that answer.
 
-A farewell is certain. Last words are those of a process that may keep running, such as one that prints an error by
-sys.excepthook: they count once it is gone.
+A notice of an exit is certain. A notice of an error is from a process that may keep running, such as one that prints
+an error by sys.excepthook: it counts once that process is gone.
 """
 
 import threading
@@ -22,20 +22,20 @@ MAX_CANDIDATES: Final = 16
 MAX_LEFT: Final = 64
 GONE_S: Final = 2.0  # within which a process is gone that has reported an error because it ends
 LOOK_S: Final = 0.05
-Kind = Literal["farewell", "last words"]
+Kind = Literal["exit", "error"]
 
 
 class ExitNotices:
     """Record of the exit notices of others that this process has received, and the sender of its own.
 
     Attributes:
-        left: last snapshots of processes that have ended.
-        last_words: of those that may have been about to end.
+        exited: last snapshots of processes that have ended.
+        error_notices: of those that may have been about to end.
     """
 
     def __init__(self, peers: Peers, closed: threading.Event) -> None:
-        self.left: dict[Key, ProcessSnapshot] = {}
-        self.last_words: dict[Key, ProcessSnapshot] = {}
+        self.exited: dict[Key, ProcessSnapshot] = {}
+        self.error_notices: dict[Key, ProcessSnapshot] = {}
         self._peers, self._closed = peers, closed
 
     def notify(self, head: ProcessSnapshot, kind: Kind) -> None:
@@ -53,18 +53,18 @@ class ExitNotices:
         Args:
             head: that process's snapshot of itself.
             kind: whether its end is certain.
-            when_gone: called, in a thread of its own, if one that has failed by its last words is gone soon after.
+            when_gone: called, in a thread of its own, if one that has reported an error is gone soon after.
         """
         key = (head.host, head.pid)
-        if kind == "farewell":
-            self.left[key] = head
+        if kind == "exit":
+            self.exited[key] = head
             return
-        self.last_words.pop(key, None)
-        self.last_words[key] = head
-        if len(self.last_words) > MAX_LEFT:
-            self.last_words.pop(next(iter(self.last_words)))
+        self.error_notices.pop(key, None)
+        self.error_notices[key] = head
+        if len(self.error_notices) > MAX_LEFT:
+            self.error_notices.pop(next(iter(self.error_notices)))
         if head.state == "failed" and head.host == HOST:
-            OwnThread(self._await_end, "last-words", [head, when_gone]).start()
+            OwnThread(self._await_end, "error-notice", [head, when_gone]).start()
 
     def _await_end(self, head: ProcessSnapshot, when_gone: Callable[[], None]) -> None:
         end_s = time.monotonic() + GONE_S
@@ -77,5 +77,5 @@ class ExitNotices:
         """Return whether a process that has failed is still on its way out."""
         return any(
             head.state == "failed" and head.host == HOST and pid_state(head.pid, head.born) == "runs"
-            for head in list(self.left.values())
+            for head in list(self.exited.values())
         )

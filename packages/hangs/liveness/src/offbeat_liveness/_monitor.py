@@ -194,7 +194,7 @@ class Monitor:
             hook.close()
 
     def _look_around(self, stall_after_s: float) -> WaitGraph:
-        return self._survey.look(self.head(), self._ends.left, self._ends.last_words, stall_after_s=stall_after_s)
+        return self._survey.look(self.head(), self._ends.exited, self._ends.error_notices, stall_after_s=stall_after_s)
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -300,7 +300,7 @@ class Monitor:
 
     def _find_leader(self) -> Any:
         me = self._peers.me()
-        others = {key: each for key, each in self._peers.running().items() if key not in self._ends.left}
+        others = {key: each for key, each in self._peers.running().items() if key not in self._ends.exited}
         lower = {key: each for key, each in others.items() if me is None or each.order < me.order}
         candidates = dict(list(lower.items())[:MAX_CANDIDATES])
         replies = ask_all(candidates, {"ask": "ping"}, self._peers.secret, PING_S) if candidates else {}
@@ -396,7 +396,7 @@ class Monitor:
             self._alarm.set()
         elif kind == "pids":
             return states_of_pids(message["pids"])
-        elif kind in ("farewell", "last words"):
+        elif kind in ("exit", "error"):
             self._receive_end(message, kind)
         elif kind == "verdict":
             verdict = from_data(Verdict, message["verdict"])
@@ -417,13 +417,13 @@ class Monitor:
         head = self.head()
         self._dumps.write_head(head)
         return head_answer(
-            dataclasses.replace(head, left=tuple(self._ends.left.values())[-MAX_LEFT:]), in_brief=in_brief
+            dataclasses.replace(head, left=tuple(self._ends.exited.values())[-MAX_LEFT:]), in_brief=in_brief
         )
 
     def _report_end(self, error: BaseException | None, is_certain: bool) -> None:
         """Notify the lowest processes that answer how this one ends; a failure is looked at before it is gone."""
         if not is_certain:
-            self._report_last_words(error)
+            self._report_error(error)
             return
         if self._ending.has_begun:
             self._end_with_the_others(error)
@@ -435,12 +435,12 @@ class Monitor:
         head = _as_ended(self.head(), error)
         self._dumps.write_head(head)
         if error is not None:
-            self._have_failure_looked_at(head, "farewell")
-        self._ends.notify(head, "farewell")
+            self._have_failure_looked_at(head, "exit")
+        self._ends.notify(head, "exit")
         self._ending.give_up()
         self._stop()
 
-    def _report_last_words(self, error: BaseException | None) -> None:
+    def _report_error(self, error: BaseException | None) -> None:
         """Report what this process may end with; a lost peer is looked for at once, as there may be no later look."""
         if self._ending.has_begun:
             if error is not None and is_secondary(describe(error)[0]) and not self._ending.is_finishing():
@@ -448,11 +448,11 @@ class Monitor:
             return
         head = _as_ended(self.head(), error)
         if not is_secondary(head.error):
-            self._ends.notify(head, "last words")
+            self._ends.notify(head, "error")
             return
         self._error = error  # for the look alone: the program may go on
         try:
-            self._have_failure_looked_at(head, "last words")
+            self._have_failure_looked_at(head, "error")
             self._dumps.flush(DUMPS_S)
         finally:
             self._error = None

@@ -141,7 +141,7 @@ def _outside_party(graph: WaitGraph, head: ProcessSnapshot, thread: str) -> Part
     stack = head.threads[0].stack if head.threads else ()
     why = outside_chain(graph, head.name)
     why += _in_flight(head, head.threads[0].name) if head.threads else ""
-    if not head.is_heard:
+    if not head.has_answered:
         return Party(name=head.name, rank=head.rank, part="moving", doing="silent so far", stack=stack)
     if graph.is_moving(head, thread):
         doing = f"in no collective, moving{why}{_last_entered(head)}"

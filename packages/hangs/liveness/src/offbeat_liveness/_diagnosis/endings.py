@@ -36,8 +36,8 @@ def is_over(graph: WaitGraph, verdict: Verdict) -> bool:
     place = (verdict.op, verdict.group, verdict.seq)
     heads = [head for head in graph.heads if head.name in verdict.arrived]
     waits = [wait for head in heads for wait in head.waits if (wait.what, wait.group, wait.seq) == place]
-    is_heard = not heads or any(head.is_heard and not head.is_stand_in for head in heads)
-    return is_heard and all(wait.age_s < graph.stall_after_s for wait in waits)
+    has_answered = not heads or any(head.has_answered and not head.is_stand_in for head in heads)
+    return has_answered and all(wait.age_s < graph.stall_after_s for wait in waits)
 
 
 def how_it_ended(graph: WaitGraph, verdict: Verdict) -> Ending:
@@ -81,7 +81,7 @@ def _has_not_come(graph: WaitGraph, name: str, verdict: Verdict) -> bool:
         return True
     if (entered := _entered(head, verdict)) is not None:
         return entered < verdict.seq
-    return absent is None and head.is_heard and head.still_s >= graph.stall_after_s
+    return absent is None and head.has_answered and head.still_s >= graph.stall_after_s
 
 
 def _entered(head: ProcessSnapshot, verdict: Verdict) -> int | None:

@@ -57,7 +57,7 @@ class AbsentProcess:
 
     Args:
         name, rank, world: its identity.
-        fate: killed (gone without a word), crashed (ended by native code, as its last words say), exited (left without
+        fate: killed (gone without a word), crashed (by native code, as its crash report says), exited (left without
             an error), left (runs, and has destroyed the group), raised, stopped (SIGSTOP or a debugger), silent (its
             pid is there, its monitor does not answer), unreachable (another host that cannot be asked), never-came,
             unwatched (in the world, without a monitor).
@@ -171,7 +171,7 @@ class WaitGraph:
             edge
             for head in self.heads
             for wait in head.waits
-            if head.is_heard and wait.kind != "outside" and wait.age_s >= least_s and self._is_held_up(head, wait)
+            if head.has_answered and wait.kind != "outside" and wait.age_s >= least_s and self._is_held_up(head, wait)
             for edge in self._edges_of(head, wait)
         ]
 
@@ -206,7 +206,7 @@ class WaitGraph:
             (head, wait)
             for head in self.heads
             for wait in head.waits
-            if head.is_heard
+            if head.has_answered
             and wait.kind != "outside"
             and unanswered_s(head, wait) >= self.stall_after_s
             and self._is_held_up(head, wait)

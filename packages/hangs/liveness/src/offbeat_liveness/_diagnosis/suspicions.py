@@ -124,7 +124,7 @@ def _straggler(graph: WaitGraph, edges: Sequence[Edge], ends: Sequence[Edge]) ->
         return None
     edge = max(late, key=lambda each: each.wait.age_s)
     names = sorted({each.target for each in late}, key=name_order)
-    if not any(graph.by_name[name].is_heard for name in names):
+    if not any(graph.by_name[name].has_answered for name in names):
         headline = f"{are(names, 'silent so far, and may only be slow')}; {waiters(graph, edge)} in "
         headline += call_text(edge.wait, edge.group)
         return build_verdict(graph, "straggler", headline, edges, edge, missing=names, advice=ADVICE["silent-so-far"])

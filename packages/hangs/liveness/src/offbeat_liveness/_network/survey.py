@@ -219,9 +219,15 @@ class SilenceHistory:
         elif known.is_moving:
             note = f"{address.name} does not answer, but computes: native code in it holds the GIL, or its host is busy"
         busy = max(known.busy, BUSY)
-        is_heard = is_leaving or known.is_moving  # what it does is known although it does not answer
+        has_answered = is_leaving or known.is_moving  # what it does is known although it does not answer
         return _snapshot_of(
-            address, time_s=time.time(), still_s=still_s, busy=busy, notes=(note,), is_heard=is_heard, is_stand_in=True
+            address,
+            time_s=time.time(),
+            still_s=still_s,
+            busy=busy,
+            notes=(note,),
+            has_answered=has_answered,
+            is_stand_in=True,
         )
 
 
@@ -241,7 +247,7 @@ class Survey:
         self,
         own: ProcessSnapshot,
         left: dict[Key, ProcessSnapshot],
-        last_words: Mapping[Key, ProcessSnapshot],
+        error_notices: Mapping[Key, ProcessSnapshot],
         *,
         stall_after_s: float,
     ) -> WaitGraph:
@@ -250,8 +256,8 @@ class Survey:
         Args:
             own: snapshot of this process.
             left: last snapshots of processes that have ended; filled up with exit notices that the others received,
-                and with the last words of those that are gone.
-            last_words: last words of processes that may have been about to end.
+                and with the notices of those that are gone.
+            error_notices: snapshots of processes that may have been about to end.
             stall_after_s: what counts as too long.
         """
         others = self._peers.others()
@@ -266,7 +272,7 @@ class Survey:
             fates |= fates_now
             for key in quiet:
                 self._silences.note(key, before.get(key), after.get(key))
-        left.update({key: last_words[key] for key in quiet if fates[key] == "killed" and key in last_words})
+        left.update({key: error_notices[key] for key in quiet if fates[key] == "killed" and key in error_notices})
         self._silences.note_answers(heads)
         self._said = {key: each for key, each in (self._said | heads).items() if key in others}
         heads |= self._stand_ins(quiet, fates, heads, left)
@@ -364,7 +370,7 @@ class Survey:
         head = self._said.get(key)
         if head is None or all(wait.kind == "outside" for wait in head.waits):
             return None
-        return dataclasses.replace(head, is_heard=False)
+        return dataclasses.replace(head, has_answered=False)
 
     def _ask_fates(
         self, quiet: Mapping[Key, Address], heads: Mapping[Key, ProcessSnapshot]

@@ -67,7 +67,7 @@ class ExitHook:
 
     Programs call these too, and keep running: sys.excepthook to print an error that they have caught, atexit's
     functions before they turn into another program. So an end is certain, and reported once, only where the program's
-    outermost frame runs no more. All else are last words, which count once the process is gone.
+    outermost frame runs no more. All else are notices of errors, which count once the process is gone.
     """
 
     def __init__(self, report_end: ReportEnd, notes: ErrorNotes) -> None:
@@ -97,14 +97,14 @@ class ExitHook:
         where = f" at {stack[0]}" if stack else ""
         self._notes.add(f"it reported {text}{where} to sys.excepthook, and went on")
         if _is_main_thread():
-            self._say_last_words(error)
+            self._report_error(error)
 
     def _on_exit(self) -> None:
         error = _cause(sys.exc_info()[1]) or self._uncaught()
         if _is_ending():
             self._say(error)
         else:
-            self._say_last_words(error)
+            self._report_error(error)
 
     def _uncaught(self) -> BaseException | None:
         """Return the exception that has ended the main thread; another hook may have kept it to itself."""
@@ -118,7 +118,7 @@ class ExitHook:
             self._is_said = True
             self._report(error, is_certain=True)
 
-    def _say_last_words(self, error: BaseException | None) -> None:
+    def _report_error(self, error: BaseException | None) -> None:
         now_s = time.monotonic()
         if not self._is_said and os.getpid() == self._pid and now_s - self._words_s >= LAST_WORDS_S:
             self._words_s = now_s

@@ -240,7 +240,7 @@ class ProcessSnapshot:
         listens: ports at which this process accepts connections.
         notes: what the monitor could not see, reported once.
         left: last snapshots of processes that have notified this one of their end.
-        is_heard: False for one that has not answered this time. This is its last answer: it has come so far, but may
+        has_answered: False for one that has not answered this time. This is its last answer: it came so far, but may
             have continued since.
         is_stand_in: True where others have written this for a process that does not answer: they know whether it uses
             time, and nothing of its waits.
@@ -270,7 +270,7 @@ class ProcessSnapshot:
     listens: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     left: tuple["ProcessSnapshot", ...] = field(default=(), repr=False)
-    is_heard: bool = True
+    has_answered: bool = True
     is_stand_in: bool = False
 
     def group(self, key: tuple[str, tuple[int, ...] | str]) -> GroupSnapshot | None:

@@ -152,7 +152,7 @@ class RecipeBuilder:
         *names: str,
         default: Any = None,
         convert: Callable[[Any], Any] = lambda value: value,
-        told: str = "",
+        note: str = "",
     ) -> None:
         """Set a key, or several, to the value of an option, if there is one.
 
@@ -161,7 +161,7 @@ class RecipeBuilder:
             names: of the option; the first that is set counts.
             default: of the other framework; None leaves ours.
             convert: to our value.
-            told: what is said where the option is set, for it has another meaning here.
+            note: what is said where the option is set, for it has another meaning here.
         """
         for key in [keys] if isinstance(keys, str) else keys:
             value = self.take(*names, default=default)
@@ -176,8 +176,8 @@ class RecipeBuilder:
                 self.put(key, convert(value), *names)
             except (TypeError, ValueError, OverflowError):  # of another kind than the option is
                 self._leave_open(names, value, None)
-        if told and any(map(self.has, names)):
-            self.change(self.named(*names), told)
+        if note and any(map(self.has, names)):
+            self.change(self.named(*names), note)
 
     def change(self, name: str, text: str) -> None:
         """Say that something has another meaning here, or is counted in another unit."""

@@ -139,7 +139,7 @@ class ActorGroup:
         return answers[0]
 
     @contextlib.asynccontextmanager
-    async def heard(self, notify: Callable[[str], None]) -> AsyncIterator[None]:
+    async def reporting_progress(self, notify: Callable[[str], None]) -> AsyncIterator[None]:
         """Pass on how far the work of the last is while the block lasts: its `beat` answers with a text then.
 
         The last: of the ranks of a pipeline it is the one that sees the loss.

@@ -95,7 +95,7 @@ class Pool(Generic[M]):
     """Roles of one kind that are watched, and started again whenever they end, while the budget lasts.
 
     Must be made inside a running event loop. A subclass says what is special about its roles in `ask`, `on_up`,
-    `on_end` and `goes_on_without`.
+    `on_end` and `continues_without`.
 
     Args:
         start: starts the process of a role.
@@ -128,7 +128,7 @@ class Pool(Generic[M]):
     def on_end(self, member: M) -> None:
         """Take a member whose process has ended, before the next one is started."""
 
-    def goes_on_without(self, member: M, error: OffbeatError) -> bool:
+    def continues_without(self, member: M, error: OffbeatError) -> bool:
         """Return whether the others continue without a member that cannot be restarted; else the error is raised."""
         return False
 
@@ -248,7 +248,7 @@ class Pool(Generic[M]):
         try:
             member.actor = await start_again(self.keep.budget, member.name, cause, start, self.keep.notify)
         except OffbeatError as error:
-            if not self.goes_on_without(member, error):
+            if not self.continues_without(member, error):
                 raise
             return False
         if member.leaving:  # it was asked to while it was started: it has nothing to finish
