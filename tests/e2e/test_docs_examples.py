@@ -5,8 +5,10 @@ block that begins with a comment `# name.py` or `# name.toml` is a file of that 
 by pytest, and one with `ranks=4` is a program of its own on four ranks.
 """
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,9 @@ MODEL = "SmolLM2-135M-Instruct"
 REWARD_MODEL = "runs/reward/checkpoints/step-000100"
 ABORTED = 4
 LIMIT_S = 100
+# A server of its own imports these once and forks each program: most of a short program's time is their import.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["transformers", "offbeat_engine_torch", "offbeat_rollout_torch", "offbeat_serve"])
 
 
 def examples(page: Path) -> Iterator[tuple[Block, str]]:
@@ -98,9 +103,24 @@ def test_the_examples_of_a_page_run(tmp_path: Path, models: Path, found: list[Bl
     for module in sorted({file.stem for file in named.values() if file.suffix == ".py"}):
         run_python(["-c", f"import {module}"], tmp_path)
     if program.exists():
-        run_python([str(program)], tmp_path)
+        run_program(program)
     if tests.exists():
         run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)], tmp_path)
+
+
+def run_program(program: Path) -> None:
+    """Run a program as `python PROGRAM` does, in its folder."""
+    folder, printed = str(program.parent), program.with_suffix(".out")
+    printed.touch()
+    begin = f"import os, sys; os.chdir({folder!r}); sys.argv, sys.path[0] = [{str(program)!r}], {folder!r}"
+    output = f"[os.dup2(os.open({str(printed)!r}, os.O_WRONLY | os.O_APPEND), each) for each in (1, 2)]"
+    program.write_text(f"{begin}; {output}\n{program.read_text()}")
+    process = FORKS.Process(target=runpy.run_path, args=(str(program),), kwargs={"run_name": "__main__"})
+    process.start()
+    process.join(LIMIT_S)
+    code = process.exitcode
+    process.kill()
+    assert code == 0, f"{program}: exit code {code}\n{printed.read_text()}"
 
 
 def run_python(arguments: list[str], folder: Path) -> None:
