@@ -100,7 +100,7 @@ VERL = {
     "ppo_clip": ("vanilla", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}, {}),
     "cispo": ("cispo", {"clip_low": 0.2, "clip_high": 0.3}, {}),
     "gspo": ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, {}),
-    "sapo": ("sapo", {"options": {"tau_positive": 1.2, "tau_negative": 1.7}}, {}),
+    "sapo": ("sapo", {"options": {"tau_positive": 1.25, "tau_negative": 1.75}}, {}),
     "gmpo": ("geo_mean", {"clip_low": 0.2, "clip_high": 0.4}, {}),
     "gpg": ("gpg", {}, {}),
     "dppo_tv": ("dppo_tv", {"clip_low": 0.02, "clip_high": 0.05, "options": {"ratio_cap": 1.5}}, {}),
@@ -192,7 +192,7 @@ def trl_loss(kind, batch, *, threshold, beta, delta):
     ids_BT = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.long)
     trainer = Absent(
         accelerator=trl_accelerator(),
-        args=Absent(delta=delta, sapo_temperature_pos=1.2, sapo_temperature_neg=1.7, steps_per_generation=1),
+        args=Absent(delta=delta, sapo_temperature_pos=1.25, sapo_temperature_neg=1.75, steps_per_generation=1),
         beta=beta,
         current_gradient_accumulation_steps=1,
         epsilon_low=0.1,
@@ -229,7 +229,7 @@ def trl_loss(kind, batch, *, threshold, beta, delta):
 def test_a_loss_is_that_of_trl(kind, threshold, seed, spread):
     loss, aggregation = TRL[kind]
     batch = Batch(seed, spread, of_sequences=True)
-    options = {"tau_positive": 1.2, "tau_negative": 1.7} if loss == "sapo" else {}
+    options = {"tau_positive": 1.25, "tau_negative": 1.75} if loss == "sapo" else {}  # TRL rounds them to float32
     options |= {} if threshold is None else {"off_policy_mask": threshold}
     clips = {} if loss == "sapo" else {"clip_low": 1.0 if loss == "cispo" else 0.1, "clip_high": 0.3}
     dual = {"dual_clip": 1.6} if loss == "ppo_clip" else {}
