@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -269,6 +271,44 @@ def test_a_member_that_leaves_a_group_no_other_has_joined_leaves_no_thread_behin
     group.leave()
     assert not making.is_alive()
     assert time.monotonic() - begin < 10  # of 30
+
+
+@pytest.mark.nightly
+def test_groups_that_are_made_by_several_threads_at_once_do_not_end_the_process() -> None:
+    """Without the lock of first operations torch 2.11 crashes: so this runs in a process of its own."""
+    made = subprocess.run([sys.executable, "-c", MANY_GROUPS], capture_output=True, text=True, timeout=100)
+    assert made.returncode == 0, made.stderr[-2000:]
+
+
+MANY_GROUPS = """
+import sys, threading
+from offbeat_mesh import open_store
+from offbeat_weightsync import WeightGroup, _weight_group
+from offbeat_weightsync._connection import Deadline, GroupAddress
+
+make_group, together = _weight_group._MAKERS["gloo"], threading.Barrier(4)
+
+def make_together(*arguments):
+    group = make_group(*arguments)
+    together.wait(60)
+    return group
+
+def make(thread):
+    for number in range(200):
+        group, deadline = WeightGroup("cpu"), Deadline("a test", 30)
+        place = GroupAddress(f"{thread}/{number}", 0, 1, "127.0.0.1", store.port)
+        group.join(place, "127.0.0.1", deadline, store)
+        group.await_members(lambda: None, deadline)
+
+_weight_group._MAKERS["gloo"] = make_together
+sys.setswitchinterval(1e-6)
+store = open_store("127.0.0.1")
+threads = [threading.Thread(target=make, args=(thread,)) for thread in range(4)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
 
 
 def test_torch_takes_what_is_given_to_nccl() -> None:
