@@ -1,7 +1,7 @@
 """A configuration is written so that it loads back equal, and every key can be explained."""
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -73,6 +73,18 @@ def test_a_written_configuration_explains_each_key():
 def test_a_value_toml_lacks_is_not_written_as_something_else():
     with pytest.raises(TypeError, match="TOML cannot hold"):
         dump_config(Config(data=Data(options={"a": object()})))
+
+
+def test_a_word_beside_other_values_is_in_quotes():
+    cut: Any = setting("auto", "Cut rows.")
+    section = make_dataclass("Section", [("cut", bool | Literal["auto"], cut)], frozen=True, kw_only=True)
+    root = make_dataclass("Root", [("data", section)], frozen=True, kw_only=True)
+    text = explain(root, "data.cut")
+    assert 'type:    true or false or "auto"' in text
+    assert "example: --data.cut auto" in text
+    assert parse_config("[data]\ncut = false", root).data.cut is False
+    with pytest.raises(ConfigError, match='must be true or false or "auto"'):
+        parse_config("[data]\ncut = 'maybe'", root)
 
 
 def test_a_key_is_explained_with_type_unit_range_default_and_example():

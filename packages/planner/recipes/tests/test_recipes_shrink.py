@@ -64,6 +64,7 @@ def test_a_trainer_is_small_and_stays_as_small_as_it_was():
     assert (large.backend, large.device, large.num_ranks, large.max_updates) == ("megatron", "cpu", 2, 3)
     assert (large.warmup_steps, large.max_tokens_per_microbatch, large.lora_rank) == (1, 64, 4)
     assert large.learning_rate == 3e-5
+    assert shrunk(max_tokens_per_microbatch=0).max_tokens_per_microbatch == 64, "which is left to memory"
     tiny = shrunk(max_tokens_per_microbatch=16)
     assert (tiny.warmup_steps, tiny.max_tokens_per_microbatch, tiny.lora_rank) == (0, 16, 0)
 

@@ -77,7 +77,7 @@ def shrink_engine(engine: EngineT, *, wanted: str, taken: str, num_ranks: int, n
         "num_ranks": num_ranks,
         "max_updates": num_updates,
         "warmup_steps": min(engine.warmup_steps, 1),
-        "max_tokens_per_microbatch": min(engine.max_tokens_per_microbatch, 64),
+        "max_tokens_per_microbatch": min(engine.max_tokens_per_microbatch or 64, 64),
         "lora_rank": min(engine.lora_rank, 4),
         "options": _shrink_axes(options, num_ranks),
     }

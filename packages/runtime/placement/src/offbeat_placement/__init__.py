@@ -1,5 +1,6 @@
 """Placement of every rank of a run, a pure function from nodes and groups to a plan; and the memory that each needs."""
 
+from offbeat_placement._budget import FILLED_SHARE, BudgetSettings, choose_budget
 from offbeat_placement._check import check_plan, verify_placed
 from offbeat_placement._memory import (
     NUMBER_BYTES,
@@ -29,9 +30,11 @@ from offbeat_placement._shortfall import Change, Suggestion
 
 __all__ = [
     "ACCELERATOR",
+    "FILLED_SHARE",
     "NUMBER_BYTES",
     "Allocation",
     "Block",
+    "BudgetSettings",
     "Change",
     "ClassifierMemory",
     "ClusterView",
@@ -50,6 +53,7 @@ __all__ = [
     "TrainMemory",
     "available_cpus",
     "check_plan",
+    "choose_budget",
     "draw_plan",
     "fit_settings",
     "grid_nodes",

@@ -149,7 +149,7 @@ def type_words(annotation: Any) -> str:
         return " or ".join(type_words(arm) for arm in arms)
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
+        return f'"{args[0]}"' if len(args) == 1 else "one of " + ", ".join(str(arg) for arg in args)
     if named_class(annotation):
         return "tables, each under a name of your own"
     if annotation is dict or origin is dict or is_dataclass(annotation):
