@@ -145,7 +145,8 @@ def test_the_critic_makes_as_many_passes(config: Path, model: Path) -> None:
 
 def test_schedules_and_the_plan_count_the_steps_of_all_passes(config: Path) -> None:
     words = ["--algorithm.num_passes=3", "--async.require_batches=2", "--algorithm.advantage=gae"]
-    settings = load_config(config, GrpoConfig, [*words, "--critic.warmup_updates=1"])
+    words += ["--critic.warmup_updates=1", "--engine.max_tokens_per_microbatch=8192"]
+    settings = load_config(config, GrpoConfig, words)
     assert settings.train_engine("", num_updates=5).total_steps == (5 - 1) * 2 * 3
     assert settings.critic_engine("", num_updates=5).total_steps == 5 * 2 * 3
     batch = BatchArithmetic(settings)

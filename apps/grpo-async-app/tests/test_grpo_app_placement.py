@@ -40,6 +40,7 @@ trigger_parameter_sync_step = 5
 """
 
 SERVER = 'server = "engine.example:8000"'
+BUDGET = "--engine.max_tokens_per_microbatch=8192"  # which a run settles by memory
 IN_TURN = (
     "--async.staleness_threshold=0",
     "--async.trigger_parameter_sync_step=1",
@@ -399,7 +400,7 @@ def test_a_recipe_that_fits_needs_no_change() -> None:
 
 def test_the_batch_arithmetic_adds_up(config: Path) -> None:
     batch = BatchArithmetic(
-        load_config(config, GrpoConfig, ["--async.require_batches", "3", "--engine.num_ranks", "3"])
+        load_config(config, GrpoConfig, [BUDGET, "--async.require_batches", "3", "--engine.num_ranks", "3"])
     )
     assert (batch.groups_per_update, batch.samples_per_step, batch.samples_per_update) == (12, 8, 24)
     assert batch.max_admitted == 18

@@ -14,7 +14,8 @@ from offbeat_recipes import RunMemory
 
 COLOCATED = ("--cluster.colocate=true", "--async.staleness_threshold=0", "--async.partial_rollout=false")
 ON_ACCELERATORS = ("--engine.device=auto", "--rollout.device=auto")
-SETTLED = ("--engine.dtype=bfloat16", "--rollout.dtype=bfloat16", "--rollout.max_running=64")
+BUDGET = ("--engine.max_tokens_per_microbatch=8192", "--engine.activation_checkpointing=false")
+SETTLED = ("--engine.dtype=bfloat16", "--rollout.dtype=bfloat16", "--rollout.max_running=64", *BUDGET)
 
 
 def choose(config: Path, tmp_path: Path, gib: float, *words: str) -> tuple[int, tuple[str, ...]]:

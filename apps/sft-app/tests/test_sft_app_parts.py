@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from offbeat_core import check_limits, dump_config, load_config, parse_config
 from offbeat_data import EpochOrder, load_tokenizer
 from offbeat_placement import ClusterView, grid_nodes
-from offbeat_testing import CommandLine
+from offbeat_run import RunFolder
+from offbeat_testing import CommandLine, large_model_configs
 from sft_app._config import SftConfig
 from sft_app._preflight import Progress, batch_positions, check_run, settle_format
 
@@ -69,6 +70,47 @@ def test_the_device_decides_the_number_format(config: Path, words: list[str], re
 def test_a_run_keeps_what_was_left_open(config: Path) -> None:
     checked = check_run(load_config(config, SftConfig, ["--engine.dtype=auto"]))
     assert (checked.written.engine.dtype, checked.config.engine.dtype) == ("auto", "float32")
+
+
+OPEN = "--engine.max_tokens_per_microbatch=0"
+
+
+def test_a_resumed_run_keeps_the_micro_batches_it_was_begun_with(config: Path, tmp_path: Path) -> None:
+    begun = check_run(load_config(config, SftConfig, [OPEN]))
+    said = "engine.max_tokens_per_microbatch = 8192, activation_checkpointing = false (trains on CPUs)"
+    assert ("chosen", said) in begun.plan()
+    with RunFolder.create(tmp_path / "run", required_bytes=0) as run:
+        run.write_config(begun.written)
+        again = check_run(load_config(run.config, SftConfig))
+        anew = check_run(load_config(run.config, SftConfig, [OPEN]))
+    for engine in (begun.config.engine, again.written.engine, again.config.engine):
+        assert (engine.max_tokens_per_microbatch, engine.activation_checkpointing) == (8192, False)
+    assert again.choices == ()
+    assert anew.choices == ("engine.max_tokens_per_microbatch = 8192 (trains on CPUs)",)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "said"),
+    [
+        ("accelerator_memory_gib = 80", [], "32768, activation_checkpointing = true (trainer 46.6 of 68 GiB)"),
+        ("accelerator_memory_gib = 141", [], "8192, activation_checkpointing = false (trainer 85.6 of 120 GiB)"),
+        ("", [], "8192, activation_checkpointing = true (the memory of the devices is not known: recomputing makes"),
+        (
+            "accelerator_memory_gib = 80",
+            ["--model.path=gone"],
+            "8192, activation_checkpointing = true (the memory of the model",
+        ),
+    ],
+)
+def test_a_plan_for_a_cluster_says_what_its_devices_have_room_for(
+    command: CommandLine, config: Path, tmp_path: Path, memory: str, words: list[str], said: str
+) -> None:
+    model, nodes = large_model_configs(tmp_path / "large") / "Qwen3-8B", tmp_path / "nodes.toml"
+    nodes.write_text(f'[[nodes]]\nname = "one"\naccelerators = 8\n{memory}\n')
+    on_devices = ["--engine.device=auto", "--engine.dtype=auto", "--engine.num_ranks=8", OPEN]
+    ended = command("plan", config, "--cluster", nodes, f"--model.path={model}", *on_devices, *words)
+    assert ended.code == 0, ended.err
+    assert f"chosen engine.max_tokens_per_microbatch = {said}" in " ".join(ended.out.split())
 
 
 def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> None:

@@ -6,6 +6,7 @@ from offbeat_actors import ClusterConfig, available_cpus
 from offbeat_core import REQUIRED, TrainEngineConfig, TrainEngineSettings, load_backend, setting
 from offbeat_data import ConversationConfig
 from offbeat_objectives import PreferenceConfig
+from offbeat_placement import BudgetSettings
 from offbeat_run import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 
 
@@ -18,7 +19,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(TrainEngineSettings):
+class EngineConfig(BudgetSettings):
     """Section `engine`: the trainer. `lora_rank` above 0 trains adapters instead of all weights."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")

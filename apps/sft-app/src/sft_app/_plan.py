@@ -9,7 +9,16 @@ from offbeat_core import PlacementError, TrainLayout
 from offbeat_placement import ClusterView, Placement, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from sft_app._config import SftConfig
-from sft_app._preflight import Preflight, check_run, estimate_memory, request_resources, settle_format, sharing_ranks
+from sft_app._preflight import (
+    Preflight,
+    assume_budget,
+    check_run,
+    estimate_memory,
+    request_resources,
+    settle_budget,
+    settle_format,
+    sharing_ranks,
+)
 from sft_app._shrink import shrink_run
 
 
@@ -25,11 +34,17 @@ class SftPlanner(Planner[SftConfig]):
         """Places, how ranks share the model, and memory where the model's config.json is here."""
         config = settle_format(config, view)
         placement, engine = _place(config, view), config.engine
-        layout = layout_elsewhere(config.train_engine(engine.max_updates), engine.backend, engine.num_ranks)
+        wanted = assume_budget(config).train_engine(engine.max_updates)
+        layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
+        config, choices = settle_budget(config, layout, placement)
         return plan_unseen(
             placement,
             lambda: estimate_memory(config, layout, placement),
-            rows=[("batch", _batch_text(config, layout)), layout_row(layout, engine.backend)],
+            rows=[
+                ("batch", _batch_text(config, layout)),
+                layout_row(layout, engine.backend),
+                *(("chosen", each) for each in choices),
+            ],
             facts=_facts(config, layout),
         )
 

@@ -23,6 +23,7 @@ from offbeat_placement import (
     Placement,
     RankGroup,
     ResourceRequest,
+    choose_budget,
     read_shape,
     train_advice,
     train_memory,
@@ -39,7 +40,7 @@ from offbeat_run import (
     size_text,
     tracker_notices,
 )
-from sft_app._config import SftConfig
+from sft_app._config import EngineConfig, SftConfig
 from sft_app._examples import Example, ExampleSet, load_examples
 
 
@@ -61,13 +62,15 @@ class Preflight:
 
     Args:
         config: without open choices.
-        written: as it was given, which the run folder keeps.
+        written: as it was given, which the run folder keeps. The token budget is chosen in it: a resumed run computes
+            in the micro-batches it was begun with.
         examples: what to learn from, and how many rows it is of.
         held_out: the held-out examples a validation uses.
         num_updates: optimizer steps of the whole run.
         placement: every rank in its place, on the nodes that the launcher would start it on.
         layout: how the ranks of the trainer share the model.
         memory: estimate of one rank; None for a family whose formulas are not known.
+        choices: what the machine has decided, with reasons.
         notices: what is not as the recipe says.
         sample: text of the first training sequence, special tokens included.
         begun: where it continues from.
@@ -82,6 +85,7 @@ class Preflight:
     placement: Placement
     layout: TrainLayout
     memory: RunMemory | None = None
+    choices: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     sample: str = ""
     begun: Progress = Progress()
@@ -129,6 +133,7 @@ class Preflight:
         return [
             ("model", f"{model.family}, {count_text(model.num_parameters)} parameters, {model.path}"),
             ("trains", f"{trained}, {config.engine.backend} engine on {config.engine.device}, {config.engine.dtype}"),
+            *(("chosen", choice) for choice in self.choices),
             *([("loss", self._loss_text())] if config.preference.loss != "sft" else []),
             ("data", f"{counts.kept} {rows} of {counts.read} rows from {config.data.path}{left_out}{cut}"),
             (
@@ -209,23 +214,26 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         )
     num_updates = _count_updates(config, len(examples.train), begun)
     config.profile.check([RoleName("trainer", rank) for rank in range(config.engine.num_ranks)], num_updates)
-    wanted = config.train_engine(num_updates)
+    wanted = assume_budget(config).train_engine(num_updates)
     check_schedule(wanted, length_keys=LENGTH_KEYS)
     if reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
     layout = backend.plan(wanted, config.engine.num_ranks)
     _check_lengths(layout, (*examples.train, *examples.eval))
     placement = request_resources(config, view).place(view)
+    batch_tokens = _largest_batch(config, examples.train)
+    config, choices = settle_budget(config, layout, placement, batch_tokens, _longest_example(examples.train))
     return Preflight(
         config=config,
-        written=written,
+        written=replace(written, engine=written.engine.settle_budget_as(config.engine)),
         model=model,
         examples=examples,
         held_out=examples.eval[: config.eval.max_sequences or None],
         num_updates=num_updates,
         placement=placement,
         layout=layout,
-        memory=_estimate_memory(config, layout, placement, _largest_batch(config, examples.train)),
+        memory=_estimate_memory(config, layout, placement, batch_tokens),
+        choices=choices,
         notices=(*examples.notices, *_batch_notice(config, len(examples.train)), *tracker_notices(config.log)),
         sample=_sample_text(config, examples, tokenizer),
         begun=begun,
@@ -249,8 +257,16 @@ def _sample_text(config: SftConfig, examples: ExampleSet, tokenizer: Tokenizer) 
 
 def _largest_batch(config: SftConfig, examples: Sequence[Example]) -> int:
     """Tokens of one step at most: few short sequences do not fill a micro-batch."""
-    tokens = sorted(sum(len(each.ids) for each in example.all) for example in examples)
-    return sum(tokens[-config.engine.batch_size :])
+    return sum(sorted(map(_num_tokens, examples))[-config.engine.batch_size :])
+
+
+def _longest_example(examples: Sequence[Example]) -> int:
+    """Tokens of the longest sequence, or pair: it shares the computation of its prompt within one micro-batch."""
+    return max(map(_num_tokens, examples))
+
+
+def _num_tokens(example: Example) -> int:
+    return sum(len(each.ids) for each in example.all)
 
 
 def _estimate_memory(
@@ -260,6 +276,46 @@ def _estimate_memory(
         return estimate_memory(config, layout, placement, batch_tokens)
     except ModelError:
         return None  # an estimate is a help: a family without one can be trained all the same
+
+
+def settle_budget(
+    config: SftConfig,
+    layout: TrainLayout | None,
+    placement: Placement,
+    batch_tokens: int | None = None,
+    longest_tokens: int = 0,
+) -> tuple[SftConfig, tuple[str, ...]]:
+    """Settle `engine.max_tokens_per_microbatch = 0` and `engine.activation_checkpointing = "auto"`.
+
+    Args:
+        config: with all else that memory depends on settled.
+        layout: None where the backend cannot be asked.
+        placement: of the ranks.
+        batch_tokens: of one step at most; None where the data are not read.
+        longest_tokens: of one row; 0 where the data are not read.
+
+    Returns:
+        The configuration, and the choice with its reason; none where nothing was open.
+    """
+
+    def held(engine: EngineConfig) -> int:
+        memory = estimate_memory(replace(config, engine=engine), layout, placement, batch_tokens)
+        return memory.roles["trainer"].num_bytes
+
+    engine, said = choose_budget(
+        config.engine,
+        {"trainer": held},
+        placement.accelerator_bytes("trainer"),
+        on_cpu=placement.is_on_cpu("trainer"),
+        longest_tokens=longest_tokens,
+        step_tokens=batch_tokens or 0,
+    )
+    return replace(config, engine=engine), said
+
+
+def assume_budget(config: SftConfig) -> SftConfig:
+    """Return the configuration for what does not depend on the choice, such as the layout of the ranks."""
+    return replace(config, engine=config.engine.settle_budget(recomputes=True))
 
 
 def batch_positions(

@@ -1,8 +1,9 @@
-"""A whole GRPO run on the stand-in device: what names another device, in any role, ends it."""
+"""Whole runs on the stand-in device: what names another device, in any role, ends them."""
 
 import json
 import re
 import sys
+import tomllib
 
 import npu_standin
 import pytest
@@ -10,12 +11,16 @@ import torch
 
 from offbeat_actors import _server
 from offbeat_npu import _runtime
-from offbeat_testing import RunningCommand, forked_main, small_grpo_run, tiny_model
+from offbeat_testing import RunningCommand, forked_main, small_grpo_run, small_sft_run, tiny_model
 
 # Large steps, each sent before anything is sampled anew.
 IN_STEP = (
     *("--engine.max_updates=2", "--engine.learning_rate=1e-2", "--algorithm.entropy_coefficient=1"),
     *("--async.staleness_threshold=0", "--async.partial_rollout=false", "--eval.every_updates=0"),
+)
+# The memory of an NPU is known only once a process has opened it.
+BUDGET = (
+    "engine.max_tokens_per_microbatch = 8192, activation_checkpointing = true (the memory of the devices is not known"
 )
 
 
@@ -37,6 +42,15 @@ def where_it_is_installed(site, main):
     return run
 
 
+def assert_recomputed(run):
+    """The run said that it would recompute activations, and gave the engine settled values."""
+    assert BUDGET in (run / "plan.txt").read_text()
+    settled = tomllib.loads((run / "settled.toml").read_text())["engine"]
+    assert (settled["max_tokens_per_microbatch"], settled["activation_checkpointing"]) == (8192, True)
+    kept = tomllib.loads((run / "config.toml").read_text())["engine"]
+    assert (kept["max_tokens_per_microbatch"], kept["activation_checkpointing"]) == (8192, True), "a resume goes on so"
+
+
 @pytest.mark.parametrize("device", ["auto", pytest.param("npu", marks=pytest.mark.nightly)])
 def test_a_run_trains_and_samples_on_the_device(standin, tmp_path, device):
     npu_standin.write_plugin(tmp_path / "site", standin)
@@ -49,7 +63,21 @@ def test_a_run_trains_and_samples_on_the_device(standin, tmp_path, device):
     first, second = (each for each in logged if "train/reward" in each)
     assert first["engine/grad_norm"] > 1e-3, "there were no other weights to send"
     assert second["mismatch/abs_max_nats_lag0"] < 1e-4, "the engine did not sample with the weights of now"
+    assert_recomputed(tmp_path / "run")
     for role in ("trainer-0", "rollout-0"):
         held = re.search(r"the device held (\d+) bytes", (tmp_path / "run" / "logs" / f"{role}.log").read_text())
         assert held is not None, f"{role} did not open the device"
         assert int(held[1]) > (tmp_path / "model" / "model.safetensors").stat().st_size, f"{role} computed elsewhere"
+
+
+def test_a_fine_tuning_on_the_device_recomputes_what_its_memory_may_not_hold(standin, tmp_path):
+    npu_standin.write_plugin(tmp_path / "site", standin)
+    main = forked_main("sft_app", "offbeat_engine_torch")
+    config, run = small_sft_run(tmp_path, tiny_model(tmp_path / "model", hidden_size=32)), tmp_path / "run"
+    open_words = ["--engine.device=auto", "--engine.max_tokens_per_microbatch=0"]
+    words = ["train", config, "--out", run, *open_words, "--engine.max_updates=2", "--eval.every_updates=0"]
+    with RunningCommand(where_it_is_installed(tmp_path / "site", main), *words) as process:
+        assert process.wait() == 0, process.output
+    assert_recomputed(run)
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum("train/loss" in each for each in logged) == 2

@@ -9,6 +9,7 @@ from grpo_async_app._config.resolved import ResolvedRun, resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.role_specs import plan_threads
+from grpo_async_app._preflight.budget import assume_budget, settle_budget
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
@@ -48,8 +49,9 @@ class GrpoPlanner(Planner[GrpoConfig]):
         run = resolve(config)
         notices = [*check_settings(run), *_reward_notice(run)]
         engine = config.engine
-        wanted = config.train_engine(config.model.path, engine.max_updates)
+        wanted = assume_budget(config).train_engine(config.model.path, engine.max_updates)
         layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
+        config, budget = settle_budget(config, layout, placement)
         config, turns = choose_sleep_level(config, estimate_if_known(config, layout, placement), placement)
         batch = BatchArithmetic(config, layout)
         return plan_unseen(
@@ -58,7 +60,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
             rows=[
                 *batch.rows(),
                 layout_row(layout, engine.backend),
-                *_chosen([*choices, *chosen, *turns]),
+                *_chosen([*choices, *chosen, *budget, *turns]),
                 ("weights", transport),
             ],
             notices=[*notices, *batch.notices()],

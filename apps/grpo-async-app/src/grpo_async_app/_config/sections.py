@@ -23,6 +23,7 @@ from offbeat_core import (
 )
 from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
+from offbeat_placement import BudgetSettings
 from offbeat_run import HELD_OUT, VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 
 AUTO: Final = "auto"
@@ -171,7 +172,7 @@ class RolloutConfig(RolloutEngineSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(TrainEngineSettings):
+class EngineConfig(BudgetSettings):
     """Section `engine`: the trainer."""
 
     backend: str = setting("torch", "Training engine: torch, or another that is installed.")

@@ -35,7 +35,7 @@ class BatchArithmetic:
     """Numbers of one optimizer step, one update (R groups) and one sync (after K updates), from the configuration.
 
     Args:
-        config: of the run.
+        config: of the run, with its token budget settled.
         layout: how the trainer's ranks share the model; None where its backend cannot be asked: all data parallel.
         longest_prompt: tokens of the longest training prompt; None where the data are not read: the limit.
     """
@@ -60,6 +60,11 @@ class BatchArithmetic:
         # Passes of one rank in one step, when every sample is as long as it may be.
         of_a_pass = self.num_ranks * self.tokens_per_microbatch
         self.microbatches_per_rank = -(-self.samples_per_step * self.tokens_per_sample // of_a_pass)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one rank in one step, when every sample is as long as it may be."""
+        return -(-self.samples_per_step // self.num_ranks) * self.tokens_per_sample
 
     def as_data(self) -> dict[str, int]:
         return dict(vars(self))
@@ -123,9 +128,10 @@ def estimate_memory(
 ) -> RunMemory:
     """Estimate from the model's config.json; raises ModelError where it is not there, or of a family that is not known.
 
-    `layout` is None where the trainer's backend cannot be asked: as FSDP shards. With `placement`, engines that take
-    a share of their device are asked for their cache. With `longest_prompt`, in tokens, a micro-batch is taken to be no
-    larger than the samples of one optimizer step can make it.
+    What memory depends on is settled in `config`. `layout` is None where the trainer's backend cannot be asked: as FSDP
+    shards. With `placement`, engines that take a share of their device are asked for their cache. With
+    `longest_prompt`, in tokens, a micro-batch is taken to be no larger than the samples of one optimizer step can make
+    it.
     """
     shape, width = read_shape(config.model.path), trainer_width(config)
     layout = layout or TrainLayout(dp=config.engine.num_ranks // width, tp=width, zero_stage=3)
@@ -172,8 +178,7 @@ def _largest_microbatch(config: GrpoConfig, layout: TrainLayout, longest_prompt:
     limit = config.engine.max_tokens_per_microbatch
     if longest_prompt is None:
         return limit
-    batch = BatchArithmetic(config, layout, longest_prompt)
-    return min(limit, -(-batch.samples_per_step // batch.num_ranks) * batch.tokens_per_sample)
+    return min(limit, BatchArithmetic(config, layout, longest_prompt).tokens_per_step)
 
 
 def _estimate_reward_model(options: RewardModelOptions) -> MemoryEstimate:

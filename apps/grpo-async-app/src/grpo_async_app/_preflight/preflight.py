@@ -9,6 +9,7 @@ from grpo_async_app._config.resolved import Judge, ResolvedRun, Source, resolve
 from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
+from grpo_async_app._preflight.budget import settle_budget
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.data import check_validated, read_data, set_notices
 from grpo_async_app._preflight.engines import (
@@ -44,7 +45,7 @@ class Preflight:
     Args:
         run: with its prompts, and with what was chosen for what was left open.
         written: configuration before the choices, which the run folder keeps: a resume under other settings chooses
-            anew.
+            anew. The token budget is chosen in it: a resumed run computes in the micro-batches it was begun with.
         model: folder of the policy.
         prompts: training prompts of all sources, held-out prompts and their counts.
         placement: every rank in its place, on the nodes that the launcher would start it on.
@@ -142,20 +143,21 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(run.config, view)
     layout = _plan_engines(run, view, model, tokenizer)
     config, transport = choose_transport(run.config, placement)
+    config, budget = settle_budget(config, layout, placement, prompts.train_counts.longest)
     memory = estimate_if_known(config, layout, placement, prompts.train_counts.longest)
     config, turns = choose_sleep_level(config, memory, placement)
     run = replace(run, config=config)
     check_validated(run)
     return Preflight(
         run=run,
-        written=written,
+        written=replace(written, engine=written.engine.settle_budget_as(config.engine)),
         model=model,
         prompts=prompts,
         placement=placement,
         layout=layout,
         memory=memory,
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
-        choices=(*choices, *turns),
+        choices=(*choices, *budget, *turns),
         lora_sync=choose_lora_sync(run.config),
         transport=transport,
         reward_notes=reward_notes,

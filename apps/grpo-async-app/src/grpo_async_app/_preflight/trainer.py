@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.budget import assume_budget
 from offbeat_actors import check_kinds
 from offbeat_core import ConfigError, TrainBackend, TrainLayout, check_schedule, load_backend
 from offbeat_placement import ClusterView
@@ -12,6 +13,7 @@ from offbeat_run import LENGTH_KEYS
 
 def plan_trainer(config: GrpoConfig, num_updates: int, view: ClusterView) -> TrainLayout:
     """Ask the trainer's backend whether so many ranks can train this model with these settings, and how."""
+    config = assume_budget(config)
     config.profile.check(config.traced_roles, num_updates)
     if num_updates <= config.critic.warmup_updates:
         raise ConfigError(

@@ -5,13 +5,10 @@ from dataclasses import replace
 from typing import Final
 
 from grpo_async_app._config.sections import LEAST_THAT_FITS, GrpoConfig
-from offbeat_placement import Placement
+from offbeat_placement import FILLED_SHARE, MemoryEstimate, Placement
 from offbeat_recipes import RunMemory
 from offbeat_run import size_text
 
-FILLED_SHARE: Final = 0.85
-"""Share of a device's memory up to which its roles stay where they are: estimates leave out the runtime's own memory,
-workspaces and fragmentation."""
 GIVES_ALL: Final = 2
 
 
@@ -42,10 +39,40 @@ def _least(memory: RunMemory | None, placement: Placement) -> tuple[int, str]:
     total = placement.accelerator_bytes("trainer")
     if memory is None or not total:
         return GIVES_ALL, "it is not known what roles need" if total else "the memory of the devices is not known"
-    held: Counter[tuple[str, int]] = Counter()
-    for rank in placement.plan.ranks:
-        if rank.device is not None and rank.role in memory.roles:
-            held[rank.node, rank.device] += memory.roles[rank.role].num_bytes
-    needed = max(held.values(), default=0)
+    needed = held_bytes(memory, placement, 0)
     level = 0 if needed <= FILLED_SHARE * total else GIVES_ALL
     return level, f"the roles of a device need {size_text(needed)} of its {size_text(total)} together"
+
+
+def held_bytes(memory: RunMemory, placement: Placement, sleep_level: int) -> int:
+    """Bytes on the fullest of the trainer's devices, of all roles there: those that take turns sleep at a level."""
+    held: Counter[tuple[str, int]] = Counter()
+    takers = _turn_takers(placement)
+    for rank in placement.plan.ranks:
+        if rank.device is not None and rank.role in memory.roles:
+            estimate = memory.roles[rank.role]
+            held[rank.node, rank.device] += _kept_bytes(estimate, sleep_level if rank.role in takers else 0)
+    return max((held[device] for device in _trainer_devices(placement)), default=0)
+
+
+def roles_awake(placement: Placement, sleep_level: int) -> list[str]:
+    """Return the roles that hold memory of a trainer's device at that level, the trainer first."""
+    devices = _trainer_devices(placement)
+    roles = dict.fromkeys(rank.role for rank in placement.plan.ranks if (rank.node, rank.device) in devices)
+    asleep = _turn_takers(placement) if sleep_level == GIVES_ALL else set[str]()
+    return ["trainer", *(role for role in roles if role != "trainer" and role not in asleep)]
+
+
+def _trainer_devices(placement: Placement) -> set[tuple[str, int]]:
+    ranks = placement.plan.ranks
+    return {(rank.node, rank.device) for rank in ranks if rank.role == "trainer" and rank.device is not None}
+
+
+def _turn_takers(placement: Placement) -> set[str]:
+    """Return the roles that sleep while the trainer computes, where they sleep at all."""
+    return {group.role for group in placement.groups if group.shares_devices_with == "trainer"}
+
+
+def _kept_bytes(estimate: MemoryEstimate, sleep_level: int) -> int:
+    """Bytes that an engine keeps at a sleep level."""
+    return (estimate.num_bytes, estimate.parts.get("weights", 0), 0)[sleep_level]
