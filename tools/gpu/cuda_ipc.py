@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,15 +26,15 @@ from offbeat_weightsync import BucketPlan, SharedMemorySender, describe_tensors,
 DEADLINE_S = 60.0
 VERSIONS = 4
 """The first syncs of a process load kernels."""
-SPAWN = multiprocessing.get_context("spawn")
 ERRORS = WeightSyncError, DeadlineError
 
 
 def make_weights(num_tensors: int, rows: int, seed: int, device: str) -> dict[str, Tensor]:
-    """Make named bfloat16 matrices; the last one is longer than a bucket."""
-    draw = torch.Generator().manual_seed(seed)
+    """Make named bfloat16 matrices, drawn on the device; the last one is longer than a bucket."""
+    draw = torch.Generator(device).manual_seed(seed)
     shapes = [(rows, 1024)] * (num_tensors - 1) + [(20 * rows, 1024)]
-    return {f"layer.{i}": torch.randn(s, generator=draw).bfloat16().to(device) for i, s in enumerate(shapes)}
+    how: dict[str, Any] = {"generator": draw, "device": device, "dtype": torch.bfloat16}
+    return {f"layer.{i}": torch.randn(shape, **how) for i, shape in enumerate(shapes)}
 
 
 def total_of(weights: dict[str, Tensor]) -> float:
@@ -79,10 +80,14 @@ def plan_of(weights: dict[str, Tensor]) -> BucketPlan:
 
 
 @contextmanager
-def process(target: object, *args: object) -> Iterator[Connection]:
-    """Start a process and yield the pipe with its messages; the process is gone afterwards."""
-    ours, theirs = SPAWN.Pipe(duplex=False)
-    child = SPAWN.Process(target=target, args=(theirs, *args))  # type: ignore[arg-type]
+def process(place: Place, target: object, *args: object) -> Iterator[Connection]:
+    """Start a process and yield the pipe with its messages; the process is gone afterwards.
+
+    In a test it is a fork, which has imported torch already. What a GPU was opened for does not survive that.
+    """
+    start: Any = multiprocessing.get_context("fork" if place.tiny else "spawn")
+    ours, theirs = start.Pipe(duplex=False)
+    child = start.Process(target=target, args=(theirs, *args))
     child.start()
     theirs.close()
     try:
@@ -102,7 +107,10 @@ def next_of(pipe: Connection) -> object:
 def sync(place: Place, slots: str | None, weights: dict[str, Tensor], rows: int) -> float:
     """Send all versions to a new engine; return the seconds of the fastest."""
     taken_s = []
-    with start_sender(weights, slots) as sender, process(be_engine, *engine_of(sender, place, weights, rows)) as pipe:
+    with (
+        start_sender(weights, slots) as sender,
+        process(place, be_engine, *engine_of(sender, place, weights, rows)) as pipe,
+    ):
         next_of(pipe)
         for version in range(1, VERSIONS + 1):
             start_s = time.perf_counter()
@@ -116,7 +124,7 @@ def engine_dies(place: Place, slots: str | None, weights: dict[str, Tensor], row
     """Return the seconds until a sender whose engine was killed reports it, by the engine's name."""
     message = ""
     with start_sender(weights, slots) as sender:
-        engine = process(be_engine, *engine_of(sender, place, weights, rows, dies=True))
+        engine = process(place, be_engine, *engine_of(sender, place, weights, rows, dies=True))
         with engine as pipe:
             next_of(pipe)
             start_s = time.perf_counter()
@@ -144,7 +152,7 @@ def engine_of(
 def sender_dies(place: Place, slots: str | None, num_tensors: int, rows: int) -> float:
     """Return the seconds until a receiver whose sender was killed reports it."""
     held = make_weights(num_tensors, rows, 0, place.name)
-    with process(be_trainer_that_dies, place.name, slots, num_tensors, rows) as pipe:
+    with process(place, be_trainer_that_dies, place.name, slots, num_tensors, rows) as pipe:
         address, start_s = str(next_of(pipe)), time.perf_counter()
         try:
             with receive(address, 1, DEADLINE_S, name="rollout-0") as stream:

@@ -21,30 +21,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from gpu.piece import Figures, Place, device_name, main, peaks_of, require_recorded_speed, share
+from gpu.shapes import QWEN3_0_6B, make_model
 
 from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_torch import TorchRolloutEngine
-from offbeat_testing import tiny_model
-
-BFLOAT16_BYTES = 2
-LAYERS, KV_HEADS, HEAD_SIZE, HIDDEN, WIDTH, VOCABULARY = 28, 8, 128, 1024, 3072, 151936
-"""Of Qwen3-0.6B, with 16 query heads and a tied embedding."""
-QUERY_HEADS = 16
 
 
-def make_model(folder: Path, *, tiny: bool) -> Path:
-    """Make a model of Qwen3-0.6B's shape with random weights; in a test of a tiny one's."""
-    if tiny:
-        return tiny_model(folder, "qwen3")
-    widths = {"intermediate_size": WIDTH, "head_dim": HEAD_SIZE, "max_position_embeddings": 40960}
-    heads: dict[str, Any] = {"num_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "num_layers": LAYERS}
-    return tiny_model(folder, "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN, **heads, spread=0.02, config=widths)
-
-
-def num_parameters() -> int:
-    """Count the parameters of that shape. A decoding step reads all of them: the tied embedding is its head."""
-    attention = HIDDEN * HEAD_SIZE * (2 * QUERY_HEADS + 2 * KV_HEADS)
-    return LAYERS * (attention + 3 * HIDDEN * WIDTH) + HIDDEN * VOCABULARY
+async def open_engine(place: Place, folder: Path, **options: Any) -> TorchRolloutEngine:
+    """Open an engine for 64 samples in static rows, as it decodes on a GPU by default."""
+    settings = RolloutEngineConfig(
+        model_path=str(folder),
+        device=place.name,
+        dtype="bfloat16",
+        max_model_len=place.pick(64, 512),
+        max_running=64,
+        options={"static_rows": True, **options},
+    )
+    return await TorchRolloutEngine.create(settings)
 
 
 async def seconds_of(engine: TorchRolloutEngine, batch: int, prompt: int, new: int) -> float:
@@ -60,29 +53,25 @@ async def seconds_of(engine: TorchRolloutEngine, batch: int, prompt: int, new: i
     return time.perf_counter() - start_s
 
 
+async def step_seconds(engine: TorchRolloutEngine, batch: int, prompt: int, new: int) -> float:
+    """Return the seconds of one step. What prompts take is left out: the time of one new token is subtracted."""
+    await seconds_of(engine, batch, prompt, min(new, 8))
+    times = [
+        await seconds_of(engine, batch, prompt, new) - await seconds_of(engine, batch, prompt, 1) for _ in range(3)
+    ]
+    return sorted(times)[1] / (new - 1)
+
+
 async def measure(place: Place, folder: Path, *, graphs: bool) -> dict[str, float | None]:
-    """Return the two batches in static rows. What prompts take is left out: the time of one new token is subtracted."""
+    """Return the two batches in static rows."""
     prompt, new = place.pick(8, 128), place.pick(9, 256)
     name = "" if graphs else "_without_graphs"
-    settings = RolloutEngineConfig(
-        model_path=str(folder),
-        device=place.name,
-        dtype="bfloat16",
-        max_model_len=place.pick(64, 512),
-        max_running=64,
-        options={"static_rows": True, "graphs": graphs},
-    )
-    engine = await TorchRolloutEngine.create(settings)
+    engine = await open_engine(place, folder, graphs=graphs)
     peaks = peaks_of(device_name(place.device))
     figures: dict[str, float | None] = {}
     for batch in (1, place.pick(4, 64)):
-        await seconds_of(engine, batch, prompt, 8)
-        times = [
-            await seconds_of(engine, batch, prompt, new) - await seconds_of(engine, batch, prompt, 1) for _ in range(3)
-        ]
-        step_s = sorted(times)[1] / (new - 1)
-        cached = batch * (prompt + new / 2) * 2 * LAYERS * KV_HEADS * HEAD_SIZE
-        gb_per_s = BFLOAT16_BYTES * (num_parameters() + cached) / step_s / 1e9
+        step_s = await step_seconds(engine, batch, prompt, new)
+        gb_per_s = QWEN3_0_6B.step_bytes(batch * (prompt + new / 2)) / step_s / 1e9
         figures[f"tokens_per_s_batch_{batch}{name}"] = batch / step_s
         if graphs and not place.tiny:
             figures[f"gb_per_s_batch_{batch}"] = gb_per_s
@@ -111,7 +100,7 @@ def measure_generate(place: Place, folder: Path) -> dict[str, float | None]:
 def run(place: Place) -> Figures:
     """Make the model and measure."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_model(Path(temporary) / "model", tiny=place.tiny)
+        folder = make_model(Path(temporary) / "model", tiny=place.tiny, device=place.device.torch_device)
         figures: dict[str, float | None] = {}
         measures: list[Callable[[], dict[str, float | None]]] = [
             lambda: asyncio.run(measure(place, folder, graphs=True)),

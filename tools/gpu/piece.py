@@ -11,17 +11,21 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
+import offbeat_device
 from offbeat_device import Device, open_device
 
 Figure = float | int | str | bool | None
@@ -74,6 +78,16 @@ class Place:
     def note(self, figures: Figures) -> None:
         """Keep figures, even if the piece fails later."""
         self.keep(figures)
+
+    def used_bytes(self) -> int:
+        """Return the memory of the device that all processes use together; on the CPU, of this machine."""
+        at = self.device.torch_device
+        if at.type == "cuda":
+            free, total = torch.cuda.mem_get_info(at)
+            return int(total - free)
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        return 1024 * (kib["MemTotal"] - kib["MemAvailable"])
 
     def seconds(self, work: Callable[[], Any], repeats: int = 5) -> float:
         """Return the median of some calls, each until the device is done, after one call that is not counted."""
@@ -136,6 +150,29 @@ def require_close(what: str, error: float, bound: float) -> float:
     return error
 
 
+def require_goals(
+    figures: Figures, at_least: Mapping[str, float], at_most: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Compare figures with the goals of the project, all of them, so that the error names each that is missed.
+
+    Args:
+        figures: noted already. None, where the peak of the device is not known, reaches no goal.
+        at_least: goal by the name of the figure.
+        at_most: the same, of what should be small.
+
+    Raises:
+        CheckError: with what was missed.
+    """
+    missed = []
+    for goals, sign, what in ((at_least, 1, "at least"), (at_most, -1, "at most")):
+        for name, goal in goals.items():
+            found = figures.get(name)
+            if not isinstance(found, int | float) or not sign * found >= sign * goal:
+                said = f"{found:.4g}" if isinstance(found, float) else f"{found}"
+                missed.append(f"{name} is {said}, the goal is {what} {goal:g}")
+    require(not missed, "; ".join(missed))
+
+
 def require_recorded_speed(piece: str, device: str, figures: Figures, results: Path = RESULTS) -> None:
     """Compare figures of speed with those of the last run that passed on the same device, where there is one.
 
@@ -163,6 +200,28 @@ def require_recorded_speed(piece: str, device: str, figures: Figures, results: P
         )
 
 
+@contextmanager
+def sampled_peak(place: Place, every_s: float = 0.1) -> Iterator[list[int]]:
+    """Ask for the memory in use while the block lasts, in a thread.
+
+    Yields:
+        One number: the most bytes of the device that all processes used together beyond those used at first.
+    """
+    peak, before, over = [0], place.used_bytes(), threading.Event()
+
+    def ask() -> None:
+        while not over.wait(every_s):
+            peak[0] = max(peak[0], place.used_bytes() - before)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
 def device_name(device: Device) -> str:
     """Return the name of an accelerator as its driver says it; else the kind."""
     at = device.torch_device
@@ -188,12 +247,14 @@ def record(piece: str, what: str, device: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the tree, "" where it is not a clone."""
-    command = ["git", "-C", str(FOLDER), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    """Return the commit of the tree whose sources run, else of this folder's; "" where neither is a clone."""
+    for folder in (Path(offbeat_device.__file__).parent, FOLDER):
+        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return ""
 
 
 def title_of(doc: str | None) -> str:
@@ -219,6 +280,8 @@ def main(run: Callable[[Place], Figures]) -> None:
 
     place = Place(device=device, tiny=device.torch_device.index is None, keep=keep)
     result["tiny"] = place.tiny
+    if place.tiny:
+        torch.set_num_threads(1)  # a fork of a process that has computed with several threads hangs
     try:
         figures = run(place)
         result["passed"] = True

@@ -78,7 +78,7 @@ def take_results(folder: Path, into: Path = RESULTS) -> list[str]:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the whole page."""
-    rows = [_row(name, what, results.get(name)) for name, what in PIECES.items()]
+    rows = [_row(name, piece.what, results.get(name)) for name, piece in PIECES.items()]
     figures = [_figures(results[name]) for name in PIECES if name in results]
     return HEAD + "\n".join(rows) + "\n" + "".join(figures) + OTHER_FIGURES
 

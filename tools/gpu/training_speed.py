@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from gpu.decoding_speed import HEAD_SIZE, LAYERS, QUERY_HEADS, make_model, num_parameters
 from gpu.piece import Figures, Place, device_name, main, peaks_of, require_recorded_speed, share
+from gpu.shapes import QWEN3_0_6B, make_model
 from gpu.trainer_against_cpu import policy_gradient
 
 from offbeat_core import TrainEngineConfig, TrainSequence
@@ -31,16 +31,8 @@ def make_sequences(num: int, length: int) -> list[TrainSequence]:
     ]
 
 
-def operations(num: int, length: int) -> float:
-    """Count the operations of forward and backward: 6 for each parameter and token, 6 for each score that
-    causal attention uses, times its size.
-    """
-    attention = 6 * LAYERS * QUERY_HEADS * HEAD_SIZE * num * length**2
-    return 6.0 * num_parameters() * num * length + attention
-
-
-def measure(place: Place, folder: Path, name: str, options: dict[str, str]) -> dict[str, float | None]:
-    """Return the figures of one engine, each with `name` behind it."""
+def open_trainer(place: Place, folder: Path, options: dict[str, str]) -> tuple[TorchTrainEngine, list[TrainSequence]]:
+    """Open an engine, and make the sequences of its one micro-batch."""
     num, length = 8, place.pick(16, 1024)
     config = TrainEngineConfig(
         model_path=str(folder),
@@ -50,8 +42,13 @@ def measure(place: Place, folder: Path, name: str, options: dict[str, str]) -> d
         max_tokens_per_microbatch=num * length,
         options=options,
     )
-    engine = TorchTrainEngine.create(config)
-    sequences = make_sequences(num, length)
+    return TorchTrainEngine.create(config), make_sequences(num, length)
+
+
+def measure(place: Place, folder: Path, name: str, options: dict[str, str]) -> dict[str, float | None]:
+    """Return the figures of one engine, each with `name` behind it."""
+    engine, sequences = open_trainer(place, folder, options)
+    num, length = len(sequences), len(sequences[0].ids)
     place.device.reset_peak_memory()
 
     def step() -> None:
@@ -63,7 +60,7 @@ def measure(place: Place, folder: Path, name: str, options: dict[str, str]) -> d
     peak_gib = place.device.memory().peak_bytes / 2**30
     engine.close()
     peaks = peaks_of(device_name(place.device))
-    tflops = operations(num, length) / step_s / 1e12
+    tflops = QWEN3_0_6B.training_operations(num, length) / step_s / 1e12
     name = f", {name}"
     speed = {f"tokens_per_s{name}": num * length / step_s, f"peak_gib{name}": peak_gib}
     times = {f"step_s{name}": step_s, f"forward_backward_s{name}": passes_s}
@@ -76,7 +73,7 @@ def measure(place: Place, folder: Path, name: str, options: dict[str, str]) -> d
 def run(place: Place) -> Figures:
     """Measure both formats of the head with the layers as they are written, and what the defaults give."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_model(Path(temporary) / "model", tiny=place.tiny)
+        folder = make_model(Path(temporary) / "model", tiny=place.tiny, device=place.device.torch_device)
         figures: dict[str, float | None] = {}
         plain = {"compile_layers": "off"}
         for name, options in {
