@@ -6,13 +6,14 @@ that it can compute on: to torch there is no other CPU, so a rank that takes the
 
 import os
 import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from offbeat_core import RolloutEngineConfig
+from offbeat_core import EngineNeeds, RolloutEngineConfig
 from offbeat_device._cpu import CpuDevice
 from offbeat_rollout_torch import TorchRolloutEngine
 
@@ -41,6 +42,14 @@ class AbacusDevice(CpuDevice):
     def count(cls) -> int:
         shown = os.environ.get(VISIBLE)
         return int(os.environ.get(NUM_DEVICES, "0")) if shown is None else len(shown.split(",")) if shown else 0
+
+    @classmethod
+    def engine_needs(
+        cls, library: str, devices: Sequence[int], options: Mapping[str, Any], releases: Collection[str]
+    ) -> EngineNeeds:
+        """A plugin completes vLLM 0.32 for it, and no other release."""
+        notice = "" if "0.32" in releases else f"the plugin of abaci is for {library} 0.32"
+        return EngineNeeds(variables={"ABACUS_PLUGIN": "1"}, notice=notice)
 
 
 class AbacusRollout(TorchRolloutEngine):

@@ -290,6 +290,7 @@ max_prompt_tokens = 64
 [reward]
 name = "number_match"
 [rollout]
+backend = "torch"
 device = "cpu"
 dtype = "float32"
 max_running = 64

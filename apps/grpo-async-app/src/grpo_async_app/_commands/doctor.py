@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.placement import find_view
-from grpo_async_app._preflight.platform import choose_for_platform, device_kinds
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, engine_kinds
 from grpo_async_app._run.engine_probe import ProbeOutcome, probe_engines, widths_to_probe
 from grpo_async_app._run.interruption import run_interruptible
 from offbeat_actors import Launcher
-from offbeat_core import ConfigError, PeerFailedError, load_backend, load_config
+from offbeat_core import ConfigError, PeerFailedError, load_backend, load_config, parse_config
 from offbeat_placement import ClusterView
-from offbeat_run import CommandWords, doctor_command, doing, inspect_model, print_text
+from offbeat_run import CommandWords, doctor_command, doing, inspect_model, print_table, print_text
 
 _SHOWN_LINES = 12
 """Last lines shown of a failed engine's log; the whole log is kept, and its path is printed."""
@@ -25,12 +26,26 @@ def examine_command(words: CommandWords) -> int:
     if file is None:
         if words.overrides:
             raise ConfigError(f"doctor takes settings with --probe-engines FILE only: got {words.overrides[0]}")
-        return doctor_command(words)
+        code = doctor_command(words)
+        print_table([("rollout.backend", f"auto takes {_default_engine()}")])
+        return code
     config = load_config(file, GrpoConfig, words.overrides)
     inspect_model(config.model.path)
     view = find_view(config)
+    config, choices = choose_backends(config, engine_kinds(config, view))
+    for choice in choices:
+        print_text(choice)
     config, _ = choose_for_platform(config, *device_kinds(config, view))
     return _probe(config, view)
+
+
+def _default_engine() -> str:
+    """Return the engine that "auto" takes on the devices here for a model that it serves, with the reason."""
+    from offbeat_device import accelerator_kind  # imports torch
+
+    config = parse_config('[model]\npath = ""\n[data]\npath = ""\n', GrpoConfig)
+    _, [choice] = choose_backends(config, {"rollout": accelerator_kind(config.rollout.device), "teacher": ""})
+    return choice.partition(" = ")[2]
 
 
 def _probe(config: GrpoConfig, view: ClusterView) -> int:

@@ -37,7 +37,7 @@ def eval_command(words: CommandWords, target: str) -> int:
     out = user_path(words.options.get("out") or default_folder(path, step)).absolute()
     about = {"model": str(model_path), "step": step}
     with EvalFolder(out, about, evaluation.asked()) as folder:
-        print_text(f"evaluates {model_path}; answers in {out}")
+        print_text("\n".join([f"evaluates {model_path}; answers in {out}", *evaluation.choices]))
         for each in evaluation.run.sets:
             print_text(f"  {each.describe()}")
         table = folder.write_table(evaluate(evaluation, folder, step or 0))

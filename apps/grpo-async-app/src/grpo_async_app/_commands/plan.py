@@ -9,6 +9,7 @@ from grpo_async_app._config.resolved import ResolvedRun, resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.role_specs import plan_threads
+from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.budget import assume_budget, settle_budget
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
@@ -29,6 +30,8 @@ _IN_TURNS: Final[Mapping[str, SettingValue]] = {
     "async.partial_rollout": False,
 }
 """What goes with cluster.colocate: roles that take turns train synchronously."""
+_AS_HERE: Final = "; chosen by what is installed on this machine"
+"""Follows the choice of an engine in a plan for other machines."""
 
 
 class GrpoPlanner(Planner[GrpoConfig]):
@@ -42,6 +45,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
         """Settings, places, batches, and memory where the model's config.json is here."""
         sampling, training = view.kind(config.rollout.device), view.kind(config.engine.device)
+        config, engines = choose_backends(config, {"rollout": sampling, "teacher": view.kind(config.teacher.device)})
         config, choices = choose_for_platform(config, sampling, training)
         config, chosen = choose_correction(config)
         placement = place_run(config, view)
@@ -60,6 +64,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
             rows=[
                 *batch.rows(),
                 layout_row(layout, engine.backend),
+                *_chosen([f"{engine}{_AS_HERE}" for engine in engines]),
                 *_chosen([*choices, *chosen, *budget, *turns]),
                 ("weights", transport),
             ],

@@ -13,6 +13,7 @@ from typing import Final
 from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.mix import PromptsConfig
 from grpo_async_app._config.sections import GrpoConfig, RolesConfig, RolloutConfig, TeacherConfig
+from grpo_async_app._preflight.backends import embed_open_backends
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._shrink_reward import REWARD
 from offbeat_async_policy import AsyncConfig
@@ -74,6 +75,7 @@ class Rehearsal:
 
 def shrink_run(config: GrpoConfig, model_folder: Path) -> Rehearsal:
     """Shrink a run for a tiny model that will be made in `model_folder`."""
+    config = embed_open_backends(config)  # as "auto" does on CPUs
     backend = installed_backend("offbeat.engine", config.engine.backend)
     sampler = installed_backend("offbeat.rollout", config.rollout.backend)
     engine = shrink_engine(

@@ -27,7 +27,7 @@ from offbeat_placement import BudgetSettings
 from offbeat_run import HELD_OUT, VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
 
 AUTO: Final = "auto"
-"""A choice that is left to the machine: see `choose_for_platform`."""
+"""A choice that is left to the machine: see `choose_for_platform` and `choose_backends`."""
 LEAST_THAT_FITS: Final = -1
 """`cluster.sleep_level` that is left to the machine: see `choose_sleep_level`."""
 
@@ -37,7 +37,9 @@ class TeacherConfig:
     """Section `teacher`: the model that on-policy distillation learns from, served by replicas of its own."""
 
     path: str = setting("", "Hugging Face folder of the teacher, with the policy's tokenizer; empty: no teacher.")
-    backend: str = setting("torch", "Rollout engine that serves it: torch (embedded), or another that scores.")
+    backend: str = setting(
+        AUTO, "Rollout engine that serves it: torch (embedded), or another that scores; auto: as rollout.backend."
+    )
     num_replicas: int = setting(1, "Replicas side by side, each in a process of its own.", "replicas", ge=1, le=65536)
     device: str = setting("auto", "auto, cpu, or a device such as cuda:0.")
     dtype: str = setting("float32", "Number format of its weights.", choices=("float32", "bfloat16", "float16"))
@@ -63,7 +65,8 @@ class TeacherConfig:
                 f"teacher.path = {self.path!r} has no effect while algorithm.distillation_coefficient is 0: set it to "
                 "1, or leave the teacher out"
             )
-        if not self.is_set and self != TeacherConfig():
+        # The configuration in an older run's folder has every key, with the defaults of that time.
+        if not self.is_set and self not in (TeacherConfig(), TeacherConfig(backend="torch")):
             raise ConfigError("the section teacher has no effect without teacher.path: set it or leave the section out")
 
     def engine(self, max_model_len: int, num_running: int, num_threads: int, *, trust: bool) -> RolloutEngineConfig:
@@ -93,7 +96,11 @@ class ModelConfig:
 class RolloutConfig(RolloutEngineSettings):
     """Section `rollout`: the engines that sample, and how they sample."""
 
-    backend: str = setting("torch", "Rollout engine: torch (embedded), or another that is installed.")
+    backend: str = setting(
+        AUTO,
+        "Rollout engine: torch (embedded), or another that is installed; auto: vllm where the engines sample on an "
+        "accelerator and it is installed for that, serves the model and can do what the run asks for; else torch.",
+    )
     dtype: str = setting(
         AUTO,
         "Number format of the weights while sampling; auto: bfloat16 where the device or the CPU multiplies in it, "

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async_app._config.critic import load_critic_backend
-from grpo_async_app._config.sections import GrpoConfig, RolloutConfig
+from grpo_async_app._config.sections import AUTO, GrpoConfig, RolloutConfig
 from offbeat_core import (
     ConfigError,
     HeldBytes,
@@ -20,7 +20,7 @@ from offbeat_run import ExaminedModel, Problems, check_model, inspect_model
 
 
 def check_backends(config: GrpoConfig) -> None:
-    """Refuse backends that are not here, before anything takes time.
+    """Refuse backends that are not here, before anything takes time. For "auto" one that is here is taken.
 
     Of a launcher that reserves nodes of a cluster only the adapters are asked for: the engines run on the nodes.
 
@@ -34,7 +34,7 @@ def check_backends(config: GrpoConfig) -> None:
     if config.teacher.is_set:
         wanted.append(("offbeat.rollout", config.teacher.backend, config.teacher_engine(0)))
     problems = Problems()
-    for kind, name, settings in wanted:
+    for kind, name, settings in (each for each in wanted if each[1] != AUTO):
         with problems.collected():
             if launcher.reserves:
                 load_backend(kind, name)

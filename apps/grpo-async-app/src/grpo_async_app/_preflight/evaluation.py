@@ -10,10 +10,11 @@ from typing import Any
 from grpo_async_app._config.agent import AgentConfig
 from grpo_async_app._config.resolved import ResolvedRun, ValidationSet, resolve
 from grpo_async_app._config.sections import EngineConfig, GrpoConfig, TeacherConfig
+from grpo_async_app._preflight.backends import check_open_backends, choose_backends
 from grpo_async_app._preflight.data import ask_tools, mark_of, read_sets, turn_templates, with_tools
 from grpo_async_app._preflight.engines import check_engine_model, check_positions
 from grpo_async_app._preflight.placement import find_view, place_run
-from grpo_async_app._preflight.platform import choose_for_platform, device_kinds
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, engine_kinds
 from grpo_async_app._preflight.sources import check_rewards
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError
@@ -31,11 +32,13 @@ class Evaluation:
         run: with nothing of training left in it, and with the sets to answer.
         model_path: folder of the weights.
         placement: of the engines.
+        choices: of an engine that was left open, with the reason.
     """
 
     run: ResolvedRun
     model_path: Path
     placement: Placement
+    choices: tuple[str, ...] = ()
 
     @property
     def config(self) -> GrpoConfig:
@@ -88,15 +91,23 @@ def check_evaluation(config: GrpoConfig, names: Sequence[str]) -> Evaluation:
     config = run.config
     model = inspect_model(config.model.path)
     check_positions(config, model)
-    check_engine_model(config.rollout.backend, model)
+    check_open_backends(config)
     if config.reward.is_set or config.environment.name:
         check_rewards(run, trains=False)
     run = _read(run, load_tokenizer(model.path, config.model.trust_remote_code), names)
     view = find_view(config)
     if not view.reserves:
         check_processes(config.processes)
+    has_images = any(prompt.pictures for each in run.sets for prompt in each.prompts)
+    config, choices = choose_backends(config, engine_kinds(config, view), has_images=has_images)
+    check_engine_model(config.rollout.backend, model)
     config, _ = choose_for_platform(config, *device_kinds(config, view))
-    return Evaluation(run=replace(run, config=config), model_path=model.path, placement=place_run(config, view))
+    return Evaluation(
+        run=replace(run, config=config),
+        model_path=model.path,
+        placement=place_run(config, view),
+        choices=tuple(choices),
+    )
 
 
 def _without_training(config: GrpoConfig) -> GrpoConfig:

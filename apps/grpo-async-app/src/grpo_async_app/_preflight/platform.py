@@ -63,6 +63,12 @@ def device_kinds(config: GrpoConfig, view: ClusterView) -> tuple[str, str]:
     return _kind(config.rollout.device, view), _kind(config.engine.device, view)
 
 
+def engine_kinds(config: GrpoConfig, view: ClusterView) -> dict[str, str]:
+    """Return the same of the roles with a rollout engine, by section."""
+    teacher = _kind(config.teacher.device, view) if config.teacher.is_set else ""
+    return {"rollout": _kind(config.rollout.device, view), "teacher": teacher}
+
+
 def _kind(device: str, view: ClusterView) -> str:
     if view.reserves or device == "cpu":
         return view.kind(device)

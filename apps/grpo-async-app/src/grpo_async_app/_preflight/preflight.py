@@ -9,6 +9,7 @@ from grpo_async_app._config.resolved import Judge, ResolvedRun, Source, resolve
 from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._config.weight_sync import LoraSync, choose_lora_sync, choose_transport
+from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.budget import settle_budget
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.data import check_validated, read_data, set_notices
@@ -22,7 +23,7 @@ from grpo_async_app._preflight.engines import (
 )
 from grpo_async_app._preflight.estimates import estimate_if_known
 from grpo_async_app._preflight.placement import find_view, place_run
-from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, slow_formats
+from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, engine_kinds, slow_formats
 from grpo_async_app._preflight.settings import check_choices, check_correction, engine_notices
 from grpo_async_app._preflight.sources import check_end, check_rewards, naming
 from grpo_async_app._preflight.trainer import check_devices, plan_trainer
@@ -45,7 +46,8 @@ class Preflight:
     Args:
         run: with its prompts, and with what was chosen for what was left open.
         written: configuration before the choices, which the run folder keeps: a resume under other settings chooses
-            anew. The token budget is chosen in it: a resumed run computes in the micro-batches it was begun with.
+            anew. Engines and the token budget are chosen in it: a resumed run samples with the engines that it was
+            begun with, where others have been installed too, and computes in the same micro-batches.
         model: folder of the policy.
         prompts: training prompts of all sources, held-out prompts and their counts.
         placement: every rank in its place, on the nodes that the launcher would start it on.
@@ -139,6 +141,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     # From here on torch may be imported, which takes seconds: the mistakes above are reported at once.
     doing("checking engines and devices", f"{prompts.train_counts.read} training rows are read")
     view, objective_trial = find_view(config), _try_objective(config)
+    run, engines = _choose_engines(run, view)
     written, (run, choices, more_notices) = run.config, _choose(run, view, notices)
     placement = place_run(run.config, view)
     layout = _plan_engines(run, view, model, tokenizer)
@@ -157,7 +160,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         layout=layout,
         memory=memory,
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
-        choices=(*choices, *budget, *turns),
+        choices=(*engines, *choices, *budget, *turns),
         lora_sync=choose_lora_sync(run.config),
         transport=transport,
         reward_notes=reward_notes,
@@ -204,6 +207,12 @@ def _load_tokenizer(run: ResolvedRun, model: ExaminedModel) -> Tokenizer:
     check_critic_folder(config.critic, tokenizer, trust=config.model.trust_remote_code)
     check_bootstrap(config.critic, model, config.rollout.max_model_len)
     return tokenizer
+
+
+def _choose_engines(run: ResolvedRun, view: ClusterView) -> tuple[ResolvedRun, list[str]]:
+    has_images = any(prompt.pictures for source in run.sources for prompt in source.prompts)
+    config, engines = choose_backends(run.config, engine_kinds(run.config, view), has_images=has_images)
+    return replace(run, config=config), engines
 
 
 def _choose(

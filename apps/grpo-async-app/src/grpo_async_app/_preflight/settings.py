@@ -10,6 +10,7 @@ from grpo_async_app._config.agent import program_words
 from grpo_async_app._config.critic import check_critic
 from grpo_async_app._config.resolved import ResolvedRun
 from grpo_async_app._config.sections import GrpoConfig, check_engine_options
+from grpo_async_app._preflight.backends import check_open_backends
 from grpo_async_app._preflight.engines import rounding_reason
 from grpo_async_app._preflight.sources import check_lengths, check_sources, naming
 from offbeat_core import BackendError, ConfigError, installed_backends, load_backend
@@ -26,6 +27,7 @@ def check_choices(run: ResolvedRun) -> tuple[str, ...]:
     config, source_notices = run.config, check_sources(run)
     _check_agent(run)
     check_engine_options(config)
+    check_open_backends(config)
     algorithm = config.algorithm
     check_critic(config.critic, is_asked=algorithm.needs_critic, masks_truncated=algorithm.mask_truncated)
     config.teacher.check(is_learned_from=config.algorithm.needs_teacher)

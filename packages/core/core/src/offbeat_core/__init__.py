@@ -1,6 +1,7 @@
 """The agreements of all of offbeat: contracts, errors, the configuration machine, files, backends. No torch."""
 
 from offbeat_core._backends import (
+    ACCELERATOR_ROLLOUT,
     INSTALL_LINES,
     EngineNeeds,
     available_devices,
@@ -137,6 +138,7 @@ from offbeat_core._models.images import ImageCutter, ImagePlaces
 from offbeat_core._printable import printable
 
 __all__ = [
+    "ACCELERATOR_ROLLOUT",
     "DIGEST_SUFFIX",
     "INSTALL_LINES",
     "MAX_CONFIG_BYTES",

@@ -27,6 +27,8 @@ INSTALL_LINES: Final = {
     ("offbeat.launcher", "local"): "pip install offbeat-actors",
     ("offbeat.launcher", "ray"): 'pip install "offbeat-actors[ray]"',
 }
+ACCELERATOR_ROLLOUT: Final = "vllm"
+"""Rollout backend that "auto" takes on an accelerator which it serves; elsewhere it takes the embedded one."""
 
 
 def installed_backends(kind: str) -> tuple[str, ...]:

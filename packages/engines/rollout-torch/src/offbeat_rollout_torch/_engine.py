@@ -144,6 +144,7 @@ class TorchRolloutEngine:
             lora=self._image_processor is None,
             scores=True,
             scores_images=self._image_processor is not None,
+            scores_any_temperature=True,
             whole_logprobs=self.whole_logprobs,
             fp8_weights=True,
         )

@@ -48,6 +48,7 @@ from offbeat_rollout_vllm._setup import (
     DROPPED_SETTINGS,
     Setup,
     cache_budget,
+    capabilities_on,
     check_torchvision,
     held_bytes,
     installed_engine,
@@ -216,6 +217,7 @@ class EngineControl:
 class VllmRolloutEngine:
     """vLLM, in this process or in processes of its own. Make it with `create`."""
 
+    capabilities_on = staticmethod(capabilities_on)
     notices_of = staticmethod(notices_of)
     refuses_adapters = staticmethod(refuses_adapters)
     cache_budget = staticmethod(cache_budget)

@@ -14,13 +14,16 @@ from offbeat_core import (
     BackendError,
     CacheBudget,
     CacheNeeds,
+    EngineNeeds,
     HeldBytes,
     ModelFolder,
     RolloutCapabilities,
     RolloutEngineConfig,
     RolloutEngineSettings,
     engine_needs,
+    read_model_json,
 )
+from offbeat_rollout_vllm._families import served_architecture
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
 from offbeat_rollout_vllm._fp8_blocks import FP8, READABLE_KERNELS, block_arguments, holds_blocks, with_scales
 from offbeat_rollout_vllm._options import (
@@ -184,16 +187,74 @@ class Setup:
         self.notices += filter(None, [needs.notice])
         arguments = {**needs.options, **extra, **self.traces.arguments}
         self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
-        self.capabilities = RolloutCapabilities(
-            pause_modes=("abort", "wait", "keep"),
-            sleep_levels=sleep_levels(self.config, options, is_cpu=is_cpu),
-            shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
-            multimodal=self.folder.has_vision and not options.engine.get("language_model_only", False),
-            lora=self.limits.num_adapters > 0,
-            fp8_weights=True,
-            scores=not self.limits.num_adapters,
-            traces=bool(config.trace_folder),
-        )
+        self.capabilities = _capabilities(self.config, options, is_cpu=is_cpu, has_vision=self.folder.has_vision)
+
+
+def _capabilities(
+    config: RolloutEngineConfig, options: VllmRolloutOptions, *, is_cpu: bool, has_vision: bool
+) -> RolloutCapabilities:
+    holds_adapters = AdapterLimits.read(options.engine).num_adapters > 0
+    return RolloutCapabilities(
+        pause_modes=("abort", "wait", "keep"),
+        sleep_levels=sleep_levels(config, options, is_cpu=is_cpu),
+        shares_prompt_prefix=bool(options.engine.get("enable_prefix_caching", True)),
+        multimodal=has_vision and not options.engine.get("language_model_only", False),
+        lora=holds_adapters,
+        fp8_weights=True,
+        scores=not holds_adapters,
+        traces=bool(config.trace_folder),
+    )
+
+
+def capabilities_on(config: RolloutEngineConfig, accelerator: str) -> tuple[RolloutCapabilities, str]:
+    """Return what an engine could do on a kind of accelerator, before there is one. Imports no vLLM.
+
+    Args:
+        config: of the engine. Where its model folder is not here, as in a plan for other machines, every family is
+            taken to be served.
+        accelerator: kind, as clusters call it, such as "GPU".
+
+    Returns:
+        Its capabilities, and what serves it, in words.
+
+    Raises:
+        BackendError: vLLM is not installed, in a version that is not supported, or built for something else.
+        ModelError: it does not serve the model's family.
+        ConfigError: a setting that cannot be.
+    """
+    name, version = installed_engine()
+    options, _ = VllmRolloutOptions.parse(config.options)
+    if not options.any_version:
+        supported_version(name, version)
+    _check_build(config, name, version, accelerator)
+    path, about, has_vision = Path(config.model_path).expanduser(), f"{name} {version}", True
+    if (path / "config.json").is_file():
+        model = read_model_json(path / "config.json")
+        about, has_vision = f"{about} serves {served_architecture(model)}", "vision_config" in model
+        if config.weight_format == FP8:
+            block_arguments(config, options.engine, ModelFolder(path))
+    return _capabilities(config, options, is_cpu=False, has_vision=has_vision), about
+
+
+_OWN_ACCELERATOR: Final = "GPU"
+"""Kind that vLLM's own wheels are built for, as clusters call it: of NVIDIA, and of AMD with a build tagged rocm."""
+_OTHER_BUILDS: Final = re.compile(r"[+.](cpu|xpu|tpu|empty)")
+"""Tags of the builds that do not run there. Source: vllm-project/vllm, setup.py (get_vllm_version)."""
+
+
+def _check_build(config: RolloutEngineConfig, name: str, version: str, accelerator: str) -> None:
+    """Refuse a vLLM that was not built for an accelerator, and that no plugin of the kind of device completes."""
+    if is_cpu_build(name, version):
+        raise BackendError(f"{name} {version} is built for CPUs, not for a {accelerator}")
+    if accelerator != _OWN_ACCELERATOR:
+        elsewhere = replace(config, device=accelerator.lower())
+        needs = engine_needs(LIBRARY, elsewhere, releases=(release_of(version),))
+        if needs == EngineNeeds():
+            raise BackendError(f"{name} {version} is not known to run on a {accelerator}")
+        if needs.notice:
+            raise BackendError(needs.notice)
+    elif _OTHER_BUILDS.search(version) or ("rocm" in version) != ("+rocm" in _version("torch")):
+        raise BackendError(f"{name} {version} is built for another device than torch {_version('torch')}")
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:

@@ -179,6 +179,7 @@ class RolloutCapabilities:
         fp8_weights: it takes and holds matrices as FP8 blocks (`RolloutEngineSettings.weight_format`).
         scores: it is a `ScoringEngine`: it gives log-probabilities of tokens that others have sampled.
         scores_images: of prompts with images, too.
+        scores_any_temperature: at other temperatures than 1, too.
         traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
     """
 
@@ -192,6 +193,7 @@ class RolloutCapabilities:
     fp8_weights: bool = False
     scores: bool = False
     scores_images: bool = False
+    scores_any_temperature: bool = False
     traces: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:

@@ -90,7 +90,7 @@ class RolloutEngine(Protocol):
     A class that is registered under `offbeat.rollout` also has `async create(config: RolloutEngineConfig)`, which loads
     the model. It may have class attributes that are asked before there is an engine: `whole_logprobs`,
     `dropped_settings`, and functions `check_installed`, `check_model`, `refuses_adapters`, `held_bytes`,
-    `cache_budget`, `notices_of`; rollout-torch and rollout-vllm have examples of all.
+    `cache_budget`, `notices_of`, `capabilities_on`; rollout-torch and rollout-vllm have examples of all.
     """
 
     @property

@@ -1,0 +1,49 @@
+"""Architectures that the installed vLLM serves, read from its table of models without importing vLLM."""
+
+import ast
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_core import BackendError, ModelError
+
+_TABLE_FILE: Final = "model_executor/models/registry.py"
+_TABLES: Final = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+"""Tables of models that generate. Left out: embedding, reward and draft models.
+
+Source: vllm 0.32.0, vllm/model_executor/models/registry.py.
+"""
+
+
+def served_architecture(model: Mapping[str, Any]) -> str:
+    """Return the architecture by which vLLM serves a model.
+
+    Args:
+        model: contents of its config.json.
+
+    Raises:
+        BackendError: the installed vLLM has no table of models where it is looked for.
+        ModelError: none of the model's architectures is in the table.
+    """
+    names: Sequence[str] = model.get("architectures") or ()
+    table = _read_table()
+    for name in names:
+        if name in table:
+            return name
+    raise ModelError(f"vLLM's table of models has no {' or '.join(names) or 'model without architectures'}")
+
+
+def _read_table() -> frozenset[str]:
+    spec = find_spec("vllm")
+    path = Path(spec.origin).parent / _TABLE_FILE if spec and spec.origin else Path(_TABLE_FILE)
+    try:
+        tree = ast.parse(path.read_text())
+    except OSError as error:
+        raise BackendError(f"vLLM's table of models cannot be read ({error}): install vLLM again") from error
+    found = set[str]()
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name in _TABLES:
+                found |= {key.value for key in keys if isinstance(key, ast.Constant)}
+    return frozenset(found)
