@@ -217,7 +217,8 @@ def test_an_engine_that_does_not_score_is_no_teacher(config: Path, monkeypatch: 
 
 @pytest.mark.parametrize("images", [False, True])
 def test_a_teacher_that_would_not_see_the_images_is_refused(config: Path, words: list[str], images: bool) -> None:
-    role = TeacherRole(config=load_config(config, GrpoConfig, words), num_threads=1, images=images)
+    named = load_config(config, GrpoConfig, [*words, "--teacher.backend=torch"])
+    role = TeacherRole(config=named, num_threads=1, images=images)
 
     async def start() -> None:
         await role.start()

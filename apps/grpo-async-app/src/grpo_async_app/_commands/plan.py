@@ -45,7 +45,8 @@ class GrpoPlanner(Planner[GrpoConfig]):
     def plan_elsewhere(self, config: GrpoConfig, view: ClusterView) -> RunPlan:
         """Settings, places, batches, and memory where the model's config.json is here."""
         sampling, training = view.kind(config.rollout.device), view.kind(config.engine.device)
-        config, engines = choose_backends(config, {"rollout": sampling, "teacher": view.kind(config.teacher.device)})
+        kinds = {"rollout": sampling, "teacher": view.kind(config.teacher.device)}
+        config, engines = choose_backends(config, kinds, is_here=False)
         config, choices = choose_for_platform(config, sampling, training)
         config, chosen = choose_correction(config)
         placement = place_run(config, view)

@@ -60,7 +60,7 @@ def check_open_backends(config: GrpoConfig) -> None:
 
 
 def choose_backends(
-    config: GrpoConfig, accelerators: Mapping[str, str], *, has_images: bool = False
+    config: GrpoConfig, accelerators: Mapping[str, str], *, has_images: bool = False, is_here: bool = True
 ) -> tuple[GrpoConfig, list[str]]:
     """Fill in `rollout.backend = "auto"` and `teacher.backend = "auto"`.
 
@@ -68,6 +68,8 @@ def choose_backends(
         config: as it was written.
         accelerators: kinds that "rollout" and "teacher" compute on, such as GPU; "" for CPUs.
         has_images: prompts have some.
+        is_here: the run will be where this is asked. A plan for other machines, which may have other engines, is made
+            also where the one chosen here could not serve the model or split it.
 
     Returns:
         The configuration without open engines, and each choice with its reason.
@@ -80,7 +82,7 @@ def choose_backends(
     chosen, said = dict[str, str](), list[str]()
     for role in _open_roles(config, accelerators, has_images=has_images):
         name, why = _choose(role)
-        if name == EMBEDDED:
+        if name == EMBEDDED and is_here:
             _check_embedded(role, why)
         chosen[role.section] = name
         said.append(f"{role.section}.backend = {name} ({why})")

@@ -45,5 +45,5 @@ def _read_table() -> frozenset[str]:
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name in _TABLES:
-                found |= {key.value for key in keys if isinstance(key, ast.Constant)}
+                found |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
     return frozenset(found)

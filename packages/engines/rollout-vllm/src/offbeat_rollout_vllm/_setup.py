@@ -231,7 +231,7 @@ def capabilities_on(config: RolloutEngineConfig, accelerator: str) -> tuple[Roll
     if (path / "config.json").is_file():
         model = read_model_json(path / "config.json")
         about, has_vision = f"{about} serves {served_architecture(model)}", "vision_config" in model
-        if config.weight_format == FP8:
+        if config.weight_format == FP8 and any(path.glob("*.safetensors")):
             block_arguments(config, options.engine, ModelFolder(path))
     return _capabilities(config, options, is_cpu=False, has_vision=has_vision), about
 
