@@ -109,7 +109,12 @@ def test_a_machine_that_slept_has_not_shown_an_engine_to_be_stuck() -> None:
 
 
 def test_an_engine_is_started_without_the_settings_that_its_backend_refuses(config: Path, model: Path) -> None:
-    words = ["--rollout.backend=vllm", f"--teacher.path={model}", "--algorithm.distillation_coefficient=1"]
+    words = [
+        "--rollout.backend=vllm",
+        f"--teacher.path={model}",
+        "--teacher.backend=torch",
+        "--algorithm.distillation_coefficient=1",
+    ]
     specs = RoleSpecs(load_config(config, GrpoConfig, words), str(model), config.parent / "logs")
     assert specs.rollout(RoleName("rollout")).dropped_settings == {
         "PYTORCH_ALLOC_CONF": ("expandable_segments",),
