@@ -146,9 +146,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(run.config, view)
     layout = _plan_engines(run, view, model, tokenizer)
     config, transport = choose_transport(run.config, placement)
-    config, budget = settle_budget(config, layout, placement, prompts.train_counts.longest)
-    memory = estimate_if_known(config, layout, placement, prompts.train_counts.longest)
-    config, turns = choose_sleep_level(config, memory, placement)
+    config, memory, fitted = _fit_memory(config, layout, placement, prompts.train_counts.longest)
     run = replace(run, config=config)
     check_validated(run)
     return Preflight(
@@ -160,7 +158,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         layout=layout,
         memory=memory,
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
-        choices=(*engines, *choices, *budget, *turns),
+        choices=(*engines, *choices, *fitted),
         lora_sync=choose_lora_sync(run.config),
         transport=transport,
         reward_notes=reward_notes,
@@ -245,6 +243,16 @@ def _plan_engines(run: ResolvedRun, view: ClusterView, model: ExaminedModel, tok
     if config.agent.is_set and any(prompt.pictures for prompt in prompts):
         raise ConfigError("the training prompts have images, which the endpoint of section agent does not take")
     return layout
+
+
+def _fit_memory(
+    config: GrpoConfig, layout: TrainLayout, placement: Placement, longest_prompt: int
+) -> tuple[GrpoConfig, RunMemory | None, tuple[str, ...]]:
+    """Choose what depends on how much memory the run needs; return the estimate, and each choice with its reason."""
+    config, budget = settle_budget(config, layout, placement, longest_prompt)
+    memory = estimate_if_known(config, layout, placement, longest_prompt)
+    config, turns = choose_sleep_level(config, memory, placement)
+    return config, memory, (*budget, *turns)
 
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:
