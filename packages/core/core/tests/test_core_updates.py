@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat_core import (
     ConfigError,
+    DeferredMetrics,
     LossTokens,
     Metric,
     ModelError,
@@ -89,6 +90,35 @@ def test_a_loss_must_return_a_scalar_and_metrics(said, text):
     assert call_loss(lambda _: (Scalar(1), {"kl": Metric(value=np.float32(2))}), tokens)[0].shape == ()
     with pytest.raises(OffbeatError, match=text):
         call_loss(lambda _: said, tokens)
+
+
+class Numbers:
+    """The part of a tensor's interface by which numbers reach the host; counts how often they do."""
+
+    def __init__(self, *values):
+        self.values, self.copies = np.array(values), 0
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        self.copies += 1
+        return self.values
+
+
+def test_deferred_metrics_are_read_when_they_are_looked_into_or_from_what_was_copied():
+    def deferred(numbers, name):
+        return DeferredMetrics([numbers], lambda values: {name: Metric(value=float(values[0].sum()), how="sum")})
+
+    first, second = Numbers(1.0, 2.0), Numbers(5.0)
+    both = deferred(first, "a") | deferred(second, "b") | {"c": Metric(value=9.0)}
+    assert both.numbers == (first, second)
+    assert (first.copies, second.copies) == (0, 0)
+    assert {name: metric.value for name, metric in both.items()} == {"a": 3.0, "b": 5.0, "c": 9.0}
+    assert (len(both), first.copies, second.copies) == (3, 1, 1)
+    copied = deferred(first, "a") | deferred(second, "b")
+    assert copied.read([np.array([4.0]), np.array([6.0])])["b"].value == 6.0
+    assert (copied["a"].value, first.copies) == (4.0, 1)
 
 
 def ask_all(results, failures, speakers):

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from offbeat_core import Metric, OffbeatError, ShapeError, TrainEngineConfig, TrainSequence, learning_rate_at
+from offbeat_core import (
+    DeferredMetrics,
+    Metric,
+    OffbeatError,
+    ShapeError,
+    TrainEngineConfig,
+    TrainSequence,
+    learning_rate_at,
+)
 from offbeat_training import (
     ClippedAdamW,
     LossCalls,
@@ -195,6 +203,8 @@ def test_a_loss_gets_the_tokens_of_its_micro_batch_and_the_totals_of_the_update(
         assert float(value) == pytest.approx(len(batch.target_N) / 6)
     assert [(each.total_tokens, each.total_sequences, each.num_sequences) for each in seen] == [(6, 3, 2), (6, 3, 1)]
     assert sorted(seen[0].extras["place"].tolist()) == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert calls.results == [], "nothing is read before the last micro-batch"
+    calls.read()
     assert [each["num_microbatches"].value for each in calls.results] == [1.0, 1.0]
     assert calls.results[0]["loss"].value == pytest.approx(5 / 6)
     assert calls.results[0]["mine"].value == 1.0
@@ -206,7 +216,7 @@ def one_batch(sequences):
     return lay_out(sequences, plan_packs(sequences, budget=99, share_prompts=False)[0])
 
 
-def test_a_loss_that_raises_or_is_not_finite_gives_nothing_to_differentiate_and_is_remembered():
+def test_a_loss_that_raises_gives_nothing_to_differentiate_and_is_remembered():
     sequences = [sequence(4, 2)]
     batch, asked = one_batch(sequences), []
 
@@ -222,9 +232,41 @@ def test_a_loss_that_raises_or_is_not_finite_gives_nothing_to_differentiate_and_
     wrong = LossCalls(sequences, lambda tokens: (tokens.logprobs_N, {}))
     assert wrong.of(batch, ones(batch), torch.zeros(2)) is None
     assert isinstance(wrong.failure, OffbeatError)
-    infinite = LossCalls(sequences, lambda tokens: (tokens.logprobs_N.sum() * math.inf, {}))
-    assert infinite.of(batch, ones(batch), torch.zeros(2)) is None
-    assert (infinite.failure, infinite.not_finite, len(infinite.results)) == (None, True, 1)
+
+
+def test_a_loss_that_is_not_finite_is_remembered_and_gives_a_gradient_of_zero():
+    sequences = [sequence(4, 2)]
+    batch = one_batch(sequences)
+    factors = iter([1.0, math.inf, math.nan, 1.0])
+    calls = LossCalls(sequences, lambda tokens: (tokens.logprobs_N.sum() * next(factors), {}))
+    gradients = []
+    for _ in range(4):
+        answer = ones(batch)
+        calls.of(batch, answer * 1.0, torch.zeros(2)).backward()
+        gradients.append(answer.grad.tolist())
+    assert gradients == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    calls.read()
+    assert (calls.failure, calls.not_finite, len(calls.results)) == (None, True, 4)
+
+
+def test_metrics_that_are_deferred_are_read_with_the_losses_and_a_fault_of_theirs_is_the_losses():
+    sequences = [sequence(4, 2)]
+    batch = one_batch(sequences)
+
+    def measured(tokens):
+        logprobs_N = tokens.logprobs_N.detach()
+        sums = DeferredMetrics([logprobs_N], lambda values: {"sum": Metric(value=values[0].sum(), how="sum")})
+        return tokens.logprobs_N.sum(), sums | {"plain": Metric(value=3.0)}
+
+    calls = LossCalls(sequences, measured)
+    for _ in range(2):
+        calls.of(batch, ones(batch), torch.zeros(2))
+    calls.read()
+    assert [(each["sum"].value, each["plain"].value) for each in calls.results] == [(-2.0, 3.0)] * 2
+    late = LossCalls(sequences, lambda tokens: (tokens.logprobs_N.sum(), DeferredMetrics([], lambda _: 1 / 0)))
+    late.of(batch, ones(batch), torch.zeros(2))
+    late.read()
+    assert isinstance(late.failure, ZeroDivisionError)
 
 
 class Gathered:
@@ -249,7 +291,7 @@ def test_answers_of_all_shares_come_back_to_their_sequences():
     for share in shares:
         members = [member for batch in share for family in batch for member in family.members]
         answers.append(np.concatenate([np.zeros(0, np.float32), *(values[member] for member in members)]))
-    found = answers_of_all(Gathered(answers), sequences, shares, [answers[0]])
+    found = answers_of_all(Gathered(answers), sequences, shares, [torch.from_numpy(answers[0])])
     for member, (each, answer) in enumerate(zip(sequences, found, strict=True)):
         np.testing.assert_array_equal(answer[each.loss_mask], values[member])
         assert not answer[~each.loss_mask].any()

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import record_function
 
 from offbeat_core import ConfigError, TracePlan, available_devices, load_backend
-from offbeat_device import StepTracer, TraceFiles, _cuda, accelerator_kind, open_device, rank_device
+from offbeat_device import StepTracer, TraceFiles, _cuda, accelerator_kind, copy_to_device, open_device, rank_device
 from offbeat_device._cuda import CudaDevice
 
 
@@ -276,3 +276,12 @@ def test_the_memory_of_the_smallest_gpu_is_known_without_a_context(monkeypatch):
     monkeypatch.setattr(_cuda.ctypes, "CDLL", absent)
     assert CudaDevice.memory_of_smallest() == 0
     assert not torch.cuda.is_initialized()
+
+
+def test_a_copy_to_the_cpu_is_the_tensor_itself_and_one_to_another_kind_waits_for_nothing(monkeypatch):
+    tensor = torch.arange(3)
+    assert copy_to_device(tensor, torch.device("cpu")) is tensor
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: asked.append((device, how)))
+    copy_to_device(tensor, torch.device("xpu"))
+    assert asked == [(torch.device("xpu"), {"non_blocking": True})]

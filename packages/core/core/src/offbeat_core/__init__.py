@@ -51,7 +51,9 @@ from offbeat_core._contracts.rollout import (
 from offbeat_core._contracts.sessions import RecordedSession, SessionEnd, SessionPlan
 from offbeat_core._contracts.training import (
     Aggregation,
+    DeferredMetrics,
     LossFunction,
+    LossMetrics,
     LossTokens,
     Metric,
     Metrics,
@@ -155,6 +157,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DeferredMetrics",
     "DroppedSettings",
     "EngineHealth",
     "EngineNeeds",
@@ -171,6 +174,7 @@ __all__ = [
     "ImagePlaces",
     "LoraAdapter",
     "LossFunction",
+    "LossMetrics",
     "LossTokens",
     "Metric",
     "Metrics",

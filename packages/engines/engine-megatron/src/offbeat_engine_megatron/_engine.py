@@ -187,6 +187,7 @@ class MegatronTrainEngine(StepCounts):
             if mtp_loss is not None:
                 mtp_loss.begin(with_loss)
             self._passes.train(packs, losses)
+            losses.read()
             if mtp_loss is not None:
                 losses.results.append(mtp_loss.metrics())
             self._bad_loss |= losses.not_finite

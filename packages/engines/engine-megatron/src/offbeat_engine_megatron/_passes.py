@@ -159,7 +159,7 @@ class Updates:
         self._ranks.check_same(what, sequences)
         shares = self._shares(sequences)
         packs = lay_out_all(sequences, shares[self._ranks.share], self._plan.parallel, self._images)
-        answers = [each.float().cpu().numpy() for each in passes.answer(packs)] if packs else []
+        answers = [each.float() for each in passes.answer(packs)] if packs else []
         return answers_of_all(self._ranks, sequences, shares, answers)
 
     def _shares(self, sequences: Sequence[TrainSequence]) -> list[Share]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat_core import ModelError
+from offbeat_device import copy_to_device
 from offbeat_training import Indices, Segment, VarlenBounds, fits_varlen, varlen_attention
 
 Made = TypeVar("Made")
@@ -175,7 +176,7 @@ class AttentionPlan:
         )
 
     def _tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
 
 def _for_each_head(index: Indices, num_heads: int, step: int) -> Indices:

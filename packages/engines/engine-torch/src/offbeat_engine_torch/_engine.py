@@ -161,6 +161,7 @@ class TorchTrainEngine(StepCounts):
                     self._backward(losses.of(batch, logprobs, entropy), logprobs)
                 elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then report the error
                     self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
+        losses.read()
         # Kept for `step`, in which all ranks refuse together.
         self._bad_loss |= losses.not_finite
         try:
@@ -205,7 +206,7 @@ class TorchTrainEngine(StepCounts):
                 pack = policy.lay_out(sequences, batch) if batch else idle_micro_batch()
                 answer = policy.ask(pack, through_tower=tower)[0]
                 if batch:
-                    answers.append(answer.float().cpu().numpy())
+                    answers.append(answer.float())
         free_gathered(policy.model)
         return answers_of_all(self._ranks, sequences, shares, answers)
 

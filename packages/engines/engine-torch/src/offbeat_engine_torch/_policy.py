@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offbeat_core import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
-from offbeat_device import Device
+from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
@@ -131,7 +131,9 @@ class Policy:
         assert isinstance(self.images, ImageProcessor), "a model without a vision tower was asked to look"
         pixels, grid = self.images.pixels(pack.images)
         return ImagePatches(
-            pixels_PC=pixels.to(self._device), grid_I3=grid.to(self._device), place_M=self.tensor(pack.place_M)
+            pixels_PC=copy_to_device(pixels, self._device),
+            grid_I3=copy_to_device(grid, self._device),
+            place_M=self.tensor(pack.place_M),
         )
 
     def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> MicroBatch:
@@ -140,7 +142,7 @@ class Policy:
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """Put an array onto the device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), self._device)
 
 
 def make_policy(

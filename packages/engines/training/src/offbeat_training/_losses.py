@@ -3,7 +3,10 @@
 Shapes: N loss tokens of a micro-batch.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +15,9 @@ import torch
 from torch import Tensor
 
 from offbeat_core import (
+    DeferredMetrics,
     LossFunction,
+    LossMetrics,
     LossTokens,
     Metrics,
     ShapeError,
@@ -21,6 +26,7 @@ from offbeat_core import (
     count_micro_batch,
     loss_extras,
 )
+from offbeat_device import copy_to_device
 
 
 class LaidOut(Protocol):
@@ -43,31 +49,35 @@ class LaidOut(Protocol):
 
 
 class LossCalls:
-    """Calls the loss function for each micro-batch, and keeps what it said.
+    """Calls the loss function for each micro-batch, and keeps what it said on the device until `read`.
 
     A loss that raises, returns something else than it should or is not finite must not end the pass, in which other
-    ranks wait for this one: there is nothing to differentiate, and it is reported to all ranks afterwards.
+    ranks wait for this one: it is reported to all ranks afterwards.
 
     Args:
         sequences: of the whole update, each with a loss token.
         loss: of the caller.
 
     Attributes:
-        results: metrics of each micro-batch so far.
+        results: metrics of each micro-batch, after `read`.
         failure: why there is no loss, if there is none.
-        not_finite: a loss was infinite or NaN.
+        not_finite: a loss was infinite or NaN; known after `read`.
     """
 
     def __init__(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> None:
         self._sequences, self._loss = sequences, loss
         # Of the whole update: each micro-batch divides its loss by these.
         self._totals = sum(int(sequence.loss_mask.sum()) for sequence in sequences), len(sequences)
+        self._unread: list[_Unread] = []
         self.results: list[Metrics] = []
         self.failure: Exception | None = None
         self.not_finite = False
 
     def of(self, batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor | None:
-        """Return the scalar to differentiate for one micro-batch; None where there is none."""
+        """Return the scalar to differentiate for one micro-batch; None where there is none.
+
+        One that is not finite has a gradient of 0: the step is refused, and its micro-batch gives nothing to blame.
+        """
         # A loss that has failed is not asked again: the pass is only finished, as other ranks wait in it.
         if not batch.members or self.failure is not None:
             return None
@@ -77,19 +87,32 @@ class LossCalls:
         except Exception as error:  # noqa: BLE001  raised on all ranks when the pass is over
             self.failure = error
             return None
-        counts = count_micro_batch(members, len(batch.ids_T), float(value.detach()))
-        self.results.append({**metrics, **counts})
-        if not torch.isfinite(value.detach()):
-            # The step is refused, so there is no gradient to compute.
-            self.not_finite = True
-            return None
+        self._unread.append(_Unread(value.detach(), metrics, members, len(batch.ids_T)))
+        _silence_unless(value.detach().isfinite(), logprobs_N, entropy_N)
         return value
+
+    def read(self) -> None:
+        """Read losses and metrics of all micro-batches from the device, by one copy: the only wait for it."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        numbers = [number for each in unread for number in each.numbers]
+        flat = torch.cat([number.detach().reshape(-1) for number in numbers]).cpu().double().numpy()
+        values = iter(np.split(flat, np.cumsum([number.numel() for number in numbers])[:-1]))
+        for each in unread:
+            try:
+                found = each.read(list(islice(values, len(each.numbers))))
+            except Exception as error:  # noqa: BLE001  as of the loss
+                self.failure = self.failure or error
+                return
+            self.results.append(found)
+            self.not_finite |= not math.isfinite(found["loss"].value)
 
     def _tokens(
         self, members: Sequence[TrainSequence], batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor
     ) -> LossTokens[Tensor]:
         def tensor(array: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(logprobs_N.device)
+            return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), logprobs_N.device)
 
         return LossTokens(
             logprobs_N=logprobs_N,
@@ -100,6 +123,38 @@ class LossCalls:
             total_tokens=self._totals[0],
             total_sequences=self._totals[1],
         )
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """One micro-batch: its loss, a scalar on the device, and the metrics of its loss function."""
+
+    loss: Tensor
+    metrics: LossMetrics
+    members: Sequence[TrainSequence]
+    num_computed: int
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """Tensors to read."""
+        return (self.loss, *self.metrics.numbers) if isinstance(self.metrics, DeferredMetrics) else (self.loss,)
+
+    def read(self, values: Sequence[npt.NDArray[np.float64]]) -> Metrics:
+        """Return all metrics, given the values of `numbers`."""
+        counts = count_micro_batch(self.members, self.num_computed, float(values[0][0]))
+        metrics = self.metrics
+        return {**(metrics.read(values[1:]) if isinstance(metrics, DeferredMetrics) else metrics), **counts}
+
+
+def _silence_unless(is_finite: Tensor, *answers_N: Tensor) -> None:
+    """Have answers receive a gradient of 0 in place of any other unless a bool on the device is true."""
+
+    def silence(grad_N: Tensor | None) -> Tensor | None:
+        return None if grad_N is None else grad_N.where(is_finite, 0.0)
+
+    for answer_N in answers_N:
+        if answer_N.requires_grad:
+            answer_N.register_hook(silence)  # type: ignore[no-untyped-call]
 
 
 def with_loss_tokens(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from offbeat_core import Floats, Metrics, TrainSequence, digest_sequences, merge_over_ranks, spread_values
 from offbeat_mesh import Group
@@ -80,7 +81,7 @@ class _SharesAnswers(Protocol):
 
 
 def answers_of_all(
-    ranks: _SharesAnswers, sequences: Sequence[TrainSequence], shares: Sequence[Share], answers: Sequence[Floats]
+    ranks: _SharesAnswers, sequences: Sequence[TrainSequence], shares: Sequence[Share], answers: Sequence[Tensor]
 ) -> list[Floats]:
     """Return what all ranks have found, by sequence; a call of all.
 
@@ -88,12 +89,13 @@ def answers_of_all(
         ranks: that computed it.
         sequences: that were asked about.
         shares: what each rank has computed.
-        answers: of this rank's micro-batches, one value per loss token; none where another stage has them.
+        answers: of this rank's micro-batches, float32, one value per loss token; none where another stage has them.
+            They are copied to the host at once.
 
     Returns:
         [T] float32 for each sequence, 0 outside the loss mask.
     """
     members = [[member for batch in share for family in batch for member in family.members] for share in shares]
     counts = [sum(int(sequences[member].loss_mask.sum()) for member in share) for share in members]
-    own = np.concatenate([np.zeros(0, np.float32), *answers])
+    own = torch.cat(list(answers)).cpu().numpy() if answers else np.zeros(0, np.float32)
     return spread_values(sequences, members, ranks.gather_shares(own, counts))

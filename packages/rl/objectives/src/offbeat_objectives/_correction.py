@@ -70,6 +70,22 @@ def correct_rollouts(
 
     Source: see the module.
     """
+    weights_N, keep_N, measures = measure_correction(
+        train_logprobs_N, rollout_logprobs_N, sequence_N, num_sequences, config, group
+    )
+    return Correction(weights_N=weights_N, keep_N=keep_N, metrics=read_metrics(measures))
+
+
+@torch.no_grad()
+def measure_correction(
+    train_logprobs_N: Tensor,
+    rollout_logprobs_N: Tensor,
+    sequence_N: Tensor,
+    num_sequences: int,
+    config: AlgorithmConfig,
+    group: "dist.ProcessGroup | None" = None,
+) -> tuple[Tensor, Tensor, dict[str, Measure]]:
+    """Return weights, rejections and what is measured of them as `correct_rollouts` does, without a wait for them."""
     require_tokens("correct_rollouts", sequence_N, train_logprobs_N, rollout_logprobs_N)
     preset = read_preset(config)
     log_ratio_N = (train_logprobs_N - rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -83,7 +99,7 @@ def correct_rollouts(
     measures = _measures(ratios, weights_N, keep_N, cut_N)
     if config.normalise_weights:
         measures["correction/mean_weight_before_normalising"] = (scale, 1.0, "last")
-    return Correction(weights_N=weights_N, keep_N=keep_N, metrics=read_metrics(measures))
+    return weights_N, keep_N, measures
 
 
 @torch.no_grad()
@@ -172,7 +188,7 @@ def _measures(ratios: _Ratios, weights_N: Tensor, keep_N: Tensor, cut_N: Tensor)
     used_N = weights_N * keep_N
     has_tokens_S = (ratios.length_S > 0).to(keep_N.dtype)
     rejected_S = has_tokens_S * (segment_sum(keep_N, ratios.sequence_N, ratios.num_sequences) == 0)
-    num_sequences = float(has_tokens_S.sum())
+    num_sequences = has_tokens_S.sum()
     # k3 of KL(rollout ‖ train): the tokens were drawn from the rollout policy.
     kl_N = kl_per_token(torch.zeros_like(ratio_N), ratios.log_N, "k3")
     effective = used_N.sum().square() / used_N.square().sum().clamp(min=1e-20) / num_tokens

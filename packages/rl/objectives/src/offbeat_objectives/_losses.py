@@ -10,13 +10,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_core import LossTokens, Metrics, ShapeError, find_function
+from offbeat_core import DeferredMetrics, LossTokens, ShapeError, find_function
 from offbeat_objectives._config.algorithm import DEFAULT_CAP, AlgorithmConfig, read_preset
 from offbeat_objectives._config.options import LossOptions
-from offbeat_objectives._correction import correct_rollouts, off_policy_mask
+from offbeat_objectives._correction import measure_correction, off_policy_mask
 from offbeat_objectives._divergence import kl_per_token, weighted_kl
 from offbeat_objectives._mismatch import measure_mismatch
-from offbeat_objectives._packing import Measure, aggregate, read_metrics, require_tokens
+from offbeat_objectives._packing import Measure, aggregate, defer_metrics, require_tokens
 from offbeat_objectives._surrogates import OBJECTIVES, Objective, PolicyTokens, Surrogate
 
 ADVANTAGES: Final = "advantages"
@@ -90,7 +90,7 @@ class PolicyLoss:
     def _mask_bound(self) -> float | None:
         return self.config.read_options(LossOptions).off_policy_mask
 
-    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, DeferredMetrics]:
         """Return one micro-batch's share of the update's loss.
 
         Returns:
@@ -101,7 +101,7 @@ class PolicyLoss:
             ShapeError: an extra is missing or has another shape.
         """
         self._check(tokens)
-        weights_N, keep_N, metrics = self._correct(tokens)
+        weights_N, keep_N, corrected = self._correct(tokens)
         old_N = self._old_logprobs(tokens)
         # A rejected token may hold an infinity, which no later 0 could take out of the gradient.
         rejected_N = keep_N == 0
@@ -119,16 +119,15 @@ class PolicyLoss:
             surrogate = replace(surrogate, objective_N=surrogate.objective_N * weights_N)
         terms = self._terms(tokens, policy_tokens, surrogate)
         loss = torch.stack(list(terms.values())).sum()
-        measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
+        measures: dict[str, Measure] = {**corrected, "loss/total": (loss, 1.0, "sum")}
         measures |= {f"loss/{name}": (term, 1.0, "sum") for name, term in terms.items()}
         measures |= _measures(tokens, policy_tokens, surrogate, has_ratio=not self._starts_at_old)
-        metrics |= read_metrics(measures)
-        return loss, metrics | self._measure_mismatch(tokens)
+        return loss, defer_metrics(measures) | self._measure_mismatch(tokens)
 
-    def _measure_mismatch(self, tokens: LossTokens[Any]) -> Metrics:
+    def _measure_mismatch(self, tokens: LossTokens[Any]) -> DeferredMetrics:
         """Over all loss tokens, rejected ones included."""
         if ROLLOUT not in tokens.extras:
-            return {}
+            return defer_metrics({})
         train_N = tokens.extras[OLD] if self._recomputes else tokens.logprobs_N
         return measure_mismatch(train_N, tokens.extras[ROLLOUT], tokens.extras.get(LAGGED))
 
@@ -149,16 +148,16 @@ class PolicyLoss:
             )
         require_tokens("the loss", tokens.sequence_N, tokens.logprobs_N, tokens.entropy_N, *tokens.extras.values())
 
-    def _correct(self, tokens: LossTokens[Any]) -> tuple[Tensor | None, Tensor, Metrics]:
-        """Return [N] weights, or None for none, [N] keep, and metrics where they are computed here."""
+    def _correct(self, tokens: LossTokens[Any]) -> tuple[Tensor | None, Tensor, dict[str, Measure]]:
+        """Return [N] weights, or None for none, [N] keep, and what is measured where they are computed here."""
         weights_N = tokens.extras.get(WEIGHTS)
         keep_N = tokens.extras.get(KEEP, torch.ones_like(tokens.logprobs_N))
         if not self._corrects:
             return weights_N, keep_N, {}
-        correction = correct_rollouts(
+        weights_N, corrected_N, measures = measure_correction(
             tokens.logprobs_N, tokens.extras[ROLLOUT], tokens.sequence_N, tokens.num_sequences, self.config
         )
-        return correction.weights_N, keep_N * correction.keep_N, correction.metrics
+        return weights_N, keep_N * corrected_N, measures
 
     def _mask(self, surrogate: Surrogate, policy: PolicyTokens, tokens: LossTokens[Any]) -> Surrogate:
         """Remove the objective of what the off-policy mask leaves out."""
@@ -217,7 +216,7 @@ def build_loss(config: AlgorithmConfig, *, single_step: bool = False) -> PolicyL
     return PolicyLoss(config, single_step)
 
 
-def sft_loss(tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+def sft_loss(tokens: LossTokens[Any]) -> tuple[Tensor, DeferredMetrics]:
     """Mean cross entropy over the loss tokens of the whole update, nats.
 
     Returns:
@@ -226,7 +225,7 @@ def sft_loss(tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
     num_tokens = len(tokens.logprobs_N)
     total = -tokens.logprobs_N.sum()
     loss = total / max(tokens.total_tokens, 1)
-    return loss, read_metrics(
+    return loss, defer_metrics(
         {"loss/total": (loss, 1.0, "sum"), "loss/nll": (total / max(num_tokens, 1), num_tokens, "mean")}
     )
 
@@ -237,11 +236,10 @@ def _measures(
 ) -> dict[str, Measure]:
     """Means over the kept tokens, left out when there is none; those of new to old policy only with `has_ratio`."""
     kept_N = policy.keep_N > 0
-    num_kept = int(kept_N.sum())
-    share_kept: dict[str, Measure] = {"policy/share_kept": (policy.keep_N.mean(), len(kept_N), "mean")}
-    if num_kept == 0:
-        return share_kept if len(kept_N) else {}  # the mean of no token is NaN
+    if not len(kept_N):  # the mean of no token is NaN
+        return {}
     zeros_N = torch.zeros_like(policy.logprobs_N)
+    num_kept = kept_N.sum()
     per_token = {
         "policy/entropy": tokens.entropy_N,
         **{f"objective/{name}": values_N for name, values_N in surrogate.metrics_N.items()},
@@ -257,10 +255,12 @@ def _measures(
         }
     if REFERENCE in tokens.extras:
         per_token["policy/kl_reference"] = kl_per_token(policy.logprobs_N, tokens.extras[REFERENCE], "k3")
-    means: dict[str, Measure] = {
-        name: (values_N[kept_N].to(zeros_N.dtype).mean(), num_kept, "mean")
-        for name, values_N in per_token.items()
-        if values_N is not None
-    }
-    largest: dict[str, Measure] = {"policy/ratio_max": (surrogate.ratio_N[kept_N].max(), num_kept, "max")}
-    return share_kept | means | (largest if has_ratio else {})
+    measures: dict[str, Measure] = {"policy/share_kept": (policy.keep_N.mean(), len(kept_N), "mean")}
+    # Not `values_N[kept_N]`: the host would wait to know how many there are.
+    for name, values_N in per_token.items():
+        if values_N is not None:
+            total = values_N.to(zeros_N.dtype).where(kept_N, 0.0).sum()
+            measures[name] = (total / num_kept.clamp(min=1), num_kept, "mean")
+    if has_ratio:
+        measures["policy/ratio_max"] = (surrogate.ratio_N.where(kept_N, -torch.inf).max(), num_kept, "max")
+    return measures

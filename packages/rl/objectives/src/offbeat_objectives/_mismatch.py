@@ -16,7 +16,7 @@ Sources: k3: J. Schulman, http://joschu.net/blog/kl-approx.html; effective sampl
 importance sampling using standardized weights".
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_core import Metric, Metrics
+from offbeat_core import DeferredMetrics, Metric, Metrics
 from offbeat_objectives._config.algorithm import LOG_RATIO_BOUND
 
 SUMS_PREFIX: Final = "mismatch_sums/"
@@ -40,7 +40,9 @@ _Doubles = npt.NDArray[np.float64]
 
 
 @torch.no_grad()
-def measure_mismatch(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, lagged_N: Tensor | None = None) -> Metrics:
+def measure_mismatch(
+    train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, lagged_N: Tensor | None = None
+) -> DeferredMetrics:
     """Sum up the mismatch of one micro-batch's tokens.
 
     Args:
@@ -53,12 +55,15 @@ def measure_mismatch(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, lagge
         Sums, counts and maxima under `mismatch_sums/`, for `summarise_mismatch` once all of them are merged.
     """
     log_ratio_N = train_logprobs_N.float() - rollout_logprobs_N.float()
-    flags_N = torch.zeros_like(log_ratio_N) if lagged_N is None else lagged_N.float()
-    # One copy to the host; float64 sums there are exact enough on every device, also those without float64.
-    log_ratio, flags = torch.stack([log_ratio_N, flags_N]).cpu().numpy().astype(np.float64)
+    # float64 sums on the host are exact enough on every device, also those without float64.
     if lagged_N is None:
-        return _sums(_UNKNOWN, log_ratio)
-    return _sums(LAG0, log_ratio[flags == 0]) | _sums(LAGGED, log_ratio[flags != 0])
+        return DeferredMetrics([log_ratio_N], lambda values: _sums(_UNKNOWN, values[0]))
+
+    def make(values: Sequence[_Doubles]) -> Metrics:
+        log_ratio, flags = values
+        return _sums(LAG0, log_ratio[flags == 0]) | _sums(LAGGED, log_ratio[flags != 0])
+
+    return DeferredMetrics([log_ratio_N, lagged_N.float()], make)
 
 
 def _sums(tokens: str, log_ratio_n: _Doubles) -> Metrics:

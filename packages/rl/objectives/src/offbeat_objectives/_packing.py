@@ -3,13 +3,15 @@
 Shapes: B sequences padded to T tokens, N tokens packed, S sequences (S = B after `pack`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offbeat_core import Aggregation, Metric, Metrics, ShapeError
+from offbeat_core import Aggregation, DeferredMetrics, Metric, Metrics, ShapeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +153,30 @@ def aggregate(
     return losses_N.sum() / (max(total_sequences, 1) * fixed_length)
 
 
-Measure = tuple[Tensor, float, Aggregation]
-"""(scalar, weight in a mean, how two of them combine)."""
+Measure = tuple[Tensor, float | Tensor, Aggregation]
+"""(scalar, weight in a mean, how two of them combine). One whose weight is a tensor of 0 is left out."""
+
+
+def defer_metrics(measures: Mapping[str, Measure]) -> DeferredMetrics:
+    """Return metrics whose numbers stay on the device until they are read."""
+    if not measures:
+        return DeferredMetrics((), lambda _: {})
+    scalars = [scalar.detach() for scalar, _, _ in measures.values()]
+    weights = {name: weight for name, (_, weight, _) in measures.items() if isinstance(weight, Tensor)}
+    numbers = torch.stack([*scalars, *(weight.to(scalars[0].dtype) for weight in weights.values())])
+
+    def make(values: Sequence[npt.NDArray[np.float64]]) -> Metrics:
+        found = values[0].tolist()
+        counted = dict(zip(weights, found[len(scalars) :], strict=True))
+        return {
+            name: Metric(value=value, weight=counted.get(name, weight), how=how)
+            for (name, (_, weight, how)), value in zip(measures.items(), found[: len(scalars)], strict=True)
+            if counted.get(name) != 0
+        }
+
+    return DeferredMetrics([numbers], make)
 
 
 def read_metrics(measures: Mapping[str, Measure]) -> Metrics:
     """Copy all scalars to the host at once: one synchronisation, not one for each metric."""
-    if not measures:
-        return {}
-    values = torch.stack([scalar.detach() for scalar, _, _ in measures.values()]).tolist()
-    return {
-        name: Metric(value=value, weight=weight, how=how)
-        for (name, (_, weight, how)), value in zip(measures.items(), values, strict=True)
-    }
+    return defer_metrics(measures).read()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from offbeat_core import Floats, LossTokens, Metrics, ShapeError, TrainSequence
+from offbeat_core import DeferredMetrics, Floats, LossTokens, Metrics, ShapeError, TrainSequence
 from offbeat_objectives._config.preference import PreferenceConfig
-from offbeat_objectives._packing import Measure, read_metrics, require_tokens, segment_sum, sequence_of_tokens
+from offbeat_objectives._packing import Measure, defer_metrics, require_tokens, segment_sum, sequence_of_tokens
 
 SIGN: Final = "sign"
 PAIR: Final = "pair"
@@ -156,7 +156,7 @@ class PreferenceLoss:
             *([ANSWER, LIKELIHOOD] if orpo else []),
         )
 
-    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, DeferredMetrics]:
         """Return one micro-batch's share of the update's loss.
 
         Returns:
@@ -195,9 +195,9 @@ class PreferenceLoss:
             total_tokens=len(logprobs_N),
             total_sequences=len(sequences),
         )
-        return self(tokens)[1]
+        return self(tokens)[1].read()
 
-    def _compare(self, tokens: LossTokens[Any], answers: "_Answers") -> tuple[Tensor, Metrics]:
+    def _compare(self, tokens: LossTokens[Any], answers: "_Answers") -> tuple[Tensor, DeferredMetrics]:
         chosen_P, rejected_P = _find_pairs(answers.sign_S, _constant(tokens, PAIR))
         losses_P, reward_S = self._of_pairs(answers, chosen_P, rejected_P)
         loss = losses_P.sum() / max(tokens.total_sequences / 2, 1)
@@ -211,7 +211,7 @@ class PreferenceLoss:
             margin_P = (reward_S[chosen_P] - reward_S[rejected_P]).detach()
             measures["rewards/margins"] = (margin_P.mean(), num_pairs, "mean")
             measures["rewards/accuracies"] = ((margin_P > 0).to(margin_P.dtype).mean(), num_pairs, "mean")
-        return loss, read_metrics(measures | self._measures(answers, reward_S))
+        return loss, defer_metrics(measures | self._measures(answers, reward_S))
 
     def _of_pairs(self, answers: "_Answers", chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, Tensor]:
         """[P] losses and [S] rewards."""
@@ -235,7 +235,7 @@ class PreferenceLoss:
             losses_P = simpo_losses(chosen, rejected, beta=beta, target_margin=margin, label_smoothing=smoothing)
         return losses_P, beta * (ratio_S if config.needs_reference else mean_S)
 
-    def _kto(self, tokens: LossTokens[Any], answers: "_Answers") -> tuple[Tensor, Metrics]:
+    def _kto(self, tokens: LossTokens[Any], answers: "_Answers") -> tuple[Tensor, DeferredMetrics]:
         config, baseline_S = self.config, _constant(tokens, BASELINE)
         losses_S = kto_losses(
             answers.ratio_S,
@@ -249,7 +249,7 @@ class PreferenceLoss:
         measures: dict[str, Measure] = {"loss/total": (loss, 1.0, "sum")}
         if len(baseline_S):
             measures["loss/baseline"] = (baseline_S.mean(), len(baseline_S), "mean")
-        return loss, read_metrics(measures | self._measures(answers, config.resolved_beta * answers.ratio_S))
+        return loss, defer_metrics(measures | self._measures(answers, config.resolved_beta * answers.ratio_S))
 
     def _measures(self, answers: "_Answers", reward_S: Tensor) -> dict[str, Measure]:
         """Means over the chosen and over the rejected answers; left out where there is none."""
@@ -258,9 +258,9 @@ class PreferenceLoss:
         if self.config.loss != "reward":
             values["logps"] = answers.logps_S / answers.length_S if self.config.loss in _OF_MEANS else answers.logps_S
         for side, of_side_S in (("chosen", answers.sign_S > 0), ("rejected", answers.sign_S < 0)):
-            count = int(of_side_S.sum())
-            if count:
-                found |= {f"{name}/{side}": (each[of_side_S].mean(), count, "mean") for name, each in values.items()}
+            count = of_side_S.sum()
+            for name, each in values.items():
+                found[f"{name}/{side}"] = (each.where(of_side_S, 0.0).sum() / count.clamp(min=1), count, "mean")
         return found
 
 

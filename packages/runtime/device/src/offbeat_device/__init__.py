@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
+    from offbeat_device._cuda import copy_to_device
     from offbeat_device._device import (
         AttendedTokens,
         Device,
@@ -33,6 +34,7 @@ __all__ = [
     "TraceFiles",
     "WorkGraphs",
     "accelerator_kind",
+    "copy_to_device",
     "open_device",
     "rank_device",
 ]
@@ -40,6 +42,7 @@ __all__ = [
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
+        "_cuda": "copy_to_device",
         "_device": (
             "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "
             "WorkGraphs"

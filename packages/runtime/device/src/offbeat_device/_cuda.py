@@ -172,3 +172,19 @@ class CudaGraphs:
                 graph.replay()
 
         return run
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of main memory to a device, after what is queued there and without waiting for it.
+
+    A copy out of memory that is not page-locked waits on a GPU. torch keeps page-locked memory for the next time.
+
+    Args:
+        tensor: not to be written to afterwards; returned as it is where the device is the CPU.
+        device: of this process.
+    """
+    if tensor.device == device:
+        return tensor
+    is_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    pinned = tensor.pin_memory() if is_cuda else tensor
+    return pinned.to(device, non_blocking=True)

@@ -5,12 +5,13 @@ Shapes: T tokens of one sequence, N loss tokens of one micro-batch (packed, no p
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from offbeat_core._config.setting import REQUIRED, setting
 from offbeat_core._contracts.requests import Floats
@@ -19,6 +20,7 @@ from offbeat_core._errors import ConfigError, ModelError, OffbeatError, PeerFail
 
 TensorT = TypeVar("TensorT")
 Aggregation = Literal["mean", "sum", "max", "min", "last"]
+Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,52 @@ def merge_metrics(batches: Sequence[Mapping[str, Metric]]) -> Metrics:
     return merged
 
 
+class DeferredMetrics(Mapping[str, Metric]):
+    """Metrics of one micro-batch whose numbers a device may still be computing.
+
+    An engine reads those of all micro-batches at once, after the last backward pass. Any other look at one waits for
+    the device.
+
+    Args:
+        numbers: tensors on one device, float32 or float64, of any shape.
+        make: makes the metrics of the numbers: for each tensor a flat float64 array.
+    """
+
+    def __init__(self, numbers: Sequence[Any], make: Callable[[Sequence[Doubles]], Metrics]) -> None:
+        self.numbers, self._make = tuple(numbers), make
+        self._found: Metrics | None = None
+
+    def read(self, values: Sequence[Doubles] | None = None) -> Metrics:
+        """Return the metrics.
+
+        Args:
+            values: of `numbers`, flat, where they have been copied already.
+        """
+        if self._found is None:
+            if values is None:
+                values = [np.asarray(each.detach().cpu(), np.float64).reshape(-1) for each in self.numbers]
+            self._found = self._make(values)
+        return self._found
+
+    def __or__(self, other: Mapping[str, Metric]) -> "DeferredMetrics":
+        """Return these and others, which are read together."""
+        others = other if isinstance(other, DeferredMetrics) else DeferredMetrics((), lambda _: dict(other))
+
+        def make(values: Sequence[Doubles]) -> Metrics:
+            return self.read(values[: len(self.numbers)]) | others.read(values[len(self.numbers) :])
+
+        return DeferredMetrics(self.numbers + others.numbers, make)
+
+    def __getitem__(self, name: str) -> Metric:
+        return self.read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.read())
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossTokens(Generic[TensorT]):
     """The loss tokens of one micro-batch, packed: what a loss function reads.
@@ -86,8 +134,12 @@ class LossTokens(Generic[TensorT]):
     total_sequences: int
 
 
-LossFunction = Callable[[LossTokens[Any]], tuple[Any, Metrics]]
-"""Maps loss tokens to (scalar loss, metrics). The micro-batches' losses are summed, so divide by the totals."""
+LossMetrics = Metrics | DeferredMetrics
+LossFunction = Callable[[LossTokens[Any]], tuple[Any, LossMetrics]]
+"""Maps loss tokens to (scalar loss, metrics). The micro-batches' losses are summed, so divide by the totals.
+
+With `DeferredMetrics`, and no other look at a number on the device, nothing waits between micro-batches.
+"""
 
 
 WeightPart = Literal["merged", "base", "adapter"]
@@ -371,11 +423,11 @@ def loss_extras(sequences: Sequence[TrainSequence]) -> dict[str, Floats]:
     }
 
 
-def call_loss(loss: LossFunction, tokens: LossTokens[TensorT]) -> tuple[TensorT, Metrics]:
+def call_loss(loss: LossFunction, tokens: LossTokens[TensorT]) -> tuple[TensorT, LossMetrics]:
     """Call the caller's loss and check what it returns, before anything is done with it that other ranks wait for.
 
     Returns:
-        A scalar, and metrics whose numbers are plain ones.
+        A scalar, and metrics: deferred ones as they are, of others the numbers are plain ones.
 
     Raises:
         OffbeatError: it returned something else; and whatever the loss raises.
@@ -386,6 +438,8 @@ def call_loss(loss: LossFunction, tokens: LossTokens[TensorT]) -> tuple[TensorT,
     if not is_tensor or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
         raise OffbeatError(f"the loss must return (scalar tensor, metrics): got {got} for the scalar")
+    if isinstance(metrics, DeferredMetrics):
+        return value.reshape(()), metrics
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise OffbeatError(f"the loss must return its metrics as Metric(value=...): got {name} = {metric!r}")

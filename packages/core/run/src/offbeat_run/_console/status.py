@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TextIO, cast
 
-from offbeat_core import LossFunction, LossTokens, Metrics
+from offbeat_core import LossFunction, LossMetrics, LossTokens
 from offbeat_run._console.printing import shown
 from offbeat_run._console.quantities import duration_text
 
@@ -183,7 +183,7 @@ def counted_loss(loss: LossFunction, notify: Callable[[str], None], *, is_alone:
     """
     done = 0
 
-    def call(tokens: LossTokens[Any]) -> tuple[Any, Metrics]:
+    def call(tokens: LossTokens[Any]) -> tuple[Any, LossMetrics]:
         nonlocal done
         done += tokens.num_sequences
         notify(f"{done} of {tokens.total_sequences} sequences" if is_alone else f"{done} sequences on this rank")

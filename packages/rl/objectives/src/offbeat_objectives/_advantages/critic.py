@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_core import LossTokens, Metrics, ShapeError
+from offbeat_core import DeferredMetrics, LossTokens, ShapeError
 from offbeat_objectives._advantages.advantages import kl_penalty, token_rewards, trajectories
 from offbeat_objectives._advantages.estimators import count_of, gae_advantages
 from offbeat_objectives._config.algorithm import AlgorithmConfig
-from offbeat_objectives._packing import Measure, read_metrics, require_tokens, sequence_of_tokens
+from offbeat_objectives._packing import Measure, defer_metrics, require_tokens, sequence_of_tokens
 
 VALUES: Final = "values"
 RETURNS: Final = "returns"
@@ -76,7 +76,7 @@ class ValueLoss:
 
     clip: float | None = None
 
-    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:
+    def __call__(self, tokens: LossTokens[Any]) -> tuple[Tensor, DeferredMetrics]:
         """Return one micro-batch's share of the update's loss.
 
         Returns:
@@ -103,4 +103,4 @@ class ValueLoss:
         if num_tokens:
             means = {"value": value_N, "return": return_N, "clip_fraction": clipped_N.to(value_N.dtype)}
             measures |= {f"critic/{name}": (each.mean(), num_tokens, "mean") for name, each in means.items()}
-        return loss, read_metrics(measures)
+        return loss, defer_metrics(measures)
