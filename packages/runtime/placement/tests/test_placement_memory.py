@@ -246,6 +246,18 @@ def test_adapters_are_what_is_trained_and_are_shared_out_as_weights_are(tmp_path
     assert (moments["gradients"], moments["optimizer"]) == (4 * weights, 2 * weights)
 
 
+def test_gradients_that_are_kept_whole_are_those_of_all_weights_that_train(tmp_path):
+    shape = shape_of("qwen3", tmp_path)
+    whole = TrainMemory(whole_gradient_bytes=4, data_parallel=4).estimate(shape).parts
+    assert whole["whole gradients"] == 4 * shape.num_parameters
+    assert whole["gradients"] == shape.num_parameters, "a quarter of their sums"
+    adapters = TrainMemory(whole_gradient_bytes=4, data_parallel=4, lora_rank=4).estimate(shape).parts
+    assert adapters["whole gradients"] == 4 * adapters["gradients"]
+    halved = TrainMemory(whole_gradient_bytes=4, tensor_parallel=2).estimate(shape).parts
+    assert halved["whole gradients"] == 2 * shape.num_parameters
+    assert "whole gradients" not in TrainMemory(data_parallel=4).estimate(shape).parts
+
+
 def test_a_pipelines_first_rank_holds_a_micro_batch_for_each_stage(tmp_path):
     shape = shape_of("qwen3", tmp_path)
     one, two = (TrainMemory(pipeline_parallel=stages).estimate(shape).parts for stages in (1, 2))
@@ -307,13 +319,23 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
     shape = ModelShape.from_config(config)
     engine = TrainEngineSettings(dtype="bfloat16", max_tokens_per_microbatch=4096, activation_checkpointing=True)
     layout = TrainLayout(
-        dp=3, cp=4, tp=2, pp=5, ep=6, zero_stage=1, weight_bytes=2, gradient_bytes=3, optimizer_bytes=12
+        dp=3,
+        cp=4,
+        tp=2,
+        pp=5,
+        ep=6,
+        zero_stage=1,
+        weight_bytes=2,
+        gradient_bytes=3,
+        optimizer_bytes=12,
+        whole_gradient_bytes=5,
     )
     found = train_memory(engine, layout, shape, on_cpu=on_cpu, keeps_reference=True)
     assert found == TrainMemory(
         weight_bytes=2,
         gradient_bytes=3,
         optimizer_bytes=12,
+        whole_gradient_bytes=5,
         compute_bytes=2,
         data_parallel=3 * 4,
         tensor_parallel=2,
@@ -337,6 +359,7 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
         ({"weights": 3, "optimizer": 4, "activations": 6}, {}, "more engine.num_ranks, or adapters alone"),
         ({"weights": 5, "reference": 5, "logits": 6}, {"lora_rank": 8}, "more engine.num_ranks"),
         ({"weights": 3, "gradients": 3, "activations": 7}, {}, "engine.activation_checkpointing = true, or fewer"),
+        ({"weights": 3, "whole gradients": 4, "logits": 7}, {}, 'engine.options.reduce_once = "auto"'),
         ({"weights": 3, "logits": 7}, {"activation_checkpointing": True}, "fewer engine.max_tokens_per_microbatch"),
     ],
 )

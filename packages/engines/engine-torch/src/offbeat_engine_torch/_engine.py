@@ -36,7 +36,8 @@ from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layou
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
 from offbeat_engine_torch._ranks import Ranks, ShardedRanks, SingleRank
-from offbeat_engine_torch._sharding import free_gathered, partial_gradients
+from offbeat_engine_torch._reduction import choose_reduce_once
+from offbeat_engine_torch._sharding import add_up_gradients, free_gathered, partial_gradients
 from offbeat_mesh import Mesh
 from offbeat_training import (
     ClippedAdamW,
@@ -95,6 +96,7 @@ class TorchTrainEngine(StepCounts):
         self._offloader = MemoryOffloader(device)
         self._reference: Policy | None = None
         self._bad_loss = False
+        self._reduce_once: bool | None = None
 
     @classmethod
     def plan(cls, config: TrainEngineConfig, num_ranks: int = 1) -> TrainLayout:
@@ -152,9 +154,12 @@ class TorchTrainEngine(StepCounts):
         with_loss = with_loss_tokens(sequences)
         losses = LossCalls(with_loss, loss)
         shares = self._plan("forward_backward", with_loss, self._policy)
-        rounds = zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True)
+        rounds = list(zip(shares[self._ranks.share], rounds_with_images(with_loss, shares), strict=True))
+        keeps = len(rounds) > 1 and self._reduces_once()
         with self._policy.weights_converted_once():
-            for families, tower in rounds:
+            for number, (families, tower) in enumerate(rounds, 1):
+                # Every rank runs a backward pass in each round, so all of them add up in the same one.
+                add_up_gradients(self._policy.model, now=not keeps or number == len(rounds))
                 if families and losses.failure is None:
                     batch = self._policy.lay_out(with_loss, families)
                     logprobs, entropy = self._policy.ask(batch, through_tower=tower)
@@ -321,6 +326,22 @@ class TorchTrainEngine(StepCounts):
             value.backward()  # type: ignore[no-untyped-call]
         else:
             self._dummy_backward(logprobs)
+
+    def _reduces_once(self) -> bool:
+        """Return whether to add up gradients with the last micro-batch alone; the first call, of all ranks, chooses."""
+        if self._reduce_once is None:
+            axes = self._mesh.axes if self._mesh else {"dp": 1, "tp": 1}
+            layout = TrainLayout(dp=axes["dp"], tp=axes["tp"], zero_stage=3)
+            self._reduce_once = choose_reduce_once(
+                self._options.reduce_once,
+                self.config,
+                layout,
+                self._device,
+                self._ranks,
+                self._policy.pieces,
+                keeps_reference=self._reference is not None,
+            )
+        return self._reduce_once
 
     def _dummy_backward(self, logprobs: Tensor) -> None:
         """Run a backward pass of zeros, because the other ranks run one and meet this rank in every layer."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import open_device
@@ -10,6 +10,9 @@ from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._sharding import check_tensor_parallel
 from offbeat_mesh import Mesh
+
+GRADIENT_BYTES: Final = 4
+"""Size of a gradient: ranks add up in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,12 @@ class TorchEngineOptions:
         "compute in bfloat16 and are not cut over ranks; on refuses to start where it cannot.",
         choices=("auto", "on", "off"),
     )
+    reduce_once: str = setting(
+        "auto",
+        "Ranks add up gradients once a pass, not with each micro-batch: until then each holds 4 bytes for every weight "
+        "of the model that trains. auto does where the devices have free memory for that; not on CPUs.",
+        choices=("auto", "on", "off"),
+    )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
@@ -50,7 +59,9 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     check_schedule(config)
     open_device(config.device)
     width = options.tensor_parallel
-    layout = TrainLayout(dp=num_data_parallel(num_ranks, options), tp=width, zero_stage=3)
+    dp = num_data_parallel(num_ranks, options)
+    whole_gradient_bytes = GRADIENT_BYTES if options.reduce_once == "on" and dp > 1 else 0
+    layout = TrainLayout(dp=dp, tp=width, zero_stage=3, whole_gradient_bytes=whole_gradient_bytes)
     hf_config = read_config(
         config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
     )

@@ -213,6 +213,12 @@ def free_gathered(model: nn.Module) -> None:
         model.reshard()
 
 
+def add_up_gradients(model: nn.Module, *, now: bool) -> None:
+    """Have backward passes add up gradients over the ranks, or keep them here, whole, for a later one that does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
 def partial_gradients(model: CausalModel) -> set[str]:
     """Parameters that all tp ranks hold, but see gradients for their own heads only: those have to be added up."""
     plan = _plan(model.whole.config)

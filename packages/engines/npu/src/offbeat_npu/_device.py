@@ -73,12 +73,13 @@ class NpuDevice:
         self._runtime.synchronize(self._index)
 
     def memory(self) -> DeviceMemory:
-        """Return what the allocator of torch_npu holds for tensors; other users of the NPU are not counted."""
-        _, total_bytes = self._runtime.mem_get_info(self._index)
+        """Return what the allocator of torch_npu holds for tensors; what it keeps for reuse is not counted as free."""
+        free_bytes, total_bytes = self._runtime.mem_get_info(self._index)
         return DeviceMemory(
             allocated_bytes=int(self._runtime.memory_allocated(self._index)),
             peak_bytes=int(self._runtime.max_memory_allocated(self._index)),
             total_bytes=int(total_bytes),
+            free_bytes=int(free_bytes),
         )
 
     def reset_peak_memory(self) -> None:

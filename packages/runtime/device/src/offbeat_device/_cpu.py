@@ -47,7 +47,12 @@ class CpuDevice:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         status = _proc_status()
         peak = status.get("VmHWM", _peak_since_start())
-        return DeviceMemory(allocated_bytes=status.get("VmRSS", peak), peak_bytes=peak, total_bytes=total)
+        return DeviceMemory(
+            allocated_bytes=status.get("VmRSS", peak),
+            peak_bytes=peak,
+            total_bytes=total,
+            free_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"),
+        )
 
     def reset_peak_memory(self) -> None:
         """Start the peak anew on Linux; elsewhere the peak stays that of the whole process."""

@@ -51,11 +51,14 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> DeviceMemory:
-        """Return what torch's allocator holds for tensors; other users of the GPU are not counted."""
+        """Return what torch's allocator holds for tensors; of other users of the GPU only what they leave free."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        allocated_bytes = torch.cuda.memory_allocated(self.torch_device)
         return DeviceMemory(
-            allocated_bytes=torch.cuda.memory_allocated(self.torch_device),
+            allocated_bytes=allocated_bytes,
             peak_bytes=torch.cuda.max_memory_allocated(self.torch_device),
             total_bytes=torch.cuda.get_device_properties(self.torch_device).total_memory,
+            free_bytes=free_bytes + torch.cuda.memory_reserved(self.torch_device) - allocated_bytes,
         )
 
     def reset_peak_memory(self) -> None:

@@ -22,11 +22,13 @@ class DeviceMemory:
         allocated_bytes: held by this process now.
         peak_bytes: most held since the start or the last `reset_peak_memory`.
         total_bytes: what the device has.
+        free_bytes: what this process may still take: held by no process, or kept by this one for reuse.
     """
 
     allocated_bytes: int
     peak_bytes: int
     total_bytes: int
+    free_bytes: int
 
 
 class Profiler(Protocol):

@@ -41,6 +41,7 @@ class TrainMemory:
         gradient_bytes: of one gradient.
         optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy.
         compute_bytes: of one number in the activations.
+        whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches.
         data_parallel: ranks over which the stage below spreads.
         tensor_parallel: ranks that share each matrix.
         pipeline_parallel: ranks that share the blocks.
@@ -58,6 +59,7 @@ class TrainMemory:
     weight_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
+    whole_gradient_bytes: int = 0
     compute_bytes: int = 4
     data_parallel: int = 1
     tensor_parallel: int = 1
@@ -78,6 +80,7 @@ class TrainMemory:
         parts = {
             "weights": weights * self.weight_bytes,
             "gradients": self._trained(shape, 2) * self.gradient_bytes,
+            "whole gradients": self._trained(shape, 0) * self.whole_gradient_bytes,
             "optimizer": self._trained(shape, 1) * self.optimizer_bytes,
             "reference": weights * self.weight_bytes if self.keeps_reference else 0,
             "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
@@ -101,7 +104,7 @@ class TrainMemory:
         return block + shape.vocabulary * shape.hidden * of_vocabulary
 
     def _held(self, shape: ModelShape, stage: int) -> float:
-        """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on."""
+        """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on; 0: by none."""
         width, replicas = self.tensor_parallel, self.data_parallel
         experts = shape.expert_parameters if self.expert_parallel > 1 else 0
         held = (shape.num_parameters - experts) / width / self._share(stage, replicas)
@@ -117,7 +120,7 @@ class TrainMemory:
         return adapters / self._share(stage, self.data_parallel)
 
     def _share(self, stage: int, replicas: float) -> float:
-        return replicas if self.zero_stage >= stage else 1
+        return replicas if stage and self.zero_stage >= stage else 1
 
     def _num_adapter_weights(self, shape: ModelShape) -> int:
         ends = 2 * shape.hidden + 2 * shape.query_width + 2 * (shape.hidden + shape.kv_width)  # q, o; k, v
@@ -252,6 +255,7 @@ def train_memory(
         weight_bytes=layout.weight_bytes,
         gradient_bytes=layout.gradient_bytes,
         optimizer_bytes=layout.optimizer_bytes,
+        whole_gradient_bytes=layout.whole_gradient_bytes,
         compute_bytes=NUMBER_BYTES[engine.dtype],
         data_parallel=layout.dp * layout.cp,
         tensor_parallel=layout.tp,
@@ -269,6 +273,8 @@ def train_memory(
 
 def train_advice(engine: TrainEngineSettings, estimate: MemoryEstimate) -> str:
     """Return what to change where a rank of a trainer holds too much: what most of it is made of."""
+    if "whole gradients" in estimate.parts:
+        return 'engine.options.reduce_once = "auto"'
     states = sum(estimate.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference"))
     if states > estimate.num_bytes - states:
         return "more engine.num_ranks" + ("" if engine.lora_rank else ", or adapters alone (engine.lora_rank)")
