@@ -307,6 +307,8 @@ def test_what_sharded_ranks_gather_is_a_block_and_the_vocabulary_with_their_grad
 
     assert gathered(tied) == (2 * 2 + 2 + 4) * block + (4 + 2 * 4) * matrix
     assert gathered(shape) == gathered(tied) + (4 + 4) * matrix, "the embedding, and its gradient"
+    assert gathered(tied, vocabulary_bytes=2) == (2 * 2 + 2 + 4) * block + (2 + 2 + 4) * matrix, "summed in float32"
+    assert gathered(shape, vocabulary_bytes=2) == gathered(tied, vocabulary_bytes=2) + (2 + 2) * matrix
     assert gathered(shape, lora_rank=8) == 2 * 2 * block + 2 * 4 * matrix, "frozen weights have no gradients"
     assert gathered(shape, tensor_parallel=2) == gathered(shape) // 2
 
@@ -329,6 +331,7 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
         gradient_bytes=3,
         optimizer_bytes=12,
         whole_gradient_bytes=5,
+        vocabulary_bytes=7,
     )
     found = train_memory(engine, layout, shape, on_cpu=on_cpu, keeps_reference=True)
     assert found == TrainMemory(
@@ -336,6 +339,7 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
         gradient_bytes=3,
         optimizer_bytes=12,
         whole_gradient_bytes=5,
+        vocabulary_bytes=7,
         compute_bytes=2,
         data_parallel=3 * 4,
         tensor_parallel=2,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
-from offbeat_device import open_device
+from offbeat_device import Device, open_device
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._sharding import check_tensor_parallel
@@ -53,15 +53,33 @@ class TorchEngineOptions:
         return read_options("the torch engine", cls, options)
 
 
+def head_multiplies_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions, device: Device) -> bool:
+    """Return whether the factors of the vocabulary head's products are in bfloat16."""
+    follows = options.head_dtype == "auto" and config.dtype == "bfloat16" and device.wide_products
+    return follows or options.head_dtype == "bfloat16"
+
+
+def gathers_vocabulary_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions, device: Device) -> bool:
+    """Return whether ranks gather embedding and head in bfloat16: where the head would round them anyway."""
+    is_coarse = head_multiplies_in_bfloat16(config, options, device)
+    return is_coarse and config.dtype == "bfloat16" and config.head == "tokens"
+
+
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """Check settings, options and the model's config; see `TorchTrainEngine.plan`."""
     options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
-    open_device(config.device)
+    device = open_device(config.device)
     width = options.tensor_parallel
     dp = num_data_parallel(num_ranks, options)
     whole_gradient_bytes = GRADIENT_BYTES if options.reduce_once == "on" and dp > 1 else 0
-    layout = TrainLayout(dp=dp, tp=width, zero_stage=3, whole_gradient_bytes=whole_gradient_bytes)
+    layout = TrainLayout(
+        dp=dp,
+        tp=width,
+        zero_stage=3,
+        whole_gradient_bytes=whole_gradient_bytes,
+        vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
+    )
     hf_config = read_config(
         config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
     )

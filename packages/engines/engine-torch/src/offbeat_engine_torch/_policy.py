@@ -19,7 +19,11 @@ from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
-from offbeat_engine_torch._layout import TorchEngineOptions
+from offbeat_engine_torch._layout import (
+    TorchEngineOptions,
+    gathers_vocabulary_in_bfloat16,
+    head_multiplies_in_bfloat16,
+)
 from offbeat_engine_torch._lengths import LengthLimit
 from offbeat_engine_torch._model import (
     SCORE_WEIGHT,
@@ -80,8 +84,7 @@ class Policy:
         )
         self.kernel = attention_kernel(device)
         self._device, self._options = device.torch_device, options
-        follows = options.head_dtype == "auto" and config.dtype == "bfloat16" and device.wide_products
-        self._head_is_coarse = follows or options.head_dtype == "bfloat16"
+        self._head_is_coarse = head_multiplies_in_bfloat16(config, options, device)
         self._autocast = FORMATS[config.dtype]
 
     @property
@@ -153,7 +156,7 @@ def make_policy(
         if mesh is None:
             model, pieces = _load_whole(config, options, device.torch_device)
         else:
-            model, pieces = _load_parts(config, options, device.torch_device, mesh, ranks)
+            model, pieces = _load_parts(config, options, device, mesh, ranks)
         device.adapt(model.whole)
         folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
         compiled = choose_compiled(model, config, options, device, kernel, mesh.axes["tp"] if mesh else 1)
@@ -189,12 +192,18 @@ def _load_whole(
 
 
 def _load_parts(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device, mesh: Mesh, ranks: Ranks
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, mesh: Mesh, ranks: Ranks
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score")
     _choose_trained(model, config, options)
-    shard_model(model, mesh, device, FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None)
+    shard_model(
+        model,
+        mesh,
+        device.torch_device,
+        FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None,
+        rounds_vocabulary=gathers_vocabulary_in_bfloat16(config, options, device),
+    )
     dp, tp = mesh.group("dp"), mesh.group("tp")
     pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
     folder = Path(config.model_path).expanduser()

@@ -159,7 +159,14 @@ COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 EMBEDDING = "embedding_rowwise"  # some versions of transformers add it for tied models (5.19), others do not (5.23)
 
 
-def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: torch.dtype | None = None) -> None:
+def shard_model(
+    model: CausalModel,
+    mesh: Mesh,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    *,
+    rounds_vocabulary: bool = False,
+) -> None:
     """Give an outlined model memory on `device` for what this rank holds of it. The values are left open.
 
     Args:
@@ -167,8 +174,8 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
         mesh: of all ranks.
         device: of this rank.
         autocast: format in which the layers compute, and in which their weights are gathered, but for those that stay
-            in float32; None for float32. Gradients are added up in float32, and so is what the layers hand on:
-            embedding and head stay float32.
+            in float32; None for float32. Gradients are added up in float32, and what the layers hand on is in it.
+        rounds_vocabulary: gather embedding and head in that format too, unless the family keeps one in float32.
     """
     layers, dp_mesh = find_layers(model), mesh.device_mesh["dp"]
     if not layers:
@@ -189,12 +196,29 @@ def shard_model(model: CausalModel, mesh: Mesh, device: torch.device, autocast: 
             module.to_empty(device=device, recurse=False)
     # `to_empty` has made each module a parameter of its own.
     model.whole.tie_weights()
+    _shard_vocabulary(model, dp_mesh, autocast if rounds_vocabulary else None, kept)
+    _fill_buffers(model.whole)
+
+
+def _shard_vocabulary(model: CausalModel, mesh: DeviceMesh, autocast: torch.dtype | None, kept: set[nn.Module]) -> None:
+    """Shard embedding and head, and with the head what no layer holds, such as the last norm."""
     embedding = model.whole.get_input_embeddings()
+    if autocast and not kept & {embedding, model.head}:
+        # In float32, as what no layer holds is without it: the tower's ends, and what the family keeps.
+        outside = [module for module in (*kept, model.tower) if module is not None and not _is_sharded(module)]
+        for module in outside:
+            _fully_shard(module, mesh)
+        embedding.register_forward_hook(lambda _, __, rows: rows.float())
+    else:
+        autocast = None
     if embedding.weight is not model.head.weight:
         # Gathered when it is called, and not together with the head.
-        _fully_shard(embedding, dp_mesh)
-    _fully_shard(model, dp_mesh)
-    _fill_buffers(model.whole)
+        _fully_shard(embedding, mesh, autocast)
+    _fully_shard(model, mesh, autocast)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _kept_in_float32(model: CausalModel) -> set[nn.Module]:

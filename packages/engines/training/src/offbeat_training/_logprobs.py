@@ -184,7 +184,7 @@ class _HeadLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None  # chunks add up in it
-        grad_bias = torch.zeros_like(bias) if wants_bias else None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if wants_bias else None
         with _without_autocast(hidden):
             cast_VE = weight.to(ctx.formats.gradient) if wants_hidden else None
             for rows, apart_CV, factor_C1 in _apart_chunks(ctx, grads):
@@ -197,6 +197,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if ctx.part is not None and ctx.part.adds_gradient and grad_hidden is not None:
                 ctx.part.add(grad_hidden)  # each rank has it through its own rows
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 

@@ -41,6 +41,7 @@ class TrainMemory:
         gradient_bytes: of one gradient.
         optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy.
         compute_bytes: of one number in the activations.
+        vocabulary_bytes: of one number of embedding and head where ranks gather them, and of its gradient.
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches.
         data_parallel: ranks over which the stage below spreads.
         tensor_parallel: ranks that share each matrix.
@@ -61,6 +62,7 @@ class TrainMemory:
     optimizer_bytes: int = 8
     whole_gradient_bytes: int = 0
     compute_bytes: int = 4
+    vocabulary_bytes: int = 4
     data_parallel: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -96,11 +98,11 @@ class TrainMemory:
         vocabulary head stays whole, and its gradient with it, until the end of the backward pass, where the float32
         gradient is copied to be added up; an embedding of its own is gathered there once more, with a gradient.
         """
-        gradient_bytes = 0 if self.lora_rank else self.gradient_bytes
-        block = shape.block_parameters * (2 * self.compute_bytes + (self.compute_bytes + 4 if gradient_bytes else 0))
-        of_vocabulary = self.weight_bytes + 2 * gradient_bytes
+        trains = not self.lora_rank
+        block = shape.block_parameters * (2 * self.compute_bytes + (self.compute_bytes + 4 if trains else 0))
+        of_vocabulary = self.vocabulary_bytes + (self.vocabulary_bytes + 4 if trains else 0)
         if not shape.is_tied:
-            of_vocabulary += self.weight_bytes + gradient_bytes
+            of_vocabulary += self.vocabulary_bytes + (self.vocabulary_bytes if trains else 0)
         return block + shape.vocabulary * shape.hidden * of_vocabulary
 
     def _held(self, shape: ModelShape, stage: int) -> float:
@@ -257,6 +259,7 @@ def train_memory(
         optimizer_bytes=layout.optimizer_bytes,
         whole_gradient_bytes=layout.whole_gradient_bytes,
         compute_bytes=NUMBER_BYTES[engine.dtype],
+        vocabulary_bytes=layout.vocabulary_bytes,
         data_parallel=layout.dp * layout.cp,
         tensor_parallel=layout.tp,
         pipeline_parallel=layout.pp,
