@@ -200,7 +200,7 @@ def test_a_loss_gets_the_tokens_of_its_micro_batch_and_the_totals_of_the_update(
         [batch] = [lay_out([sequences[each] for each in families], each) for each in chosen]
         batch = type(batch)(**{**vars(batch), "members": tuple(families[each] for each in batch.members)})
         value = calls.of(batch, ones(batch), torch.zeros(len(batch.target_N)))
-        assert float(value) == pytest.approx(len(batch.target_N) / 6)
+        assert float(value.detach()) == pytest.approx(len(batch.target_N) / 6)
     assert [(each.total_tokens, each.total_sequences, each.num_sequences) for each in seen] == [(6, 3, 2), (6, 3, 1)]
     assert sorted(seen[0].extras["place"].tolist()) == [1.0, 1.0, 2.0, 2.0, 2.0]
     assert calls.results == [], "nothing is read before the last micro-batch"
