@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from offbeat_core import ConfigError, OffbeatError, TrainEngineConfig
-from offbeat_device import Device
+from offbeat_device import Device, compiled, prepare_compiler
 from offbeat_engine_torch._family_check import PAIR_TOKENS, TOLERANCE_NATS, FamilyCheck
 from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._model import CausalModel, one_line
 from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._sharding import find_layers
-from offbeat_training import compiled, prepare_compiler
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Code that the trainers share: everything about an update that does not depend on how ranks share a model."""
 
-from offbeat_training._compiling import compiled, prepare_compiler
 from offbeat_training._images import ImageInputs, ImageProcessor, Indices, NoImages
 from offbeat_training._logprobs import VocabularyPart, logprobs_of_logits, token_logprobs
 from offbeat_training._lora import (
@@ -95,7 +94,6 @@ __all__ = [
     "answers_of_all",
     "check_adapter_folder",
     "clip_gradients",
-    "compiled",
     "describe_part",
     "find_damage",
     "fits_varlen",
@@ -111,7 +109,6 @@ __all__ = [
     "plan_files",
     "plan_packs",
     "plan_shares",
-    "prepare_compiler",
     "random_state",
     "rounds_with_images",
     "save_adapter",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat_training._compiling import compiled
+from offbeat_device import compiled
 
 CHUNK_BYTES = 64 * 2**20
 """Size of a chunk's logits, on a processor."""

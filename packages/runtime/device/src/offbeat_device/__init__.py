@@ -1,4 +1,4 @@
-"""The device seam: kinds of devices found by name, what each can do, memory that is lent, and traces.
+"""The device seam: kinds of devices found by name, what each can do, memory that is lent, compiling, and traces.
 
 Names are loaded when they are asked for: importing the package does not import torch.
 """
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
+    from offbeat_device._compiling import compiled, prepare_compiler
     from offbeat_device._cuda import copy_to_device
     from offbeat_device._device import (
         AttendedTokens,
@@ -34,14 +35,17 @@ __all__ = [
     "TraceFiles",
     "WorkGraphs",
     "accelerator_kind",
+    "compiled",
     "copy_to_device",
     "open_device",
+    "prepare_compiler",
     "rank_device",
 ]
 
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
+        "_compiling": "compiled prepare_compiler",
         "_cuda": "copy_to_device",
         "_device": (
             "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "

@@ -1,4 +1,4 @@
-"""torch.compile as the training engines use it: one graph for every length, and nothing read that others can write."""
+"""torch.compile as the engines use it: one graph for every length, and nothing read that others can write."""
 
 import atexit
 import os
