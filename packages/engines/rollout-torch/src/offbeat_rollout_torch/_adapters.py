@@ -96,12 +96,14 @@ class Adapter:
             return None
         rank = sum(len(tensors[down]) for _, down, _ in found)
         down_RI = weights.final_norm.new_empty(rank, places[0].shape[1])
-        up_OR = weights.final_norm.new_zeros(max(place.rows.stop for place in places), rank)
+        # Gate and up may be parts of one matrix, which are adapted one by one.
+        start = places[0].rows.start
+        up_OR = weights.final_norm.new_zeros(max(place.rows.stop for place in places) - start, rank)
         first = 0
         for place, down, up in found:
             columns = slice(first, first + len(tensors[down]))
             self._put(down, tensors[down], (columns.stop - first, place.shape[1]), down_RI[columns])
-            self._put(up, tensors[up], (place.shape[0], columns.stop - first), _rows_of(place, up_OR[:, columns]))
+            self._put(up, tensors[up], (place.shape[0], columns.stop - first), _rows_of(place, up_OR[:, columns], start))
             first = columns.stop
         return LowRank(down_RI, up_OR, scale)
 
@@ -112,9 +114,9 @@ class Adapter:
         self._views[name] = view, shape
 
 
-def _rows_of(place: Parameter, up_OR: Tensor) -> Tensor:
-    """Return the rows of a part in the order of Hugging Face."""
-    rows = up_OR[place.rows]
+def _rows_of(place: Parameter, up_OR: Tensor, start: int) -> Tensor:
+    """Return the rows of a part in the order of Hugging Face, of a matrix that begins with row `start` of the storage."""
+    rows = up_OR[place.rows.start - start : place.rows.stop - start]
     if not place.rotary:
         return rows
     return rows.view(-1, place.rotary // 2, 2, rows.shape[1]).transpose(1, 2)

@@ -1,6 +1,6 @@
 """A decoder of plain torch: its linear maps, its weights by Hugging Face name, and its forward pass.
 
-Query, key and value are one matrix. Rotary embedding turns pairs of numbers: Hugging Face pairs element i of a head
+Query, key and value are one matrix, and so are gate and up where they are not packed. Rotary embedding turns pairs of numbers: Hugging Face pairs element i of a head
 with element i + head_dim / 2; here the two lie side by side, so that one complex product turns them. The dot product
 of query and key does not see the order, and names hide it: reading a name gives what was written to it.
 
@@ -41,6 +41,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def is_worth_packing(out_size: int, in_size: int) -> bool:
+    return out_size * in_size >= PACK_FROM_ELEMENTS
+
+
 class Linear:
     """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long.
 
@@ -66,7 +70,7 @@ class Linear:
         packed_dtype: torch.dtype | None = None,
     ) -> None:
         self._size, self._like, self._shared = (out_size, in_size), like, shared is not None
-        self._pack = pack and out_size * in_size >= PACK_FROM_ELEMENTS
+        self._pack = pack and is_worth_packing(out_size, in_size)
         self.input_dtype = packed_dtype if self._pack and packed_dtype else like.dtype
         self._plain: Tensor | None = like.new_empty(self._size) if shared is None else shared
         self._packed: Tensor | None = None
@@ -173,13 +177,16 @@ class LayerWeights:
         self.qk_norm = like.new_empty(a.num_heads + a.num_kv_heads, a.head_dim)
         self.out = linear(a.hidden_size, q_rows, a.out_bias)
         self.mlp_norm = like.new_empty(a.hidden_size)
-        self.gate = linear(a.intermediate_size, a.hidden_size, a.mlp_bias)
-        self.up = linear(a.intermediate_size, a.hidden_size, a.mlp_bias)
+        # Packed, two products of which the second multiplies by the first; else one product, and so one call less.
+        num_parts = 2 if pack and is_worth_packing(a.intermediate_size, a.hidden_size) else 1
+        self.gate_up = [
+            linear(2 * a.intermediate_size // num_parts, a.hidden_size, a.mlp_bias) for _ in range(num_parts)
+        ]
         self.down = linear(a.hidden_size, a.intermediate_size, a.mlp_bias)
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, self.gate, self.up, self.down
+        return self.qkv, self.out, *self.gate_up, self.down
 
     def freeze(self, architecture: Architecture) -> None:
         """Pack the matrices and lay the head norms out for one product over queries and keys."""
@@ -191,7 +198,8 @@ class LayerWeights:
     def parameters(self, architecture: Architecture) -> dict[str, Parameter]:
         """Hugging Face names, without the layer's prefix."""
         a = architecture
-        q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        q_rows, kv_rows, wide = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
+        up_start = wide if len(self.gate_up) == 1 else 0
         found = {
             "input_layernorm.weight": _vector(lambda: self.input_norm, a.hidden_size),
             "post_attention_layernorm.weight": _vector(lambda: self.mlp_norm, a.hidden_size),
@@ -199,9 +207,9 @@ class LayerWeights:
             **_matrix("self_attn.k_proj", self.qkv, slice(q_rows, q_rows + kv_rows), a.hidden_size, a.head_dim),
             **_matrix("self_attn.v_proj", self.qkv, slice(q_rows + kv_rows, q_rows + 2 * kv_rows), a.hidden_size),
             **_matrix("self_attn.o_proj", self.out, slice(0, a.hidden_size), q_rows),
-            **_matrix("mlp.gate_proj", self.gate, slice(0, a.intermediate_size), a.hidden_size),
-            **_matrix("mlp.up_proj", self.up, slice(0, a.intermediate_size), a.hidden_size),
-            **_matrix("mlp.down_proj", self.down, slice(0, a.hidden_size), a.intermediate_size),
+            **_matrix("mlp.gate_proj", self.gate_up[0], slice(0, wide), a.hidden_size),
+            **_matrix("mlp.up_proj", self.gate_up[-1], slice(up_start, up_start + wide), a.hidden_size),
+            **_matrix("mlp.down_proj", self.down, slice(0, a.hidden_size), wide),
         }
         if a.qk_norm:
             found["self_attn.q_norm.weight"] = _vector(lambda: self.q_norm, a.head_dim, a.head_dim)
@@ -416,11 +424,13 @@ def _adapted(y: Tensor, x: Tensor, adapters: Sequence[MatrixUpdate], layer: int,
 
 
 def _gated(layer: LayerWeights, h: Tensor, adapters: Sequence[MatrixUpdate], index: int) -> Tensor:
-    """SwiGLU: fused into the products, unless an adapter comes between."""
-    if not adapters:
-        return layer.up.times(h, layer.gate.silu(h))
-    gate = F.silu(_adapted(layer.gate(h), h, adapters, index, "gate"), inplace=True)
-    return _adapted(layer.up(h), h, adapters, index, "up").mul_(gate)
+    """SwiGLU: fused into packed products, unless an adapter comes between."""
+    if not adapters and len(layer.gate_up) == 2:
+        gate_matrix, up_matrix = layer.gate_up
+        return up_matrix.times(h, gate_matrix.silu(h))
+    products = [matrix(h) for matrix in layer.gate_up]
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    return F.silu(_adapted(gate, h, adapters, index, "gate")).mul_(_adapted(up, h, adapters, index, "up"))
 
 
 def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
