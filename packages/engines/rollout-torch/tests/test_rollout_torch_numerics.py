@@ -66,7 +66,7 @@ class Passes:
         self.weights = weights
         self.cache = KVCache(weights.architecture, 1 << 16, 512, weights.final_norm)
         self.rows = [self.cache.add(length) for length in lengths]
-        self.turns = rotations(weights.architecture, 512)
+        self.turns = rotations(weights.architecture, 512).to(weights.device)
         self.cache.allocate()
 
     def prefill(self, sequences, num_tokens):
@@ -114,6 +114,16 @@ def test_prefill_chunks_and_decoding_agree_with_transformers(folder, pack):
         for parts, logits in zip(got, expected, strict=True):
             ours, theirs = torch.cat(parts).log_softmax(-1), logits.log_softmax(-1)
             assert float((ours - theirs).abs().max()) < 1e-4
+
+
+def test_a_prefill_waits_for_nothing_that_the_device_computes(tmp_path):
+    """The device meta has no values: a shape that depends on one raises."""
+    architecture = read_architecture(tiny_model(tmp_path / "m"))
+    weights = DecoderWeights(architecture, torch.float32, torch.device("meta"), pack=False)
+    passes = Passes(weights, [9, 30, 30])
+    sequences = [torch.zeros(30, dtype=torch.int64, device="meta") for _ in range(3)]
+    for counts in ([4, 20, 17], [5, 0, 13]):  # padded to each other, and then rows that are not neighbours
+        passes.prefill(sequences, counts)
 
 
 def test_every_tensor_reads_back_as_it_is_in_the_folder(folder, monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat_core import SamplingParams
 from offbeat_rollout_torch import _sampling
-from offbeat_rollout_torch._sampling import cut_distribution, draw, invert, uniforms
+from offbeat_rollout_torch._sampling import block_sums, cut_distribution, draw, invert, uniforms
 
 
 def slow_cut(probs, params):
@@ -101,12 +101,12 @@ def test_uniforms_are_uniform_and_neighbours_are_not_related():
 def test_invert_draws_each_token_as_often_as_its_probability():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0]])
     numbers = (torch.arange(10000) + 0.5) / 10000
-    drawn = torch.cat([invert(probs, u[None]) for u in numbers[::10]]).flatten()
+    drawn = torch.cat([invert(probs, block_sums(probs), u[None]) for u in numbers[::10]]).flatten()
     share = torch.bincount(drawn, minlength=6) / len(drawn)
     torch.testing.assert_close(share, probs[0], atol=2e-3, rtol=0)
     largest = torch.tensor([1 - 2.0**-23])
-    assert invert(probs, largest).item() == 4
-    assert invert(probs, torch.zeros(1)).item() == 1
+    assert invert(probs, block_sums(probs), largest).item() == 4
+    assert invert(probs, block_sums(probs), torch.zeros(1)).item() == 1
 
 
 @pytest.mark.parametrize("vocabulary", [1, 63, 64, 5000, 49152])
@@ -116,7 +116,7 @@ def test_invert_finds_the_token_of_the_running_sum(vocabulary, spread):
     generator = torch.Generator().manual_seed(vocabulary)
     probs = torch.softmax(torch.randn(20, vocabulary, generator=generator) * spread, -1)
     numbers = uniforms(range(20), [0] * 20)
-    drawn = invert(probs, numbers)
+    drawn = invert(probs, block_sums(probs), numbers)
     after = torch.cumsum(probs.double(), -1)
     total, after = after[:, -1], after.gather(-1, drawn)[:, 0]
     chosen = probs.gather(-1, drawn)[:, 0].double()
@@ -146,7 +146,7 @@ def test_a_running_sum_that_is_not_monotone_draws_no_token_of_probability_zero(m
     monkeypatch.setattr(torch, "cumsum", rough)
     probs = torch.zeros(4000, 50)
     probs[:, [7, 8, 30]] = torch.tensor([0.3, 0.3, 0.4])
-    drawn = invert(probs, (torch.arange(4000) + 0.5) / 4000)[:, 0]
+    drawn = invert(probs, block_sums(probs), (torch.arange(4000) + 0.5) / 4000)[:, 0]
     assert set(drawn.tolist()) == {7, 8, 30}
     share = torch.bincount(drawn, minlength=50)[[7, 8, 30]] / 4000
     torch.testing.assert_close(share, probs[0, [7, 8, 30]], atol=0.02, rtol=0)

@@ -88,6 +88,9 @@ class RecordingDevice:
     def work_graphs(self):
         return self
 
+    def compiler_lacks(self):
+        return "a recording here is one of operators"
+
     def record(self, work):
         recording = Recording(work)
         self.recordings.append(recording)

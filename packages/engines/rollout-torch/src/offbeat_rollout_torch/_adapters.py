@@ -103,7 +103,9 @@ class Adapter:
         for place, down, up in found:
             columns = slice(first, first + len(tensors[down]))
             self._put(down, tensors[down], (columns.stop - first, place.shape[1]), down_RI[columns])
-            self._put(up, tensors[up], (place.shape[0], columns.stop - first), _rows_of(place, up_OR[:, columns], start))
+            self._put(
+                up, tensors[up], (place.shape[0], columns.stop - first), _rows_of(place, up_OR[:, columns], start)
+            )
             first = columns.stop
         return LowRank(down_RI, up_OR, scale)
 
@@ -115,7 +117,7 @@ class Adapter:
 
 
 def _rows_of(place: Parameter, up_OR: Tensor, start: int) -> Tensor:
-    """Return the rows of a part in the order of Hugging Face, of a matrix that begins with row `start` of the storage."""
+    """Return the rows of a part in the order of Hugging Face; the first of `up_OR` is row `start` of the storage."""
     rows = up_OR[place.rows.start - start : place.rows.stop - start]
     if not place.rotary:
         return rows

@@ -173,9 +173,10 @@ class _PrefillGroup:
     def __init__(self, chunks: Sequence[Chunk], positions: Tensor, num_kv_heads: int, like: Tensor) -> None:
         self._block, self._num_kv_heads = chunks[0].row.block, num_kv_heads
         counts = [chunk.num_tokens for chunk in chunks]
-        slots = torch.tensor([chunk.row.slot for chunk in chunks], device=like.device)
+        # Numbers that shapes depend on are made here and sent: read from the device, they would wait for all its work.
+        slots = torch.tensor([chunk.row.slot for chunk in chunks])
         self._num, self._width = len(chunks), max(counts)
-        token_slots = slots.repeat_interleave(torch.tensor(counts, device=like.device))
+        token_slots = slots.repeat_interleave(torch.tensor(counts)).to(like.device)
         band = chunks[0].row.band
         self._prefix = band.prefix.block if band.prefix else None
         places = positions - band.prefix_tokens
@@ -183,11 +184,12 @@ class _PrefillGroup:
         self._length = max(chunk.row.cached + chunk.num_tokens for chunk in chunks)
         first, last = chunks[0].row.slot, chunks[-1].row.slot
         in_order = all(chunk.row.slot == first + i for i, chunk in enumerate(chunks))
-        self._slots = slice(first, last + 1) if in_order else slots  # a slice is a view, where an index copies all keys
+        # A slice is a view, where an index copies all keys.
+        self._slots = slice(first, last + 1) if in_order else slots.to(like.device)
         self._padding = None
         if min(counts) < self._width:
-            offsets = torch.arange(self._width, device=like.device).expand(self._num, -1)
-            self._padding = (offsets < torch.tensor(counts, device=like.device)[:, None]).view(-1).nonzero()[:, 0]
+            is_token = torch.arange(self._width) < torch.tensor(counts)[:, None]
+            self._padding = is_token.view(-1).nonzero()[:, 0].to(like.device)
         starts = [chunk.row.end for chunk in chunks]
         self._mask = None
         # Else all rows begin at 0 and are equally long, and `is_causal` alone says what is seen.

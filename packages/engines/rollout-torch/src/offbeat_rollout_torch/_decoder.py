@@ -1,8 +1,9 @@
 """A decoder of plain torch: its linear maps, its weights by Hugging Face name, and its forward pass.
 
-Query, key and value are one matrix, and so are gate and up where they are not packed. Rotary embedding turns pairs of numbers: Hugging Face pairs element i of a head
-with element i + head_dim / 2; here the two lie side by side, so that one complex product turns them. The dot product
-of query and key does not see the order, and names hide it: reading a name gives what was written to it.
+Query, key and value are one matrix, and so are gate and up where they are not packed. Rotary embedding turns pairs of
+numbers: Hugging Face pairs element i of a head with element i + head_dim / 2; here the two lie side by side, so that
+one complex product turns them. The dot product of query and key does not see the order, and names hide it: reading a
+name gives what was written to it.
 
 On x86 MKL's float32 product packs the weight anew on each call, which for the few rows of a decoding step costs more
 than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fast for 8 to 64 rows (see README), and

@@ -33,6 +33,7 @@ from offbeat_core import (
 )
 from offbeat_device import Device, open_device
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, StaticCache, static_row_tokens
+from offbeat_rollout_torch._compiled import choose_step
 from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
 from offbeat_rollout_torch._images import ImageProcessor, RequestImages
@@ -75,6 +76,12 @@ class TorchRolloutOptions:
         "late; none: where the device records work, which is CUDA.",
     )
     graphs: bool = setting(True, "Record a decoding step of static rows and repeat it by one call, on CUDA.")
+    compile_steps: str = setting(
+        "auto",
+        "Compile the small operators of decoding steps of static rows with torch.compile: auto does on a device that "
+        "records work and whose compiler is complete; on refuses to start where it cannot.",
+        choices=("auto", "on", "off"),
+    )
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> Self:
@@ -156,6 +163,10 @@ class TorchRolloutEngine:
             eos_ids=eos_ids, max_model_len=min(config.max_model_len, self._architecture.max_positions)
         )
         self._row_tokens = self._static_row_tokens()
+        if self._options.compile_steps == "on" and not self._row_tokens:
+            raise ConfigError(
+                "option compile_steps is on, and rows are not static; set static_rows to true, or use auto"
+            )
         self._budget_tokens = self._kv_budget()
         self._worker = Worker(self._build, self._device, config.num_threads)
 
@@ -180,7 +191,8 @@ class TorchRolloutEngine:
         if self._row_tokens:
             num_rows = min(self._config.max_running, budget // self._row_tokens)
             rows = StaticCache(self._architecture, num_rows, self._row_tokens, budget, like, kept)
-            static = StaticDecoder(rows, self._device, longest, records=self._options.graphs)
+            step = choose_step(self._options.compile_steps, weights, self._device)
+            static = StaticDecoder(rows, self._device, longest, step, records=self._options.graphs)
         cache = static.cache if static else KVCache(self._architecture, budget, longest, like, kept)
         scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
         return ModelRunner(scheduler, weights, self._stop_criteria, static)

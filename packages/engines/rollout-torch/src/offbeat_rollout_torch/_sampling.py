@@ -4,7 +4,7 @@ Each token is drawn by inverting the distribution's running sum at one uniform n
 sample, number of the token). So a sample depends on nothing but its own seed and logits: not on the other samples of
 the batch, nor on pauses or on having been computed again.
 
-Shapes: B samples, V vocabulary, R rows with a cut distribution.
+Shapes: B samples, V vocabulary, C blocks of it (or candidates), R rows with a cut distribution.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
         probs[cut] = cut_distribution(whole[cut], [params[i] for i in cut])
     ids = probs.argmax(-1, keepdim=True) if any(greedy) else None
     if not all(greedy):
-        drawn = invert(probs, uniforms_B.to(probs.device))
+        drawn = invert(probs, block_sums(probs), uniforms_B.to(probs.device))
         ids = drawn if ids is None else torch.where(_column(greedy, probs).bool(), ids, drawn)
     assert ids is not None
     wants_whole = _column([p.whole_logprobs for p in params], probs).bool()
@@ -149,7 +149,7 @@ def draw_rows(logits_BV: Tensor, params: RowParams, uniforms_B: Tensor, *, is_cu
     """Choose a token for each row as `draw` does, without a look at what was computed: nothing waits for the device.
 
     Args:
-        logits_BV: [B, V] float32; overwritten.
+        logits_BV: [B, V] float32.
         params: of each row.
         uniforms_B: [B] float32 in (0, 1).
         is_cut: some row is, and every row's vocabulary is sorted.
@@ -157,22 +157,39 @@ def draw_rows(logits_BV: Tensor, params: RowParams, uniforms_B: Tensor, *, is_cu
     Returns:
         Tokens [B] int64, and their log-probabilities [B] float32.
     """
-    logits_BV.div_(params.temperature)
-    whole = probs = torch.softmax(logits_BV, -1)
+    logits_BV = logits_BV / params.temperature
+    largest, likeliest = logits_BV.max(-1, keepdim=True)
+    # Multiples of the probabilities: their sum is known only from the sums that the draw needs anyhow.
+    weights = (logits_BV - largest).exp_()
+    sums = block_sums(weights)
+    total = sums.sum(-1, keepdim=True)
+    chosen_from = _cut_rows(weights / total, params.cuts) if is_cut else weights
+    drawn = invert(chosen_from, block_sums(chosen_from) if is_cut else sums, uniforms_B, asks=False)
+    ids = torch.where(params.is_greedy.bool(), likeliest, drawn)
+    logprobs = logits_BV.gather(-1, ids) - largest - total.log()
     if is_cut:
-        vocabulary, cuts = whole.shape[-1], params.cuts
-        values, order = torch.sort(whole, -1, descending=True)
-        values = values * _kept(values, cuts, vocabulary)
-        values /= values.sum(-1, keepdim=True)
-        has_cut = (cuts.top_k < vocabulary) | (cuts.top_p < 1) | (cuts.min_p > 0)
-        probs = torch.where(has_cut, torch.zeros_like(whole).scatter_(-1, order, values), whole)
-    drawn = invert(probs, uniforms_B, asks=False)
-    ids = torch.where(params.is_greedy.bool(), probs.argmax(-1, keepdim=True), drawn)
-    chosen = torch.where(params.wants_whole.bool(), whole.gather(-1, ids), probs.gather(-1, ids))
-    return ids[:, 0], chosen.log_()[:, 0]
+        logprobs = torch.where(params.wants_whole.bool(), logprobs, chosen_from.gather(-1, ids).log_())
+    return ids[:, 0], logprobs[:, 0]
 
 
-def invert(probs_BV: Tensor, uniforms_B: Tensor, *, asks: bool = True) -> Tensor:
+def _cut_rows(probs_BV: Tensor, cuts: Cutoffs) -> Tensor:
+    """Cut each row as `cut_distribution` does, by a sort of the whole vocabulary; others stay as they are."""
+    vocabulary = probs_BV.shape[-1]
+    values, order = torch.sort(probs_BV, -1, descending=True)
+    values = values * _kept(values, cuts, vocabulary)
+    values /= values.sum(-1, keepdim=True)
+    has_cut = (cuts.top_k < vocabulary) | (cuts.top_p < 1) | (cuts.min_p > 0)
+    return torch.where(has_cut, torch.zeros_like(probs_BV).scatter_(-1, order, values), probs_BV)
+
+
+def block_sums(probs_BV: Tensor) -> Tensor:
+    """[B, ceil(V / BLOCK_TOKENS)]: sums over blocks of the vocabulary."""
+    num_blocks, rest = divmod(probs_BV.shape[-1], BLOCK_TOKENS)
+    sums = probs_BV[:, : num_blocks * BLOCK_TOKENS].view(len(probs_BV), num_blocks, BLOCK_TOKENS).sum(-1)
+    return torch.cat((sums, probs_BV[:, -rest:].sum(-1, keepdim=True)), -1) if rest else sums
+
+
+def invert(probs_BV: Tensor, sums_BC: Tensor, uniforms_B: Tensor, *, asks: bool = True) -> Tensor:
     """[B, 1] int64: the first token whose running sum passes uniform times total; never one of probability 0.
 
     The sum runs over blocks of the vocabulary first, and then over the tokens of the one block it stops in. The two
@@ -181,19 +198,16 @@ def invert(probs_BV: Tensor, uniforms_B: Tensor, *, asks: bool = True) -> Tensor
 
     Args:
         probs_BV: [B, V], need not add up to 1.
+        sums_BC: their `block_sums`.
         uniforms_B: [B] float32 in (0, 1).
         asks: look whether that is needed at all, which on a CPU takes less time; elsewhere it waits for the device.
     """
     asks = asks and probs_BV.is_cpu
     vocabulary = probs_BV.shape[-1]
-    num_blocks, rest = divmod(vocabulary, BLOCK_TOKENS)
-    sums = probs_BV[:, : num_blocks * BLOCK_TOKENS].view(len(probs_BV), num_blocks, BLOCK_TOKENS).sum(-1)
-    if rest:
-        sums = torch.cat((sums, probs_BV[:, -rest:].sum(-1, keepdim=True)), -1)
-    running = torch.cumsum(sums, -1)
+    running = torch.cumsum(sums_BC, -1)
     target = running[:, -1:] * uniforms_B[:, None]
-    block = _nearest_possible(sums, torch.searchsorted(running, target, right=True), asks=asks)
-    target = target - (running.gather(-1, block) - sums.gather(-1, block))
+    block = _nearest_possible(sums_BC, torch.searchsorted(running, target, right=True), asks=asks)
+    target = target - (running.gather(-1, block) - sums_BC.gather(-1, block))
     tokens = block * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=probs_BV.device)
     # The last block may reach beyond the vocabulary.
     inside = probs_BV.gather(-1, tokens.clamp(max=vocabulary - 1)).masked_fill_(tokens >= vocabulary, 0.0)

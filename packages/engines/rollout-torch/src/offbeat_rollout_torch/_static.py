@@ -14,6 +14,7 @@ Shapes: B rows of a step, H query heads, K kv heads, G = H / K, D head_dim, C pl
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
@@ -88,11 +89,14 @@ class StaticDecoder:
         cache: of the samples.
         device: where it lies.
         num_positions: of a sequence at most.
+        step: what it queues.
         records: use the device's recorded work, if it has any.
     """
 
-    def __init__(self, cache: StaticCache, device: Device, num_positions: int, *, records: bool) -> None:
-        self.cache, self._device, self._records = cache, device, records
+    def __init__(
+        self, cache: StaticCache, device: Device, num_positions: int, step: "PlainStep", *, records: bool
+    ) -> None:
+        self.cache, self._device, self._step, self._records = cache, device, step, records
         self._last_place, target = num_positions - 1, device.torch_device
         self._whole_numbers = torch.zeros(WHOLE_NUMBERS, cache.num_rows, dtype=torch.int64, device=target)
         self._params = torch.ones(PARAM_NUMBERS, cache.num_rows, device=target)
@@ -163,25 +167,66 @@ class StaticDecoder:
 
     def _run(self, shape: StepShape, inputs: StepInputs) -> None:
         if self._graphs is not None and shape in self._seen and shape not in self._recorded:
-            self._recorded[shape] = self._graphs.record(lambda: self._step(shape, inputs))
+            self._recorded[shape] = self._graphs.record(lambda: self._work(shape, inputs))
         self._seen.add(shape)
         if recorded := self._recorded.get(shape):
             recorded()
         else:
-            self._step(shape, inputs)
+            self._work(shape, inputs)
 
-    def _step(self, shape: StepShape, inputs: StepInputs) -> None:
+    def _work(self, shape: StepShape, inputs: StepInputs) -> None:
         """Take the last token of each row through the model and draw the next; rows without a sample compute idly."""
-        weights = inputs.weights
-        ids, places, counts, states = self._whole_numbers[:, : shape.num_rows].unbind()
-        attention = StaticAttention(inputs.block, places, shape.num_places, weights.architecture, weights.final_norm)
-        logits = decode_logits(weights, decode_hidden(weights, ids, inputs.rotations_PC2, attention))
-        params = RowParams.of(self._params[:, : shape.num_rows])
-        drawn, logprobs = draw_rows(logits, params, device_uniforms(states, counts), is_cut=shape.is_cut)
-        ids.copy_(drawn)
+        columns, params = self._whole_numbers[:, : shape.num_rows], self._params[:, : shape.num_rows]
+        logits = self._step.logits(inputs.weights, columns, inputs.rotations_PC2, inputs.block, shape.num_places)
+        after, logprobs = self._step.draw(logits, params, columns, self._last_place, is_cut=shape.is_cut)
+        columns.copy_(after)
         self._logprobs[: shape.num_rows].copy_(logprobs)
-        places.add_(1).clamp_(max=self._last_place)
-        counts.add_(1)
+
+
+class PlainStep:
+    """The work of a step, by torch's operators one by one."""
+
+    def logits(
+        self, weights: DecoderWeights, numbers_4B: Tensor, rotations_PC2: Tensor, block: Block, num_places: int
+    ) -> Tensor:
+        """Store keys and values of the rows' last tokens, and return logits of the next, [B, vocabulary] float32.
+
+        Args:
+            weights: frozen.
+            numbers_4B: int64 columns of the rows, see `WHOLE_NUMBERS`.
+            rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
+            block: of the rows.
+            num_places: attended to; none of a row with a sample lies behind.
+        """
+        mask = places_mask(numbers_4B[1], num_places, weights.dtype)
+        attention = StaticAttention(block, numbers_4B[1], num_places, weights.architecture, mask)
+        return decode_logits(weights, decode_hidden(weights, numbers_4B[0], rotations_PC2, attention))
+
+    def draw(
+        self, logits_BV: Tensor, params_6B: Tensor, numbers_4B: Tensor, last_place: int, *, is_cut: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the next tokens.
+
+        Args:
+            logits_BV: float32.
+            params_6B: float32 columns of the rows, see `PARAM_NUMBERS`.
+            numbers_4B: int64 columns of the rows, see `WHOLE_NUMBERS`.
+            last_place: of a sequence.
+            is_cut: some row's distribution is.
+
+        Returns:
+            The columns after the step, [4, B] int64, and the tokens' log-probabilities, [B] float32.
+        """
+        return draw_next(logits_BV, params_6B, numbers_4B, last_place, is_cut=is_cut)
+
+
+def draw_next(
+    logits_BV: Tensor, params_6B: Tensor, numbers_4B: Tensor, last_place: int, *, is_cut: bool
+) -> tuple[Tensor, Tensor]:
+    """See `PlainStep.draw`."""
+    _, places, counts, states = numbers_4B.unbind()
+    drawn, logprobs = draw_rows(logits_BV, RowParams.of(params_6B), device_uniforms(states, counts), is_cut=is_cut)
+    return torch.stack((drawn, (places + 1).clamp(max=last_place), counts + 1, states)), logprobs
 
 
 def _bucket(num_samples: int) -> int:
@@ -202,25 +247,37 @@ class StaticAttention:
         places_B: [B] int64 place of each new token.
         num_places: attended to; none of a row with a sample lies behind.
         architecture: of the model.
-        like: of the keys and values.
+        mask_B11C: see `places_mask`.
     """
 
     def __init__(
-        self, block: Block, places_B: Tensor, num_places: int, architecture: Architecture, like: Tensor
+        self, block: Block, places_B: Tensor, num_places: int, architecture: Architecture, mask_B11C: Tensor
     ) -> None:
-        self._block, self._num_places = block, num_places
+        self._block, self._num_places, self._mask = block, num_places, mask_B11C
         self._num_heads, self._num_kv_heads = architecture.num_heads, architecture.num_kv_heads
         self.positions_N = places_B
-        slots = torch.arange(len(places_B), device=like.device)
-        self._store = flat_positions(block, slots, places_B, self._num_kv_heads)
-        hidden_BC = torch.arange(num_places, device=like.device) > places_B[:, None]
-        mask = torch.zeros(hidden_BC.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden_BC, -torch.inf)
-        self._mask = mask[:, None, None]
+
+    @cached_property
+    def _store(self) -> Tensor:
+        slots = torch.arange(len(self.positions_N), device=self.positions_N.device)
+        return flat_positions(self._block, slots, self.positions_N, self._num_kv_heads)
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
-        B, H, K, D = len(qkv_NhD), self._num_heads, self._num_kv_heads, qkv_NhD.shape[-1]
+        H, D = self._num_heads, qkv_NhD.shape[-1]
         self._block.flat[layer].index_copy_(0, self._store, qkv_NhD[:, H:].reshape(-1, D))
+        return self.attend(layer, qkv_NhD[:, :H])
+
+    def attend(self, layer: int, queries_BHD: Tensor) -> Tensor:
+        """[B, H, D] to [B, H * D], where keys and values of these tokens are stored."""
+        B, H, K, D = len(queries_BHD), self._num_heads, self._num_kv_heads, queries_BHD.shape[-1]
         # The G query heads of a kv head are rows of its attention, which no kernel with a mask would otherwise group.
-        queries = qkv_NhD[:, :H].reshape(B, K, H // K, D)
+        queries = queries_BHD.reshape(B, K, H // K, D)
         keys, values = self._block.kv[layer, :, :B, :, : self._num_places]
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask).reshape(B, H * D)
+
+
+def places_mask(places_B: Tensor, num_places: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, 1, C] added to scores: 0 up to the place of each row, and -inf behind it."""
+    hidden_BC = torch.arange(num_places, device=places_B.device) > places_B[:, None]
+    mask = torch.zeros(hidden_BC.shape, dtype=dtype, device=places_B.device).masked_fill_(hidden_BC, -torch.inf)
+    return mask[:, None, None]

@@ -1,0 +1,257 @@
+"""A decoding step of static rows whose small operators are compiled by torch.compile: few kernels between two products.
+
+Products and attention stay as they are. What lies between them is a function of tensors, the weights among them, so
+that one graph serves all layers, and another any number of rows; one row has graphs of its own. They are made when the
+engine is made, and never while work is recorded.
+
+Compiled, sums within a kernel are not rounded to the format of the weights, so log-probabilities differ by that
+rounding. Draws are made from float32 and differ from those of `draw_rows` where a uniform number lies within float32's
+rounding of a border between two tokens.
+
+Shapes: B rows of a step, E hidden size, H query heads, K kv heads, D head_dim, C places, S rows of the cache, I
+intermediate size, V vocabulary.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
+from subprocess import SubprocessError
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import Tensor
+
+from offbeat_core import ConfigError, SamplingParams
+from offbeat_device import Device, compiled, prepare_compiler
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block
+from offbeat_rollout_torch._decoder import DecoderWeights, LayerWeights
+from offbeat_rollout_torch._families import rotations
+from offbeat_rollout_torch._sampling import row_numbers
+from offbeat_rollout_torch._static import PlainStep, StaticAttention, draw_next, places_mask
+
+log = logging.getLogger(__name__)
+
+TRIED_ROWS: Final = (1, 5)
+"""Numbers of rows that graphs are made for: one, and any other. Five is no size of a model: torch takes sizes that are
+equal when a graph is made for one size, and makes another graph where they differ."""
+TRIED_STEPS: Final = 4
+TOLERANCE_NATS: Final = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""By the format of the weights, as for the trainer's layers (offbeat-engine-torch, `TOLERANCE_NATS`): rounding alone is
+below a tenth of it, and a forgotten rotation, place or weight far above."""
+MESSAGE_CHARACTERS: Final = 300
+"""Of a compiler's message, which may be a page."""
+TOLERANCE_OF_DRAWS_NATS: Final = 1e-3
+"""Of the log-probability of a drawn token, made in float32 from the same logits."""
+
+
+def choose_step(wanted: str, weights: DecoderWeights, device: Device) -> PlainStep:
+    """Return the compiled step where it is wanted and computes what the plain one does; else that one.
+
+    Args:
+        wanted: option `compile_steps`.
+        weights: frozen.
+        device: where they lie.
+
+    Raises:
+        ConfigError: the option is "on", and steps cannot be compiled.
+    """
+    if wanted == "off" or (wanted == "auto" and device.work_graphs() is None):
+        return PlainStep()
+    problem, began_s = device.compiler_lacks(), time.monotonic()
+    if not problem:
+        prepare_compiler()
+        problem = _try(weights)
+    if problem and wanted == "on":
+        raise ConfigError(f"option compile_steps is on, and decoding steps cannot be compiled: {problem}; use auto")
+    if problem:
+        log.warning("decoding steps run uncompiled, which is slower: %s", problem)
+        return PlainStep()
+    log.info("decoding steps compiled in %.0f s", time.monotonic() - began_s)
+    return CompiledStep()
+
+
+def _try(weights: DecoderWeights) -> str:
+    """Run a few steps both ways; what goes wrong, "" for nothing."""
+    bound = TOLERANCE_NATS[weights.dtype]
+    try:
+        for num_rows in TRIED_ROWS:
+            wanted, found = (_try_steps(step, weights, num_rows) for step in (PlainStep(), CompiledStep()))
+            apart = float((found.log_softmax(-1) - wanted.log_softmax(-1)).abs().max())
+            if not apart <= bound:
+                return f"other log-probabilities, {apart:.2g} nats apart ({bound} allowed)"
+            if not (apart := _try_draws(wanted[-1].clone())) <= TOLERANCE_OF_DRAWS_NATS:
+                return f"drawn tokens have other log-probabilities, {apart:.2g} nats apart"
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError, SubprocessError) as error:  # of torch's tracer, of its compiler, or of a kernel
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:MESSAGE_CHARACTERS]}"
+    return ""
+
+
+def _try_steps(step: PlainStep, weights: DecoderWeights, num_rows: int) -> Tensor:
+    """[steps, rows, V] logits of rows that begin one place behind the other, for tokens that are given."""
+    a, like = weights.architecture, weights.final_norm
+    # Sizes that differ, as those of steps may: see TRIED_ROWS.
+    block, table = Block(num_rows + 2, SMALLEST_CAPACITY, a, like), rotations(a, 2 * SMALLEST_CAPACITY).to(like.device)
+    first, seen = torch.arange(num_rows, device=like.device), []
+    for number in range(TRIED_STEPS):
+        ids = (first * TRIED_STEPS + number) % a.vocab_size
+        columns = torch.stack((ids, first + number, first, first))
+        seen.append(step.logits(weights, columns, table, block, SMALLEST_CAPACITY))
+    return torch.stack(seen)
+
+
+def _try_draws(logits_BV: Tensor) -> float:
+    """Return how far the log-probabilities of compiled draws are from those of their tokens."""
+    num_rows, device = len(logits_BV), logits_BV.device
+    numbers = torch.tensor(row_numbers(SamplingParams(), logits_BV.shape[-1]), device=device)
+    # Columns of wider tensors, as those of steps are: others would have a graph of their own.
+    params = numbers[:, None].repeat(1, num_rows + 2)[:, :num_rows]
+    columns = torch.arange(num_rows + 2, device=device).repeat(4, 1)[:, :num_rows]
+    after, logprobs = CompiledStep().draw(logits_BV, params, columns, SMALLEST_CAPACITY, is_cut=False)
+    wanted = logits_BV.log_softmax(-1).gather(-1, after[:1].t())[:, 0]
+    return float((logprobs - wanted).abs().max())
+
+
+class CompiledStep(PlainStep):
+    """A step of generated kernels; a draw with a cut, which sorts, is not compiled."""
+
+    def logits(
+        self, weights: DecoderWeights, numbers_4B: Tensor, rotations_PC2: Tensor, block: Block, num_places: int
+    ) -> Tensor:
+        a, head = weights.architecture, weights.head
+        assert head is not None
+        ids_B, places_B = numbers_4B[0], numbers_4B[1]
+        table, first = _fixed(weights.embedding, 0), _fixed(weights.layers[0].input_norm, 0)
+        x, h, turns, mask = _fast(begin_rows)(
+            ids_B, places_B, table, _fixed(rotations_PC2), num_places, first, a.norm_eps
+        )
+        attention = StaticAttention(block, places_B, num_places, a, mask)
+        # Each norm is one kernel with the sum before it, so a layer ends with the norm of the next.
+        next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            kv = _fixed(block.kv[index], 0, 2, 4)
+            qkv, qk_norm = _fixed(layer.qkv(h)), _fixed(layer.qk_norm, 0, 1)
+            queries = _fast(store_heads)(qkv, qk_norm, turns, kv, places_B, a.norm_eps, a.qk_norm)
+            mixed = layer.out(attention.attend(index, queries))
+            x, h = _add_norm(x, mixed, layer.mlp_norm, a.norm_eps, x.dtype)
+            dtype = head.input_dtype if next_norm is weights.final_norm else x.dtype
+            x, h = _add_norm(x, layer.down(_gated(layer, h)), next_norm, a.norm_eps, dtype)
+        return head.in_float32(h)
+
+    def draw(
+        self, logits_BV: Tensor, params_6B: Tensor, numbers_4B: Tensor, last_place: int, *, is_cut: bool
+    ) -> tuple[Tensor, Tensor]:
+        if is_cut:
+            return super().draw(logits_BV, params_6B, numbers_4B, last_place, is_cut=True)
+        drawn: tuple[Tensor, Tensor] = _fast(draw_next)(
+            _fixed(logits_BV), params_6B, numbers_4B, last_place, is_cut=False
+        )
+        return drawn
+
+
+def begin_rows(
+    ids_B: Tensor,
+    places_B: Tensor,
+    embedding_VE: Tensor,
+    rotations_PC2: Tensor,
+    num_places: int,
+    norm_E: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Embed tokens and look their places up.
+
+    Returns:
+        Hidden states [B, E]; normalised for the first layer; [B, 2, D] float32, the factor of each element of a head
+        and that of the other of its pair; the mask of `places_mask`.
+    """
+    cos, sin = rotations_PC2[places_B].unbind(-1)
+    turns_B2D = torch.stack((torch.stack((cos, cos), -1).flatten(1), torch.stack((-sin, sin), -1).flatten(1)), 1)
+    x_BE = embedding_VE[ids_B]
+    mask = places_mask(places_B, num_places, x_BE.dtype)
+    return x_BE, _normed(x_BE, norm_E, eps).to(x_BE.dtype), turns_B2D, mask
+
+
+def add_norm(x_BE: Tensor, more_BE: Tensor, norm_E: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Add to the hidden states, and normalise the sum: both [B, E], the second in `dtype`."""
+    x_BE = x_BE + more_BE
+    return x_BE, _normed(x_BE, norm_E, eps).to(dtype)
+
+
+def store_heads(
+    qkv_BF: Tensor,
+    qk_norm_ND: Tensor,
+    turns_B2D: Tensor,
+    kv_2SKCD: Tensor,
+    places_B: Tensor,
+    eps: float,
+    has_norm: bool,
+) -> Tensor:
+    """Normalise and rotate queries and keys, store keys and values, and return the queries [B, H, D].
+
+    Args:
+        qkv_BF: [B, (H + 2 K) D].
+        qk_norm_ND: [H + K, D], see `LayerWeights`.
+        turns_B2D: see `begin_rows`.
+        kv_2SKCD: of the layer; written.
+        places_B: int64 place of each token in its row.
+        eps: of the norm.
+        has_norm: whether the family normalises heads.
+    """
+    num_kv_heads, head_dim = kv_2SKCD.shape[2], kv_2SKCD.shape[4]
+    num_heads = qk_norm_ND.shape[0] - num_kv_heads
+    qkv = qkv_BF.view(len(qkv_BF), num_heads + 2 * num_kv_heads, head_dim)
+    kv = qkv[:, num_heads:]
+    # Keys and values as one: what is computed of the values is not used, and costs less than a second kernel.
+    turned = _turned(kv, qk_norm_ND[num_heads] if has_norm else None, turns_B2D, eps)
+    head = torch.arange(2 * num_kv_heads, device=kv.device)
+    rows_B1 = torch.arange(len(kv), device=kv.device)[:, None]
+    kv_2SKCD[head // num_kv_heads, rows_B1, head % num_kv_heads, places_B[:, None]] = torch.where(
+        (head < num_kv_heads)[:, None], turned, kv
+    )
+    return _turned(qkv[:, :num_heads], qk_norm_ND[0] if has_norm else None, turns_B2D, eps)
+
+
+def swiglu(gate_up_BF: Tensor) -> Tensor:
+    """[B, 2 I], gate and then up, to [B, I]."""
+    gate, up = gate_up_BF.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _turned(heads_BND: Tensor, norm_D: Tensor | None, turns_B2D: Tensor, eps: float) -> Tensor:
+    wide = heads_BND.float() if norm_D is None else _normed(heads_BND, norm_D, eps)
+    other = torch.unflatten(wide, -1, (-1, 2)).flip(-1).flatten(-2)
+    turned: Tensor = wide * turns_B2D[:, :1] + other * turns_B2D[:, 1:]
+    return turned.to(heads_BND.dtype)
+
+
+def _add_norm(x: Tensor, more: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    normed: tuple[Tensor, Tensor] = _fast(add_norm)(_fixed(x), _fixed(more), _fixed(norm, 0), eps, dtype)
+    return normed
+
+
+def _gated(layer: LayerWeights, h: Tensor) -> Tensor:
+    if len(layer.gate_up) == 2:  # packed
+        gate, up = layer.gate_up
+        return up.times(h, gate.silu(h))
+    wide: Tensor = _fast(swiglu)(_fixed(layer.gate_up[0](h)))
+    return wide
+
+
+@cache
+def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(function)
+
+
+def _fixed(tensor: Tensor, *dims: int) -> Tensor:
+    """Have sizes be constants of a graph, all but the first where none is named: kernels for them are faster."""
+    for dim in dims or range(1, tensor.dim()):  # one by one: of several it fails while another thread compiles
+        torch._dynamo.mark_static(tensor, dim)
+    return tensor
