@@ -46,6 +46,31 @@ def test_a_transport_says_which_route_it_cannot_go(name: str, route: Route, comp
     assert bool(complaint) == bool(said)
 
 
+def gpu(index: int | None, node: str = "a") -> Endpoint:
+    return Endpoint(node=node, device="auto", index=index, kind="GPU")
+
+
+@pytest.mark.parametrize(
+    ("receivers", "settings", "settled"),
+    [
+        ([gpu(0)], {}, "cuda-ipc"),
+        ([gpu(1), gpu(2)], {}, "nccl"),
+        ([gpu(0, "b")], {}, "nccl"),
+        ([gpu(1), gpu(1)], {}, "auto"),
+        ([gpu(0), gpu(1)], {"shares_devices": True}, "auto"),
+        ([gpu(None)], {}, "auto"),
+        ([gpu(1)], {"sends_changes": True}, "auto"),
+        ([gpu(1)], {"loads_on_device": False}, "auto"),
+        ([Endpoint(node="a", device="auto", index=1, kind="XPU")], {}, "auto"),
+    ],
+)
+def test_auto_goes_from_device_to_device_where_it_can(
+    receivers: list[Endpoint], settings: dict[str, bool], settled: str
+) -> None:
+    route = Route(sender=gpu(0), receivers=receivers, **{"loads_on_device": True, **settings})
+    assert transport_class("auto").settle("auto", route) == settled
+
+
 def test_a_name_without_a_transport_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(BackendError, match=rf"'carrier-pigeon' is not installed .*{', '.join(NAMES)}"):
         open_transport("carrier-pigeon")

@@ -11,6 +11,7 @@ from offbeat_weightsync._fp8 import (
     quantize_tensors,
 )
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, NameMap, TensorSlice, merge_adapter, select_adapter
+from offbeat_weightsync._parts import HeldPart, PartSum
 from offbeat_weightsync._peer_stream import KeptStream, PeerStream
 from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
 from offbeat_weightsync._receiver import receive, transport_class
@@ -43,9 +44,11 @@ __all__ = [
     "FolderStream",
     "GroupSender",
     "GroupStream",
+    "HeldPart",
     "InProcessStream",
     "KeptStream",
     "NameMap",
+    "PartSum",
     "PeerStream",
     "Piece",
     "Reach",

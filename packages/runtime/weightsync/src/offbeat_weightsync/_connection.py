@@ -92,7 +92,8 @@ class Join(msgspec.Struct, tag="join", frozen=True):
     """A receiver asks for the weights of a version.
 
     `held`: a checksum of each tensor it has, for changed tensors alone. `copy`: the digest of the weights that it keeps
-    a copy of, for changed elements alone. `member`: how a broadcast may reach it.
+    a copy of, for changed elements alone. `member`: how a broadcast may reach it. `engine`: the engine of which it is
+    one of `num_workers` that receive; "" is an engine that receives in one process, under `name`.
     """
 
     name: str
@@ -100,6 +101,13 @@ class Join(msgspec.Struct, tag="join", frozen=True):
     held: dict[str, str] | None = None
     copy: str = ""
     member: GroupMember | None = None
+    engine: str = ""
+    num_workers: int = 1
+
+
+def worker_name(engine: str, rank: int) -> str:
+    """Return what a worker that receives by itself is called."""
+    return f"{engine}.worker-{rank}"
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

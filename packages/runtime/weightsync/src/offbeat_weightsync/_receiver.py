@@ -9,7 +9,7 @@ from typing import Any, Final
 from offbeat_core import WeightSyncError, load_backend
 from offbeat_weightsync._addresses import connect
 from offbeat_weightsync._changes import WeightCopy
-from offbeat_weightsync._connection import Connection, Deadline, Join, Offer, Ready, Welcome
+from offbeat_weightsync._connection import Connection, Deadline, Join, Offer, Ready, Welcome, worker_name
 from offbeat_weightsync._peer_stream import KeptStream, PeerStream
 from offbeat_weightsync._plan import agreed_plan
 from offbeat_weightsync._tensors import kept_digest
@@ -29,6 +29,7 @@ def receive(
     held: Mapping[str, str] | None = None,
     copy: WeightCopy | None = None,
     group: WeightGroup | None = None,
+    worker: tuple[int, int] | None = None,
 ) -> Iterator["PeerStream | KeptStream"]:
     """Connect to a `WeightSender` and yield the stream of one version. Blocking: use a thread.
 
@@ -48,16 +49,29 @@ def receive(
         copy: of what came last, to be sent changed elements alone where the sender has kept the same. The stream gives
             all tensors, whole, in any case.
         group: kept from version to version, where a `GroupSender` sends.
+        worker: rank of this process, and number of the processes that receive for the engine `name` together: each all
+            bytes, and each proves its parts (`ArrivingStream.sum_parts`). The sender waits for all of them, counts them
+            as one receiver, and calls this one "rollout-0.worker-1". None: this process receives for all of the engine.
 
     Raises:
         WeightSyncError: the sender is not there, refuses the token, failed or died, sends another version, or the
             bytes differ.
         DeadlineError: it did not come in time.
     """
+    engine, num_workers = ("", 1) if worker is None else (name, worker[1])
+    if worker is not None:
+        name = worker_name(engine, worker[0])
     connection = connect(address, Deadline(f"weight sync of version {version} at {name}", deadline_s))
     try:
-        member = None if group is None else group.member
-        join = Join(name, version, None if held is None else dict(held), "" if copy is None else copy.digest, member)
+        join = Join(
+            name,
+            version,
+            held=None if held is None else dict(held),
+            copy="" if copy is None else copy.digest,
+            member=None if group is None else group.member,
+            engine=engine,
+            num_workers=num_workers,
+        )
         connection.send(join)
         stream = _open_stream(connection, version, held, copy, group)
         try:

@@ -3,7 +3,7 @@
 import selectors
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from offbeat_weightsync._connection import (
     Proof,
     Ready,
     Welcome,
+    worker_name,
 )
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._tensors import (
@@ -127,7 +128,7 @@ class WeightSender(ABC):
         Args:
             tensors: (name, tensor) exactly as planned in name, order and shape; converted to the planned dtype.
             version: policy version; the receivers must ask for the same.
-            num_receivers: how many to wait for before sending, at least 1.
+            num_receivers: how many to wait for before sending, at least 1. An engine whose workers receive counts once.
             deadline_s: overrides the sender's.
             is_withdrawn: asked while receivers are waited for: True ends the wait, as none will come or answer.
             plan: of the tensors, where these are some of the sender's, with its bucket size; None: the sender's.
@@ -248,10 +249,8 @@ class WeightSender(ABC):
     def _gather(self, joined: dict[Connection, Join], version: int, num_receivers: int, deadline: Deadline) -> None:
         """Wait until all receivers have asked for this version."""
         refused: list[str] = []
-        while len(joined) < num_receivers:
+        while missing := _missing(joined.values(), num_receivers):
             deadline.raise_if_withdrawn("receivers")
-            names = ", ".join([peer.peer for peer in joined]) or "none"
-            missing = f"{num_receivers - len(joined)} of {num_receivers} receivers to connect (here: {names})"
             arrived = self._accept(deadline, "; ".join([missing, *refused]))
             if arrived is None:
                 continue
@@ -339,6 +338,23 @@ class WeightSender(ABC):
     def _send_away(self, pending: Connection) -> None:
         del self._pending[pending]
         pending.close()
+
+
+def _missing(joined: Collection[Join], num_receivers: int) -> str:
+    """Return what is still waited for; "" once so many engines are here, those whose workers receive with all of them.
+
+    A worker that has not come is named if another one of its engine has.
+    """
+    workers: dict[str, list[Join]] = {}
+    for join in joined:
+        if join.engine:
+            workers.setdefault(join.engine, []).append(join)
+    names = [join.name for join in joined]
+    expected = [worker_name(engine, rank) for engine, here in workers.items() for rank in range(here[0].num_workers)]
+    late = [worker for worker in expected if worker not in names]
+    more = num_receivers - len(workers) - sum(not join.engine for join in joined)
+    wanted = [f"{more} of {num_receivers} receivers"] * (more > 0) + late
+    return f"{', '.join(wanted)} to connect (here: {', '.join(names) or 'none'})" if wanted else ""
 
 
 def _send_changes(peers: list[Connection], plan: BucketPlan, source: PlannedTensors, copy: WeightCopy) -> None:

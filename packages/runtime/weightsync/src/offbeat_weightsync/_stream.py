@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat_core import TensorSpec, WeightProof, WeightSyncError
+from offbeat_weightsync._parts import HeldPart, PartSum, join_sums, sum_parts
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan, Piece
 from offbeat_weightsync._tensors import (
     Bytes,
@@ -99,9 +100,39 @@ class ArrivingStream(ABC):
         Raises:
             WeightSyncError: a tensor is missing or differs. The engine must not serve these weights.
         """
+        return self._compared(lambda: prove_tensors(self.plan, self.version, read, checksum=self.checksum))
+
+    def sum_parts(self, parts: Iterable[HeldPart]) -> list[PartSum]:
+        """Sum what this process holds of the tensors, where several hold them together: see `join_sums`.
+
+        Args:
+            parts: read back now, as they serve; each is let go of before the next is asked for.
+
+        Raises:
+            WeightSyncError: a part is none of the tensors', or the sender proves by another checksum than "words".
+        """
+        if self.checksum != "words":
+            raise WeightSyncError(
+                f'parts of tensors are proved by the checksum "words", and the sender has "{self.checksum}": let one '
+                "process receive for the whole engine"
+            )
+        return sum_parts(self.plan, parts)
+
+    def join_sums(self, sums: Iterable[PartSum]) -> WeightProof:
+        """Compare what all processes of an engine hold together with what was sent, and return it as `prove` does.
+
+        Args:
+            sums: of all of them, from `sum_parts`.
+
+        Raises:
+            WeightSyncError: something is missing or differs. The engine must not serve these weights.
+        """
+        return self._compared(lambda: join_sums(self.plan, self.version, sums))
+
+    def _compared(self, prove: Callable[[], WeightProof]) -> WeightProof:
         if self._sent is None:
             raise WeightSyncError("read the whole weight stream before you prove what you hold")
-        held = prove_tensors(self.plan, self.version, read, checksum=self.checksum)
+        held = prove()
         compare_proofs(self.plan, self._sent, held, "the engine")
         return held
 

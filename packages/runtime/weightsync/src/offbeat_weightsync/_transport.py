@@ -51,7 +51,7 @@ class Route:
 
     Args:
         sender: the trainer, rank 0.
-        receivers: the engines.
+        receivers: the engines, or of those that are split over several devices each of their ranks.
         shares_devices: trainer and engines take turns on the same devices.
         sends_changes: most versions bring the elements alone that have changed.
         folder: where files may be written; "" for the default.
@@ -129,11 +129,23 @@ class Transport(ABC):
             ConfigError: this device cannot.
         """
 
+    @property
+    def on_device(self) -> bool:
+        """Return whether weights come to this side's device: workers of an engine may then receive by themselves."""
+        return False
+
     def receive(
-        self, address: str, version: int, deadline_s: float, *, name: str, copy: WeightCopy | None = None
+        self,
+        address: str,
+        version: int,
+        deadline_s: float,
+        *,
+        name: str,
+        copy: WeightCopy | None = None,
+        worker: tuple[int, int] | None = None,
     ) -> AbstractContextManager[PeerStream | KeptStream]:
         """Join the sender that listens at an address, and take what it sends: see `offbeat_weightsync.receive`."""
-        return receive(address, version, deadline_s, name=name, copy=copy)
+        return receive(address, version, deadline_s, name=name, copy=copy, worker=worker)
 
     @classmethod
     def open_stream(

@@ -181,6 +181,7 @@ class RolloutCapabilities:
         scores_images: of prompts with images, too.
         scores_any_temperature: at other temperatures than 1, too.
         traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
+        receives: it is a `ReceivingEngine`: its workers take weights from the trainer by themselves.
     """
 
     pause_modes: tuple[PauseMode, ...]
@@ -195,6 +196,7 @@ class RolloutCapabilities:
     scores_images: bool = False
     scores_any_temperature: bool = False
     traces: bool = False
+    receives: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:
         """Refuse a request that asks for more than this.

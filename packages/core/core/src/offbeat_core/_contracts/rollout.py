@@ -89,8 +89,9 @@ class RolloutEngine(Protocol):
 
     A class that is registered under `offbeat.rollout` also has `async create(config: RolloutEngineConfig)`, which loads
     the model. It may have class attributes that are asked before there is an engine: `whole_logprobs`,
-    `dropped_settings`, and functions `check_installed`, `check_model`, `refuses_adapters`, `held_bytes`,
-    `cache_budget`, `notices_of`, `capabilities_on`; rollout-torch and rollout-vllm have examples of all.
+    `loads_on_device`, `workers_receive`, `dropped_settings`, and functions `check_installed`, `check_model`,
+    `refuses_adapters`, `held_bytes`, `cache_budget`, `notices_of`, `capabilities_on`; rollout-torch and rollout-vllm
+    have examples of all.
     """
 
     @property
@@ -151,6 +152,35 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Free everything. Requests in flight return as aborted."""
+
+
+@runtime_checkable
+class ReceivingEngine(RolloutEngine, Protocol):
+    """A rollout engine whose workers take weights by themselves, each on its own device.
+
+    Its capabilities declare it (`RolloutCapabilities.receives`), and before there is an engine its class, by the
+    attribute `workers_receive`.
+    """
+
+    async def receive_weights(
+        self, transport: str, address: str, version: int, deadline_s: float, *, name: str
+    ) -> WeightProof:
+        """Take every tensor of a version from its sender, and serve it from now on, as after `update_weights`.
+
+        Args:
+            transport: name of the sender's, which brings weights to devices.
+            address: where the sender listens, which waits for all workers of the engine.
+            version: policy version.
+            deadline_s: from here until all is proved and confirmed.
+            name: of the engine, for errors: its workers are called "NAME.worker-0" and so on.
+
+        Returns:
+            What the workers hold together.
+
+        Raises:
+            WeightSyncError, DeadlineError: a worker, the sender or another engine failed, or the bytes differ. The
+                engine then serves the old version or refuses.
+        """
 
 
 DroppedSettings = Mapping[str, tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The choice of a transport: CUDA IPC is settled before a run, shared memory or TCP for each sync."""
+"""The choice of a transport: CUDA IPC or nccl is settled before a run, shared memory or TCP for each sync."""
 
 from pathlib import Path
 
@@ -6,20 +6,30 @@ from offbeat_weightsync._addresses import TcpAddress
 from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._transport import Route, Transport
+from offbeat_weightsync._transports.group import GroupTransport
 from offbeat_weightsync._transports.shared_memory import CudaIpcTransport, SharedMemorySender
 from offbeat_weightsync._transports.tcp import TcpSender
 
 
 class AutoTransport(Transport):
-    """CUDA IPC where all are on one CUDA device, shared memory where all are on one machine, else TCP."""
+    """From device to device where engines load from theirs, else by shared memory on one machine, else by TCP."""
 
     reach = "either"
 
     @classmethod
     def settle(cls, name: str, route: Route) -> str:
-        """Return "cuda-ipc" where weights need not leave the device. Changed elements are found on the host."""
-        is_direct = route.loads_on_device and not route.sends_changes and not CudaIpcTransport.complaint(route)
-        return "cuda-ipc" if is_direct and all(each.has_ipc for each in (route.sender, *route.receivers)) else name
+        """Return "cuda-ipc" where all are on one CUDA device, "nccl" where each has one to itself.
+
+        Changed elements are found on the host, so they go by its memory.
+        """
+        ends = (route.sender, *route.receivers)
+        if route.sends_changes or not route.loads_on_device or not all(each.has_ipc for each in ends):
+            return name
+        if not CudaIpcTransport.complaint(route):
+            return "cuda-ipc"
+        # Devices that no plan has given out may be the same, which nccl refuses.
+        are_known = all(each.index is not None for each in ends)
+        return "nccl" if are_known and not GroupTransport.complaint(route) else name
 
     @classmethod
     def describe(cls, route: Route) -> str:

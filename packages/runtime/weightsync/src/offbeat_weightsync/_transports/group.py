@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import msgspec
+import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import Work
 
 from offbeat_core import WeightSyncError
+from offbeat_device import open_device
 from offbeat_mesh import open_store
 from offbeat_weightsync._addresses import TcpAddress
 from offbeat_weightsync._changes import WeightCopy
@@ -67,12 +69,25 @@ class GroupTransport(Transport):
         """Find out how this device takes part in a group."""
         self._group = WeightGroup(self._device)
 
+    @property
+    def on_device(self) -> bool:
+        """See `Transport.on_device`. Opens no context on the device, where workers will receive in its place."""
+        accelerator = torch.accelerator.current_accelerator()
+        return accelerator is not None and open_device(self._device).torch_device.type == accelerator.type
+
     def receive(
-        self, address: str, version: int, deadline_s: float, *, name: str, copy: WeightCopy | None = None
+        self,
+        address: str,
+        version: int,
+        deadline_s: float,
+        *,
+        name: str,
+        copy: WeightCopy | None = None,
+        worker: tuple[int, int] | None = None,
     ) -> AbstractContextManager[PeerStream | KeptStream]:
         """Take what is broadcast: see `Transport.receive`."""
         assert self._group is not None, "get_ready() comes first"
-        return receive(address, version, deadline_s, name=name, copy=copy, group=self._group)
+        return receive(address, version, deadline_s, name=name, copy=copy, group=self._group, worker=worker)
 
     @classmethod
     def open_stream(

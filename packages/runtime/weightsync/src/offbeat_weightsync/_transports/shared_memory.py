@@ -64,6 +64,11 @@ class CudaIpcTransport(SharedMemoryTransport):
         """Return "by CUDA IPC"."""
         return "by CUDA IPC"
 
+    @property
+    def on_device(self) -> bool:
+        """See `Transport.on_device`."""
+        return True
+
     def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
         """Listen at a path of this machine, with slots on the trainer's device."""
         return SharedMemorySender(address, plan, device=str(open_device(self._device).torch_device))
