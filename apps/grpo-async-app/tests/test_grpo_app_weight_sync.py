@@ -14,7 +14,8 @@ from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.weights import WeightOffer
 from grpo_async_app._preflight.preflight import check_run
-from offbeat_core import ConfigError, load_config
+from grpo_async_app._roles import rollout as rollout_role
+from offbeat_core import ConfigError, RoleName, RolloutCapabilities, WeightProof, load_config
 from offbeat_placement import PlacedRank
 from offbeat_weightsync import transport_class
 
@@ -81,6 +82,8 @@ def test_the_plan_says_how_weights_travel_and_why(
     assert choose_transport(wanted, placed(("trainer", "a", None), *engines))[1].startswith(line)
 
 
+VLLM = "--rollout.backend=vllm"
+ADAPTER = ("--engine.lora_rank=4", "--rollout.options.enable_lora=true")
 ON_ONE = ("--engine.device=cuda:0", "--rollout.device=cuda:0")
 
 
@@ -96,10 +99,23 @@ ON_ONE = ("--engine.device=cuda:0", "--rollout.device=cuda:0")
         ((*ON_ONE, "--rollout.weight_transport=tcp"), "", [HERE], "tcp"),
         ((*ON_ONE, "--rollout.weight_format=fp8"), "", [HERE], "auto"),
         ((*ON_ONE, "--rollout.backend=none"), "", [HERE], "auto"),
+        ((*ON_ONE, VLLM), "", [HERE], "cuda-ipc"),
+        ((VLLM, "--cluster.colocate=true"), "GPU", [GPU], "cuda-ipc"),
+        ((VLLM, "--cluster.colocate=true"), "GPU", [GPU, OTHER_GPU], "auto"),
+        ((*ON_ONE, VLLM, "--rollout.weight_format=fp8"), "", [HERE], "auto"),
+        ((*ON_ONE, VLLM, *ADAPTER), "", [HERE], "auto"),
+        ((*ON_ONE, *ADAPTER[:1]), "", [HERE], "cuda-ipc"),
+        ((VLLM,), "GPU", [OTHER_GPU, ("rollout", "a", 2)], "nccl"),
+        ((VLLM,), "GPU", [OTHER_GPU, ("rollout", "b", 0)], "nccl"),
+        ((VLLM,), "GPU", [OTHER_GPU, OTHER_GPU], "auto"),
+        ((VLLM,), "XPU", [OTHER_GPU], "auto"),
+        (("--engine.device=cuda:0", "--rollout.device=cuda:1"), "", [HERE], "auto"),
+        ((), "GPU", [OTHER_GPU], "nccl"),
+        (("--rollout.full_sync_every=5",), "GPU", [OTHER_GPU], "auto"),
         ((), "", [HERE], "auto"),
     ],
 )
-def test_weights_stay_on_the_device_that_trainer_and_engines_share(
+def test_weights_go_from_device_to_device_where_they_can(
     config: Path, words: tuple[str, ...], kind: str, engines: list[Any], settled: str
 ) -> None:
     index = 0 if kind else None
@@ -166,6 +182,61 @@ def test_the_plan_counts_the_versions_on_disk(config: Path, dtype: str, weight_b
     }
     weights = plans["tcp"].model.num_parameters
     assert plans["disk"].required_bytes - plans["tcp"].required_bytes == 2 * weight_bytes * weights
+
+
+class ReceivingByWorkers:
+    """An engine that notes which way each version comes."""
+
+    capabilities = RolloutCapabilities(pause_modes=("abort", "wait", "keep"), receives=True)
+
+    def __init__(self) -> None:
+        self.ways: list[str] = []
+
+    async def receive_weights(self, transport: str, address: str, version: int, _: float, *, name: str) -> WeightProof:
+        self.ways.append(f"{name} by {transport} at {address}")
+        return WeightProof(version=version, num_tensors=1, checksums=())
+
+
+@pytest.mark.parametrize(
+    ("words", "on_device", "by_workers"),
+    [
+        (("--rollout.weight_transport=nccl",), True, {"merged", "base"}),
+        (("--rollout.weight_transport=nccl",), False, set()),
+        (("--rollout.weight_transport=cuda-ipc",), True, {"merged", "base"}),
+        ((), True, set()),
+        (("--rollout.weight_transport=nccl", "--rollout.full_sync_every=5"), True, set()),
+    ],
+)
+def test_workers_take_what_comes_to_their_devices(
+    config: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], on_device: bool, by_workers: set[str]
+) -> None:
+    monkeypatch.setattr("offbeat_weightsync._transports.group.GroupTransport.on_device", on_device)
+    engine = ReceivingByWorkers()
+
+    async def create(_: object) -> ReceivingByWorkers:
+        return engine
+
+    monkeypatch.setattr(rollout_role, "load_backend", lambda *_: SimpleNamespace(create=create))
+    settled = load_config(config, GrpoConfig, words)
+    role = rollout_role.RolloutRole(config=settled, role=RoleName("rollout"), model_path="m", num_threads=1)
+
+    async def receive(address: str, version: int, *_: object) -> tuple[WeightProof, str]:
+        return WeightProof(version=version, num_tensors=1, checksums=()), "16 kB"
+
+    monkeypatch.setattr(role, "_receive", receive)
+
+    async def pull() -> set[str]:
+        await role.start()
+        found = set()
+        for part in ("merged", "base", "adapter"):
+            engine.ways.clear()
+            assert (await role.pull_weights("@trainer", 3, 60.0, part)).version == 3  # type: ignore[arg-type]
+            if engine.ways:
+                assert engine.ways == [f"rollout-0 by {settled.rollout.weight_transport} at @trainer"]
+                found.add(part)
+        return found
+
+    assert asyncio.run(pull()) == by_workers
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Where the trainer's tensors lie within those of ranks, for each kind of layer; how stacks of experts travel."""
 
 import json
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,13 @@ torch = pytest.importorskip("torch")
 from offbeat_core import ModelFolder, WeightSyncError  # noqa: E402
 from offbeat_rollout_vllm._extension import WorkerSide  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._updates import Part, Readback, UnstackedStream  # noqa: E402
+from offbeat_rollout_vllm._worker_receiver import held_parts  # noqa: E402
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
-from offbeat_weightsync import InProcessStream  # noqa: E402
+from offbeat_weightsync import BucketPlan, InProcessStream, describe_tensors  # noqa: E402
+from offbeat_weightsync._parts import join_sums, sum_parts  # noqa: E402
+from offbeat_weightsync._tensors import prove_tensors  # noqa: E402
 
 HIDDEN, HEAD_SIZE = 8, 2
 
@@ -96,6 +100,26 @@ KINDS = {
 }
 
 
+def fused_and_single(wholes):
+    """Name -> tensor as the trainer may have them: matrices of a layer one by one, or fused as in vision towers."""
+    queries, keys, values = wholes["self_attn.qkv_proj"].split([16, 4, 4])
+    gate, up = wholes["mlp.gate_up_proj"].chunk(2)
+    return {
+        **{f"{path}.weight": whole for path, whole in wholes.items()},
+        "self_attn.q_proj.weight": queries,
+        "self_attn.k_proj.weight": keys,
+        "self_attn.v_proj.weight": values,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+    }
+
+
+def draw_wholes():
+    draw = torch.Generator().manual_seed(0)
+    rows = {"attn.qkv": 48, "self_attn.qkv_proj": 24, "mlp.gate_up_proj": 32}
+    return {path: torch.randn(rows.get(path, 16), HIDDEN, generator=draw) for path in KINDS}
+
+
 def model_of(rank, num_ranks, wholes):
     """One rank's, as its worker reads it."""
     model = torch.nn.Module()
@@ -126,22 +150,33 @@ def joined(ranks, name, shape):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_tensor_is_put_together_as_the_trainer_has_it(num_ranks):
-    draw = torch.Generator().manual_seed(0)
-    rows = {"attn.qkv": 48, "self_attn.qkv_proj": 24, "mlp.gate_up_proj": 32}
-    wholes = {path: torch.randn(rows.get(path, 16), HIDDEN, generator=draw) for path in KINDS}
+    wholes = draw_wholes()
     ranks = [model_of(rank, num_ranks, wholes) for rank in range(num_ranks)]
-    queries, keys, values = wholes["self_attn.qkv_proj"].split([16, 4, 4])
-    gate, up = wholes["mlp.gate_up_proj"].chunk(2)
-    trainer = {
-        **{f"{path}.weight": whole for path, whole in wholes.items()},  # fused in the trainer too, as in vision towers
-        "self_attn.q_proj.weight": queries,
-        "self_attn.k_proj.weight": keys,
-        "self_attn.v_proj.weight": values,
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
-    }
-    for name, whole in trainer.items():
+    for name, whole in fused_and_single(wholes).items():
         assert torch.equal(joined(ranks, name, tuple(whole.shape)), whole), name
+
+
+def proofs(ranks, tensors):
+    """Sums of words of the trainer's tensors (name -> whole), as workers prove them together, and as they are."""
+    plan = BucketPlan.build(describe_tensors(tensors.items()), 256)
+    unstacked = UnstackedStream(FakeWeightStream(list(tensors.items()), 1), folder_of({}))
+    deque(unstacked, maxlen=0)
+    sums = [sum_parts(plan, held_parts(rank, unstacked, spec)) for rank in ranks for spec in plan.specs]
+    expected = prove_tensors(plan, 1, tensors.__getitem__, checksum="words")
+    return join_sums(plan, 1, [part for parts in sums for part in parts]), expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_workers_prove_together_what_each_holds_a_part_of(num_ranks, dtype):
+    """Of four ranks two share each key and value, and in bfloat16 a part's columns are half a word."""
+    wholes = {path: whole.to(dtype) for path, whole in draw_wholes().items()}
+    ranks = [model_of(rank, num_ranks, wholes) for rank in range(num_ranks)]
+    held, expected = proofs(ranks, fused_and_single(wholes))
+    assert held == expected
+    ranks[-1]._model.self_attn.qkv_proj.weight.data[1, 2] += 1
+    held, expected = proofs(ranks, fused_and_single(wholes))
+    assert held != expected
 
 
 BIAS, ROUTER = "mlp.gate.e_score_correction_bias", "mlp.gate.weight"
@@ -275,6 +310,25 @@ def test_every_expert_is_put_together_as_the_trainer_has_it(wholes, num_ranks, b
         assert sum(bool(rank.find(name).pieces) for rank in ranks) == (1 if by_expert else num_ranks)
 
 
+@pytest.mark.parametrize("by_expert", [False, True], ids=["slices", "whole experts"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_workers_prove_stacks_of_experts_by_their_matrices(wholes, num_ranks, by_expert):
+    layers = [Experts(wholes, rank, num_ranks, by_expert=by_expert) for rank in range(num_ranks)]
+    ranks = [held_experts(layer) for layer in layers]
+    held, expected = proofs(ranks, stacks_of(wholes))
+    assert held == expected
+    layers[-1].w2_weight.data[0, 1, 2] += 1
+    held, expected = proofs(ranks, stacks_of(wholes))
+    assert held != expected
+
+
+def stacks_of(wholes):
+    """Name -> stack, as transformers has them in memory."""
+    stack = lambda matrix: torch.stack([wholes[expert, matrix] for expert in range(NUM_EXPERTS)])  # noqa: E731
+    gate_up = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+    return {"mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": stack("down_proj")}
+
+
 def pad(layer):
     layer.w13_weight = torch.nn.Parameter(torch.nn.functional.pad(layer.w13_weight, (0, 0, 0, 4)))
 
@@ -323,9 +377,8 @@ def test_a_tensor_that_no_expert_has_is_refused(wholes, name):
 
 
 def test_stacks_travel_matrix_by_matrix_and_are_proved_as_stacks(wholes):
-    stack = lambda matrix: torch.stack([wholes[expert, matrix] for expert in range(NUM_EXPERTS)])  # noqa: E731
-    gate_up = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
-    named = [("mlp.experts.gate_up_proj", gate_up), ("mlp.experts.down_proj", stack("down_proj")), ("norm", gate_up[0])]
+    stacks = stacks_of(wholes)
+    named = [*stacks.items(), ("norm", stacks["mlp.experts.gate_up_proj"][0])]
     stream = FakeWeightStream(named, 3)
     unstacked = UnstackedStream(stream, folder_of({}))
     came = {name: tensor.clone() for name, tensor in unstacked}

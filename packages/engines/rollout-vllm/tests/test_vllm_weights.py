@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_core import DeadlineError, ModelError, ModelFolder, PeerFailedError, RolloutEngineConfig, WeightSyncError
+from offbeat_core import (
+    DeadlineError,
+    ModelError,
+    ModelFolder,
+    PeerFailedError,
+    RolloutEngineConfig,
+    WeightProof,
+    WeightSyncError,
+)
 from offbeat_rollout_vllm._options import environment, remove_shared_memory, start_variables
 from offbeat_rollout_vllm._updates import WeightLoader, tiny_elements
 from offbeat_rollout_vllm._workers import Arena, Workers
@@ -20,10 +28,11 @@ class ScriptedWorkers:
     """Answers as scripted; stands for vLLM's transport, which the tests in engine/ use for real."""
 
     def __init__(self, *answers):
-        self.calls, self._answers = [], list(answers)
+        self.calls, self.deadlines_s, self._answers = [], [], list(answers)
 
     def call_workers(self, text, deadline_s):
         self.calls.append(json.loads(text))
+        self.deadlines_s.append(deadline_s)
         answer = self._answers.pop(0)
         future = Future()
         if isinstance(answer, Exception):
@@ -48,6 +57,47 @@ def test_a_refusal_is_an_error_and_the_workers_go_on():
     with pytest.raises(WeightSyncError, match="rank 1 could not load: no room"):
         workers.call("load")
     assert workers.call("load") == [None, None]
+
+
+def test_the_worker_that_failed_by_itself_is_named():
+    heard = reply(0, error="trainer-0 gave up: rollout-0.worker-1 gave up: no room", is_peers=True)
+    workers = Workers(ScriptedWorkers([heard, reply(1, error="no room", is_peers=False)]), 2, 5.0)
+    with pytest.raises(WeightSyncError, match="rank 1 could not receive: no room") as caught:
+        workers.call("receive")
+    assert not caught.value.is_peers
+
+
+PART = ["weight", [0, 0], [2, 3], [7]]
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("step", ["receive", "confirm"])
+def test_workers_that_fail_to_receive_give_up_and_say_whether_they_wrote(step, written):
+    """Half of a version must not be served; what failed before its first tensor has changed nothing."""
+    failed, done = [reply(0), reply(1, error="no room")], [reply(0, value=[PART]), reply(1, value=[PART])]
+    answers = [failed] if step == "receive" else [done, [reply(0, 1), reply(1, 1, error="no room")]]
+    number = len(answers)
+    form = ScriptedWorkers(*answers, [reply(0, number, value=False), reply(1, number, value=written)])
+    loader = WeightLoader(Workers(form, 2, 5.0), _folder_with({"weight": (2, 3)}), 256, "float32", on_cpu=False)
+    with pytest.raises(WeightSyncError, match=f"rank 1 could not {step}: no room"):
+        loader.receive("nccl", "@trainer", 3, 60.0, "rollout-0")
+    assert loader.touched == written
+    assert [call["method"] for call in form.calls] == [*["receive", "confirm"][:number], "give_up"]
+    assert "no room" in form.calls[-1]["arguments"]["reason"]
+
+
+def test_each_worker_gets_the_sums_of_all_and_the_deadline_of_the_sync():
+    proof = [1, ["00" * 8]]
+    form = ScriptedWorkers(
+        [reply(0, value=[PART]), reply(1, value=[PART])], [reply(0, 1, value=proof), reply(1, 1, value=proof)]
+    )
+    loader = WeightLoader(Workers(form, 2, 5.0), _folder_with({"weight": (2, 3)}), 256, "float32", on_cpu=False)
+    found = loader.receive("nccl", "@trainer", 3, 60.0, "rollout-0")
+    assert found == WeightProof(version=3, num_tensors=1, checksums=("00" * 8,))
+    receive, confirm = (call["arguments"] for call in form.calls)
+    assert (receive["deadline_s"], receive["num_workers"], receive["name"]) == (60.0, 2, "rollout-0")
+    assert confirm["sums"] == [PART, PART]
+    assert form.deadlines_s == [63.0, 63.0], "of 5 s for other calls"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ class RolloutConfig(RolloutEngineSettings):
         "auto",
         "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere, "
         "nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: cuda-ipc where "
-        "trainer and engines share a GPU and the engines load from it, shared-memory on one machine, else tcp.",
+        "trainer and engines share one GPU, nccl where each has its own, shared-memory on one machine, else tcp.",
     )
     weight_folder: str = setting(
         "", "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder."

@@ -103,6 +103,9 @@ def _route(config: GrpoConfig, placement: Placement) -> Route:
     }
     backend = config.rollout.backend
     engine = load_backend("offbeat.rollout", backend) if backend in installed_backends("offbeat.rollout") else None
+    loads = getattr(engine, "loads_on_device", False)
+    # An adapter alone comes to the engine's own process, which computes on no device.
+    by_workers = getattr(engine, "workers_receive", False) and choose_lora_sync(config).what == "merged"
     return Route(
         sender=places["trainer"][0],
         receivers=places["rollout"],
@@ -110,5 +113,5 @@ def _route(config: GrpoConfig, placement: Placement) -> Route:
         sends_changes=config.rollout.full_sync_every > 1,
         folder=config.rollout.weight_folder,
         # Blocks of FP8 have not been unpacked on a device yet.
-        loads_on_device=getattr(engine, "loads_on_device", False) and config.rollout.weight_format == "dtype",
+        loads_on_device=(loads or by_workers) and config.rollout.weight_format == "dtype",
     )

@@ -16,6 +16,7 @@ from offbeat_core import (
     GenerateRequest,
     LoraAdapter,
     PauseMode,
+    ReceivingEngine,
     RecordedSession,
     RoleName,
     RolloutEngine,
@@ -134,7 +135,10 @@ class RolloutRole:
         backend, began_s = self._config.rollout.backend, time.monotonic()
         self._engine = await load_backend("offbeat.rollout", backend).create(self._settings)
         log_loaded(self._settings.model_path, self._settings.dtype, began_s)
-        self._transport.get_ready()
+        # Changed elements are found on the host, so they come to this process.
+        self._workers_receive = self._engine.capabilities.receives and self._transport.on_device and self._copy is None
+        if not self._workers_receive or "adapter" in self._config.rollout.weight_parts:
+            self._transport.get_ready()
         if self._settings.weight_format == "fp8" and not self._engine.capabilities.fp8_weights:
             await self._engine.close()
             raise ConfigError(
@@ -243,6 +247,23 @@ class RolloutRole:
         began_s = time.monotonic()
         if self._trace is not None:
             await self._trace.end()
+        if self._workers_receive and part != "adapter":
+            transport, engine = self._config.rollout.weight_transport, cast(ReceivingEngine, self._engine)
+            proof = await engine.receive_weights(transport, address, version, deadline_s, name=str(self._role))
+            size = "by its workers"
+        else:
+            proof, size = await self._receive(address, version, deadline_s, part)
+        log_line(f"took weights: version {version}, {size} in {time.monotonic() - began_s:.1f} s")
+        if part != "base":
+            await self._serve()
+            if self._trace is not None:
+                await self._trace.begin(version)
+        return proof
+
+    async def _receive(
+        self, address: str, version: int, deadline_s: float, part: WeightPart
+    ) -> tuple[WeightProof, str]:
+        """Take a version in this process, and give it to the engine; the proof, and how much it was."""
         incoming = self._transport.receive(address, version, deadline_s, name=str(self._role), copy=self._copy)
         stream = await asyncio.to_thread(incoming.__enter__)
         try:
@@ -252,13 +273,7 @@ class RolloutRole:
             incoming.__exit__(type(error), error, error.__traceback__)
             raise
         incoming.__exit__(None, None, None)
-        size, seconds = size_text(stream.plan.num_bytes), time.monotonic() - began_s
-        log_line(f"took weights: version {version}, {size} in {seconds:.1f} s")
-        if part != "base":
-            await self._serve()
-            if self._trace is not None:
-                await self._trace.begin(version)
-        return proof
+        return proof, size_text(stream.plan.num_bytes)
 
     async def _update(self, stream: WeightStream, version: int, part: WeightPart) -> WeightProof:
         if part != "adapter":

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,6 +124,16 @@ class EngineControl:
 
     def update(self, stream: WeightStream, version: int, adapter: LoraAdapter | None) -> WeightProof:
         """Load the model, or an adapter alone, and serve it as `version`."""
+        if adapter is None:
+            return self._change(partial(self._loader.load, stream, version), version, None)
+        source = f"adapter {adapter.name!r} of version {version}"
+        return self._change(partial(self._adapters.load, adapter, stream, source), version, adapter)
+
+    def receive(self, transport: str, address: str, version: int, deadline_s: float, name: str) -> WeightProof:
+        """Let the workers take the model by themselves, and serve it as `version`."""
+        return self._change(partial(self._loader.receive, transport, address, version, deadline_s, name), version, None)
+
+    def _change(self, load: Callable[[], WeightProof], version: int, adapter: LoraAdapter | None) -> WeightProof:
         self._requests.refuse_if_broken()
         if "weights" in self._requests.asleep:
             raise OffbeatError("the rollout engine sleeps without weights; call wake(('weights',)) first")
@@ -130,18 +141,15 @@ class EngineControl:
             self._adapters.check_room(adapter.name)
         self._pause_scheduler()
         try:
-            return self._load(stream, version, adapter)
+            return self._load(load, version, adapter)
         finally:
             if self._requests.mode != "keep":
                 self._resume_scheduler()
 
-    def _load(self, stream: WeightStream, version: int, adapter: LoraAdapter | None) -> WeightProof:
+    def _load(self, load: Callable[[], WeightProof], version: int, adapter: LoraAdapter | None) -> WeightProof:
         name = adapter.name if adapter else MODEL
         try:
-            if adapter is None:
-                proof = self._loader.load(stream, version)
-            else:
-                proof = self._adapters.load(adapter, stream, f"adapter {name!r} of version {version}")
+            proof = load()
             self._wait(self._form.set_version(self.served.next_label), "set_version")
         except BaseException as error:
             if (self._adapters if adapter else self._loader).touched:
@@ -223,6 +231,7 @@ class VllmRolloutEngine:
     cache_budget = staticmethod(cache_budget)
     held_bytes = staticmethod(held_bytes)
     dropped_settings = DROPPED_SETTINGS
+    workers_receive = True
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         setup = self._setup = Setup(config)
@@ -387,6 +396,19 @@ class VllmRolloutEngine:
 
             stream = DequantizedStream(stream)
         proof: WeightProof = await self._control.run(self._control.update, stream, version, adapter)
+        return proof
+
+    async def receive_weights(
+        self, transport: str, address: str, version: int, deadline_s: float, *, name: str
+    ) -> WeightProof:
+        """See `ReceivingEngine`. It serves and fails as after `update_weights`.
+
+        Each of vLLM's workers joins the sender by itself, as `NAME.worker-RANK`, and hands what arrives on its device
+        to vLLM's own loaders. The sums of what all hold, each its parts, are compared with what was sent.
+        """
+        proof: WeightProof = await self._control.run(
+            self._control.receive, transport, address, version, deadline_s, name
+        )
         return proof
 
     async def load_adapter(self, name: str, folder: str | Path, version: int = 0) -> WeightProof:

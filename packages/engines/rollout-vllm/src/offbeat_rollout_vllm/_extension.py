@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from offbeat_rollout_vllm._worker_weights import (
     unpack,
 )
 from offbeat_rollout_vllm._workers import Arena
+
+if TYPE_CHECKING:
+    from offbeat_rollout_vllm._worker_receiver import WorkerReceiver
 
 RELOAD: Final = "vllm.model_executor.model_loader.reload"
 
@@ -57,6 +60,7 @@ class WorkerExtension:
             reply["value"] = getattr(self.offbeat_side, call["method"])(**call["arguments"])
         except Exception as error:  # noqa: BLE001 - the boundary: the other side raises it with our rank
             reply["error"] = f"{type(error).__name__}: {error}"
+            reply["is_peers"] = getattr(error, "is_peers", False)
         return json.dumps(reply)
 
 
@@ -69,6 +73,7 @@ class WorkerSide:
             CpuSleep(worker)
             spare_generators(worker.model_runner)
         self._arena: Arena | None = None
+        self._receiver: WorkerReceiver | None = None
 
     def describe(self) -> dict[str, Any]:
         lora = self._worker.model_runner.lora_config
@@ -95,6 +100,8 @@ class WorkerSide:
         forget_kernels(self._model)
         with self._config():
             import_module(RELOAD).initialize_layerwise_reload(self._model)
+        layerwise: Any = import_module(f"{RELOAD}.layerwise")
+        self._loading = [layerwise.get_layerwise_info(layer) for layer in self._model.modules()]
 
     def load(self, tensors: list[tuple[str, str, list[int], int]]) -> None:
         """Load (name, dtype, shape, offset in the arena).
@@ -104,19 +111,42 @@ class WorkerSide:
         """
         assert self._arena is not None
         arena = self._arena
-        with self._config(), torch.no_grad():
-            self._model.load_weights(
-                (name, arena.tensor(offset, dtype, tuple(shape))) for name, dtype, shape, offset in tensors
-            )
-            self._copy_kept(arena)
+        self.load_weights((name, arena.tensor(offset, dtype, tuple(shape))) for name, dtype, shape, offset in tensors)
+        self.copy_kept(arena.holds)
 
-    def _copy_kept(self, arena: Arena) -> None:
-        layerwise: Any = import_module(f"{RELOAD}.layerwise")
-        for layer in self._model.modules():
-            for _, loading in layerwise.get_layerwise_info(layer).loaded_weights:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._config(), torch.no_grad():
+            self._model.load_weights(tensors)
+
+    def copy_kept(self, is_reused: Callable[[Tensor], bool]) -> None:
+        """Copy what belongs to layers that are not whole yet, where it lies in memory that will be filled again."""
+        for info in self._loading:
+            for _, loading in info.loaded_weights:
                 for name, value in loading.arguments.items():
-                    if isinstance(value, Tensor) and arena.holds(value):
+                    if isinstance(value, Tensor) and is_reused(value):
                         loading.arguments[name] = value.clone()
+
+    def receive(self, model_path: str, **sync: Any) -> list[Any]:
+        """Receive a version as a process of its own: see `WorkerReceiver.receive`."""
+        if self._receiver is None:
+            # Here, as most engines need neither the transports nor what they import.
+            from offbeat_rollout_vllm._worker_receiver import WorkerReceiver
+
+            worker = self._worker
+            self._receiver = WorkerReceiver(self, self._held, worker.rank, str(worker.device), model_path)
+        return self._receiver.receive(**sync)
+
+    def confirm(self, sums: list[Any]) -> list[Any]:
+        """See `WorkerReceiver.confirm`."""
+        assert self._receiver is not None
+        return self._receiver.confirm(sums)
+
+    def give_up(self, reason: str) -> bool:
+        """Let go of a version that the engine has not confirmed; whether it was written, in part at least."""
+        if self._receiver is None:
+            return False
+        self._receiver.give_up(reason)
+        return self._receiver.touched
 
     def finish(self) -> None:
         """Put what has not been put in place yet; make tied heads serve the new table."""
@@ -127,9 +157,7 @@ class WorkerSide:
 
     def abandon(self) -> None:
         """Forget a half-loaded update: layers that are not whole go back to what they were."""
-        layerwise: Any = import_module(f"{RELOAD}.layerwise")
-        for layer in self._model.modules():
-            info = layerwise.get_layerwise_info(layer)
+        for info in self._loading:
             info.loaded_weights.clear()
             info.load_numel = 0
         self._finalize()

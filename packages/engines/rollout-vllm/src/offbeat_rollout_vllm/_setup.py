@@ -203,6 +203,7 @@ def _capabilities(
         fp8_weights=True,
         scores=not holds_adapters,
         traces=bool(config.trace_folder),
+        receives=config.weight_format != FP8,
     )
 
 

@@ -28,7 +28,7 @@ class UnstackedStream:
 
     def __init__(self, stream: WeightStream, folder: ModelFolder) -> None:
         self._stream, self._folder, self.version = stream, folder, stream.version
-        self._num_experts: dict[str, int] = {}
+        self._stacks: dict[str, tuple[int, ...]] = {}
 
     def __iter__(self) -> "Iterator[tuple[str, Any]]":
         import torch
@@ -37,7 +37,7 @@ class UnstackedStream:
             if len(value.shape) != 3 or not _parts(name) or self._folder.shape_of(name) is not None:
                 yield name, value
                 continue
-            self._num_experts[name] = len(value)
+            self._stacks[name] = tuple(value.shape)
             for expert, matrix in enumerate(torch.as_tensor(value)):
                 names = _names(name, expert)
                 yield from zip(names, matrix.chunk(len(names)), strict=True)
@@ -47,12 +47,26 @@ class UnstackedStream:
         import torch
 
         def read_whole(name: str) -> "Tensor":
-            if name not in self._num_experts:
+            if name not in self._stacks:
                 return read(name)
-            experts = range(self._num_experts[name])
+            experts = range(self._stacks[name][0])
             return torch.stack([torch.cat([read(part) for part in _names(name, expert)]) for expert in experts])
 
         return self._stream.prove(read_whole)
+
+    def matrices(self, name: str) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield each matrix of a tensor that came, with the index in the stack of its first element.
+
+        What is no stack is its own matrix, without an index.
+        """
+        if name not in self._stacks:
+            yield (), name
+            return
+        num_experts, num_rows, _ = self._stacks[name]
+        for expert in range(num_experts):
+            parts = _names(name, expert)
+            for index, part in enumerate(parts):
+                yield (expert, index * num_rows // len(parts), 0), part
 
 
 def _parts(name: str) -> tuple[str, ...]:
@@ -146,13 +160,7 @@ class Readback:
         return math.prod(part.shape) * _item_size(self._shown_dtype(name, part))
 
     def _shown_dtype(self, name: str, part: Part) -> str:
-        """Return the format to read in: that in which it is held, or if that is wider the one in which it came.
-
-        A router's correction bias is held in float32, and so it comes; its matrix some models hold in float32, though
-        it comes in the engine's format. What is not held as finely as it came shows, and is no proof.
-        """
-        came = self._dtypes[name]
-        return came if _item_size(came) < _item_size(part.dtype) else part.dtype
+        return shown_dtype(self._dtypes[name], part.dtype)
 
     def _fetch(self, names: list[str]) -> None:
         offsets: list[list[tuple[str, int, str]]] = [[] for _ in range(self._workers.num_workers)]
@@ -208,6 +216,15 @@ class Readback:
         return held
 
 
+def shown_dtype(came: str, held: str) -> str:
+    """Return the format to read in: that in which it is held, or if that is wider the one in which it came.
+
+    A router's correction bias is held in float32, and so it comes; its matrix some models hold in float32, though
+    it comes in the engine's format. What is not held as finely as it came shows, and is no proof.
+    """
+    return came if _item_size(came) < _item_size(held) else held
+
+
 def _item_size(dtype: str) -> int:
     import torch
 
@@ -253,6 +270,22 @@ class FolderStream:
         return WeightProof(version=self.version, num_tensors=count, checksums=(digest.hexdigest(),))
 
 
+def checked_tensors(stream: WeightStream, folder: ModelFolder, source: str) -> "Iterator[tuple[str, Tensor]]":
+    """Yield the stream's tensors; raise for a shape, or a name that is unknown, comes twice, or is missing at last."""
+    import torch
+
+    expected = ExpectedTensors(source)
+    for name, value in stream:
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        expected.take(name, tuple(tensor.shape), folder.shape_of(name), folder.stored_name(name))
+        yield name, tensor
+    expected.finish(folder.shapes)
+
+
+REPLY_S: Final = 3.0
+"""How much longer than a sync's own deadline its workers may take to answer: the error of the sync says more."""
+
+
 Entry = tuple[str, str, list[int], int]
 
 
@@ -288,6 +321,29 @@ class WeightLoader:
         except Exception as error:
             raise WeightSyncError(f"{source}: {error}") from error
 
+    def receive(self, transport: str, address: str, version: int, deadline_s: float, name: str) -> WeightProof:
+        """Let each worker take a version from its sender; `touched` says what it says after `load`."""
+        self.touched = False
+        workers, wait_s = self._workers, deadline_s + REPLY_S
+        try:
+            found = workers.start(
+                "receive",
+                wait_s,
+                transport=transport,
+                address=address,
+                version=version,
+                deadline_s=deadline_s,
+                name=name,
+                num_workers=workers.num_workers,
+                model_path=str(self._folder.path),
+            )()
+            proofs = workers.start("confirm", wait_s, sums=[part for parts in found for part in parts])()
+        except BaseException as error:
+            self.touched = bool(workers.lost) or any(workers.call("give_up", reason=str(error)))
+            raise
+        num_tensors, checksums = proofs[0]
+        return WeightProof(version=version, num_tensors=num_tensors, checksums=tuple(checksums))
+
     def _load(self, stream: WeightStream, source: str, readback: Readback) -> None:
         wait: Callable[[], object] | None = None
         begun = False
@@ -308,16 +364,9 @@ class WeightLoader:
             raise
 
     def _checked(self, stream: WeightStream, source: str, readback: Readback) -> Iterator[tuple[str, Any]]:
-        """The stream's tensors; raises for a shape, or a name that is unknown, came twice, or is missing at the end."""
-        import torch
-
-        expected = ExpectedTensors(source)
-        for name, value in stream:
-            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            expected.take(name, tuple(tensor.shape), self._folder.shape_of(name), self._folder.stored_name(name))
+        for name, tensor in checked_tensors(stream, self._folder, source):
             readback.expect(name, tensor)
             yield name, tensor
-        expected.finish(self._folder.shapes)
 
     def _buckets(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[list[Entry]]:
         """Fill one half of the arena after the other. A half may be filled again two buckets later: see `_load`."""

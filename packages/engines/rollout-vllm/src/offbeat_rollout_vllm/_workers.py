@@ -102,22 +102,23 @@ class Workers:
     def call(self, method: str, **arguments: Any) -> list[Any]:
         return self.start(method, **arguments)()
 
-    def start(self, method: str, **arguments: Any) -> Callable[[], list[Any]]:
-        """Call all workers; what it returns waits for their answers, as `call` does."""
+    def start(self, method: str, wait_s: float = 0.0, /, **arguments: Any) -> Callable[[], list[Any]]:
+        """Call all workers; what it returns waits for their answers, as `call` does: so long, or for 0 the deadline."""
         if self.lost:
             raise PeerFailedError("vLLM's workers", f"{self.lost}; make a new engine")
         number = next(self._numbers)
         text = json.dumps({"number": number, "method": method, "arguments": arguments})
-        replies = self._form.call_workers(text, self.deadline_s)
-        return lambda: self._read(number, method, self._wait(method, replies))
+        deadline_s = wait_s or self.deadline_s
+        replies = self._form.call_workers(text, deadline_s)
+        return lambda: self._read(number, method, self._wait(method, replies, deadline_s))
 
-    def _wait(self, method: str, replies: "Future[list[str]]") -> list[str]:
+    def _wait(self, method: str, replies: "Future[list[str]]", deadline_s: float) -> list[str]:
         name = f"rollout-vllm.{method}"
         try:
-            return replies.result(self.deadline_s + GRACE_S)
+            return replies.result(deadline_s + GRACE_S)
         except FutureTimeoutError as error:
-            self.lost = f"{name} was not answered in {self.deadline_s:g} s"
-            raise DeadlineError(name, "vLLM's workers", self.deadline_s) from error
+            self.lost = f"{name} was not answered in {deadline_s:g} s"
+            raise DeadlineError(name, "vLLM's workers", deadline_s) from error
         except Exception as error:
             self.lost = f"{name}: {error}"
             raise PeerFailedError("vLLM's workers", self.lost) from error
@@ -132,9 +133,11 @@ class Workers:
             self.lost = f"{method}: stale replies of rank {', '.join(map(str, stale))}, from a call that failed"
         if self.lost:
             raise PeerFailedError("vLLM's workers", f"{self.lost}; make a new engine")
-        for reply in replies:
-            if "error" in reply:
-                raise WeightSyncError(f"vLLM's worker of rank {reply['rank']} could not {method}: {reply['error']}")
+        if failed := [reply for reply in replies if "error" in reply]:
+            # One that failed by itself says more than those that heard of it.
+            first = min(failed, key=lambda reply: reply.get("is_peers", False))
+            text = f"vLLM's worker of rank {first['rank']} could not {method}: {first['error']}"
+            raise WeightSyncError(text, is_peers=first.get("is_peers", False))
         return [reply.get("value") for reply in replies]
 
 

@@ -1,4 +1,4 @@
-"""What tests on the real engine share: requests, an engine for one test, and LoRA adapters drawn at random."""
+"""What tests on the real engine share: requests, an engine for one test, syncs, and LoRA adapters drawn at random."""
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
@@ -8,6 +8,7 @@ import numpy as np
 from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import logprob_errors
+from offbeat_weightsync import BucketPlan, GroupSender, describe_tensors, new_address
 
 DEADLINE_S = 300.0
 SHORT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
@@ -66,6 +67,28 @@ async def error_of(engine, model, one=None):
     one = one or request()
     (completion,) = await engine.generate(one)
     return logprob_errors(model, one.prompt_ids, completion).max()
+
+
+@contextmanager
+def sending(model, bucket_bytes=1 << 14):
+    """A sender of the model's weights to workers: several buckets, and tensors that are longer than one."""
+    plan = BucketPlan.build(describe_tensors(model.named_parameters()), bucket_bytes)
+    with GroupSender(new_address("127.0.0.1"), plan) as sender:
+        sender._checksum = "words"
+        yield sender
+
+
+async def sync(engine, sender, named, version, deadline_s=60.0):
+    """Let the workers of an engine take one version; what it gave the trainer and the engine: proofs, or errors."""
+    send = asyncio.to_thread(sender.send, named, version, 1, deadline_s=deadline_s)
+    receive = engine.receive_weights("nccl", sender.address, version, deadline_s, name="rollout-0")
+    return await asyncio.gather(send, receive, return_exceptions=True)
+
+
+async def check_served(engine, model, version):
+    for completion in await engine.generate(request(f"v{version}", num_samples=2)):
+        assert [segment.version for segment in completion.segments] == [version]
+        assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
 
 def draw_adapter(model, *, rank=4, seed=0, spread=0.25, layers=ALL):

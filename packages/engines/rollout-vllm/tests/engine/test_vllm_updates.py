@@ -7,7 +7,18 @@ import tempfile
 from dataclasses import replace
 
 import pytest
-from engine_checks import DEADLINE_S, SHORT, config_of, draw_adapter, merged, request, run
+from engine_checks import (
+    DEADLINE_S,
+    SHORT,
+    check_served,
+    config_of,
+    draw_adapter,
+    merged,
+    request,
+    run,
+    sending,
+    sync,
+)
 
 from offbeat_core import LoraAdapter, PeerFailedError
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
@@ -61,6 +72,15 @@ async def check_group_and_disk(engine, model):
                 assert logprob_errors(model, SHORT, completion).max() < 1e-3
 
 
+async def check_receiving_worker(engine, model):
+    """A worker takes two versions by itself, between those that the engine's process takes."""
+    with sending(model) as sender:
+        for version in (8, 9):
+            sent, held = await sync(engine, sender, changed_weights(model, seed=version), version)
+            assert sent == [held], (sent, held)
+            await check_served(engine, model, version)
+
+
 async def shrink_buckets(engine, model):
     engine._loader._bucket_bytes = SMALL_BUCKET_BYTES
 
@@ -72,7 +92,8 @@ def check_engine(folder, *checks, **settings):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
 def test_logprobs_after_five_updates_are_those_of_transformers(tmp_path, tied):
-    check_engine(tiny_model(tmp_path / "model", "qwen3", tied=tied), check_five_updates, check_group_and_disk)
+    checks = check_five_updates, check_group_and_disk, check_receiving_worker
+    check_engine(tiny_model(tmp_path / "model", "qwen3", tied=tied), *checks)
 
 
 async def check_three_adapters(engine, model):
