@@ -1,6 +1,7 @@
 """Rules about the text of every committed file."""
 
 import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,11 @@ def _text(path: Path) -> str:
 
 def test_no_file_holds_a_machine_path_or_a_registry_address() -> None:
     assert broken(FILES, machine_addresses) == []
+
+
+def test_no_file_holds_what_a_merge_has_left() -> None:
+    found = [path for path in FILES if re.search(r"^(<{7}|>{7}) ", _text(path), re.MULTILINE)]
+    assert found == []
 
 
 def test_one_platform_is_named_in_its_own_package_only() -> None:
