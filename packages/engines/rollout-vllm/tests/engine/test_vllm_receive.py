@@ -12,7 +12,8 @@ from engine_checks import DEADLINE_S, check_served, config_of, request, run, sen
 from offbeat_core import PeerFailedError, WeightSyncError
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
 
-pytestmark = pytest.mark.timeout(DEADLINE_S)
+# One worker receives by day, in test_vllm_updates.py.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(DEADLINE_S)]
 
 
 async def check_two_syncs(engine, model, sender):
@@ -131,13 +132,11 @@ def test_two_workers_receive_and_one_that_fails_holds_other_numbers_or_dies_is_n
     check_engine(folder, check_two_syncs, *faults, tensor_parallel=2)
 
 
-@pytest.mark.nightly
 def test_a_worker_of_an_engine_in_processes_of_its_own_receives(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3", tied=False)
     check_engine(folder, check_two_syncs, options={"form": "async"})
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_stacks_of_experts_are_received_and_proved_by_their_matrices(tmp_path, tensor_parallel):
     folder = tiny_model(tmp_path / "model", "qwen3_moe")
