@@ -6,17 +6,27 @@ import stat
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from offbeat_device import _compiling, compiled, prepare_compiler
 
 
-def test_compiled_code_is_kept_where_the_user_alone_can_write(monkeypatch, tmp_path):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+@pytest.mark.parametrize("is_imported", [False, True], ids=["", "torch has set its own folder"])
+def test_compiled_code_is_kept_where_the_user_alone_can_write(is_imported, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    if not is_imported:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prepare_compiler()
     folder = tmp_path / "offbeat" / "compiled"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_the_user_has_chosen_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    prepare_compiler()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
 
 
 def test_a_home_that_cannot_be_written_to_does_not_forbid_compiling(monkeypatch, tmp_path):

@@ -31,10 +31,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def prepare_compiler() -> None:
     """Let compiled code be kept where this user alone can write, instead of in a folder of /tmp with a known name."""
+    # Here, as it takes seconds to import, which only what compiles should spend.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILE_LIMIT)
     settings.specialize_float = True  # an epsilon is a constant, and not an input of each graph
-    if _FOLDER in os.environ:
+    # Importing torch's tracer, as these lines and other libraries do, sets the variable to the folder of /tmp.
+    if os.environ.get(_FOLDER, default_cache_dir()) != default_cache_dir():
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "compiled"
     try:
