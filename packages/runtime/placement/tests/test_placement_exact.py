@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat_core import PlacementError
@@ -64,7 +64,13 @@ def wanted(draw):
 
 
 def can_be_placed(nodes, groups):
-    """Try every node for every stage of every group."""
+    """Try every node for every stage of every group; a stage that may span nodes is as good as ranks by themselves."""
+    groups = [
+        replace(group, tensor_parallel=1, num_replicas=group.num_replicas * group.tensor_parallel)
+        if group.spans_nodes
+        else group
+        for group in groups
+    ]
     stages = [place for place, group in enumerate(groups) for _ in range(group.num_replicas * group.pipeline_parallel)]
     pools = list(range(len(groups)))
     for place, group in enumerate(groups):
@@ -238,8 +244,12 @@ def test_the_order_of_nodes_changes_nothing(nodes, groups, shuffle):
     assert find_plan(shuffled, groups).plan == plan
 
 
+TWO_NODES_OF_ONE = [Node(name=f"n{number}", free={"GPU": (0,)}, total={"GPU": 1}) for number in range(2)]
+
+
 @settings(max_examples=60)
 @given(clusters(), wanted())
+@example(TWO_NODES_OF_ONE, [RankGroup(role="g0", num_replicas=1, tensor_parallel=2, accelerator="GPU")])
 def test_a_misfit_names_changes_that_fit(nodes, groups):
     if find_plan(nodes, groups).plan is not None:
         return
