@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat_core import ConfigError, TrainEngineConfig, TrainSequence
 from offbeat_device import DeviceMemory
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._reduction import USABLE_SHARE, has_room, whole_gradients_bytes
-from offbeat_placement import read_shape, train_memory
+from offbeat_engine_torch._reduction import has_room, whole_gradients_bytes
+from offbeat_placement import FILLED_SHARE, read_shape, train_memory
 from offbeat_testing import tiny_model, tiny_vision_model
 
 BUDGET_TOKENS = 16
@@ -138,7 +138,7 @@ def test_auto_adds_up_once_where_every_ranks_memory_suffices(model_folder, mesh,
     estimate = train_memory(engine.config, layout, shape, on_cpu=False).estimate(shape).num_bytes
     gradients = 4 * shape.num_parameters
     assert whole_gradients_bytes(engine._policy.pieces, layout) == gradients
-    enough = int((estimate + gradients) / USABLE_SHARE) + 1
+    enough = int((estimate + gradients) / FILLED_SHARE) + 1
     engine._device = Memory(engine._device, enough if mesh.rank == 0 or others else enough - 10)
     with Sums() as sums:
         engine.forward_backward(sequences(8), weighted_loss)
@@ -149,8 +149,8 @@ def test_auto_adds_up_once_where_every_ranks_memory_suffices(model_folder, mesh,
 
 def test_room_is_what_is_held_and_free_but_for_a_share():
     memory = DeviceMemory(allocated_bytes=600, peak_bytes=900, total_bytes=2000, free_bytes=400)
-    assert has_room(int(USABLE_SHARE * 1000), memory)
-    assert not has_room(int(USABLE_SHARE * 1000) + 1, memory)
+    assert has_room(int(FILLED_SHARE * 1000), memory)
+    assert not has_room(int(FILLED_SHARE * 1000) + 1, memory)
 
 
 def test_auto_adds_up_with_each_micro_batch_on_cpus_and_the_plan_shows_what_on_holds(model_folder):

@@ -2,19 +2,15 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Final
 
 from offbeat_core import ModelError, TrainEngineConfig, TrainLayout
 from offbeat_device import Device, DeviceMemory
 from offbeat_engine_torch._layout import GRADIENT_BYTES
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._ranks import Ranks
-from offbeat_placement import read_shape, train_memory
+from offbeat_placement import FILLED_SHARE, read_shape, train_memory
 
 log = logging.getLogger(__name__)
-
-USABLE_SHARE: Final = 0.85
-"""Part of a device's memory to plan with: estimates leave out fragmentation, workspaces and buffers of collectives."""
 
 
 def choose_reduce_once(
@@ -54,7 +50,7 @@ def choose_reduce_once(
 
 def has_room(wanted_bytes: int, memory: DeviceMemory) -> bool:
     """Return whether a process may hold so much in all, given what it holds and what is free."""
-    return wanted_bytes <= USABLE_SHARE * (memory.allocated_bytes + memory.free_bytes)
+    return wanted_bytes <= FILLED_SHARE * (memory.allocated_bytes + memory.free_bytes)
 
 
 def whole_gradients_bytes(pieces: Sequence[Piece], layout: TrainLayout) -> int:
