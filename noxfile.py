@@ -375,6 +375,7 @@ def recipes(session: nox.Session) -> None:
 LONGEST: Final = (
     *("test(engine-megatron+engine)", "e2e", "test(rollout-vllm+engine)", "test(grpo-async-app)"),
     *("test(actors)", "test(engine-torch)", "lint", "test(liveness)", "wheels"),
+    *("test(data)", "test(sft-app)", "test(weightsync)", "test(rollout-torch)", "tools"),
     *("long(grpo-async-app)", "recipes", "chaos(ray)", "long_across", "healthy", "long(hanglint)", "sight"),
 )
 
