@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_core import Metric, merge_metrics
-from offbeat_core._contracts.training import Aggregation
+from offbeat_core._contracts.metrics import Aggregation
 
 values = st.floats(-1e6, 1e6)
 weights = st.floats(0, 1e4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat_engine_torch._ranks import DEVICE_GATHER_BYTES, GATHER_BYTES, rows_at_once
+from offbeat_engine_torch._parallel.ranks import DEVICE_GATHER_BYTES, GATHER_BYTES, rows_at_once
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._ranks import GATHER_BYTES
+from offbeat_engine_torch._parallel.ranks import GATHER_BYTES
 
 TENSOR_BYTES = 20_000 * 256 * 4  # 20 MB; a matrix of the layers holds 2 MB at most
 LAYER_BYTES = (4 * 512 + 3 * 1536) * 512 * 4  # 14 MB

@@ -17,7 +17,7 @@ from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - nee
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
 from offbeat_weightsync import BucketPlan, InProcessStream, describe_tensors  # noqa: E402
-from offbeat_weightsync._parts import join_sums, sum_parts  # noqa: E402
+from offbeat_weightsync._sums.parts import join_sums, sum_parts  # noqa: E402
 from offbeat_weightsync._tensors import prove_tensors  # noqa: E402
 
 HIDDEN, HEAD_SIZE = 8, 2
@@ -169,7 +169,7 @@ def proofs(ranks, tensors):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_workers_prove_together_what_each_holds_a_part_of(num_ranks, dtype):
-    """Of four ranks two share each key and value, and in bfloat16 a part's columns are half a word."""
+    """Four ranks, of which two share each key and value, and in bfloat16 a part's columns are half a word."""
     wholes = {path: whole.to(dtype) for path, whole in draw_wholes().items()}
     ranks = [model_of(rank, num_ranks, wholes) for rank in range(num_ranks)]
     held, expected = proofs(ranks, fused_and_single(wholes))

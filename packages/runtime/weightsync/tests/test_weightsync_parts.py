@@ -23,7 +23,7 @@ from offbeat_weightsync import (
     new_address,
     receive,
 )
-from offbeat_weightsync._parts import join_sums, sum_parts
+from offbeat_weightsync._sums.parts import join_sums, sum_parts
 from offbeat_weightsync._tensors import prove_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -67,7 +67,7 @@ def test_long_boxes_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     plan = BucketPlan.build(describe_tensors(tensors.items()), 256)
     parts = [HeldPart("wide", (0, start), tensors["wide"][:, start : start + 8]) for start in (0, 8, 16)]
     whole = join_sums(plan, 1, sum_parts(plan, parts))
-    monkeypatch.setattr("offbeat_weightsync._word_sums.CHUNK_WORDS", 5)
+    monkeypatch.setattr("offbeat_weightsync._sums.words.CHUNK_WORDS", 5)
     assert join_sums(plan, 1, sum_parts(plan, parts)) == whole
     assert whole == prove_tensors(plan, 1, tensors.__getitem__, checksum="words")
 
@@ -154,7 +154,7 @@ def sender(weights: Weights) -> Iterator[GroupSender]:
 
 
 def sync(sender: GroupSender, weights: Weights, version: int, workers: Workers) -> list[str]:
-    """What the trainer and the workers of its one receiver say."""
+    """Return the answers of the trainer and of the workers of its one receiver."""
     with in_thread(lambda: workers.take(version)) as said:
         trainer = said_by(lambda: sender.send(give(weights), version, 1))
     return [trainer, *said[0]]  # type: ignore[misc]

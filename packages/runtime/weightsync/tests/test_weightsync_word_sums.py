@@ -11,7 +11,7 @@ from weightsync_peers import Weights, are_equal, in_thread, load, plan_of, recei
 
 from offbeat_core import WeightSyncError
 from offbeat_weightsync import SharedMemorySender, WeightCopy, receive
-from offbeat_weightsync._word_sums import WordSum
+from offbeat_weightsync._sums.words import WordSum
 
 MASK = 2**64 - 1
 
@@ -55,7 +55,7 @@ def test_pieces_may_come_in_any_order_and_from_anywhere(data: bytes, draw: st.Da
 def test_long_parts_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     data = as_tensor(bytes(range(256)) * 4)
     whole = sum_of((64, data))
-    monkeypatch.setattr("offbeat_weightsync._word_sums.CHUNK_WORDS", 5)
+    monkeypatch.setattr("offbeat_weightsync._sums.words.CHUNK_WORDS", 5)
     assert sum_of((64, data)) == whole
 
 

@@ -18,6 +18,14 @@ from offbeat_core._config.schema import check_limits, sections_of
 from offbeat_core._config.secrets import drop_secrets, hide_secrets, secret_variables
 from offbeat_core._config.setting import METADATA_KEY, REQUIRED, Setting, check_ranges, read_options, setting
 from offbeat_core._config.text import dump_config, explain, toml_value
+from offbeat_core._contracts.metrics import (
+    Aggregation,
+    DeferredMetrics,
+    Metric,
+    Metrics,
+    merge_metrics,
+    merge_over_ranks,
+)
 from offbeat_core._contracts.requests import (
     Floats,
     GenerateRequest,
@@ -51,13 +59,9 @@ from offbeat_core._contracts.rollout import (
 )
 from offbeat_core._contracts.sessions import RecordedSession, SessionEnd, SessionPlan
 from offbeat_core._contracts.training import (
-    Aggregation,
-    DeferredMetrics,
     LossFunction,
     LossMetrics,
     LossTokens,
-    Metric,
-    Metrics,
     SleepingTrainEngine,
     TrainBackend,
     TrainEngine,
@@ -72,8 +76,6 @@ from offbeat_core._contracts.training import (
     digest_sequences,
     learning_rate_at,
     loss_extras,
-    merge_metrics,
-    merge_over_ranks,
     spread_values,
 )
 from offbeat_core._contracts.trajectory import (

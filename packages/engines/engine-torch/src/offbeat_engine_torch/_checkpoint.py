@@ -13,9 +13,9 @@ from torch import Tensor
 from offbeat_core import ModelError, TensorSpec, TrainEngineConfig, copy_tokenizer, drop_model_files, sync_tree
 from offbeat_device import Device
 from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel
+from offbeat_engine_torch._parallel.ranks import Ranks
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._policy import Policy, read_weights
-from offbeat_engine_torch._ranks import Ranks
 from offbeat_training import (
     ADAPTER_FOLDER,
     MOMENTS,

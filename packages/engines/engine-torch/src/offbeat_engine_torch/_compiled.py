@@ -18,8 +18,8 @@ from offbeat_device import Device, compiled, prepare_compiler
 from offbeat_engine_torch._family_check import PAIR_TOKENS, TOLERANCE_NATS, FamilyCheck
 from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._model import CausalModel, one_line
-from offbeat_engine_torch._ranks import Ranks
-from offbeat_engine_torch._sharding import find_layers
+from offbeat_engine_torch._parallel.ranks import Ranks
+from offbeat_engine_torch._parallel.sharding import find_layers
 
 log = logging.getLogger(__name__)
 

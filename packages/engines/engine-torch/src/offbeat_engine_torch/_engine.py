@@ -33,11 +33,11 @@ from offbeat_engine_torch._checkpoint import (
     save_state,
 )
 from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
+from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
+from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathered, partial_gradients
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
-from offbeat_engine_torch._ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._reduction import choose_reduce_once
-from offbeat_engine_torch._sharding import add_up_gradients, free_gathered, partial_gradients
 from offbeat_mesh import Mesh
 from offbeat_training import (
     ClippedAdamW,

@@ -8,7 +8,7 @@ from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_sche
 from offbeat_device import Device, open_device
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
-from offbeat_engine_torch._sharding import check_tensor_parallel
+from offbeat_engine_torch._parallel.sharding import check_tensor_parallel
 from offbeat_mesh import Mesh
 
 GRADIENT_BYTES: Final = 4

@@ -33,10 +33,10 @@ from offbeat_engine_torch._model import (
     load_model,
     outline_model,
 )
+from offbeat_engine_torch._parallel.ranks import Ranks
+from offbeat_engine_torch._parallel.sharding import free_gathered, shard_model
 from offbeat_engine_torch._pieces import Piece, find_pieces
-from offbeat_engine_torch._ranks import Ranks
 from offbeat_engine_torch._recompute import recompute_layers
-from offbeat_engine_torch._sharding import free_gathered, shard_model
 from offbeat_mesh import Mesh
 from offbeat_training import (
     Family,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from offbeat_core import ModelError, TrainEngineConfig, TrainLayout
 from offbeat_device import Device, DeviceMemory
 from offbeat_engine_torch._layout import GRADIENT_BYTES
+from offbeat_engine_torch._parallel.ranks import Ranks
 from offbeat_engine_torch._pieces import Piece
-from offbeat_engine_torch._ranks import Ranks
 from offbeat_placement import FILLED_SHARE, read_shape, train_memory
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from offbeat_weightsync._fp8 import (
     quantize_tensors,
 )
 from offbeat_weightsync._names import EXPERTS, GATE_UP, QKV, NameMap, TensorSlice, merge_adapter, select_adapter
-from offbeat_weightsync._parts import HeldPart, PartSum
 from offbeat_weightsync._peer_stream import KeptStream, PeerStream
 from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
 from offbeat_weightsync._receiver import receive, transport_class
 from offbeat_weightsync._sender import WeightSender
 from offbeat_weightsync._stream import ArrivingStream, InProcessStream
+from offbeat_weightsync._sums.parts import HeldPart, PartSum
 from offbeat_weightsync._tensors import describe_tensors, tensor_checksums
 from offbeat_weightsync._transport import Endpoint, Reach, Route, Transport, open_transport
 from offbeat_weightsync._transports.auto import open_sender

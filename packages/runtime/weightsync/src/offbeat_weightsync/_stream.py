@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from offbeat_core import TensorSpec, WeightProof, WeightSyncError
-from offbeat_weightsync._parts import HeldPart, PartSum, join_sums, sum_parts
 from offbeat_weightsync._plan import DEFAULT_BUCKET_BYTES, BucketPlan, Piece
+from offbeat_weightsync._sums.parts import HeldPart, PartSum, join_sums, sum_parts
 from offbeat_weightsync._tensors import (
     Bytes,
     Checksum,

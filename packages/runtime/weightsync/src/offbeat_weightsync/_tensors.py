@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat_core import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import Bucket, BucketPlan, Piece
-from offbeat_weightsync._word_sums import WordSum
+from offbeat_weightsync._sums.words import WordSum
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,6 +1,6 @@
 """Proof of weights that several processes hold together, such as the workers of one tensor-parallel engine.
 
-The sum of words of a bucket (`_word_sums.py`) is linear in its bytes: those that a process does not hold count as zeros
+The sum of words of a bucket (`words.py`) is linear in its bytes: those that a process does not hold count as zeros
 in its sum, and the sums of parts that together cover a tensor add up to that of the whole, modulo 2^64. So each process
 sums its parts where they lie, and only these sums travel.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, stack
 
 from offbeat_core import TensorSpec, WeightProof, WeightSyncError
 from offbeat_weightsync._plan import BucketPlan, Piece
-from offbeat_weightsync._word_sums import MODULUS, BoxWords
+from offbeat_weightsync._sums.words import MODULUS, BoxWords
 
 
 class HeldPart(NamedTuple):
@@ -56,7 +56,9 @@ def sum_parts(plan: BucketPlan, parts: Iterable[HeldPart]) -> list[PartSum]:
         spec = specs[part.name]
         _check(part, spec)
         words = BoxWords(spec.shape, part.first, part.held)
-        found += [words.sum(piece.tensor_offset, piece.num_bytes, piece.bucket_offset) for piece in pieces[part.name]]
+        found += [
+            words.sum(piece.tensor_offset, piece.num_bytes, piece.bucket_offset) for _, piece in pieces[part.name]
+        ]
         taken.append((part, len(pieces[part.name])))
     values: Iterator[int] = iter(stack(found).tolist() if found else ())
     return [
@@ -76,29 +78,25 @@ def join_sums(plan: BucketPlan, version: int, sums: Iterable[PartSum]) -> Weight
         boxes = parts.setdefault(part.name, {})
         if boxes.setdefault((part.first, part.shape), part.sums) != part.sums:
             raise WeightSyncError(f"{part.name}: workers that hold the same part of it hold different numbers")
-    totals = [0] * len(plan.buckets)
-    buckets = [(index, piece) for index, bucket in enumerate(plan.buckets) for piece in bucket.pieces]
-    places: dict[str, list[int]] = {}
-    for index, piece in buckets:
-        places.setdefault(plan.specs[piece.tensor].name, []).append(index)
+    totals, pieces = [0] * len(plan.buckets), _pieces(plan)
     for spec in plan.specs:
         boxes = parts.get(spec.name, {})
         covered = sum(math.prod(shape) for _, shape in boxes)
         if covered != math.prod(spec.shape):
             raise WeightSyncError(f"{spec.name}: the workers hold {covered} of its {math.prod(spec.shape)} numbers")
         for added in boxes.values():
-            for index, value in zip(places[spec.name], added, strict=True):
-                totals[index] += value
+            for (bucket, _), value in zip(pieces[spec.name], added, strict=True):
+                totals[bucket] += value
     checksums = tuple(f"{total % MODULUS:016x}" for total in totals)
     return WeightProof(version=version, num_tensors=len(plan.specs), checksums=checksums)
 
 
-def _pieces(plan: BucketPlan) -> dict[str, list[Piece]]:
-    """Return the pieces of each tensor, in order."""
-    pieces: dict[str, list[Piece]] = {spec.name: [] for spec in plan.specs}
-    for bucket in plan.buckets:
+def _pieces(plan: BucketPlan) -> dict[str, list[tuple[int, Piece]]]:
+    """Return the pieces of each tensor, in order, with the index of the bucket that each travels in."""
+    pieces: dict[str, list[tuple[int, Piece]]] = {spec.name: [] for spec in plan.specs}
+    for index, bucket in enumerate(plan.buckets):
         for piece in bucket.pieces:
-            pieces[plan.specs[piece.tensor].name].append(piece)
+            pieces[plan.specs[piece.tensor].name].append((index, piece))
     return pieces
 
 

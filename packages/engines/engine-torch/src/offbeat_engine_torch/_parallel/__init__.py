@@ -1,0 +1,1 @@
+"""The ranks that train one model together: what each does, holds and adds up."""

@@ -1,0 +1,1 @@
+"""Checksums of weights that are computed where they lie: of whole buckets, and of parts that processes share."""
