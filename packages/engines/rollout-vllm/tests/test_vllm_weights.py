@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from offbeat_core import (
     WeightProof,
     WeightSyncError,
 )
+from offbeat_rollout_vllm import _updates
 from offbeat_rollout_vllm._options import environment, remove_shared_memory, start_variables
 from offbeat_rollout_vllm._updates import WeightLoader, tiny_elements
 from offbeat_rollout_vllm._workers import Arena, Workers
@@ -86,7 +88,9 @@ def test_workers_that_fail_to_receive_give_up_and_say_whether_they_wrote(step, w
     assert "no room" in form.calls[-1]["arguments"]["reason"]
 
 
-def test_each_worker_gets_the_sums_of_all_and_the_deadline_of_the_sync():
+def test_each_worker_gets_the_sums_of_all_and_both_calls_share_the_deadline_of_the_sync(monkeypatch):
+    clock = iter([100.0, 140.0])  # the workers have received for 40 s
+    monkeypatch.setattr(_updates, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     proof = [1, ["00" * 8]]
     form = ScriptedWorkers(
         [reply(0, value=[PART]), reply(1, value=[PART])], [reply(0, 1, value=proof), reply(1, 1, value=proof)]
@@ -97,7 +101,7 @@ def test_each_worker_gets_the_sums_of_all_and_the_deadline_of_the_sync():
     receive, confirm = (call["arguments"] for call in form.calls)
     assert (receive["deadline_s"], receive["num_workers"], receive["name"]) == (60.0, 2, "rollout-0")
     assert confirm["sums"] == [PART, PART]
-    assert form.deadlines_s == [63.0, 63.0], "of 5 s for other calls"
+    assert form.deadlines_s == [63.0, 23.0], "of 5 s for other calls"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_moe", wh
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -324,11 +325,11 @@ class WeightLoader:
     def receive(self, transport: str, address: str, version: int, deadline_s: float, name: str) -> WeightProof:
         """Let each worker take a version from its sender; `touched` says what it says after `load`."""
         self.touched = False
-        workers, wait_s = self._workers, deadline_s + REPLY_S
+        workers, end = self._workers, time.monotonic() + deadline_s
         try:
             found = workers.start(
                 "receive",
-                wait_s,
+                deadline_s + REPLY_S,
                 transport=transport,
                 address=address,
                 version=version,
@@ -337,7 +338,8 @@ class WeightLoader:
                 num_workers=workers.num_workers,
                 model_path=str(self._folder.path),
             )()
-            proofs = workers.start("confirm", wait_s, sums=[part for parts in found for part in parts])()
+            left_s = max(0.0, end - time.monotonic()) + REPLY_S  # both calls share one deadline
+            proofs = workers.start("confirm", left_s, sums=[part for parts in found for part in parts])()
         except BaseException as error:
             self.touched = bool(workers.lost) or any(workers.call("give_up", reason=str(error)))
             raise

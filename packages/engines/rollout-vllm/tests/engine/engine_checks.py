@@ -1,4 +1,4 @@
-"""What tests on the real engine share: requests, an engine for one test, syncs, and LoRA adapters drawn at random."""
+"""Parts that tests on the real engine share: requests, an engine for one test, syncs, random LoRA adapters."""
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager

@@ -95,7 +95,7 @@ async def check_spoiled_worker(engine, model, sender):
 
 
 async def check_unknown_sender(engine, model, sender):
-    """What fails before the first tensor has come leaves the version that is served."""
+    """Fail before the first tensor has come, which leaves the version that is served."""
     with pytest.raises(WeightSyncError, match="no sender listens at"):
         await engine.receive_weights("nccl", "@offbeat-none", 9, 5.0, name="rollout-0")
     await check_served(engine, model, 5)
