@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from gpu.decoding_speed import open_engine
-from gpu.piece import Figures, Place, main, require_goals
+from gpu.piece import Figures, Place, main, reach
 from gpu.shapes import make_model
 
 from offbeat_core import GenerateRequest, SamplingParams
@@ -71,9 +71,7 @@ def run(place: Place) -> Figures:
         folder = make_model(Path(temporary) / "model", tiny=place.tiny, device=place.device.torch_device)
         figures = asyncio.run(measure(place, folder))
     place.note(figures)
-    if not place.tiny:
-        require_goals(figures, GOALS)
-    return figures
+    return reach(place, figures, GOALS)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.decoding_speed import open_engine, seconds_of, step_seconds
 from gpu.kernels import recorded
-from gpu.piece import Figures, Place, device_name, main, peaks_of, require_goals, share
+from gpu.piece import Figures, Place, device_name, main, peaks_of, reach, share
 from gpu.shapes import QWEN3_0_6B, QWEN3_8B, TINY, Shape, make_model
 
 FEW_LAYERS, MORE_LAYERS = 4, 8
@@ -77,9 +77,7 @@ def run(place: Place) -> Figures:
     layer_s = {batch: (more[batch] - few[batch]) / (MORE_LAYERS - FEW_LAYERS) for batch in more}
     whole = {batch: more[batch] + (QWEN3_8B.num_layers - MORE_LAYERS) * layer_s[batch] for batch in more}
     figures |= speeds(place, QWEN3_8B, whole, "8B shape")
-    if not place.tiny:
-        require_goals(figures, GOALS)
-    return figures
+    return reach(place, figures, GOALS)
 
 
 if __name__ == "__main__":

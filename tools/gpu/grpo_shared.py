@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu.piece import Figures, Place, main, require_goals
+from gpu.piece import Figures, Place, main, reach
 from gpu.shapes import make_model
 from gpu.whole_run import NEW_TOKENS, PROMPTS, SAMPLES, train
 
@@ -77,9 +77,7 @@ def run(place: Place) -> Figures:
         else:
             figures["samples_per_s_by_trl"] = samples_per_s_by_trl(folder, model, place)
         place.note(figures)
-    if not place.tiny:
-        require_goals(figures, GOALS)
-    return figures
+    return reach(place, figures, GOALS)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.cuda_ipc import next_of, process
 from gpu.decoding_speed import open_engine, seconds_of
-from gpu.piece import Figures, Place, main, require_goals
+from gpu.piece import Figures, Place, main, reach
 from gpu.shapes import make_model
 from gpu.trainer_against_cpu import make_sequences, policy_gradient
 from gpu.whole_run import GIB, train
@@ -115,9 +115,7 @@ def run(place: Place) -> Figures:
             place.note(figures)
         for name, settings in list(RUNS.items())[: place.pick(1, len(RUNS))]:
             figures |= train(folder, model, place, name, LIMIT_S, colocate=True, **settings)
-    if not place.tiny:
-        require_goals(figures, AT_LEAST, AT_MOST)
-    return figures
+    return reach(place, figures, AT_LEAST, AT_MOST)
 
 
 if __name__ == "__main__":

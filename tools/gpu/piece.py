@@ -173,6 +173,15 @@ def require_goals(
     require(not missed, "; ".join(missed))
 
 
+def reach(
+    place: Place, figures: Figures, at_least: Mapping[str, float], at_most: Mapping[str, float] = MappingProxyType({})
+) -> Figures:
+    """Return the figures of a piece, which must reach its goals unless its shapes are tiny: see `require_goals`."""
+    if not place.tiny:
+        require_goals(figures, at_least, at_most)
+    return figures
+
+
 def require_recorded_speed(piece: str, device: str, figures: Figures, results: Path = RESULTS) -> None:
     """Compare figures of speed with those of the last run that passed on the same device, where there is one.
 

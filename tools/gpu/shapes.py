@@ -76,7 +76,7 @@ QWEN3_8B: Final = Shape(
     head_dim=128,
     vocab_size=151936,
 )
-"""Of Qwen3-8B, which has a second matrix for its embedding; a decoding step reads a few rows of it."""
+"""Shape of Qwen3-8B, which has a second matrix for its embedding; a decoding step reads a few rows of it."""
 TINY: Final = Shape(
     num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=320
 )

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.kernels import recorded
-from gpu.piece import Figures, Place, device_name, main, peaks_of, require_goals, share
+from gpu.piece import Figures, Place, device_name, main, peaks_of, reach, share
 from gpu.shapes import PAIR_OF_8B, QWEN3_0_6B, TINY, Shape, make_model
 from gpu.trainer_against_cpu import policy_gradient
 from gpu.training_speed import open_trainer
@@ -61,9 +61,7 @@ def run(place: Place) -> Figures:
             folder = make_model(Path(temporary) / name, shape, tiny=place.tiny, device=place.device.torch_device)
             for how, options in OPTIONS.items():
                 figures |= measure(place, folder, TINY if place.tiny else shape, f"{name} {how}", options)
-    if not place.tiny:
-        require_goals(figures, GOALS)
-    return figures
+    return reach(place, figures, GOALS)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ TOLERANCE_NATS: Final = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16
 """By the format of the weights, as for the trainer's layers (offbeat-engine-torch, `TOLERANCE_NATS`): rounding alone is
 below a tenth of it, and a forgotten rotation, place or weight far above."""
 MESSAGE_CHARACTERS: Final = 300
-"""Of a compiler's message, which may be a page."""
+"""Length to which a compiler's message is cut, which may be a page."""
 TOLERANCE_OF_DRAWS_NATS: Final = 1e-3
-"""Of the log-probability of a drawn token, made in float32 from the same logits."""
+"""Bound for the log-probability of a drawn token, made in float32 from the same logits."""
 
 
 def choose_step(wanted: str, weights: DecoderWeights, device: Device) -> PlainStep:
