@@ -18,7 +18,7 @@ from gpu.piece import Figures, Place, require, sampled_peak
 from offbeat_run import read_metrics, read_timeline
 from offbeat_testing import RunningCommand, forked_main
 
-APPLICATION: Final = "grpo_async_app"
+GRPO: Final = "grpo_async_app"
 ENGINES: Final = ("offbeat_engine_torch", "offbeat_rollout_torch")
 PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 128
 WARM_UPDATES: Final = 4
@@ -51,7 +51,11 @@ def write_config(folder: Path, model: Path, place: Place, name: str, cluster: Ma
         settings["engine"] |= {"device": place.name}
     if cluster.get("colocate"):
         settings["async"] |= {"staleness_threshold": 0}
-    path = folder / f"{name}.toml"
+    return write_toml(folder / f"{name}.toml", settings)
+
+
+def write_toml(path: Path, settings: Mapping[str, Mapping[str, object]]) -> Path:
+    """Write a configuration, values by section and key, and return its path."""
     path.write_text("\n".join(_section(title, values) for title, values in settings.items()))
     return path
 
@@ -84,7 +88,7 @@ def train(folder: Path, model: Path, place: Place, name: str, limit_s: float, **
     """
     config, out = write_config(folder, model, place, name or "run", cluster), folder / f"run-{name or 'run'}"
     with sampled_peak(place) as peak:
-        ended, said = _run_command(place, ["train", str(config), "--out", str(out)], limit_s)
+        ended, said = run_application(GRPO, place, ["train", str(config), "--out", str(out)], limit_s)
     print(said)
     found: dict[str, Any] = {"peak_gib": peak[0] / GIB}
     if (out / "metrics.jsonl").exists():
@@ -92,18 +96,25 @@ def train(folder: Path, model: Path, place: Place, name: str, limit_s: float, **
         found |= figures_of(lines, read_timeline(out / "timeline.json"), place.pick(1, WARM_UPDATES))
     figures = {f"{what}, {name}" if name else what: figure for what, figure in found.items()}
     place.note(figures)
-    require(not ended, f"{ended}: " + "\n".join(said.splitlines()[-20:]))
+    require_ended(ended, said)
     return figures
 
 
-def _run_command(place: Place, words: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """Run the application; return how it has ended, "" for well, and what it has printed."""
+def run_application(name: str, place: Place, words: Sequence[str], limit_s: float) -> tuple[str, str]:
+    """Run an application; return how it has ended, "" for well, and what it has printed.
+
+    Args:
+        name: of its module.
+        place: of the piece.
+        words: of the command line.
+        limit_s: longest time.
+    """
     if place.tiny:  # all of its processes are forks, so that a test imports torch once; a GPU does not survive that
-        with RunningCommand(forked_main(APPLICATION, *ENGINES), *words) as command:
+        with RunningCommand(forked_main(name, *ENGINES), *words) as command:
             code = command.wait(limit_s)
             return f"ended with {code}" if code else "", command.output
     with tempfile.TemporaryFile("w+") as log:
-        line = [sys.executable, "-m", APPLICATION, *words]
+        line = [sys.executable, "-m", name, *words]
         try:
             code = subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=limit_s).returncode
             ended = f"ended with {code}" if code else ""
@@ -111,6 +122,33 @@ def _run_command(place: Place, words: Sequence[str], limit_s: float) -> tuple[st
             ended = f"did not end within {limit_s:.0f} s"
         log.seek(0)
         return ended, log.read()
+
+
+def require_ended(ended: str, said: str) -> None:
+    """Raise unless an application has ended well.
+
+    Raises:
+        CheckError: with the last lines that it has printed.
+    """
+    require(not ended, f"{ended}: " + "\n".join(said.splitlines()[-20:]))
+
+
+def learning_curve(run_folder: Path) -> dict[str, Any]:
+    """Return held-out accuracy as a run has learned it: before and after, and by update in the order of updates."""
+    lines: list[tuple[int, Mapping[str, Any]]] = [
+        (line.step, line.values) for line in read_metrics(run_folder / "metrics.jsonl")
+    ]
+    update_s = [values["perf/update_s"] for _, values in lines if "perf/update_s" in values]
+    curve = [(update, values["eval/accuracy"]) for update, values in lines if "eval/accuracy" in values]
+    accuracies = [accuracy for _, accuracy in curve]
+    return {
+        "updates": len(update_s),
+        "seconds_of_updates": sum(update_s),
+        "accuracy_before": accuracies[0],
+        "accuracy_after": accuracies[-1],
+        "accuracy_gained": accuracies[-1] - accuracies[0],
+        "accuracy_by_update": ", ".join(f"{update}: {accuracy:.3f}" for update, accuracy in curve),
+    }
 
 
 def figures_of(

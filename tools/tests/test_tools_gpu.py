@@ -18,7 +18,8 @@ torch.set_num_threads(1)  # pieces run in forks of this process, which must not 
 IMPORTED = ("gpu.parked_memory", "gpu.two_ranks_one_gpu", "transformers.models.qwen3.modeling_qwen3")
 """Modules that the pieces need, and their forks then do not read again."""
 LONG = {
-    "quickstart": "starts a whole run",
+    "quickstart": "starts a whole run, as grpo_shared does",
+    "learning": "starts two",
     "decoding_speed": "loads the engine again",
 }
 OF_MEGATRON = "megatron_against_cpu"
