@@ -20,7 +20,7 @@ from gpu.whole_run import GRPO, learning_curve, require_ended, run_application, 
 from offbeat_data import build_character_tokenizer
 
 DIGITS, SHOWN, HELD_OUT = 3, 40_000, 512
-SFT_BATCH, SFT_UPDATES, SFT_LEARNING_RATE = 256, 150, 5e-4
+SFT_BATCH, SFT_UPDATES, SFT_LEARNING_RATE = 256, 600, 1e-3
 """What a model of this width needs until it adds the columns and forgets most carries."""
 UPDATES, LEARNING_RATE = 150, 2e-4
 GOALS: Final = {"accuracy_after": 0.9, "accuracy_gained": 0.3}
