@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from offbeat_core import ModelFolder, WeightSyncError  # noqa: E402
 from offbeat_rollout_vllm._extension import WorkerSide  # noqa: E402 - needs torch
-from offbeat_rollout_vllm._updates import Part, Readback, UnstackedStream  # noqa: E402
+from offbeat_rollout_vllm._updates import FolderStream, Part, Readback, UnstackedStream  # noqa: E402
 from offbeat_rollout_vllm._worker_receiver import held_parts  # noqa: E402
 from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
@@ -400,3 +401,20 @@ def folder_of(shapes):
     folder = ModelFolder.__new__(ModelFolder)
     folder.path, folder.shapes, folder.optional = Path("m"), shapes, {}
     return folder
+
+
+def test_tensors_that_come_in_another_format_are_restored_where_a_packed_product_shows_zero():
+    """As the blocks of a folder do: float32 values, many of them negative zeros, for an engine in bfloat16 on a CPU."""
+    sent = torch.tensor([[-0.0, 0.0, 1.0, 2.0**-130, -1.7]])
+    model = torch.nn.Module()
+    model.norm = torch.nn.Module()
+    model.norm.weight = torch.nn.Parameter(torch.tensor([[0.0, 0.0, 1.0, 0.0, -1.7]]).bfloat16())
+    with closing(Arena.create(1 << 16)) as arena:
+        workers = OneWorker(model)
+        workers.call("attach", address=arena.address, num_bytes=arena.num_bytes)
+        readback = Readback(workers, "bfloat16", lambda _: arena, on_cpu=True)
+        readback.expect("norm.weight", sent)
+        assert FolderStream(lambda: [("norm.weight", sent)], 0).prove(readback).num_tensors == 1
+        model.norm.weight.data[0, 2] = 1.5
+        with pytest.raises(WeightSyncError, match="other numbers than the folder's"):
+            FolderStream(lambda: [("norm.weight", sent)], 0).prove(readback)

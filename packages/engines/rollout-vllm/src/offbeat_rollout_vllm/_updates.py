@@ -115,11 +115,13 @@ class Readback:
 
     def expect(self, name: str, tensor: "Tensor") -> None:
         """Note that `tensor` was sent, and on CPUs which of its elements no product shows."""
+        import torch
+
         self._shapes[name] = tuple(tensor.shape)
         self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-        if not self._on_cpu or str(tensor.dtype) != f"torch.{self._dtype}":
+        if not self._on_cpu or not tensor.is_floating_point():
             return
-        where = tiny_elements(tensor)
+        where = tiny_elements(tensor.to(getattr(torch, self._dtype)))  # as a packed product holds it
         if where is not None:
             # To the host: a stream's tensors may be on the trainer's device, and what is read back is in the arena.
             self._tiny[name] = where.cpu(), tensor.flatten()[where].cpu()
@@ -213,7 +215,7 @@ class Readback:
             where, sent = self._tiny[name]
             flat = held.view(-1)
             small = flat[where].abs() < torch.finfo(held.dtype).tiny
-            flat[where] = torch.where(small, sent, flat[where])
+            flat[where] = torch.where(small, sent.to(held.dtype), flat[where])
         return held
 
 

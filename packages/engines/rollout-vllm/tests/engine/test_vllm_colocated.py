@@ -23,8 +23,8 @@ ORDER = [
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("level", "weight_format"), [(1, "fp8"), (2, "dtype")])
-def test_vllm_and_the_trainer_take_turns(tmp_path: Path, level: int, weight_format: str) -> None:
+@pytest.mark.parametrize(("level", "weight_format", "dtype"), [(1, "fp8", "bfloat16"), (2, "dtype", "float32")])
+def test_vllm_and_the_trainer_take_turns(tmp_path: Path, level: int, weight_format: str, dtype: str) -> None:
     """With FP8 blocks from the trainer in one of the two, as values on a CPU."""
     model, run = tiny_model(tmp_path / "model", hidden_size=768, num_layers=4), tmp_path / "run"
     rows = [{"prompt": f"what is {n} and one?", "answer": str(n + 1)} for n in range(8)]
@@ -40,6 +40,7 @@ name = "number_match"
 [rollout]
 backend = "vllm"
 weight_format = "{weight_format}"
+dtype = "{dtype}"
 samples_per_prompt = 2
 max_tokens = 8
 max_model_len = 96

@@ -168,6 +168,7 @@ max_prompt_tokens = 64
 name = "grpo_async_app._shrink_reward:variety"
 [rollout]
 backend = "vllm"
+dtype = "float32"
 tensor_parallel = 2
 samples_per_prompt = 2
 max_tokens = 8

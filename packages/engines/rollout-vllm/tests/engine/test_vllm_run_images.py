@@ -29,6 +29,7 @@ max_prompt_tokens = 128
 name = "grpo_async_app._shrink_reward:variety"
 [rollout]
 backend = "vllm"
+dtype = "float32"
 samples_per_prompt = 2
 max_tokens = 8
 max_model_len = 136
