@@ -17,7 +17,7 @@ from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._fleet.weights import WeightOffer, bring_weights, transfer_weights
 from grpo_async_app._roles import rollout as rollout_role
-from offbeat_actors import KeepAlive, RestartBudget
+from offbeat_actors import ActorHandle, KeepAlive, RestartBudget
 from offbeat_actors._spec import Wait
 from offbeat_core import (
     ConfigError,
@@ -165,12 +165,12 @@ class Offer(WeightOffer):
         self.sent: list[int] = []
         self.parts_sent: list[tuple[str, int]] = []
 
-    async def source_for(self, hosts: Collection[str]) -> str:
-        return "@here"
+    async def sources_for(self, actors: Collection[ActorHandle]) -> list[list[str]]:
+        return [["@here"] for _ in actors]
 
-    async def push(self, source: str, num_engines: int, part: WeightPart) -> None:
-        self.sent.append(num_engines)
-        self.parts_sent.append((part, num_engines))
+    async def push(self, sources: Sequence[list[str]], part: WeightPart) -> None:
+        self.sent.append(len(sources))
+        self.parts_sent.append((part, len(sources)))
 
     async def withdraw(self) -> None:
         pass
@@ -286,8 +286,8 @@ def test_a_trainer_process_is_free_again_when_an_engine_has_not_come(config: Pat
             fleet._trainer = await fleet._start_trainers(1, None)
             for version in (1, 1, 2):
                 offer = fleet.offer_weights(version)
-                source = await offer.source_for({"127.0.0.1"})
-                (error,) = await transfer_weights([take()], offer.push(source, 1, "merged"), offer.withdraw)
+                sources = await offer.sources_for([SimpleNamespace(name="rollout-0", address="127.0.0.1")])  # type: ignore[list-item]
+                (error,) = await transfer_weights([take()], offer.push(sources, "merged"), offer.withdraw)
                 assert "before it connected" in str(error)
             await fleet.trainer.call("listen", "127.0.0.1", returns=str, deadline_s=60)  # in the same thread
 

@@ -46,7 +46,7 @@ GROUPS = [group(0, [3, 5], [1.0, 0.0]), group(1, [2, 4], [0.0, 1.0])]
 
 
 def open_role(config: GrpoConfig, model: Path) -> TrainerRole:
-    return TrainerRole(config=config, model_path=str(model), num_updates=3, num_threads=1, socket_path=new_address())
+    return TrainerRole(config=config, model_path=str(model), num_updates=3, num_threads=1, socket_paths=[new_address()])
 
 
 def clipped(tokens: LossTokens[Any]) -> tuple[Tensor, Metrics]:

@@ -42,7 +42,7 @@ def open_role(
     config = parse_config(
         f'[model]\npath = "{model}"\n[data]\npath = "none"\n[engine]\ndtype = "float32"\n', GrpoConfig, overrides
     )
-    return TrainerRole(config=config, model_path=str(model), num_updates=1, num_threads=1, socket_path=address)
+    return TrainerRole(config=config, model_path=str(model), num_updates=1, num_threads=1, socket_paths=[address])
 
 
 def take(address: str, held: dict[str, Tensor]) -> threading.Thread:
@@ -65,7 +65,7 @@ def test_an_engine_gets_the_trainers_weights(model: Path, address: str, transpor
     try:
         where = role.listen("127.0.0.1") if transport != "shared-memory" else ""
         thread = take(where or address, held)
-        (proof,) = role.push_weights(1, 1, 30, where)
+        (proof,) = role.push_weights(1, [1], 30, where)
         thread.join()
         expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights()}
     finally:
@@ -95,7 +95,7 @@ def test_correction_biases_of_routers_arrive_as_they_are(
     try:
         where = role.listen("127.0.0.1") if transport != "shared-memory" else ""
         thread = take(where or address, held)
-        role.push_weights(1, 1, 30, where, part=part)
+        role.push_weights(1, [1], 30, where, part=part)
         thread.join()
     finally:
         role.close()
@@ -116,7 +116,7 @@ def test_engines_get_the_weights_of_one_gathering_at_the_same_time(model: Path, 
     role._engine.weights = count  # type: ignore[method-assign]
     try:
         threads = [take(address, each) for each in held]
-        proofs = role.push_weights(1, 2, 30)
+        proofs = role.push_weights(1, [2], 30)
         for thread in threads:
             thread.join()
     finally:
@@ -132,7 +132,7 @@ def test_an_engine_gets_the_merged_weights_of_an_adapter(model: Path, address: s
     role = open_role(model, address, lora_rank=2)
     try:
         thread = take(address, held)
-        role.push_weights(1, 1, 30)
+        role.push_weights(1, [1], 30)
         thread.join()
     finally:
         role.close()
@@ -147,7 +147,7 @@ def test_an_engine_gets_the_base_and_then_the_adapter_alone(model: Path, address
         where = role.listen("127.0.0.1") if transport != "shared-memory" else ""
         for part, held in parts.items():
             thread = take(where or address, held)
-            (proof,) = role.push_weights(1, 1, 30, where, part=part)
+            (proof,) = role.push_weights(1, [1], 30, where, part=part)
             thread.join()
             expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights(part=part)}
             assert proof.num_tensors == len(held) == len(expected)
@@ -174,7 +174,7 @@ def test_an_engine_that_keeps_a_copy_gets_what_has_changed_alone(model: Path, ad
         for version in range(1, 6):
             with ThreadPoolExecutor(1) as pool:
                 taken = pool.submit(take_kept, version)
-                role.push_weights(version, 1, 30, where)
+                role.push_weights(version, [1], 30, where)
                 held = taken.result()
             expected = {name: tensor.bfloat16() for name, tensor in role._engine.weights()}
             assert all(torch.equal(held[name], expected[name]) for name in expected)
@@ -193,7 +193,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
 
     def push_in_vain(transfer_id: int) -> None:
         try:
-            role.push_weights(1, 1, 600, where, transfer_id)
+            role.push_weights(1, [1], 600, where, transfer_id)
         except WeightSyncError as error:
             errors.append(error)
 
@@ -217,7 +217,7 @@ def test_an_engine_that_never_comes_leaves_the_trainer_free_for_the_next(
         assert ["was withdrawn" in str(error) for error in errors] == [True, True]
         assert whole == [2]
         thread = take(where or address, held)
-        role.push_weights(1, 1, 60, where, 3)
+        role.push_weights(1, [1], 60, where, 3)
         thread.join()
     finally:
         role.close()

@@ -10,7 +10,7 @@ from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._commands.plan import describe_plan
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._config.weight_sync import choose_transport
+from grpo_async_app._config.weight_sync import assign_ranks, choose_transport
 from grpo_async_app._fleet.events import LoggedEvents
 from grpo_async_app._fleet.weights import WeightOffer
 from grpo_async_app._preflight.preflight import check_run
@@ -39,7 +39,7 @@ GPU, OTHER_GPU = ("rollout", "a", 0), ("rollout", "a", 1)
         ("shared-memory", None, [HERE, HERE], ""),
         ("shared-memory", None, [HERE, ELSEWHERE], "an engine is on b, the trainer on a"),
         ("cuda-ipc", 0, [GPU], ""),
-        ("cuda-ipc", 0, [GPU, OTHER_GPU], "one and the same CUDA device"),
+        ("cuda-ipc", 0, [GPU, OTHER_GPU], "the one on a, device 1, has none"),
         ("cuda-ipc", None, [HERE], "one and the same CUDA device"),
         ("cuda-ipc", None, [ELSEWHERE], "an engine is on b"),
         ("nccl", None, [HERE, ELSEWHERE], ""),
@@ -126,6 +126,33 @@ def test_weights_go_from_device_to_device_where_they_can(
     assert ("by CUDA IPC" in how) == (settled == "cuda-ipc")
 
 
+RANKS = [("trainer", "a", index) for index in range(4)]
+ENGINES = [("rollout", "a", index) for index in range(4)]
+COLOCATED = ("--engine.num_ranks=4", "--cluster.colocate=true")
+
+
+@pytest.mark.parametrize(
+    ("words", "engines", "settled", "ranks"),
+    [
+        (COLOCATED, ENGINES, "cuda-ipc", [(0,), (1,), (2,), (3,)]),
+        (COLOCATED, [ENGINES[2], ENGINES[2], ENGINES[1]], "cuda-ipc", [(2,), (2,), (1,)]),
+        ((*COLOCATED, VLLM, "--rollout.tensor_parallel=2"), ENGINES, "cuda-ipc", [(0, 1), (2, 3)]),
+        ((*COLOCATED, VLLM, "--rollout.tensor_parallel=2", *ADAPTER), ENGINES, "auto", [(0,), (0,)]),
+        (COLOCATED, [*ENGINES, ("rollout", "a", 4)], "auto", [(0,)] * 5),
+        (COLOCATED, [*ENGINES, ("rollout", "b", 0)], "auto", [(0,)] * 5),
+        ((*COLOCATED, "--rollout.full_sync_every=5"), ENGINES, "auto", [(0,)] * 4),
+    ],
+)
+def test_each_rank_sends_to_the_engines_on_its_device(
+    config: Path, words: tuple[str, ...], engines: list[Any], settled: str, ranks: list[tuple[int, ...]]
+) -> None:
+    placement = placed(*RANKS, *engines, kind="GPU")
+    chosen, how = choose_transport(load_config(config, GrpoConfig, words), placement)
+    assert chosen.rollout.weight_transport == settled
+    assert ("from each rank of the trainer to the engines on its device" in how) == (settled == "cuda-ipc")
+    assert assign_ranks(chosen, placement) == {f"rollout-{index}": each for index, each in enumerate(ranks)}
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -159,9 +186,10 @@ def test_engines_are_told_where_to_fetch_weights(transport: str, hosts: list[str
     async def listen(_: float) -> str:
         return "by tcp"
 
-    trainer: Any = SimpleNamespace(socket_path="in memory", address="1.1.1.1", listen=listen)
+    trainer: Any = SimpleNamespace(socket_paths=["in memory"], address="1.1.1.1", listen=listen)
+    engines: Any = [SimpleNamespace(name=f"rollout-{index}", address=host) for index, host in enumerate(hosts)]
     offer = WeightOffer(trainer, 1, 1.0, LoggedEvents(), reach=transport_class(transport).reach)
-    assert asyncio.run(offer.source_for(hosts)) == source
+    assert asyncio.run(offer.sources_for(engines)) == [[source]] * len(hosts)
 
 
 def test_the_plan_says_what_copies_take(config: Path) -> None:
@@ -192,8 +220,10 @@ class ReceivingByWorkers:
     def __init__(self) -> None:
         self.ways: list[str] = []
 
-    async def receive_weights(self, transport: str, address: str, version: int, _: float, *, name: str) -> WeightProof:
-        self.ways.append(f"{name} by {transport} at {address}")
+    async def receive_weights(
+        self, transport: str, addresses: list[str], version: int, _: float, *, name: str
+    ) -> WeightProof:
+        self.ways.append(f"{name} by {transport} at {' and '.join(addresses)}")
         return WeightProof(version=version, num_tensors=1, checksums=())
 
 
@@ -230,7 +260,7 @@ def test_workers_take_what_comes_to_their_devices(
         found = set()
         for part in ("merged", "base", "adapter"):
             engine.ways.clear()
-            assert (await role.pull_weights("@trainer", 3, 60.0, part)).version == 3  # type: ignore[arg-type]
+            assert (await role.pull_weights(["@trainer"], 3, 60.0, part)).version == 3  # type: ignore[arg-type]
             if engine.ways:
                 assert engine.ways == [f"rollout-0 by {settled.rollout.weight_transport} at @trainer"]
                 found.add(part)

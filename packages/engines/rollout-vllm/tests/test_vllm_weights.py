@@ -82,7 +82,7 @@ def test_workers_that_fail_to_receive_give_up_and_say_whether_they_wrote(step, w
     form = ScriptedWorkers(*answers, [reply(0, number, value=False), reply(1, number, value=written)])
     loader = WeightLoader(Workers(form, 2, 5.0), _folder_with({"weight": (2, 3)}), 256, "float32", on_cpu=False)
     with pytest.raises(WeightSyncError, match=f"rank 1 could not {step}: no room"):
-        loader.receive("nccl", "@trainer", 3, 60.0, "rollout-0")
+        loader.receive("nccl", ["@trainer"], 3, 60.0, "rollout-0")
     assert loader.touched == written
     assert [call["method"] for call in form.calls] == [*["receive", "confirm"][:number], "give_up"]
     assert "no room" in form.calls[-1]["arguments"]["reason"]
@@ -96,10 +96,10 @@ def test_each_worker_gets_the_sums_of_all_and_both_calls_share_the_deadline_of_t
         [reply(0, value=[PART]), reply(1, value=[PART])], [reply(0, 1, value=proof), reply(1, 1, value=proof)]
     )
     loader = WeightLoader(Workers(form, 2, 5.0), _folder_with({"weight": (2, 3)}), 256, "float32", on_cpu=False)
-    found = loader.receive("nccl", "@trainer", 3, 60.0, "rollout-0")
+    found = loader.receive("nccl", ["@trainer"], 3, 60.0, "rollout-0")
     assert found == WeightProof(version=3, num_tensors=1, checksums=("00" * 8,))
     receive, confirm = (call["arguments"] for call in form.calls)
-    assert (receive["deadline_s"], receive["num_workers"], receive["name"]) == (60.0, 2, "rollout-0")
+    assert (receive["deadline_s"], receive["addresses"], receive["name"]) == (60.0, ["@trainer"] * 2, "rollout-0")
     assert confirm["sums"] == [PART, PART]
     assert form.deadlines_s == [63.0, 23.0], "of 5 s for other calls"
 

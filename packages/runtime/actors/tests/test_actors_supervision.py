@@ -19,7 +19,7 @@ from offbeat_actors import (
     start_ranks,
     wait_gone,
 )
-from offbeat_core import ConfigError, DeadlineError, OffbeatError, PeerFailedError, RoleName
+from offbeat_core import ConfigError, DeadlineError, OffbeatError, PeerFailedError, RoleName, WeightSyncError
 
 SILENT_AFTER_S = 0.4
 
@@ -244,6 +244,34 @@ def test_of_ranks_that_fail_the_one_that_died_first_is_named() -> None:
             group.raise_if_dead()
         await group.destroy()
         assert not any(actor.alive for actor in actors)
+
+    run(scenario)
+
+
+def test_a_rank_that_fails_does_not_cut_the_others_short_where_each_has_work_of_its_own() -> None:
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        class Slow(Handle):
+            async def call(self, method: str, *args: Any, **words: Any) -> Any:
+                if method == "push":
+                    await asyncio.sleep(0.05)
+                    ended.append(self.name)
+                return "done"
+
+        def fail(method: str) -> object:
+            if method == "push":
+                raise WeightSyncError("no room")
+            return None
+
+        actors = [Handle("trainer-0", fail), Slow("trainer-1")]
+        group = ActorGroup(actors, silent_after_s=30.0)  # type: ignore[arg-type]
+        error, answer = await group.call_each("push", deadline_s=30.0)
+        assert (str(error), answer, ended) == ("no room", "done", ["trainer-1"])
+        with pytest.raises(WeightSyncError, match="no room"):
+            await group.call("push", deadline_s=30.0)
+        assert ended == ["trainer-1"], "such a call is cut short"
+        await group.forget()
 
     run(scenario)
 

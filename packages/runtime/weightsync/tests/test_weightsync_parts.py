@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -18,9 +18,11 @@ from offbeat_weightsync import (
     GroupSender,
     HeldPart,
     PartSum,
+    SharedMemorySender,
     WeightGroup,
     describe_tensors,
     new_address,
+    new_socket_path,
     receive,
 )
 from offbeat_weightsync._sums.parts import join_sums, sum_parts
@@ -103,12 +105,13 @@ class Workers:
     """Two workers of one engine, each in a thread. The first proves every other row of each tensor, the other the rest.
 
     Args:
-        address: of the sender.
+        address: of the sender, or of the sender to each worker.
         faults: of each worker: see `weightsync_peers.load`; "spoil" changes a number that it holds.
     """
 
-    def __init__(self, address: str, *faults: str) -> None:
-        self._address, self._faults, self._met = address, faults, threading.Barrier(len(faults), timeout=30)
+    def __init__(self, address: str | Sequence[str], *faults: str) -> None:
+        self._addresses = [address] * len(faults) if isinstance(address, str) else address
+        self._faults, self._met = faults, threading.Barrier(len(faults), timeout=30)
         self._groups = [WeightGroup("cpu") for _ in faults]
         self._sums: dict[int, list[PartSum]] = {}
 
@@ -127,8 +130,9 @@ class Workers:
         return said
 
     def _take(self, rank: int, version: int) -> Weights:
-        worker, group = (rank, len(self._faults)), self._groups[rank]
-        with receive(self._address, version, 30, name="rollout-0", worker=worker, group=group) as stream:
+        address, group = self._addresses[rank], self._groups[rank]
+        worker = rank, [other for other, each in enumerate(self._addresses) if each == address]
+        with receive(address, version, 30, name="rollout-0", worker=worker, group=group) as stream:
             held = load(stream, self._faults[rank])
             if self._faults[rank] == "spoil":
                 held["wide"][rank, 2] += 1
@@ -170,6 +174,28 @@ def test_workers_are_one_receiver_and_keep_their_group(sender: GroupSender, weig
     assert sender._group.place.group == group
 
 
+def test_workers_that_take_a_version_from_two_senders_prove_the_whole_engine_to_both(weights: Weights) -> None:
+    """As those on the devices of two trainer ranks, each of which sends all tensors to the worker beside it."""
+    with open_by_words(weights) as first, open_by_words(weights) as second:
+        workers = Workers([first.address, second.address], "", "")
+        with in_thread(lambda: workers.take(1)) as said, in_thread(lambda: second.send(give(weights), 1, 1)) as other:
+            proofs = first.send(give(weights), 1, 1)
+        assert said[0] == ["has 8", "has 8"]
+        assert [proofs] == other
+
+        workers = Workers([first.address, second.address], "", "spoil")
+        with in_thread(lambda: workers.take(2)) as said, in_thread(lambda: second.send(give(weights), 2, 1)) as other:
+            sent = said_by(lambda: first.send(give(weights), 2, 1))
+        assert all("holds other bytes than were sent" in str(each) for each in (sent, *other, *said[0]))
+
+
+def open_by_words(weights: Weights) -> SharedMemorySender:
+    """Open a sender that proves as one between processes on a device does."""
+    sender = SharedMemorySender(new_socket_path(), plan_of(weights), deadline_s=30)
+    sender._checksum = "words"
+    return sender
+
+
 def test_an_engine_beside_the_workers_is_waited_for(sender: GroupSender, weights: Weights) -> None:
     def take_later() -> Weights:
         time.sleep(0.5)  # the workers of the other engine are there first, as a rule
@@ -199,7 +225,7 @@ def test_a_worker_that_fails_is_named_and_the_other_gives_up(sender: GroupSender
 
 def test_a_worker_that_does_not_come_is_missed_by_its_name(sender: GroupSender, weights: Weights) -> None:
     def take_alone() -> object:
-        with receive(sender.address, 1, 30, name="rollout-0", worker=(1, 2), group=WeightGroup("cpu")) as stream:
+        with receive(sender.address, 1, 30, name="rollout-0", worker=(1, (0, 1)), group=WeightGroup("cpu")) as stream:
             return load(stream)
 
     missed = r"rollout-0.worker-0 to connect \(here: rollout-0.worker-1\)"

@@ -202,7 +202,7 @@ def _shrink_rollout(
 def _transport_on_cpus(name: str) -> str:
     """Return the transport itself, or "auto" for one that needs other devices."""
     cpu = Endpoint(node="", device="cpu")
-    return "auto" if transport_class(name).complaint(Route(sender=cpu, receivers=[cpu])) else name
+    return "auto" if transport_class(name).complaint(Route(senders=[cpu], receivers=[cpu])) else name
 
 
 def _shrink_teacher(teacher: TeacherConfig, folder: Path) -> TeacherConfig:

@@ -139,9 +139,10 @@ class RolloutConfig(RolloutEngineSettings):
     )
     weight_transport: str = setting(
         "auto",
-        "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc on its GPU, tcp anywhere, "
-        "nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: cuda-ipc where "
-        "trainer and engines share one GPU, nccl where each has its own, shared-memory on one machine, else tcp.",
+        "How weights reach the engines: shared-memory on the trainer's machine, cuda-ipc from each trainer rank on its "
+        "GPU, tcp anywhere, nccl by broadcasts between GPUs (gloo between CPUs), disk through weight_folder; auto: "
+        "cuda-ipc where a rank is on each engine's GPU, nccl where all have their own, shared-memory on one machine, "
+        "else tcp.",
     )
     weight_folder: str = setting(
         "", "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder."

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_core import ConfigError, installed_backends, load_backend
+from offbeat_core import ConfigError, RoleName, installed_backends, load_backend
 from offbeat_placement import Placement
 from offbeat_weightsync import Endpoint, Route, transport_class
 
@@ -90,6 +90,22 @@ def choose_transport(config: GrpoConfig, placement: Placement) -> tuple[GrpoConf
     return replace(config, rollout=replace(config.rollout, weight_transport=name)), how
 
 
+def assign_ranks(config: GrpoConfig, placement: Placement) -> dict[str, tuple[int, ...]]:
+    """Return for each engine, by name, the trainer ranks that send to it: one, or if they differ one for each device.
+
+    Args:
+        config: with `rollout.weight_transport` settled.
+        placement: of the run.
+    """
+    route, width = _route(config, placement), config.rollout.tensor_parallel
+    ranks = transport_class(config.rollout.weight_transport).assign(route)
+    by_engine = (tuple(ranks[start : start + width]) for start in range(0, len(ranks), width))
+    return {
+        str(RoleName("rollout", index)): each if len(set(each)) > 1 else each[:1]
+        for index, each in enumerate(by_engine)
+    }
+
+
 def _route(config: GrpoConfig, placement: Placement) -> Route:
     ranks, kinds = placement.plan.ranks, {group.role: group.accelerator for group in placement.groups}
     devices = {"trainer": config.engine.device, "rollout": config.rollout.device}
@@ -107,8 +123,9 @@ def _route(config: GrpoConfig, placement: Placement) -> Route:
     # An adapter alone comes to the engine's own process, which computes on no device.
     by_workers = getattr(engine, "workers_receive", False) and choose_lora_sync(config).what == "merged"
     return Route(
-        sender=places["trainer"][0],
+        senders=places["trainer"],
         receivers=places["rollout"],
+        engine_width=config.rollout.tensor_parallel,
         shares_devices=config.cluster.colocate,
         sends_changes=config.rollout.full_sync_every > 1,
         folder=config.rollout.weight_folder,

@@ -1,7 +1,7 @@
 """The processes of a run: trainer, rollout engines, environments, scorers; started, called, restarted, stopped."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from grpo_async_app._config.resolved import Judge, ResolvedRun
 from grpo_async_app._config.reward_model import reward_model_of
-from grpo_async_app._config.weight_sync import settle_lora_sync
+from grpo_async_app._config.weight_sync import assign_ranks, settle_lora_sync
 from grpo_async_app._fleet.agents import AgentProcess
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engines
@@ -87,6 +87,7 @@ class Fleet:
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._trainer: Trainers | None = None
         self._gives_devices = False
+        self._ranks: Mapping[str, Sequence[int]] = {}
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
         self.events = events = events or LoggedEvents()
         self._keep = KeepAlive(budget=self._budget, silent_after_s=config.cluster.silent_after_s, notify=events.message)
@@ -156,6 +157,7 @@ class Fleet:
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
         """Start every role at once, and wait until all are ready. No engine samples before its first weight sync."""
         await self._place(placement)
+        self._ranks = assign_ranks(self._config, placement)
         if (turns := self.turns) is not None:  # one after the other: there is room for one only
             self._trainer = await self._start_trainers(num_updates, checkpoint)
             await turns.trainer_started()
@@ -267,11 +269,12 @@ class Fleet:
         self._trainer = await start_again(self._budget, "trainer", cause, start, self.events.message)
 
     async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
-        cluster = self._config.cluster
-        socket_path = new_socket_path()  # what still looks for a former trainer shall not find this one
+        cluster, sending = self._config.cluster, {0}.union(*self._ranks.values())
+        # New ones each time: what still looks for a former trainer shall not find this one.
+        paths = [new_socket_path() if rank in sending else "" for rank in range(self._config.engine.num_ranks)]
         return await start_trainers(
             self._launcher,
-            self._roles.trainer(socket_path, num_updates, checkpoint),
+            self._roles.trainer(paths, num_updates, checkpoint),
             self._config.engine.num_ranks,
             start_deadline_s=cluster.start_timeout_s,
             call_deadline_s=self._config.async_.update_deadline_s,
@@ -281,7 +284,7 @@ class Fleet:
     def offer_weights(self, version: int) -> WeightOffer:
         rollout, deadline_s = self._config.rollout, self._config.async_.sync_deadline_s
         parts, reach = rollout.weight_parts, transport_class(rollout.weight_transport).reach
-        return WeightOffer(self.trainer, version, deadline_s, self.events, parts, reach)
+        return WeightOffer(self.trainer, version, deadline_s, self.events, parts, reach, self._ranks)
 
     async def name_who_is_late(self, work: Coroutine[Any, Any, None], waiting: str, deadline_s: float) -> None:
         """Await work that calls roles; shortly before its deadline, raise an error with the calls not answered."""

@@ -1,6 +1,6 @@
 """The specs of the roles that a fleet starts, and the CPU threads of each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -35,11 +35,11 @@ class RoleSpecs:
         self._has_images, self._threads = has_images, plan_threads(config)
         self._shares_cpus = share_cpus(config, self._threads)
 
-    def trainer(self, socket_path: str, num_updates: int, checkpoint: Path | None) -> RoleSpec:
+    def trainer(self, socket_paths: Sequence[str], num_updates: int, checkpoint: Path | None) -> RoleSpec:
         """Rank 0 of the trainer; the others differ by their number."""
         start = {"model_path": self._model_path, "num_updates": num_updates, "checkpoint": str(checkpoint or "")}
         return self._spec(
-            RoleName("trainer"), "TrainerRole", **start, socket_path=socket_path, trace_folder=self._trace_folder
+            RoleName("trainer"), "TrainerRole", **start, socket_paths=socket_paths, trace_folder=self._trace_folder
         )
 
     def rollout(self, role: RoleName) -> RoleSpec:

@@ -16,7 +16,7 @@ class Trainers(ActorGroup):
     Args:
         ranks: in order.
         silent_after_s: see `ActorGroup`.
-        socket_path: where engines on the machine of rank 0 fetch weights.
+        socket_paths: for each rank the address where engines on its machine fetch weights; "" where none do.
         store: where they met, kept open for them.
 
     Attributes:
@@ -25,10 +25,10 @@ class Trainers(ActorGroup):
     """
 
     def __init__(
-        self, ranks: Sequence[ActorHandle], silent_after_s: float, socket_path: str, store: object = None
+        self, ranks: Sequence[ActorHandle], silent_after_s: float, socket_paths: Sequence[str], store: object = None
     ) -> None:
         super().__init__(ranks, silent_after_s)
-        self.socket_path, self._store, self._listens_at = socket_path, store, ""
+        self.socket_paths, self._store, self._listens_at = socket_paths, store, ""
         self.transfer_ids = itertools.count(1)
         self.have_base: WeakSet[ActorHandle] = WeakSet()
 
@@ -61,7 +61,7 @@ async def start_trainers(
         store, places = open_rendezvous(
             launcher.address, num_ranks, start_deadline_s=start_deadline_s, call_deadline_s=call_deadline_s
         )
-    return Trainers(await start_ranks(launcher, spec, places), silent_after_s, spec.kwargs["socket_path"], store)
+    return Trainers(await start_ranks(launcher, spec, places), silent_after_s, spec.kwargs["socket_paths"], store)
 
 
 DEATH_SEEN_AFTER_S: Final = 2.0

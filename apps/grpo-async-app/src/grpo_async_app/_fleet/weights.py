@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from grpo_async_app._fleet.colocation import ColocationSchedule
@@ -15,6 +15,9 @@ from offbeat_weightsync import Reach
 
 E = TypeVar("E", bound=Member)
 
+Source = list[str]
+"""Where an engine asks for weights: one address; or one for each of its workers, if several ranks send to them."""
+
 
 class WeightOffer:
     """The trainer's weights of one version.
@@ -25,6 +28,7 @@ class WeightOffer:
         deadline_s: for all engines to come, load and prove.
         parts: what an engine gets, in order. The base is brought once to each process of an engine, by one trainer.
         reach: of the transport.
+        ranks: for each engine, by name, the trainer ranks that send to it; rank 0 sends to those not named.
         events: takes each part that an engine has taken.
     """
 
@@ -36,9 +40,10 @@ class WeightOffer:
         events: RunEvents,
         parts: Sequence[WeightPart] = ("merged",),
         reach: Reach = "either",
+        ranks: Mapping[str, Sequence[int]] = {},
     ) -> None:
         self._trainer, self.version, self._deadline_s = trainer, version, deadline_s
-        self.parts, self._reach, self._events = parts, reach, events
+        self.parts, self._reach, self._ranks, self._events = parts, reach, ranks, events
         self._transfer_id = 0
         self._brought: set[tuple[ActorHandle, WeightPart]] = set()
 
@@ -53,21 +58,30 @@ class WeightOffer:
             if part == "base":
                 self._trainer.have_base.add(actor)  # beyond this offer: each process gets the base once
 
-    async def source_for(self, hosts: Collection[str]) -> str:
-        """Return where engines on these machines (IP addresses) ask for them: by memory, if that is one for all."""
-        trainer, is_local = self._trainer, set(hosts) == {self._trainer.address}
-        by_memory = self._reach == "machine" or (self._reach == "either" and is_local)
-        return trainer.socket_path if by_memory else await trainer.listen(self._deadline_s)
+    async def sources_for(self, actors: Collection[ActorHandle]) -> list[Source]:
+        """Return where each of these engines asks for them: by memory, if the machine of rank 0 is that of all."""
+        trainer, is_local = self._trainer, {actor.address for actor in actors} == {self._trainer.address}
+        if self._reach == "machine" or (self._reach == "either" and is_local):
+            return [[trainer.socket_paths[rank] for rank in self._ranks.get(actor.name, [0])] for actor in actors]
+        return [[await trainer.listen(self._deadline_s)]] * len(actors)
 
-    async def push(self, source: str, num_engines: int, part: WeightPart) -> None:
-        """Make the trainer give a part to the engines that ask at this source."""
+    async def push(self, sources: Sequence[Source], part: WeightPart) -> None:
+        """Make the trainer give a part to the engines that ask at these sources."""
         self._transfer_id = next(self._trainer.transfer_ids)
-        address = "" if source == self._trainer.socket_path else source
+        # One rank that sends to all, at whatever address, is the first.
+        num_engines, address = [len(sources)] + [0] * (len(self._trainer.actors) - 1), sources[0][0]
+        if address in self._trainer.socket_paths:
+            num_engines = [sum(path in each for each in sources) for path in self._trainer.socket_paths]
+            address = ""
         args = (self.version, num_engines, self._deadline_s, address, self._transfer_id, part)
         returns, deadline_s = list[WeightProof], self._deadline_s + 5  # after the transfer's, whose error says more
-        await self._trainer.call("push_weights", *args, returns=returns, deadline_s=deadline_s)
+        answers = await self._trainer.call_each("push_weights", *args, returns=returns, deadline_s=deadline_s)
+        if errors := [answer for answer in answers if isinstance(answer, OffbeatError)]:
+            raise root_cause(errors)
+        by_rank = zip(self._trainer.actors, answers, strict=True)
+        check_same_weights({rank.name: proofs[0] for rank, proofs in by_rank if proofs})
 
-    async def pull(self, actor: ActorHandle, source: str, part: WeightPart) -> None:
+    async def pull(self, actor: ActorHandle, source: Source, part: WeightPart) -> None:
         """Make an engine take a part that is sent from this source, and prove it."""
         begun_s, deadline_s = clock_s(), self._deadline_s
         args = (source, self.version, deadline_s, part)
@@ -77,6 +91,24 @@ class WeightOffer:
     async def withdraw(self) -> None:
         """Notify the trainer that not all engines of the last `push` will come."""
         await self._trainer.call("withdraw", self._transfer_id, deadline_s=self._deadline_s)
+
+
+def check_same_weights(sent: Mapping[str, WeightProof]) -> None:
+    """Check that all ranks have sent the same: an engine proves what its own rank has sent.
+
+    Args:
+        sent: what the engines of each rank hold, by the rank's name.
+
+    Raises:
+        WeightSyncError: two ranks have sent different weights.
+    """
+    (first, proof), *others = sent.items()
+    for rank, other in others:
+        if other != proof:
+            raise WeightSyncError(
+                f"{rank} has sent other weights of version {proof.version} than {first}: all ranks must hold the same; "
+                "resume the run from its last checkpoint"
+            )
 
 
 async def bring_weights(
@@ -111,9 +143,9 @@ async def bring_weights(
             await turns.make_room(actor)
 
     async def transfer(actors: Sequence[ActorHandle], part: WeightPart) -> Outcomes:
-        source = await offer.source_for({actor.address for actor in actors})
-        pulls = [offer.pull(actor, source, part) for actor in actors]
-        return await transfer_weights(pulls, offer.push(source, len(pulls), part), offer.withdraw)
+        sources = await offer.sources_for(actors)
+        pulls = [offer.pull(actor, source, part) for actor, source in zip(actors, sources, strict=True)]
+        return await transfer_weights(pulls, offer.push(sources, part), offer.withdraw)
 
     async def resume(actor: ActorHandle) -> None:
         await actor.call("resume", deadline_s=deadline_s)

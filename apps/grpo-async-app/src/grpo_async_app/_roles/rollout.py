@@ -238,21 +238,22 @@ class RolloutRole:
         return resident_bytes()
 
     async def pull_weights(
-        self, address: str, version: int, deadline_s: float, part: WeightPart = "merged"
+        self, addresses: list[str], version: int, deadline_s: float, part: WeightPart = "merged"
     ) -> WeightProof:
         """Take `version` from the trainer that listens at an address, and prove to it what arrived.
 
-        A base is completed by the adapter that follows; until then nothing is served.
+        There are several addresses where each worker of the engine takes it from a rank of the trainer of its own. A
+        base is completed by the adapter that follows; until then nothing is served.
         """
         began_s = time.monotonic()
         if self._trace is not None:
             await self._trace.end()
         if self._workers_receive and part != "adapter":
             transport, engine = self._config.rollout.weight_transport, cast(ReceivingEngine, self._engine)
-            proof = await engine.receive_weights(transport, address, version, deadline_s, name=str(self._role))
+            proof = await engine.receive_weights(transport, addresses, version, deadline_s, name=str(self._role))
             size = "by its workers"
         else:
-            proof, size = await self._receive(address, version, deadline_s, part)
+            proof, size = await self._receive(addresses[0], version, deadline_s, part)
         log_line(f"took weights: version {version}, {size} in {time.monotonic() - began_s:.1f} s")
         if part != "base":
             await self._serve()

@@ -55,10 +55,11 @@ class TrainerRole:
         model_path: folder it starts from.
         num_updates: of the whole run, for the learning rate's schedule.
         num_threads: of each rank.
-        socket_path: where rollout engines fetch weights: an address from `new_address` or `new_socket_path`.
+        socket_paths: for each rank the address where engines on its machine fetch weights from it, from `new_address`
+            or `new_socket_path`; "" for a rank that sends none.
         checkpoint: folder to resume from, or empty.
-        rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike; rank 0
-            sends weights. The launcher shows each rank devices of its own, so all take the same one by name.
+        rendezvous: this process among the ranks of the trainer; None for the only one. All are called alike. The
+            launcher shows each rank devices of its own, so all take the same one by name.
         trace_folder: takes the traces of section `profile`; its parent, the run folder, takes checkpoints,
             and weights that go by the disk.
     """
@@ -70,7 +71,7 @@ class TrainerRole:
         model_path: str,
         num_updates: int,
         num_threads: int,
-        socket_path: str,
+        socket_paths: list[str],
         checkpoint: str = "",
         rendezvous: Rendezvous | None = None,
         trace_folder: str = "",
@@ -106,15 +107,15 @@ class TrainerRole:
         self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
         everything = [spec for plan in self._plans.values() for spec in plan.specs]
         self._plan = BucketPlan.build(everything, config.rollout.sync_bucket_bytes)
-        self._leads, self._is_alone, self._so_far = rank == 0, rendezvous is None, ""
-        changes = config.rollout.full_sync_every - 1
-        self._copy = WeightCopy(changes) if changes and self._leads else None
+        self._rank, self._is_alone, self._so_far = rank, rendezvous is None, ""
+        changes, socket_path = config.rollout.full_sync_every - 1, socket_paths[rank]
+        self._copy = WeightCopy(changes) if changes and socket_path else None
         self._senders: dict[str, WeightSender] = {}
         self._last_withdrawn = 0
         folder = config.rollout.weight_folder or str(Path(trace_folder).parent / "weights")
         self._transport = open_transport(config.rollout.weight_transport, device, folder)
-        if self._leads and self._transport.reach != "network":
-            self._senders[""] = self._transport.open_sender(socket_path, self._plan)
+        if socket_path and self._transport.reach != "network":
+            self._senders[""] = self._transport.open_sender(socket_path, self._plan, name=str(role))
         log_line("ready")
 
     def _plan_of(self, part: WeightPart) -> BucketPlan:
@@ -187,9 +188,9 @@ class TrainerRole:
         """Listen for engines that reach this machine as `host`.
 
         Returns:
-            The address for `pull_weights` there, and for `push_weights`; "" on ranks that send nothing.
+            The address for `pull_weights` there, and for `push_weights`; "" on all ranks but the first.
         """
-        if not self._leads:
+        if self._rank:
             return ""
         sender = self._transport.open_sender(new_address(host), self._plan)
         self._senders[sender.address] = sender
@@ -198,36 +199,44 @@ class TrainerRole:
     def push_weights(
         self,
         version: int,
-        num_engines: int,
+        num_engines: list[int],
         deadline_s: float,
         address: str = "",
         transfer_id: int = 0,
         part: WeightPart = "merged",
     ) -> list[WeightProof]:
-        """Give the weights to so many rollout engines that ask for `version`; the other ranks hand over their shares.
+        """Give the weights to rollout engines that ask for `version`, and gather them with the other ranks.
 
-        A `transfer_id` grows with each call, for `withdraw`; 0 cannot be withdrawn. `part` is one of
-        `RolloutConfig.weight_parts`.
+        Args:
+            version: policy version.
+            num_engines: for each rank the number of engines that ask it; a rank without engines gathers all the same.
+            deadline_s: for the engines to come, load and prove.
+            address: where they ask rank 0, from `listen`; "" is this rank's socket path.
+            transfer_id: grows with each call, for `withdraw`; 0 cannot be withdrawn.
+            part: one of `RolloutConfig.weight_parts`.
+
+        Returns:
+            What each engine has proved to this rank.
         """
 
         def is_withdrawn() -> bool:
             return 0 < transfer_id <= self._last_withdrawn
 
-        weights, began_s = self._gather(part), time.monotonic()
+        weights, num_asking, began_s = self._gather(part), num_engines[self._rank], time.monotonic()
         try:
-            if not self._leads:
+            if not num_asking:
                 return []
             proofs = self._senders[address].send(
                 quantize_tensors(weights, self._is_fp8) if self._as_fp8(part) else weights,
                 version,
-                num_engines,
+                num_asking,
                 deadline_s=deadline_s,
                 is_withdrawn=is_withdrawn,
                 plan=self._plans[part],
                 copy=self._copy,
             )
             size, seconds = size_text(self._plans[part].num_bytes), time.monotonic() - began_s
-            engines = f"{num_engines} engine{'s' * (num_engines != 1)}"
+            engines = f"{num_asking} engine{'s' * (num_asking != 1)}"
             log_line(f"sent weights: version {version} to {engines}, {size} in {seconds:.1f} s")
             return proofs
         finally:

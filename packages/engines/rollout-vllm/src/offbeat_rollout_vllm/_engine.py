@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -129,9 +129,12 @@ class EngineControl:
         source = f"adapter {adapter.name!r} of version {version}"
         return self._change(partial(self._adapters.load, adapter, stream, source), version, adapter)
 
-    def receive(self, transport: str, address: str, version: int, deadline_s: float, name: str) -> WeightProof:
+    def receive(
+        self, transport: str, addresses: Sequence[str], version: int, deadline_s: float, name: str
+    ) -> WeightProof:
         """Let the workers take the model by themselves, and serve it as `version`."""
-        return self._change(partial(self._loader.receive, transport, address, version, deadline_s, name), version, None)
+        load = partial(self._loader.receive, transport, addresses, version, deadline_s, name)
+        return self._change(load, version, None)
 
     def _change(self, load: Callable[[], WeightProof], version: int, adapter: LoraAdapter | None) -> WeightProof:
         self._requests.refuse_if_broken()
@@ -399,15 +402,15 @@ class VllmRolloutEngine:
         return proof
 
     async def receive_weights(
-        self, transport: str, address: str, version: int, deadline_s: float, *, name: str
+        self, transport: str, addresses: Sequence[str], version: int, deadline_s: float, *, name: str
     ) -> WeightProof:
         """See `ReceivingEngine`. It serves and fails as after `update_weights`.
 
-        Each of vLLM's workers joins the sender by itself, as `NAME.worker-RANK`, and hands what arrives on its device
+        Each of vLLM's workers joins its sender by itself, as `NAME.worker-RANK`, and hands what arrives on its device
         to vLLM's own loaders. The sums of what all hold, each its parts, are compared with what was sent.
         """
         proof: WeightProof = await self._control.run(
-            self._control.receive, transport, address, version, deadline_s, name
+            self._control.receive, transport, addresses, version, deadline_s, name
         )
         return proof
 

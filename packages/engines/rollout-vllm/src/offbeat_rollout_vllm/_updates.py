@@ -10,7 +10,7 @@ Source: transformers 5.19.0, transformers/conversion_mapping.py ("qwen2_moe", wh
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -324,20 +324,26 @@ class WeightLoader:
         except Exception as error:
             raise WeightSyncError(f"{source}: {error}") from error
 
-    def receive(self, transport: str, address: str, version: int, deadline_s: float, name: str) -> WeightProof:
+    def receive(
+        self, transport: str, addresses: Sequence[str], version: int, deadline_s: float, name: str
+    ) -> WeightProof:
         """Let each worker take a version from its sender; `touched` says what it says after `load`."""
         self.touched = False
         workers, end = self._workers, time.monotonic() + deadline_s
+        if len(addresses) not in (1, workers.num_workers):
+            raise WeightSyncError(
+                f"workers receive from one address for all or one each: got {len(addresses)} addresses for "
+                f"{workers.num_workers} workers"
+            )
         try:
             found = workers.start(
                 "receive",
                 deadline_s + REPLY_S,
                 transport=transport,
-                address=address,
+                addresses=[*addresses] * (workers.num_workers // len(addresses)),
                 version=version,
                 deadline_s=deadline_s,
                 name=name,
-                num_workers=workers.num_workers,
                 model_path=str(self._folder.path),
             )()
             left_s = max(0.0, end - time.monotonic()) + REPLY_S  # both calls share one deadline

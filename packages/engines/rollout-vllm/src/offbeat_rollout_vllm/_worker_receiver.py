@@ -62,12 +62,13 @@ class WorkerReceiver:
         self.touched = False
 
     def receive(
-        self, transport: str, address: str, version: int, deadline_s: float, name: str, num_workers: int
+        self, transport: str, addresses: Sequence[str], version: int, deadline_s: float, name: str
     ) -> list[PartSum]:
-        """Load a version from the sender that listens at an address; return the sums of what is held of it then."""
+        """Load a version from the sender at this worker's address; return the sums of what is held of it then."""
         self.touched = False
         with ExitStack() as stack:
-            worker = self._rank, num_workers
+            address = addresses[self._rank]
+            worker = self._rank, [rank for rank, other in enumerate(addresses) if other == address]
             incoming = self._transport(transport).receive(address, version, deadline_s, name=name, worker=worker)
             stream = stack.enter_context(incoming)
             unstacked = UnstackedStream(_LoadedStream(stream, self._loading.copy_kept), self._folder)

@@ -8,7 +8,14 @@ import numpy as np
 from offbeat_core import GenerateRequest, RolloutEngineConfig, SamplingParams
 from offbeat_rollout_vllm import VllmRolloutEngine
 from offbeat_testing import logprob_errors
-from offbeat_weightsync import BucketPlan, GroupSender, describe_tensors, new_address
+from offbeat_weightsync import (
+    BucketPlan,
+    GroupSender,
+    SharedMemorySender,
+    describe_tensors,
+    new_address,
+    new_socket_path,
+)
 
 DEADLINE_S = 300.0
 SHORT = np.asarray([10, 44, 81, 7, 200, 31], np.int32)
@@ -78,10 +85,19 @@ def sending(model, bucket_bytes=1 << 14):
         yield sender
 
 
+@contextmanager
+def sending_beside(model, bucket_bytes=1 << 14):
+    """A sender of the same to workers of this machine: as a trainer rank sends to the workers on its device."""
+    plan = BucketPlan.build(describe_tensors(model.named_parameters()), bucket_bytes)
+    with SharedMemorySender(new_socket_path(), plan) as sender:
+        sender._checksum = "words"
+        yield sender
+
+
 async def sync(engine, sender, named, version, deadline_s=60.0):
     """Let the workers of an engine take one version; what it gave the trainer and the engine: proofs, or errors."""
     send = asyncio.to_thread(sender.send, named, version, 1, deadline_s=deadline_s)
-    receive = engine.receive_weights("nccl", sender.address, version, deadline_s, name="rollout-0")
+    receive = engine.receive_weights("nccl", [sender.address], version, deadline_s, name="rollout-0")
     return await asyncio.gather(send, receive, return_exceptions=True)
 
 

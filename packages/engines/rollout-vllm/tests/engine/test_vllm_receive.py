@@ -7,7 +7,7 @@ import asyncio
 import time
 
 import pytest
-from engine_checks import DEADLINE_S, check_served, config_of, request, run, sending, sync
+from engine_checks import DEADLINE_S, check_served, config_of, request, run, sending, sending_beside, sync
 
 from offbeat_core import PeerFailedError, WeightSyncError
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_model
@@ -24,6 +24,21 @@ async def check_two_syncs(engine, model, sender):
         groups.append(sender._group.place.group)
         await check_served(engine, model, version)
     assert groups[0] == groups[1], "the second sync makes no group anew"
+
+
+async def check_sender_beside_each(engine, model, _):
+    """Each worker takes the version from a sender of its own, and both prove the whole engine."""
+    weights = changed_weights(model, seed=3)
+    with sending_beside(model) as first, sending_beside(model) as second:
+        sends = [asyncio.to_thread(each.send, weights, 3, 1, deadline_s=60.0) for each in (first, second)]
+        addresses = [first.address, second.address]
+        held = engine.receive_weights("shared-memory", addresses, 3, 60.0, name="rollout-0")
+        *sent, held = await asyncio.gather(*sends, held)
+        assert sent == [[held], [held]]
+        await check_served(engine, model, 3)
+        with pytest.raises(WeightSyncError, match="got 3 addresses for 2 workers"):
+            await engine.receive_weights("shared-memory", [*addresses, "@third"], 4, 5.0, name="rollout-0")
+    await check_served(engine, model, 3)
 
 
 async def plant(engine, change):
@@ -97,7 +112,7 @@ async def check_spoiled_worker(engine, model, sender):
 async def check_unknown_sender(engine, model, sender):
     """Fail before the first tensor has come, which leaves the version that is served."""
     with pytest.raises(WeightSyncError, match="no sender listens at"):
-        await engine.receive_weights("nccl", "@offbeat-none", 9, 5.0, name="rollout-0")
+        await engine.receive_weights("nccl", ["@offbeat-none"], 9, 5.0, name="rollout-0")
     await check_served(engine, model, 5)
 
 
@@ -129,7 +144,7 @@ def check_engine(folder, *checks, **settings):
 def test_two_workers_receive_and_one_that_fails_holds_other_numbers_or_dies_is_named(tmp_path):
     faults = check_failing_worker, check_spoiled_worker, check_unknown_sender, check_killed_worker
     folder = tiny_model(tmp_path / "model", "qwen3", tied=True)
-    check_engine(folder, check_two_syncs, *faults, tensor_parallel=2)
+    check_engine(folder, check_two_syncs, check_sender_beside_each, *faults, tensor_parallel=2)
 
 
 def test_a_worker_of_an_engine_in_processes_of_its_own_receives(tmp_path):

@@ -93,7 +93,7 @@ class Join(msgspec.Struct, tag="join", frozen=True):
 
     `held`: a checksum of each tensor it has, for changed tensors alone. `copy`: the digest of the weights that it keeps
     a copy of, for changed elements alone. `member`: how a broadcast may reach it. `engine`: the engine of which it is
-    one of `num_workers` that receive; "" is an engine that receives in one process, under `name`.
+    one of the `workers`, by rank, that ask this sender; "" is an engine that receives in one process, under `name`.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Join(msgspec.Struct, tag="join", frozen=True):
     copy: str = ""
     member: GroupMember | None = None
     engine: str = ""
-    num_workers: int = 1
+    workers: tuple[int, ...] = ()
 
 
 def worker_name(engine: str, rank: int) -> str:

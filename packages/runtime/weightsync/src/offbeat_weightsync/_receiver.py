@@ -1,6 +1,6 @@
 """The rollout engine's side of a sync: join a sender, by whatever transport it sends, and take what it sends."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ def receive(
     held: Mapping[str, str] | None = None,
     copy: WeightCopy | None = None,
     group: WeightGroup | None = None,
-    worker: tuple[int, int] | None = None,
+    worker: tuple[int, Sequence[int]] | None = None,
 ) -> Iterator["PeerStream | KeptStream"]:
     """Connect to a `WeightSender` and yield the stream of one version. Blocking: use a thread.
 
@@ -49,16 +49,17 @@ def receive(
         copy: of what came last, to be sent changed elements alone where the sender has kept the same. The stream gives
             all tensors, whole, in any case.
         group: kept from version to version, where a `GroupSender` sends.
-        worker: rank of this process, and number of the processes that receive for the engine `name` together: each all
-            bytes, and each proves its parts (`ArrivingStream.sum_parts`). The sender waits for all of them, counts them
-            as one receiver, and calls this one "rollout-0.worker-1". None: this process receives for all of the engine.
+        worker: rank of this process among those that receive for the engine `name` together, and the ranks of all of
+            them that ask this sender. Each takes all bytes and proves its parts (`ArrivingStream.sum_parts`). The
+            sender waits for all of them, counts them as one receiver, and calls this one "rollout-0.worker-1". None:
+            this process receives for all of the engine.
 
     Raises:
         WeightSyncError: the sender is not there, refuses the token, failed or died, sends another version, or the
             bytes differ.
         DeadlineError: it did not come in time.
     """
-    engine, num_workers = ("", 1) if worker is None else (name, worker[1])
+    engine, workers = ("", ()) if worker is None else (name, tuple(worker[1]))
     if worker is not None:
         name = worker_name(engine, worker[0])
     connection = connect(address, Deadline(f"weight sync of version {version} at {name}", deadline_s))
@@ -70,7 +71,7 @@ def receive(
             copy="" if copy is None else copy.digest,
             member=None if group is None else group.member,
             engine=engine,
-            num_workers=num_workers,
+            workers=workers,
         )
         connection.send(join)
         stream = _open_stream(connection, version, held, copy, group)

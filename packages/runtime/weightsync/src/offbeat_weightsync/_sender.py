@@ -350,7 +350,7 @@ def _missing(joined: Collection[Join], num_receivers: int) -> str:
         if join.engine:
             workers.setdefault(join.engine, []).append(join)
     names = [join.name for join in joined]
-    expected = [worker_name(engine, rank) for engine, here in workers.items() for rank in range(here[0].num_workers)]
+    expected = [worker_name(engine, rank) for engine, here in workers.items() for rank in here[0].workers]
     late = [worker for worker in expected if worker not in names]
     more = num_receivers - len(workers) - sum(not join.engine for join in joined)
     wanted = [f"{more} of {num_receivers} receivers"] * (more > 0) + late

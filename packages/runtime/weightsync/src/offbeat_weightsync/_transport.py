@@ -50,20 +50,33 @@ class Route:
     """Route of weights, and what is asked of their transport.
 
     Args:
-        sender: the trainer, rank 0.
-        receivers: the engines, or of those that are split over several devices each of their ranks.
+        senders: the ranks of the trainer, in order.
+        receivers: the engines, or of those that are split over several devices each of their ranks, in a row.
+        engine_width: number of receivers that are one engine.
         shares_devices: trainer and engines take turns on the same devices.
         sends_changes: most versions bring the elements alone that have changed.
         folder: where files may be written; "" for the default.
         loads_on_device: engines load tensors that are on their device, without a copy through the host.
     """
 
-    sender: Endpoint
+    senders: Sequence[Endpoint]
     receivers: Sequence[Endpoint]
+    engine_width: int = 1
     shares_devices: bool = False
     sends_changes: bool = False
     folder: str = ""
     loads_on_device: bool = False
+
+    @property
+    def sender(self) -> Endpoint:
+        """Rank 0 of the trainer, which sends by all transports that do not assign engines to several ranks."""
+        return self.senders[0]
+
+    @property
+    def engines(self) -> list[Sequence[Endpoint]]:
+        """The receivers of each engine."""
+        starts = range(0, len(self.receivers), self.engine_width)
+        return [self.receivers[start : start + self.engine_width] for start in starts]
 
     @property
     def elsewhere(self) -> Endpoint | None:
@@ -102,6 +115,11 @@ class Transport(ABC):
         return name
 
     @classmethod
+    def assign(cls, route: Route) -> list[int]:
+        """Return for each receiver the rank of the trainer that sends to it, on a route without complaint."""
+        return [0] * len(route.receivers)
+
+    @classmethod
     @abstractmethod
     def describe(cls, route: Route) -> str:
         """Return how weights go this route, in a few words: "by TCP"."""
@@ -109,12 +127,13 @@ class Transport(ABC):
     # ── the trainer's side ────────────────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen for engines.
 
         Args:
             address: from `new_address(host)`, or `new_socket_path()` for this machine alone.
             plan: the tensors, in the order in which they will be given, and the dtypes in which they travel.
+            name: of this side, for the engines' errors.
 
         Raises:
             WeightSyncError: it cannot listen there, or has not what it needs.
@@ -142,7 +161,7 @@ class Transport(ABC):
         *,
         name: str,
         copy: WeightCopy | None = None,
-        worker: tuple[int, int] | None = None,
+        worker: tuple[int, Sequence[int]] | None = None,
     ) -> AbstractContextManager[PeerStream | KeptStream]:
         """Join the sender that listens at an address, and take what it sends: see `offbeat_weightsync.receive`."""
         return receive(address, version, deadline_s, name=name, copy=copy, worker=worker)

@@ -1,6 +1,6 @@
 """The rollout contract: what every engine that samples completions does, and what some do besides."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -163,13 +163,14 @@ class ReceivingEngine(RolloutEngine, Protocol):
     """
 
     async def receive_weights(
-        self, transport: str, address: str, version: int, deadline_s: float, *, name: str
+        self, transport: str, addresses: Sequence[str], version: int, deadline_s: float, *, name: str
     ) -> WeightProof:
-        """Take every tensor of a version from its sender, and serve it from now on, as after `update_weights`.
+        """Take every tensor of a version from its senders, and serve it from now on, as after `update_weights`.
 
         Args:
             transport: name of the sender's, which brings weights to devices.
-            address: where the sender listens, which waits for all workers of the engine.
+            addresses: of the sender to all workers, or for each worker, by rank, of its own. A sender waits for all
+                workers of the engine that have its address.
             version: policy version.
             deadline_s: from here until all is proved and confirmed.
             name: of the engine, for errors: its workers are called "NAME.worker-0" and so on.

@@ -129,14 +129,35 @@ class ActorGroup:
         Raises:
             PeerFailedError: one has died; named is the one that died first.
         """
+        calls = [each.call(method, *args, returns=returns, deadline_s=deadline_s) for each in self.actors]
+        return (await self._unless_dead(calls))[0]
+
+    async def call_each(self, method: str, *args: Any, returns: Any = None, deadline_s: float) -> list[Any]:
+        """Call a method of all, and wait until all have ended it: one that fails does not cut the others short.
+
+        Returns:
+            For each, in order, its answer, or the OffbeatError that it raised.
+
+        Raises:
+            PeerFailedError: as `call`, and then it waits for no other.
+        """
+
+        async def end(actor: ActorHandle) -> Any:
+            try:
+                return await actor.call(method, *args, returns=returns, deadline_s=deadline_s)
+            except PeerFailedError:
+                raise
+            except OffbeatError as error:
+                return error
+
+        return await self._unless_dead(map(end, self.actors))
+
+    async def _unless_dead(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
         try:
-            answers = await gather_or_cancel(
-                [each.call(method, *args, returns=returns, deadline_s=deadline_s) for each in self.actors]
-            )
+            return await gather_or_cancel(calls)
         except PeerFailedError as error:
             # The first error may be of an actor that has only noticed the death of another.
             raise await self.death(error.log_tail) or error from error
-        return answers[0]
 
     @contextlib.asynccontextmanager
     async def reporting_progress(self, notify: Callable[[str], None]) -> AsyncIterator[None]:

@@ -18,11 +18,11 @@ class AutoTransport(Transport):
 
     @classmethod
     def settle(cls, name: str, route: Route) -> str:
-        """Return "cuda-ipc" where all are on one CUDA device, "nccl" where each has one to itself.
+        """Return "cuda-ipc" where a trainer rank is on each engine's CUDA device, "nccl" where none share theirs.
 
         Changed elements are found on the host, so they go by its memory.
         """
-        ends = (route.sender, *route.receivers)
+        ends = (*route.senders, *route.receivers)
         if route.sends_changes or not route.loads_on_device or not all(each.has_ipc for each in ends):
             return name
         if not CudaIpcTransport.complaint(route):
@@ -38,9 +38,9 @@ class AutoTransport(Transport):
             return "by shared memory: all engines are on the trainer's machine"
         return f"by TCP: an engine is on {other.node}, the trainer on {route.sender.node}"
 
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen over TCP if the address names a host, otherwise by shared memory."""
-        return open_sender(address, plan)
+        return open_sender(address, plan, name=name)
 
 
 def open_sender(

@@ -41,9 +41,9 @@ class DiskTransport(Transport):
         """Return through which folder."""
         return f"through {route.folder or 'the run folder'}, as safetensors files"
 
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen at an address of this machine, and lock the folder."""
-        return DiskSender(address, plan, self._folder)
+        return DiskSender(address, plan, self._folder, name=name)
 
     @classmethod
     def open_stream(

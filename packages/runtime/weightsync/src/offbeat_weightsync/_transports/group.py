@@ -1,7 +1,7 @@
 """Broadcasts of a group: gloo from CPU to CPUs, nccl from a CUDA device to others."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -61,9 +61,9 @@ class GroupTransport(Transport):
         """Return "by broadcasts of one group"."""
         return "by broadcasts of one group, from the trainer to all engines"
 
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen at an address of this machine; the group is made with the first sync."""
-        return GroupSender(address, plan, device=self._device)
+        return GroupSender(address, plan, device=self._device, name=name)
 
     def get_ready(self) -> None:
         """Find out how this device takes part in a group."""
@@ -83,7 +83,7 @@ class GroupTransport(Transport):
         *,
         name: str,
         copy: WeightCopy | None = None,
-        worker: tuple[int, int] | None = None,
+        worker: tuple[int, Sequence[int]] | None = None,
     ) -> AbstractContextManager[PeerStream | KeptStream]:
         """Take what is broadcast: see `Transport.receive`."""
         assert self._group is not None, "get_ready() comes first"

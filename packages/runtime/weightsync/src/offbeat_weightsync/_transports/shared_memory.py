@@ -16,7 +16,7 @@ from offbeat_weightsync._plan import BucketPlan
 from offbeat_weightsync._sender import PendingConnection, WeightSender, await_loaded
 from offbeat_weightsync._stream import MAX_RUN_BYTES, Room, Runs
 from offbeat_weightsync._tensors import PlannedTensors
-from offbeat_weightsync._transport import Route, Transport
+from offbeat_weightsync._transport import Endpoint, Route, Transport
 from offbeat_weightsync._transports.slots import NUM_SLOTS, SharedSlots, open_device_slots, open_slots, synchronize
 from offbeat_weightsync._weight_group import WeightGroup
 
@@ -31,9 +31,9 @@ class SharedMemoryTransport(Transport):
         """Return "by shared memory"."""
         return "by shared memory"
 
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen at a path of this machine."""
-        return SharedMemorySender(address, plan)
+        return SharedMemorySender(address, plan, name=name)
 
     @classmethod
     def open_stream(
@@ -44,24 +44,42 @@ class SharedMemoryTransport(Transport):
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """Weights in memory of a CUDA device that the engines open by CUDA IPC: they never leave it."""
+    """Weights in memory of CUDA devices that the engines there open by CUDA IPC: they never leave a device.
+
+    Every rank of the trainer gathers whole tensors, so each sends to the engines on its own device.
+    """
 
     @classmethod
     def complaint(cls, route: Route) -> str:
-        """Refuse all but one and the same CUDA device."""
-        names = {route.sender.device, *(each.device for each in route.receivers)}
-        is_same = all(each.index == route.sender.index for each in route.receivers)
-        is_named = len(names) == 1 and route.sender.device.startswith("cuda")
-        if (far := super().complaint(route)) or (is_same and (route.sender.index is not None or is_named)):
-            return far
-        return (
-            "needs trainer and engines on one and the same CUDA device: set engine.device and rollout.device to it, "
-            'or weight_transport = "auto"'
-        )
+        """Refuse an engine on a device without a trainer rank, and one that cannot take weights from several ranks."""
+        if (lonely := next((each for each in route.receivers if _rank_beside(each, route) is None), None)) is not None:
+            far = "" if lonely.node in {each.node for each in route.senders} else super().complaint(route)
+            where = lonely.node if lonely.index is None else f"{lonely.node}, device {lonely.index},"
+            return far or (
+                f"needs a rank of the trainer on the CUDA device of each engine, and the one on {where} has none: set "
+                'engine.device and rollout.device to one and the same CUDA device, or weight_transport = "auto"'
+            )
+        for engine in route.engines:
+            if len({each.node for each in engine}) > 1:
+                return 'reaches engines that are on one machine each, and one is on several: set it to "auto"'
+            if len({_rank_beside(each, route) for each in engine}) > 1 and not route.loads_on_device:
+                return (
+                    "reaches the devices of several trainer ranks, and an engine that is split over them takes weights "
+                    'in one process: set it to "auto"'
+                )
+        return ""
+
+    @classmethod
+    def assign(cls, route: Route) -> list[int]:
+        """Return for each receiver the rank of the trainer on its device."""
+        ranks = [_rank_beside(each, route) for each in route.receivers]
+        return [rank for rank in ranks if rank is not None]
 
     @classmethod
     def describe(cls, route: Route) -> str:
-        """Return "by CUDA IPC"."""
+        """Return "by CUDA IPC", and from which ranks."""
+        if len(set(cls.assign(route))) > 1:
+            return "by CUDA IPC, from each rank of the trainer to the engines on its device"
         return "by CUDA IPC"
 
     @property
@@ -69,9 +87,9 @@ class CudaIpcTransport(SharedMemoryTransport):
         """See `Transport.on_device`."""
         return True
 
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen at a path of this machine, with slots on the trainer's device."""
-        return SharedMemorySender(address, plan, device=str(open_device(self._device).torch_device))
+        return SharedMemorySender(address, plan, name=name, device=str(open_device(self._device).torch_device))
 
 
 class SharedMemorySender(WeightSender):
@@ -173,6 +191,15 @@ class SharedMemoryStream(PeerStream):
                 f"{self._connection.peer} sent bucket {filled.bucket} where {index} was due, in {self._bucket(index)}"
             )
         return filled.num_bytes
+
+
+def _rank_beside(receiver: Endpoint, route: Route) -> int | None:
+    """Return the rank of the trainer on a receiver's CUDA device; None where there is none, or it is not known."""
+    for rank, sender in enumerate(route.senders):
+        is_named = sender.index is not None or (sender.device == receiver.device and sender.device.startswith("cuda"))
+        if is_named and (sender.node, sender.index) == (receiver.node, receiver.index):
+            return rank
+    return None
 
 
 def _open_slots(connection: Connection, offer: Offer) -> list[Tensor]:

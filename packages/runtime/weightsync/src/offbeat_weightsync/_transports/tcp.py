@@ -24,9 +24,9 @@ class TcpTransport(Transport):
         """Return "by TCP"."""
         return "by TCP"
 
-    def open_sender(self, address: str, plan: BucketPlan) -> WeightSender:
+    def open_sender(self, address: str, plan: BucketPlan, *, name: str = "trainer-0") -> WeightSender:
         """Listen at an address of this machine."""
-        return TcpSender(address, plan)
+        return TcpSender(address, plan, name=name)
 
     @classmethod
     def open_stream(
