@@ -91,6 +91,9 @@ class NpuDevice:
     def pinned_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def reserve(self, num_bytes: int) -> None:
+        """None yet: what torch_npu has of CANN's virtual memory was not tried."""
+
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         copied = tensor.to("cpu", copy=True)
         return lambda: copied

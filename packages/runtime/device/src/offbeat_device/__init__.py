@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         DeviceMemory,
         MaskedAttention,
         Profiler,
+        StableMemory,
         WorkGraphs,
         accelerator_kind,
         open_device,
@@ -31,6 +32,7 @@ __all__ = [
     "MaskedAttention",
     "MemoryOffloader",
     "Profiler",
+    "StableMemory",
     "StepTracer",
     "TraceFiles",
     "WorkGraphs",
@@ -49,7 +51,7 @@ __getattr__, __dir__ = load_lazily(
         "_cuda": "copy_to_device",
         "_device": (
             "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "
-            "WorkGraphs"
+            "StableMemory WorkGraphs"
         ),
         "_offload": "MemoryOffloader",
         "_tracing": "StepTracer TraceFiles",

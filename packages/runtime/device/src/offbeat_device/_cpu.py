@@ -1,6 +1,7 @@
 """The CPU as a device."""
 
 import ctypes
+import mmap
 import os
 import resource
 import shutil
@@ -75,6 +76,9 @@ class CpuDevice:
     def pinned_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def reserve(self, num_bytes: int) -> "HostPages | None":
+        return HostPages(num_bytes) if sys.platform == "linux" else None  # elsewhere MADV_DONTNEED is a hint
+
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         copied = tensor.clone()
         return lambda: copied
@@ -104,6 +108,26 @@ class CpuDevice:
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Nothing to patch."""
+
+
+class HostPages:
+    """See `StableMemory`: pages without a file, which the system makes, zeroed, when they are first touched.
+
+    Source: madvise(2), MADV_DONTNEED: after it a private anonymous mapping reads as zeros.
+
+    Args:
+        num_bytes: at least 1.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def restore(self) -> None:
+        """Nothing: pages come when they are touched."""
+
+    def release(self) -> None:
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 def _proc_status() -> dict[str, int]:

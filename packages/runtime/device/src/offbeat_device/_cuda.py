@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from offbeat_device._cuda_pages import CudaDriver, CudaPages, mapped_bytes
 from offbeat_device._device import AttendedTokens, DeviceMemory, profile_threads
 
 _RECORDING: Final = threading.Lock()
@@ -51,12 +52,16 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> DeviceMemory:
-        """Return what torch's allocator holds for tensors; of other users of the GPU only what they leave free."""
+        """Return what tensors hold; of other users of the GPU only what they leave free.
+
+        At the peak of torch's allocator as much stable memory is taken to be held as now.
+        """
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         allocated_bytes = torch.cuda.memory_allocated(self.torch_device)
+        stable_bytes = mapped_bytes[self.torch_device.index]
         return DeviceMemory(
-            allocated_bytes=allocated_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self.torch_device),
+            allocated_bytes=allocated_bytes + stable_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated(self.torch_device) + stable_bytes,
             total_bytes=torch.cuda.get_device_properties(self.torch_device).total_memory,
             free_bytes=free_bytes + torch.cuda.memory_reserved(self.torch_device) - allocated_bytes,
         )
@@ -76,6 +81,16 @@ class CudaDevice:
         if int(error) == 0:  # else it serves all the same, and slowly
             weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
         return memory
+
+    def reserve(self, num_bytes: int) -> CudaPages | None:
+        """Return None for ROCm, whose driver has other names, and where driver or GPU know no virtual memory."""
+        try:
+            driver = None if torch.version.hip else CudaDriver()
+        except (OSError, AttributeError):
+            return None
+        if driver is None or not driver.has_virtual_memory(self.torch_device.index):
+            return None
+        return CudaPages(driver, self, num_bytes)
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         with torch.cuda.device(self.torch_device):

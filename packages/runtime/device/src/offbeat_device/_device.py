@@ -59,6 +59,28 @@ class WorkGraphs(Protocol):
         """
 
 
+class StableMemory(Protocol):
+    """Memory whose addresses stay while the device has the memory back: tensors and recorded work on it stay valid.
+
+    Hold it as long as what uses its addresses. It begins without memory.
+
+    Attributes:
+        tensor: [num_bytes] uint8, on the device; read and written only between `restore` and `release`.
+    """
+
+    tensor: torch.Tensor
+
+    def restore(self) -> None:
+        """Have memory behind the addresses, all of it zero; nothing where it is there.
+
+        Raises:
+            OffbeatError: the device has too little.
+        """
+
+    def release(self) -> None:
+        """Give the memory back, and lose what it holds, once queued work is done; nothing where it is away."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttendedTokens:
     """Sequences of a micro-batch, one after the other, and the queries of them that a rank holds.
@@ -162,6 +184,9 @@ class Device(Protocol):
 
         It takes about as long as several copies to make.
         """
+
+    def reserve(self, num_bytes: int) -> StableMemory | None:
+        """Return addresses for at least one byte; None on a platform where none can be had without memory."""
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy what a tensor holds once the work queued before is done.
