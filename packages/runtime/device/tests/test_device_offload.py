@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,8 +154,12 @@ def test_a_file_that_takes_a_part_at_a_time_is_given_all():
 class Accelerator(CpuDevice):
     """A device with memory of its own, as far as the offloader sees; its tensors are those of the CPU."""
 
-    def __init__(self):
+    def __init__(self, free_bytes=2**40):
         self.torch_device, self.pinned, self.waits = torch.device("cuda", 0), [], 0
+        self.free_bytes = free_bytes
+
+    def memory(self):
+        return replace(super().memory(), free_bytes=self.free_bytes)
 
     def synchronize(self):
         self.waits += 1
@@ -179,3 +184,15 @@ def test_values_of_an_accelerator_wait_in_memory_that_is_pinned_once():
     assert device.pinned == [28, 40]
     away.offload(away.OPTIMIZER, [*moments, torch.ones(1000)])
     assert device.pinned == [28, 40, 4028], "what has grown needs more"
+
+
+def test_what_the_device_has_no_room_for_stays_away_with_both_sizes_named():
+    device, weights, gradient = Accelerator(3 * MIB), torch.arange(MIB), torch.ones(MIB)  # 8 and 4 MiB
+    away = MemoryOffloader(device)
+    away.offload(away.WEIGHTS, [weights], drop=[gradient])
+    with pytest.raises(OffbeatError, match=r"its weights take 0\.01 GiB of the device, and 0\.00 GiB are free"):
+        away.restore()
+    assert away.offloaded_bytes == 8 * MIB
+    device.free_bytes = 12 * MIB
+    away.restore()
+    assert weights[-1] == MIB - 1

@@ -97,12 +97,15 @@ class MemoryOffloader:
 
         Raises:
             ConfigError: there is no such part.
+            OffbeatError: an accelerator has too little memory. Nothing has changed then.
         """
         wanted = set(tags) or {self.WEIGHTS, self.OPTIMIZER}
         if unknown := wanted - {self.WEIGHTS, self.OPTIMIZER}:
             raise ConfigError(f"wake knows the tags weights and optimizer, got {', '.join(sorted(unknown))}")
         has_dropped = False
-        for tag in sorted(wanted & self._away.keys()):
+        coming = sorted(wanted & self._away.keys())
+        self._require_room(coming)
+        for tag in coming:
             part = self._away[tag]
             part.restore()
             self._device.synchronize()  # copies from pinned memory are only queued
@@ -122,12 +125,27 @@ class MemoryOffloader:
             if tag in self._away:
                 raise OffbeatError(f"{what}: the training engine sleeps without its {tag}; call wake() first")
 
+    def _require_room(self, tags: Sequence[str]) -> None:
+        if not self._on_accelerator or not tags:  # main memory is made free by the system
+            return
+        parts = [self._away[tag] for tag in tags]
+        needed = sum(num_bytes for part in parts for _, num_bytes in (*part.kept, *part.dropped))
+        free = self._device.memory().free_bytes
+        if needed > free:
+            raise OffbeatError(
+                f"its {' and '.join(tags)} take {needed / 2**30:.2f} GiB of the device, and {free / 2**30:.2f} GiB are "
+                "free; other processes must hold less there"
+            )
+
+    @property
+    def _on_accelerator(self) -> bool:
+        return self._device.torch_device.index is not None  # the CPU is the one device without a number
+
     def _put_away(self, part: "_Offloaded", storages: list[UntypedStorage], place: tuple[str, str]) -> None:
         if not storages:
             return
         self._device.synchronize()
-        is_host = self._device.torch_device.index is None  # the CPU, the one device without a number
-        if is_host:
+        if not self._on_accelerator:
             part.write(storages)
         else:
             sizes = [storage.nbytes() for storage in storages]
