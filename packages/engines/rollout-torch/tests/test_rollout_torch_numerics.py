@@ -13,13 +13,12 @@ from offbeat_rollout_torch._cache import KVCache
 from offbeat_rollout_torch._decoder import (
     DecoderWeights,
     Linear,
-    WeightWriter,
     can_pack,
     decode_hidden,
     decode_logits,
-    load_weights,
 )
 from offbeat_rollout_torch._families import read_architecture, rotations
+from offbeat_rollout_torch._loading import WeightWriter, load_weights
 from offbeat_testing import reference_model, tiny_model
 
 LLAMA3 = {

@@ -46,12 +46,14 @@ def assert_logprobs(model, completion):
 
 
 @pytest.mark.asyncio
-async def test_both_levels_give_memory_back_at_every_turn(folder, open_engine):
-    """A colocated run sleeps after each batch: the third time gives as much as the first."""
+@pytest.mark.parametrize("options", [{}, {"static_rows": True, "pack_weights": False}], ids=["growing", "static"])
+async def test_both_levels_give_memory_back_at_every_turn(folder, open_engine, options):
+    """A colocated run sleeps after each batch: the third time gives as much as the first. Static memory stays where it
+    is."""
     model = reference_model(folder)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
-    async with open_engine(folder, max_running=NUM_SAMPLES) as engine:
+    async with open_engine(folder, max_running=NUM_SAMPLES, options=options) as engine:
         cached = cache_bytes(engine._architecture)
         for version in (1, 2, 3):
             await sample(engine)

@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offbeat_core import ConfigError, GenerateRequest, LoraAdapter, ModelError, SamplingParams, ScoreRequest
+from offbeat_core import (
+    ConfigError,
+    GenerateRequest,
+    LoraAdapter,
+    ModelError,
+    OffbeatError,
+    SamplingParams,
+    ScoreRequest,
+)
 from offbeat_device import open_device
 from offbeat_rollout_torch import _engine
+from offbeat_rollout_torch._decoder import DecoderWeights
+from offbeat_rollout_torch._families import read_architecture
 from offbeat_rollout_torch._sampling import (
     RowParams,
     device_uniforms,
@@ -286,6 +296,88 @@ async def test_pauses_scores_aborts_and_sleep_between_steps_change_nothing(folde
     assert_same(found, expected)
     for one, another in zip(scores, expected_scores, strict=True):
         np.testing.assert_allclose(one, another, atol=1e-5)
+
+
+async def sleep_and_wake(engine, level, version, weights):
+    """A turn of the trainer, as a colocated run has it."""
+    await engine.pause("wait")
+    await engine.sleep(level)
+    assert engine._worker._runner.scheduler.cache.allocated_tokens == 0
+    await engine.wake(("weights",))
+    await engine.update_weights(FakeWeightStream(weights, version), version)
+    await engine.wake(("kv_cache",))
+    await engine.resume()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("keeps_addresses", [True, False])
+async def test_recorded_steps_outlive_a_sleep_that_keeps_their_addresses(
+    folder, device, open_engine, level, keeps_addresses
+):
+    """Else they are forgotten; samples are those of an engine that has not slept."""
+    if not keeps_addresses:
+        device.reserve = lambda num_bytes: None
+    weights = [(name, tensor.detach()) for name, tensor in reference_model(folder).named_parameters()]
+    asked = request(num_samples=3, max_tokens=100)
+    async with open_engine(folder, options={"pack_weights": False}) as engine:
+        for _ in range(2):  # a shape is recorded when it comes for the second time
+            expected = await engine.generate(asked)
+        num_recorded, runner = len(device.recordings), engine._worker._runner
+        block = runner.scheduler.cache.block.kv.data_ptr()
+        matrix = runner.weights.layers[0].qkv.weight().data_ptr()
+        for version in (1, 2):
+            await sleep_and_wake(engine, level, version, weights)
+            device.events.clear()
+            assert_same(await engine.generate(asked), expected)
+            assert device.events.count("recorded step") > 90
+        if keeps_addresses:
+            assert len(device.recordings) == num_recorded
+            assert runner.scheduler.cache.block.kv.data_ptr() == block
+            assert runner.weights.layers[0].qkv.weight().data_ptr() == matrix
+        else:
+            assert len(device.recordings) == 3 * num_recorded
+
+
+@pytest.mark.asyncio
+async def test_an_engine_without_room_for_its_rows_stays_asleep(folder, device, open_engine, monkeypatch):
+    async with open_engine(folder, options={"pack_weights": False}) as engine:
+        expected = await engine.generate(request())
+        await engine.sleep(1)
+        memory = engine._worker._runner.scheduler.cache._memory
+
+        def fail():
+            raise OffbeatError("cuMemCreate of 9 GiB failed")
+
+        monkeypatch.setattr(memory, "restore", fail)
+        with pytest.raises(OffbeatError, match="cuMemCreate of 9 GiB failed"):
+            await engine.wake()
+        with pytest.raises(OffbeatError, match="sleeps without kv_cache"):
+            await engine.score(
+                ScoreRequest(request_id="s", prompt_ids=request().prompt_ids, continuations=(np.arange(3),))
+            )
+        monkeypatch.undo()
+        await engine.wake()
+        assert_same(await engine.generate(request()), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_in_one_piece_of_memory_lie_apart(tmp_path, tied):
+    architecture = read_architecture(tiny_model(tmp_path / "model", config={"tie_word_embeddings": tied}))
+    weights = DecoderWeights(
+        architecture, torch.bfloat16, torch.device("cpu"), pack=False, reserve=open_device("cpu").reserve
+    )
+    names = [*weights.parameters]
+    for number, name in enumerate(names):
+        weights.parameters[name].view().fill_(number % 256)
+    weights.freeze()
+    for number, name in enumerate(names):
+        assert (weights.read(name) == number % 256).all(), name
+    address = weights.final_norm.data_ptr()
+    weights.release()
+    assert weights.restored() is weights
+    assert weights.final_norm.data_ptr() == address
+    assert not weights.read(names[0]).any()
 
 
 @pytest.mark.asyncio

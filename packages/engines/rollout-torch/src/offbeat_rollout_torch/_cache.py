@@ -69,12 +69,23 @@ class Row:
 
 
 class Block:
-    """Memory of some rows. It is zero at first: masked values must be finite."""
+    """Memory of some rows. It is zero at first: masked values must be finite.
 
-    def __init__(self, num_rows: int, capacity: int, architecture: Architecture, like: Tensor) -> None:
+    Args:
+        num_rows: of the block.
+        capacity: tokens of a row.
+        architecture: of the model.
+        like: dtype and device.
+        within: [bytes] uint8 memory for it, zero once it is used; None: memory of its own.
+    """
+
+    def __init__(
+        self, num_rows: int, capacity: int, architecture: Architecture, like: Tensor, within: Tensor | None = None
+    ) -> None:
         a = architecture
         self.num_rows, self.capacity = num_rows, capacity
-        self.kv = like.new_zeros(a.num_layers, 2, num_rows, a.num_kv_heads, capacity, a.head_dim)
+        shape = a.num_layers, 2, num_rows, a.num_kv_heads, capacity, a.head_dim
+        self.kv = like.new_zeros(*shape) if within is None else within.view(like.dtype).view(shape)
         self.flat = list(self.kv.view(a.num_layers, -1, a.head_dim).unbind())
         self.keys, self.values = (
             list(self.kv[:, which].view(a.num_layers, -1, capacity, a.head_dim).unbind()) for which in (0, 1)
@@ -190,8 +201,7 @@ class KVCache:
         capacities = [SMALLEST_CAPACITY]
         while capacities[-1] < max_length:
             capacities.append(2 * capacities[-1])
-        a = architecture
-        small = SMALL_BLOCK_BYTES // (2 * a.num_layers * a.num_kv_heads * a.head_dim * like.itemsize)
+        small = SMALL_BLOCK_BYTES // token_bytes(architecture, like)
         self.block_tokens = max(budget_tokens // BLOCKS_IN_BUDGET, min(budget_tokens // 4, small), capacities[-1])
         self._capacities, self._architecture, self._like = capacities, architecture, like
         self.bands = self._new_bands(None)
@@ -391,66 +401,17 @@ class KVCache:
             band.drop()
 
 
-class StaticCache(KVCache):
-    """Rows of one length, in one block that is allocated with the first row and stays where it is until `release`.
-
-    A prompt is copied to all samples of its group, and never held once for them. What ended samples leave is kept in
-    what the block leaves of the budget.
-
-    Args:
-        num_rows: of the block.
-        row_tokens: of each, as by `static_row_tokens`.
-        others: as for `KVCache`.
-    """
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        num_rows: int,
-        row_tokens: int,
-        budget_tokens: int,
-        like: Tensor,
-        keep_tokens: int = 0,
-    ) -> None:
-        super().__init__(architecture, budget_tokens, row_tokens, like, keep_tokens)
-        self._capacities, self.num_rows = [row_tokens], num_rows
-        self.bands = [Band(row_tokens, num_rows, architecture, like)]
-
-    @property
-    def block(self) -> Block:
-        """The block of all rows; `allocate` first."""
-        return self.bands[0].blocks[0]
-
-    def shares(self, num_tokens: int) -> bool:
-        return False
-
-    def fits(self, length: int, freed_tokens: int = 0, prefix_tokens: int = 0) -> bool:
-        return len(self.bands[0].rows) < self.num_rows
-
-    def allocate(self) -> None:
-        if self.bands[0].rows and not self.bands[0].blocks:
-            self.make_free(self.num_rows * self.longest)
-            self.bands[0].resize(self.num_rows)
-
-    def drop(self) -> None:
-        for one in list(self._kept):
-            self._forget(one)
-        for block in self.bands[0].blocks:
-            block.kv.zero_()
-        for row in self.bands[0].rows:
-            row.cached = 0
-
-
-def static_row_tokens(max_length: int) -> int:
-    """Tokens of a row of `StaticCache` for sequences of at most `max_length`."""
-    return -(-max_length // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
-
-
 def _num_common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
     """Return how many tokens two sequences begin with alike."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
+
+
+def token_bytes(architecture: Architecture, like: Tensor) -> int:
+    """Return the bytes of one token's keys and values."""
+    a = architecture
+    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * like.itemsize
 
 
 def _new_row(band: Band) -> Row:

@@ -10,26 +10,27 @@ than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fa
 it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
 """
 
+import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offbeat_core import ExpectedTensors, ModelError, TensorSpec, list_model_files
+from offbeat_device import StableMemory
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
-from offbeat_weightsync import dequantize_blocks, is_fp8_weight, quantize_blocks
 
 PACK_FROM_ELEMENTS: Final = 1 << 15
 """Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
 PACK_FOR_ROWS: Final = 32
+ALIGNMENT_BYTES: Final = 512
+"""Between tensors of one piece of memory: as torch's allocator for CUDA has it (c10/cuda/CUDACachingAllocator.cpp,
+kMinBlockSize), as kernels read whole lines."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,7 +66,7 @@ class Linear:
         in_size: int,
         *,
         bias: bool,
-        like: Tensor,
+        like: "Tensor | Arena",
         pack: bool,
         shared: Tensor | None = None,
         packed_dtype: torch.dtype | None = None,
@@ -73,14 +74,16 @@ class Linear:
         self._size, self._like, self._shared = (out_size, in_size), like, shared is not None
         self._pack = pack and is_worth_packing(out_size, in_size)
         self.input_dtype = packed_dtype if self._pack and packed_dtype else like.dtype
-        self._plain: Tensor | None = like.new_empty(self._size) if shared is None else shared
+        self._plain: Tensor | None = like.new_empty(*self._size) if shared is None else shared
         self._packed: Tensor | None = None
         self.bias: Tensor | None = like.new_empty(out_size) if bias else None
 
     def weight(self) -> Tensor:
         if self._plain is None:
             packed = self._packed
-            self._plain = self._like.new_empty(self._size) if packed is None else packed.to_dense().to(self._like.dtype)
+            self._plain = (
+                self._like.new_empty(*self._size) if packed is None else packed.to_dense().to(self._like.dtype)
+            )
         if not self._shared:
             self._packed = None
         return self._plain
@@ -164,7 +167,7 @@ class Parameter:
 
 
 class LayerWeights:
-    def __init__(self, architecture: Architecture, like: Tensor, pack: bool) -> None:
+    def __init__(self, architecture: Architecture, like: "Tensor | Arena", pack: bool) -> None:
         a = architecture
         q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
@@ -230,15 +233,63 @@ def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 
     return found
 
 
+class Arena:
+    """Hands out one piece of memory as tensors, one behind the other.
+
+    Args:
+        like: dtype and device.
+        memory: [bytes] uint8; None: tensors have none, and are only counted.
+    """
+
+    def __init__(self, like: Tensor, memory: Tensor | None = None) -> None:
+        self.dtype, self.num_bytes, self._memory = like.dtype, 0, memory
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Return the next tensor, with any values."""
+        start, size = self.num_bytes, math.prod(shape) * self.dtype.itemsize
+        self.num_bytes += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self._memory is None:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        return self._memory[start : start + size].view(self.dtype).view(shape)
+
+
 class DecoderWeights:
-    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve."""
+    """All weights of a model. Made empty; filled by name; `freeze` makes them ready to serve.
+
+    Args:
+        architecture: of the model.
+        dtype: format.
+        device: where they lie.
+        pack: large matrices, where that can be.
+        reserve: makes memory of so many bytes for the weights of the decoder, so that they stay where they are when
+            they are released; None, where it gives None, or packed: `restored` are other tensors.
+    """
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, pack: bool = True
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        pack: bool = True,
+        reserve: Callable[[int], StableMemory | None] | None = None,
     ) -> None:
-        a, like = architecture, torch.empty(0, dtype=dtype, device=device)
-        self.architecture, self.dtype, self.device, self.pack = a, dtype, device, pack and can_pack(device, dtype)
-        pack = self.pack
+        self.architecture, self.dtype, self.device = architecture, dtype, device
+        self.pack, self._reserve = pack and can_pack(device, dtype), reserve
+        like = torch.empty(0, dtype=dtype, device=device)
+        self._memory: StableMemory | None = None
+        if reserve is not None and not self.pack:
+            counted = Arena(like)
+            self._allocate(counted)
+            self._memory = reserve(counted.num_bytes)
+        if self._memory is None:
+            self._allocate(like)
+        else:
+            self._memory.restore()
+            self._allocate(Arena(like, self._memory.tensor))
+
+    def _allocate(self, like: Tensor | Arena) -> None:
+        a, pack = self.architecture, self.pack
         self.embedding = like.new_empty(a.vocab_size, a.hidden_size)
         shared = self.embedding if a.tied else None
         # Logits rounded to bfloat16 are off by up to 0.06 at 16: a third of what the format costs log-probabilities.
@@ -248,9 +299,14 @@ class DecoderWeights:
         )
         self.final_norm = like.new_empty(a.hidden_size)
         self.layers = [LayerWeights(a, like, pack) for _ in range(a.num_layers)]
-        self.tower = build_tower(a.vision, dtype, device) if a.vision else None
-        self.parameters = self._parameters()
         self.aliases = {"lm_head.weight": f"{a.prefix}embed_tokens.weight"} if a.tied else {}
+        self._build_tower()
+
+    def _build_tower(self) -> None:
+        """Make the vision tower, which no recorded step reads, and name all parameters."""
+        vision = self.architecture.vision
+        self.tower = build_tower(vision, self.dtype, self.device) if vision else None
+        self.parameters = self._parameters()
 
     def _parameters(self) -> dict[str, Parameter]:
         a = self.architecture
@@ -273,10 +329,27 @@ class DecoderWeights:
         parameter = self.parameters[self.aliases.get(name, name)]
         return parameter.view().reshape(parameter.shape)
 
+    @property
+    def keeps_addresses(self) -> bool:
+        """Return whether what recorded steps read stays where it is while the weights are released."""
+        return self._memory is not None
+
     def release(self) -> None:
-        """Release all memory. What is left only describes how to make such weights again."""
-        self.parameters, self.layers = {}, []
-        self.embedding, self.head, self.tower = self.final_norm, None, None
+        """Release all memory, until `restored`."""
+        self.parameters, self.tower = {}, None
+        if self._memory is not None:
+            self._memory.release()
+            return
+        self.layers = []
+        self.embedding, self.head = self.final_norm, None
+
+    def restored(self) -> "DecoderWeights":
+        """Return weights with memory again, and without values: these where they keep their addresses, else others."""
+        if self._memory is None:
+            return DecoderWeights(self.architecture, self.dtype, self.device, pack=self.pack, reserve=self._reserve)
+        self._memory.restore()
+        self._build_tower()
+        return self
 
     def discard(self) -> None:
         """Forget what is packed: a whole update follows."""
@@ -292,78 +365,6 @@ class DecoderWeights:
             self.head.freeze()
         for layer in self.layers:
             layer.freeze(self.architecture)
-
-
-class WeightWriter:
-    """Writes named tensors into place and checks that each name comes once, in its shape, and none is missing."""
-
-    def __init__(self, weights: DecoderWeights, error: type[Exception], source: str) -> None:
-        self._weights, self._error, self._source = weights, error, source
-        self._expected = ExpectedTensors(source, error)
-
-    @property
-    def has_written(self) -> bool:
-        """Return whether anything of what was there is gone."""
-        return bool(self._expected.taken)
-
-    def write(self, name: str, tensor: Any) -> None:
-        target, taken = self._weights.aliases.get(name, name), self._expected.taken
-        parameter = self._weights.parameters.get(target)
-        source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
-        is_tied, is_first = target in taken and target != name, not taken
-        self._expected.take(name, tuple(source.shape), parameter.shape if parameter else None)
-        assert parameter is not None
-        taken.add(target)
-        if is_first:
-            self._weights.discard()
-        view = parameter.view()
-        source = source.reshape(view.shape)
-        if is_tied and not torch.equal(view, source.to(view)):
-            raise self._error(f"{self._source}: {name!r} and {target!r} are one tied tensor, but their values differ")
-        view.copy_(source)
-
-    def finish(self) -> None:
-        self._expected.finish(self._weights.parameters)
-
-
-def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False) -> None:
-    """Fill `weights` from the safetensors files of `folder`.
-
-    Args:
-        weights: empty.
-        folder: in Hugging Face format.
-        as_fp8: round the matrices that FP8 updates will round, too.
-    """
-    writer = WeightWriter(weights, ModelError, str(folder))
-    for path in list_model_files(folder):
-        for name, tensor in _tensors(path):
-            if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
-                tensor = _rounded(name, tensor) if as_fp8 else tensor
-                writer.write(_named(name, weights.architecture.prefix), tensor)
-    writer.finish()
-    weights.freeze()
-
-
-def _rounded(name: str, tensor: Tensor) -> Tensor:
-    if not is_fp8_weight(TensorSpec(name, "float32", tuple(tensor.shape))):
-        return tensor
-    return dequantize_blocks(*quantize_blocks(tensor))
-
-
-def _named(name: str, prefix: str) -> str:
-    """Return the name of today, for vision-language folders written before transformers 4.52."""
-    if prefix == "model." or name.startswith((prefix, "model.visual.", "lm_head.")):
-        return name
-    return f"model.{name}" if name.startswith("visual.") else f"{prefix}{name.removeprefix('model.')}"
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error}); download or write it again") from error
 
 
 class MatrixUpdate(Protocol):

@@ -32,14 +32,16 @@ from offbeat_core import (
     wake_tags,
 )
 from offbeat_device import Device, open_device
-from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, StaticCache, static_row_tokens
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
 from offbeat_rollout_torch._compiled import choose_step
-from offbeat_rollout_torch._decoder import DecoderWeights, load_weights
+from offbeat_rollout_torch._decoder import DecoderWeights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
 from offbeat_rollout_torch._images import ImageProcessor, RequestImages
+from offbeat_rollout_torch._loading import load_weights
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriteria
 from offbeat_rollout_torch._static import StaticDecoder
+from offbeat_rollout_torch._static_cache import StaticCache, static_row_tokens
 from offbeat_rollout_torch._worker import Worker
 from offbeat_weightsync import DequantizedStream
 
@@ -184,13 +186,16 @@ class TorchRolloutEngine:
 
     def _build(self) -> ModelRunner:
         dtype: torch.dtype = getattr(torch, self._config.dtype)
-        weights = DecoderWeights(self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights)
+        reserve = self._device.reserve if self._row_tokens else None  # for recorded steps, which hold addresses
+        weights = DecoderWeights(
+            self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights, reserve=reserve
+        )
         load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
         budget, longest = self._budget_tokens, self._stop_criteria.max_model_len
         kept, like, static = int(self._options.prefix_cache_share * budget), weights.final_norm, None
         if self._row_tokens:
             num_rows = min(self._config.max_running, budget // self._row_tokens)
-            rows = StaticCache(self._architecture, num_rows, self._row_tokens, budget, like, kept)
+            rows = StaticCache(self._architecture, num_rows, self._row_tokens, budget, like, kept, reserve)
             step = choose_step(self._options.compile_steps, weights, self._device)
             static = StaticDecoder(rows, self._device, longest, step, records=self._options.graphs)
         cache = static.cache if static else KVCache(self._architecture, budget, longest, like, kept)

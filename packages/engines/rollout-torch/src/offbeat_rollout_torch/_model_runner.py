@@ -103,9 +103,20 @@ class ModelRunner:
         self._push(samples, ids, logprobs)
 
     def release_cache(self) -> None:
-        """Give the memory of keys and values back, and that of recorded steps."""
+        """Give the memory of keys and values back, and that of recorded steps unless these stay where they are."""
         self.scheduler.cache.release()
+        if self._static is not None and not self._static.cache.keeps_addresses:
+            self._static.forget()
+
+    def restore_cache(self) -> None:
+        """Have the memory of keys and values again that has a size of its own; other comes as it is needed."""
         if self._static is not None:
+            self._static.cache.restore()
+
+    def release_weights(self) -> None:
+        """Give the memory of the weights back, and that of recorded steps unless these stay where they are."""
+        self.weights.release()
+        if self._static is not None and not self.weights.keeps_addresses:
             self._static.forget()
 
     def score(self, request: ScoreRequest, images: RequestImages | None = None) -> list[Floats]:

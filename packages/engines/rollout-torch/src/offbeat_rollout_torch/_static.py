@@ -22,11 +22,12 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from offbeat_device import Device, WorkGraphs
-from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block, StaticCache, flat_positions
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block, flat_positions
 from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._sampling import RowParams, device_uniforms, draw_rows, row_numbers, seed_states
 from offbeat_rollout_torch._scheduler import Sample
+from offbeat_rollout_torch._static_cache import StaticCache
 
 WHOLE_NUMBERS: Final = 4
 """Integers of a row: its last token, the place of that, how many it has drawn, and `seed_states` of its seed."""

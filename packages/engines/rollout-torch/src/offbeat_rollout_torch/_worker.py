@@ -23,8 +23,8 @@ from offbeat_core import (
 )
 from offbeat_device import Device
 from offbeat_rollout_torch._adapters import Adapter
-from offbeat_rollout_torch._decoder import DecoderWeights, WeightWriter
 from offbeat_rollout_torch._images import RequestImages
+from offbeat_rollout_torch._loading import WeightWriter
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_rollout_torch._scheduler import RequestState
 
@@ -253,24 +253,34 @@ class Worker:
             raise OffbeatError(f"the rollout engine sleeps without {tag}; call wake(({tag!r},)) first")
 
     def sleep(self, level: int) -> None:
-        """Free the cache, and at level 2 the weights; the process has less memory when this returns."""
+        """Free the cache, and at level 2 the weights; the process has less memory when this returns.
+
+        Where rows are static, addresses stay if the device can do that, and so do recorded steps, with the memory that
+        they compute in: about that of one step.
+        """
         self._settle()
         runner = self._runner
+        runner.release_cache()  # first: what is dropped is zeroed
         self._drop_computed()
-        runner.release_cache()
         self._asleep.add("kv_cache")
         if level == 2:
-            runner.weights.release()
+            runner.release_weights()
             self._asleep.add("weights")
         self._device.release_unused()
 
     def wake(self, wanted: set[str]) -> None:
-        """Take memory again. Weights that were given back must come anew by `update_weights`."""
+        """Take memory again. Weights that were given back must come anew by `update_weights`.
+
+        Raises:
+            OffbeatError: the device has too little. What there was no memory for still sleeps.
+        """
         if "weights" in wanted & self._asleep:
-            old = self._runner.weights
-            self._runner.weights = DecoderWeights(old.architecture, old.dtype, old.device, pack=old.pack)
+            self._runner.weights = self._runner.weights.restored()
             self._unusable = "they were given back by sleep(2)"
-        self._asleep -= wanted
+            self._asleep.remove("weights")
+        if "kv_cache" in wanted & self._asleep:
+            self._runner.restore_cache()
+            self._asleep.remove("kv_cache")
 
     def close(self) -> None:
         self.abort_all()
