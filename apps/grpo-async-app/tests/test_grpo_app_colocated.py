@@ -12,6 +12,7 @@ import pytest
 from role_faults import accounting_complaints, last_value, role_pids, signal_role, updates
 from test_grpo_app_engines import Handle, run, settings
 
+from grpo_async_app._config.parking import Parking
 from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engine
 from grpo_async_app._fleet.events import LoggedEvents
@@ -171,6 +172,20 @@ def test_roles_that_keep_their_memory_take_turns_all_the_same(forked_main: Main,
         assert step == next_step or end <= start, f"{other} {next_step} began before the end of {one} {step}"
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("level", [1, 2])
+def test_engines_whose_memory_stays_at_its_addresses_sample_the_same(
+    forked_main: Main, config: Path, tmp_path: Path, level: int
+) -> None:
+    words = ["train", config, "--eval.every_updates=0", "--checkpoint.every=0", f"--cluster.sleep_level={level}"]
+    options = "--rollout.options={static_rows = true, pack_weights = false}"
+    for name, more in {"apart": (*IN_TURN, "--rollout.num_engines=2"), "colocated": COLOCATED}.items():
+        with RunningCommand(forked_main, *words, "--out", tmp_path / name, *more, options) as process:
+            assert process.wait() == 0, process.output
+    assert learned(tmp_path / "colocated") == learned(tmp_path / "apart")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["rollout-1", pytest.param("trainer-0", marks=pytest.mark.nightly)])
 def test_a_colocated_role_that_is_killed_is_started_again_when_it_is_its_turn(
@@ -239,6 +254,47 @@ def test_no_memory_is_handed_over_where_all_roles_fit(config: Path) -> None:
             assert not engine.serves.is_set()
         assert (trainer.calls, handle.calls) == ([], ["resume", "pause"] * 2)
         assert turns.take_spent_s() == 0
+
+    run(scenario)
+
+
+def test_the_trainers_weights_stay_where_the_engines_have_room_beside_them(config: Path) -> None:
+    async def scenario() -> None:
+        handle, trainer = Handle("rollout-0"), Handle("trainer-0")
+        engine, parking = Engine(handle), Parking(engines=1, trainer=1, why="the estimate")  # type: ignore[arg-type]
+        words = settings(config, "--cluster.sleep_level=1")
+        turns = ColocationSchedule(words, lambda: trainer, LoggedEvents(), parking)  # type: ignore[arg-type, return-value]
+        await turns.trainer_started()
+        await turns.engines_started()
+        assert trainer.calls == ["sleep", "wake"], "room for the start of the engines"
+        for _ in range(2):
+            trainer.calls.clear()
+            await turns.show_weights()
+            assert trainer.calls == ["sleep"]
+            await turns.to_generation([engine])
+            assert trainer.calls == ["sleep"], "the moments alone went"
+            await turns.to_training([engine])
+            assert trainer.calls == ["sleep", "wake"]
+
+    run(scenario)
+
+
+def test_a_role_without_room_names_what_was_estimated(config: Path) -> None:
+    class Full(Handle):
+        async def call(self, method: str, *arguments: Any, **words: Any) -> Any:
+            raise OffbeatError("its weights take 9 GiB of the device, and 8 GiB are free")
+
+    async def scenario() -> None:
+        trainer = Full("trainer-0")
+        parking = Parking(why="of 80 GiB a device then needs 60 GiB in the trainer's turn")
+        turns = ColocationSchedule(settings(config), lambda: trainer, LoggedEvents(), parking)  # type: ignore[arg-type, return-value]
+        turns._is_training = False
+        with pytest.raises(
+            OffbeatError,
+            match=r"trainer-0 cannot wake: its weights take 9 GiB of the device, and 8 GiB are free "
+            r"\(cluster.sleep_level = -1: of 80 GiB a device then needs 60 GiB in the trainer's turn\)",
+        ):
+            await turns.to_training([])
 
     run(scenario)
 

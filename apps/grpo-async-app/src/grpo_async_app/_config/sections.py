@@ -293,7 +293,8 @@ class RolesConfig(ClusterConfig):
     sleep_level: int = setting(
         LEAST_THAT_FITS,
         "What colocated roles give back between their turns: 0 nothing, 1 engines their KV cache and the trainer all "
-        "its memory, 2 engines their weights too; -1: 0 where the memory of a device holds all its roles, else 2.",
+        "its memory, 2 engines their weights too; -1: the least that makes room for each turn by the estimate, of the "
+        "trainer's memory too.",
         ge=LEAST_THAT_FITS,
         le=2,
     )

@@ -3,7 +3,7 @@
     training      the engines sleep, the trainer has all its memory
       |  trainer: sleep(1)          moments and all else but the weights go
       |  each engine: wake(weights), and takes the weights
-      |  trainer: sleep(2)          the weights go too
+      |  trainer: sleep(2)          the weights go too, unless there is room for them
       |  all engines: wake(kv_cache), resume
     generation    the trainer sleeps, the engines have all their memory
       |  all engines: pause(wait)   what they have is finished
@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from grpo_async_app._config.parking import PARKS_ALL, PARKS_SOME, Parking
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.events import RunEvents
 from grpo_async_app._fleet.trainers import Trainers, is_lost
@@ -41,10 +42,15 @@ class ColocationSchedule:
     Args:
         trainer: the one there is.
         events: takes every step.
+        parking: what roles put away; None: all of the trainer's memory, and of the engines' what
+            `cluster.sleep_level` says.
     """
 
-    def __init__(self, config: GrpoConfig, trainer: Callable[[], Trainers], events: RunEvents) -> None:
+    def __init__(
+        self, config: GrpoConfig, trainer: Callable[[], Trainers], events: RunEvents, parking: Parking | None = None
+    ) -> None:
         self._level = config.cluster.sleep_level
+        self._parking = parking or Parking(engines=self._level)
         self._step_deadline_s, self._pause_deadline_s = config.cluster.turn_timeout_s, config.async_.sync_deadline_s
         self._start_deadline_s = config.cluster.start_timeout_s
         self._trainer, self._events = trainer, events
@@ -68,7 +74,7 @@ class ColocationSchedule:
 
     async def trainer_started(self) -> None:
         """The trainer is there, before any engine: it makes room for their start."""
-        await self._call_trainer("sleep", 2)
+        await self._call_trainer("sleep", PARKS_ALL)
 
     async def engines_started(self) -> None:
         """All engines are there for the first time, and sleep: it is the trainer's turn."""
@@ -135,7 +141,7 @@ class ColocationSchedule:
     async def show_weights(self) -> None:
         """The trainer has its weights on the devices and nothing else: engines may take them."""
         if self._is_training:
-            await self._call_trainer("sleep", 1)
+            await self._call_trainer("sleep", PARKS_SOME)
         else:  # one engine has come up in the midst of the engines' turn
             await self._call_trainer("wake", (WEIGHTS,))
 
@@ -145,7 +151,8 @@ class ColocationSchedule:
 
     async def to_generation(self, engines: Sequence[Member]) -> None:
         """Take the weights from the trainer's memory, and let these engines continue, which have theirs."""
-        await self._call_trainer("sleep", 2)
+        if self._parking.trainer == PARKS_ALL:
+            await self._call_trainer("sleep", PARKS_ALL)
         by_handle = {engine.actor: engine for engine in engines if engine.actor.alive}
         for handle in await self._each(list(by_handle), self._resume):
             if handle.alive:
@@ -178,7 +185,8 @@ class ColocationSchedule:
             resident_bytes = await call(method, *args, returns=int, deadline_s=self._step_deadline_s)
         except OffbeatError as error:
             if type(error) in (OffbeatError, ConfigError):  # the others name the role themselves
-                raise type(error)(f"{role} cannot {step}: {error}") from error
+                planned = f" (cluster.sleep_level = -1: {self._parking.why})" if self._parking.why else ""
+                raise type(error)(f"{role} cannot {step}: {error}{planned}") from error
             raise
         self._spent_s += clock_s() - start_s
         self._events.handed_over(role, step, start_s, clock_s(), resident_bytes)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from grpo_async_app._config.parking import Parking
 from grpo_async_app._config.resolved import Judge, ResolvedRun
 from grpo_async_app._config.reward_model import reward_model_of
 from grpo_async_app._config.weight_sync import assign_ranks, settle_lora_sync
@@ -65,6 +66,7 @@ class Fleet:
         log_folder: takes one log file per role.
         has_images: prompts have some.
         events: takes what happens to roles.
+        parking: what roles that take turns put away; None: what `cluster.sleep_level` says.
 
     Attributes:
         turns: where the engines share their devices with the trainer; None where they have their own.
@@ -81,6 +83,7 @@ class Fleet:
         *,
         has_images: bool = False,
         events: RunEvents | None = None,
+        parking: Parking | None = None,
     ) -> None:
         self._config = config = settle_lora_sync(run.config)
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
@@ -91,7 +94,9 @@ class Fleet:
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
         self.events = events = events or LoggedEvents()
         self._keep = KeepAlive(budget=self._budget, silent_after_s=config.cluster.silent_after_s, notify=events.message)
-        self.turns = ColocationSchedule(config, lambda: self.trainer, events) if config.cluster.colocate else None
+        self.turns = None
+        if config.cluster.colocate:
+            self.turns = ColocationSchedule(config, lambda: self.trainer, events, parking)
         self.engines = Engines(config, self._start_rollout, self._keep, self.turns)
         self.environments = {
             each: EnvironmentProcess(

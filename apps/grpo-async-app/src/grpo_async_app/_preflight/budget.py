@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from grpo_async_app._config.parking import PARKS_ALL, PARKS_NOTHING
 from grpo_async_app._config.sections import LEAST_THAT_FITS, EngineConfig, GrpoConfig
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_memory
-from grpo_async_app._preflight.turns import GIVES_ALL, held_bytes, roles_awake
+from grpo_async_app._preflight.turns import held_in_trainers_turn, roles_awake
 from offbeat_core import TrainLayout
 from offbeat_placement import Placement, choose_budget
 
@@ -31,12 +32,12 @@ def settle_budget(
     def held_asleep(sleep_level: int) -> Callable[[EngineConfig], int]:
         def held(engine: EngineConfig) -> int:
             memory = estimate_memory(replace(config, engine=engine), layout, placement, longest_prompt)
-            return held_bytes(memory, placement, sleep_level)
+            return held_in_trainers_turn(memory, placement, sleep_level)
 
         return held
 
     level = config.cluster.sleep_level
-    levels = (0, GIVES_ALL) if level == LEAST_THAT_FITS else (level,)
+    levels = (PARKS_NOTHING, PARKS_ALL) if level == LEAST_THAT_FITS else (level,)
     batch = BatchArithmetic(assume_budget(config), layout, longest_prompt)
     engine, said = choose_budget(
         config.engine,

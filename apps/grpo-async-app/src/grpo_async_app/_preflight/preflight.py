@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from grpo_async_app._config.critic import check_bootstrap, check_critic_folder
 from grpo_async_app._config.environment_images import check_environment_images
+from grpo_async_app._config.parking import Parking
 from grpo_async_app._config.resolved import Judge, ResolvedRun, Source, resolve
 from grpo_async_app._config.reward_model import check_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
@@ -27,7 +28,7 @@ from grpo_async_app._preflight.platform import choose_for_platform, device_kinds
 from grpo_async_app._preflight.settings import check_choices, check_correction, engine_notices
 from grpo_async_app._preflight.sources import check_end, check_rewards, naming
 from grpo_async_app._preflight.trainer import check_devices, plan_trainer
-from grpo_async_app._preflight.turns import choose_sleep_level
+from grpo_async_app._preflight.turns import choose_parking
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError, TrainLayout
@@ -53,6 +54,7 @@ class Preflight:
         placement: every rank in its place, on the nodes that the launcher would start it on.
         layout: how the ranks of the trainer share the model.
         memory: estimates of one rank of each role; None for a family whose formulas are not known.
+        parking: what roles that take turns put away.
         notices: choices that work and are probably not meant.
         choices: what the machine has decided, with reasons.
         lora_sync: what engines get of a policy with LoRA, and why.
@@ -69,6 +71,7 @@ class Preflight:
     placement: Placement
     layout: TrainLayout
     memory: RunMemory | None = None
+    parking: Parking = Parking()
     notices: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     lora_sync: LoraSync = LoraSync(what="merged")
@@ -146,7 +149,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     placement = place_run(run.config, view)
     layout = _plan_engines(run, view, model, tokenizer)
     config, transport = choose_transport(run.config, placement)
-    config, memory, fitted = _fit_memory(config, layout, placement, prompts.train_counts.longest)
+    config, memory, parking, fitted = _fit_memory(config, layout, placement, prompts.train_counts.longest)
     run = replace(run, config=config)
     check_validated(run)
     return Preflight(
@@ -157,6 +160,7 @@ def check_run(config: GrpoConfig) -> Preflight:
         placement=placement,
         layout=layout,
         memory=memory,
+        parking=parking,
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
         choices=(*engines, *choices, *fitted),
         lora_sync=choose_lora_sync(run.config),
@@ -247,12 +251,12 @@ def _plan_engines(run: ResolvedRun, view: ClusterView, model: ExaminedModel, tok
 
 def _fit_memory(
     config: GrpoConfig, layout: TrainLayout, placement: Placement, longest_prompt: int
-) -> tuple[GrpoConfig, RunMemory | None, tuple[str, ...]]:
+) -> tuple[GrpoConfig, RunMemory | None, Parking, tuple[str, ...]]:
     """Choose what depends on how much memory the run needs; return the estimate, and each choice with its reason."""
     config, budget = settle_budget(config, layout, placement, longest_prompt)
     memory = estimate_if_known(config, layout, placement, longest_prompt)
-    config, turns = choose_sleep_level(config, memory, placement)
-    return config, memory, (*budget, *turns)
+    config, parking, turns = choose_parking(config, memory, placement)
+    return config, memory, parking, (*budget, *turns)
 
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:

@@ -133,6 +133,7 @@ def _run(session: Session) -> LoopSummary:
             logs,
             has_images=preflight.has_images,
             events=logger,
+            parking=preflight.parking,
         )
         interruption = Interruption(preflight.config.checkpoint.on_signal_s, logger.message)
         return run_interruptible(_train(session, fleet, logger, interruption), fleet.kill, interruption)

@@ -127,10 +127,12 @@ class TorchRolloutEngine:
         capabilities: what it can do; it takes images where the model does.
         whole_logprobs: it reports log-probabilities before a cut too; known before there is an engine.
         loads_on_device: it takes weights that are on its device, without a copy through the host; known before, too.
+        parks_cache_alone: its sleep of level 1 leaves the weights where they are; known before, too.
     """
 
     whole_logprobs: ClassVar[bool] = True
     loads_on_device: ClassVar[bool] = True
+    parks_cache_alone: ClassVar[bool] = True
     cache_budget = staticmethod(cache_budget)
     refuses_adapters = staticmethod(refuses_adapters)
     check_model = staticmethod(check_model)
