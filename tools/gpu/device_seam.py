@@ -1,4 +1,4 @@
-"""The device as every other part sees it: memory, random state, autocast, profiler, recorded work.
+"""The device as every other part sees it: memory, random state, autocast, profiler, recorded work, memory that is lent.
 
 Bounds: memory is counted to the byte on an accelerator, and at least grows by what was taken on a CPU.
 """
@@ -6,6 +6,7 @@ Bounds: memory is counted to the byte on an accelerator, and at least grows by w
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -82,6 +83,45 @@ def check_recorded_work(place: Place) -> bool:
     return graphs is not None
 
 
+def check_stable_memory(place: Place) -> float:
+    """Check that memory leaves its addresses, and that work recorded on them before reads what comes there later.
+
+    Returns:
+        Milliseconds of giving it back and having it again.
+    """
+    device = place.device
+    memory, graphs = device.reserve(TAKEN_BYTES), device.work_graphs()
+    require(memory is not None, "the device has no addresses without memory")
+    assert memory is not None
+    memory.restore()
+    numbers = memory.tensor.view(torch.float32)
+    sums = torch.zeros_like(numbers[:1000])
+
+    def add() -> None:
+        sums.add_(numbers[:1000])
+
+    add()
+    run = graphs.record(add) if graphs else add
+    numbers.fill_(1.0)
+    held, free = device.memory().allocated_bytes, device.memory().free_bytes
+    start_s = time.perf_counter()
+    memory.release()
+    released_s = time.perf_counter() - start_s
+    gone = held - device.memory().allocated_bytes
+    require(gone >= 0.9 * TAKEN_BYTES, f"{TAKEN_BYTES} bytes were given back, and memory() has shrunk by {gone}")
+    freed = device.memory().free_bytes - free
+    require(freed >= TAKEN_BYTES or not place.is_accelerator, f"others may take {freed} bytes more, of {TAKEN_BYTES}")
+    start_s = time.perf_counter()
+    memory.restore()
+    device.synchronize()
+    restored_s = time.perf_counter() - start_s
+    require(not numbers.any(), "memory that has come back is not zero")
+    numbers.fill_(3.0)
+    run()
+    require(bool((sums == 3).all()), "work recorded before has read something else")
+    return 1000 * (released_s + restored_s)
+
+
 def check_profiler(place: Place) -> int:
     """Return the number of the accelerator's own kernels in a trace that is written."""
     device = place.device
@@ -115,6 +155,7 @@ def run(place: Place) -> Figures:
         "packed_attention": place.device.packed_attention,
         "events_in_trace": kernels,
         "records_work": check_recorded_work(place),
+        "stable_memory_ms": check_stable_memory(place),
     }
 
 

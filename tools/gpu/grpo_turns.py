@@ -2,7 +2,8 @@
 
 8 prompts x 8 samples of 128 new tokens, parked as the application chooses and with sleep_level = 2. Then each role
 alone, in a process of its own: the speed of parking and waking, and the memory that it keeps asleep, its context of
-the device included. It passes with 80 samples a second by default, 20 GB/s each way, and 1 GiB kept by a role.
+the device included. It passes with 80 samples a second by default, 20 GB/s each way, 1 GiB kept by a role, and a batch
+after a sleep that takes no more than 0.5 s longer than before it.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from offbeat_engine_torch import TorchTrainEngine
 RUNS: dict[str, dict[str, object]] = {"by default": {}, "level 2": {"sleep_level": 2}}
 LIMIT_S = 150.0
 AT_LEAST = {"samples_per_s, by default": 80.0, "trainer_parking_gb_per_s": 20.0, "trainer_waking_gb_per_s": 20.0}
-AT_MOST = {"trainer_keeps_gib": 1.0, "engine_keeps_gib": 1.0}
+AT_MOST = {"trainer_keeps_gib": 1.0, "engine_keeps_gib": 1.0, "engine_late_s": 0.5}
 
 
 def timed(place: Place, work: Callable[[], Any]) -> float:
@@ -77,7 +78,9 @@ def be_engine(pipe: Connection, device: str, folder: Path, tiny: bool) -> None:
 
 async def _sleep_and_wake(place: Place, folder: Path) -> dict[str, float]:
     engine = await open_engine(place, folder)
-    await seconds_of(engine, place.pick(2, 64), 8, place.pick(4, 64))
+    batch = place.pick(2, 64), 8, place.pick(4, 64)
+    for _ in range(3):  # the second time steps are recorded
+        before_s = await seconds_of(engine, *batch)
     figures: dict[str, float] = {}
     for level in (1, 2):
         await engine.pause("wait")
@@ -90,6 +93,9 @@ async def _sleep_and_wake(place: Place, folder: Path) -> dict[str, float]:
             f"engine_parking_s, level {level}": asleep_s - start_s,
             f"engine_waking_s, level {level}": time.perf_counter() - asleep_s,
         }
+        if level == 1:  # its weights are still there
+            await engine.resume()
+            figures["engine_late_s"] = await seconds_of(engine, *batch) - before_s
     await engine.sleep(2)
     return figures
 
