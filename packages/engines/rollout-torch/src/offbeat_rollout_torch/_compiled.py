@@ -1,8 +1,9 @@
 """A decoding step of static rows whose small operators are compiled by torch.compile: few kernels between two products.
 
-Products and attention stay as they are. What lies between them is a function of tensors, the weights among them, so
-that one graph serves all layers, and another any number of rows; one row has graphs of its own. They are made when the
-engine is made, and never while work is recorded.
+Products stay as they are. What lies between them is a function of tensors, the weights among them, so that one graph
+serves all layers, and another any number of rows; one row has graphs of its own. Attention reads each row up to its own
+place (see `_length_attention`), and so the places of the longest row make no shapes. Graphs are made when the engine is
+made, and never while work is recorded.
 
 Compiled, sums within a kernel are not rounded to the format of the weights, so log-probabilities differ by that
 rounding. Draws are made from float32 and differ from those of `draw_rows` where a uniform number lies within float32's
@@ -28,6 +29,7 @@ from offbeat_device import Device, compiled, prepare_compiler
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block
 from offbeat_rollout_torch._decoder import DecoderWeights, LayerWeights
 from offbeat_rollout_torch._families import rotations
+from offbeat_rollout_torch._length_attention import SPLITS, attend_by_length, choose_splits, split_blocks
 from offbeat_rollout_torch._sampling import row_numbers
 from offbeat_rollout_torch._static import PlainStep, StaticAttention, draw_next, places_mask
 
@@ -37,6 +39,10 @@ TRIED_ROWS: Final = (1, 5)
 """Numbers of rows that graphs are made for: one, and any other. Five is no size of a model: torch takes sizes that are
 equal when a graph is made for one size, and makes another graph where they differ."""
 TRIED_STEPS: Final = 4
+TRIED_PLACES: Final = 5 * SMALLEST_CAPACITY
+"""Places of a tried row: three blocks of keys, the last half full. Of neither are there as many as rows, see above."""
+TRIED_DISTANCE: Final = 126
+"""Distance of places that tried rows begin at, so that steps cross the border of a block of keys."""
 TOLERANCE_NATS: Final = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.1}
 """By the format of the weights, as for the trainer's layers (offbeat-engine-torch, `TOLERANCE_NATS`): rounding alone is
 below a tenth of it, and a forgotten rotation, place or weight far above."""
@@ -62,25 +68,34 @@ def choose_step(wanted: str, weights: DecoderWeights, device: Device) -> PlainSt
     problem, began_s = device.compiler_lacks(), time.monotonic()
     if not problem:
         prepare_compiler()
-        problem = _try(weights)
+        # A processor's kernel splits keys itself.
+        splits = SPLITS if device.work_graphs() is not None else SPLITS[:1]
+        problem, step = _try(weights, splits), CompiledStep(splits)
+        if problem:
+            log.warning("decoding steps attend with a mask, which is slower: %s", problem)
+            problem, step = _try(weights, ()), CompiledStep()
     if problem and wanted == "on":
         raise ConfigError(f"option compile_steps is on, and decoding steps cannot be compiled: {problem}; use auto")
     if problem:
         log.warning("decoding steps run uncompiled, which is slower: %s", problem)
         return PlainStep()
     log.info("decoding steps compiled in %.0f s", time.monotonic() - began_s)
-    return CompiledStep()
+    return step
 
 
-def _try(weights: DecoderWeights) -> str:
+def _try(weights: DecoderWeights, splits: tuple[int, ...]) -> str:
     """Run a few steps both ways; what goes wrong, "" for nothing."""
     bound = TOLERANCE_NATS[weights.dtype]
+    # Every number of splits for many rows; one row has the one that it always has.
+    tried = [CompiledStep((n,)) for n in splits] or [CompiledStep()]
     try:
         for num_rows in TRIED_ROWS:
-            wanted, found = (_try_steps(step, weights, num_rows) for step in (PlainStep(), CompiledStep()))
-            apart = float((found.log_softmax(-1) - wanted.log_softmax(-1)).abs().max())
-            if not apart <= bound:
-                return f"other log-probabilities, {apart:.2g} nats apart ({bound} allowed)"
+            wanted = _try_steps(PlainStep(), weights, num_rows)
+            for step in [CompiledStep(splits)] if num_rows == 1 else tried:
+                found = _try_steps(step, weights, num_rows)
+                apart = float((found.log_softmax(-1) - wanted.log_softmax(-1)).abs().max())
+                if not apart <= bound:
+                    return f"other log-probabilities, {apart:.2g} nats apart ({bound} allowed)"
             if not (apart := _try_draws(wanted[-1].clone())) <= TOLERANCE_OF_DRAWS_NATS:
                 return f"drawn tokens have other log-probabilities, {apart:.2g} nats apart"
     except torch.OutOfMemoryError:
@@ -91,15 +106,17 @@ def _try(weights: DecoderWeights) -> str:
 
 
 def _try_steps(step: PlainStep, weights: DecoderWeights, num_rows: int) -> Tensor:
-    """[steps, rows, V] logits of rows that begin one place behind the other, for tokens that are given."""
+    """[steps, rows, V] logits of rows that begin at places far apart, behind noise, for tokens that are given."""
     a, like = weights.architecture, weights.final_norm
     # Sizes that differ, as those of steps may: see TRIED_ROWS.
-    block, table = Block(num_rows + 2, SMALLEST_CAPACITY, a, like), rotations(a, 2 * SMALLEST_CAPACITY).to(like.device)
+    block, table = Block(num_rows + 2, TRIED_PLACES, a, like), rotations(a, TRIED_PLACES + 3).to(like.device)
+    block.kv.normal_(generator=torch.Generator(like.device).manual_seed(0))
     first, seen = torch.arange(num_rows, device=like.device), []
+    begin = (first + 1) * TRIED_DISTANCE % (TRIED_PLACES - TRIED_STEPS)
     for number in range(TRIED_STEPS):
         ids = (first * TRIED_STEPS + number) % a.vocab_size
-        columns = torch.stack((ids, first + number, first, first))
-        seen.append(step.logits(weights, columns, table, block, SMALLEST_CAPACITY))
+        columns = torch.stack((ids, begin + number, first, first))
+        seen.append(step.logits(weights, columns, table, block, TRIED_PLACES))
     return torch.stack(seen)
 
 
@@ -116,7 +133,14 @@ def _try_draws(logits_BV: Tensor) -> float:
 
 
 class CompiledStep(PlainStep):
-    """A step of generated kernels; a draw with a cut, which sorts, is not compiled."""
+    """A step of generated kernels; a draw with a cut, which sorts, is not compiled.
+
+    Args:
+        splits: see `choose_splits`; empty: attention is masked, over the places of the longest row.
+    """
+
+    def __init__(self, splits: tuple[int, ...] = ()) -> None:
+        self._splits, self.by_length = splits, bool(splits)
 
     def logits(
         self, weights: DecoderWeights, numbers_4B: Tensor, rotations_PC2: Tensor, block: Block, num_places: int
@@ -125,10 +149,12 @@ class CompiledStep(PlainStep):
         assert head is not None
         ids_B, places_B = numbers_4B[0], numbers_4B[1]
         table, first = _fixed(weights.embedding, 0), _fixed(weights.layers[0].input_norm, 0)
-        x, h, turns, mask = _fast(begin_rows)(
-            ids_B, places_B, table, _fixed(rotations_PC2), num_places, first, a.norm_eps
+        splits = choose_splits(len(ids_B), a.num_kv_heads, self._splits) if self.by_length else 0
+        x, h, turns, *seen = _fast(begin_rows)(
+            ids_B, places_B, table, _fixed(rotations_PC2), num_places, first, a.norm_eps, a.num_kv_heads, splits
         )
-        attention = StaticAttention(block, places_B, num_places, a, mask)
+        attention: StaticAttention | LengthAttention
+        attention = LengthAttention(block, *seen) if splits else StaticAttention(block, places_B, num_places, a, *seen)
         # Each norm is one kernel with the sum before it, so a layer ends with the norm of the next.
         next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
@@ -152,6 +178,29 @@ class CompiledStep(PlainStep):
         return drawn
 
 
+class LengthAttention:
+    """One new token for each of the first B rows of a block, see `attend_by_length`.
+
+    Args:
+        block: of the rows.
+        places_R: see `split_blocks`, as the others.
+        counts_RN: likewise.
+        blocks_RNM: likewise.
+    """
+
+    def __init__(self, block: Block, places_R: Tensor, counts_RN: Tensor, blocks_RNM: Tensor) -> None:
+        self._block, self._seen = block, (places_R, _fixed(counts_RN, 1), _fixed(blocks_RNM, 1))
+
+    def attend(self, layer: int, queries_BHD: Tensor) -> Tensor:
+        """[B, H, D] to [B, H * D], where keys and values of these tokens are stored."""
+        B, _, D = queries_BHD.shape
+        # Views made here, as inputs of the graph: the kernel for processors takes no others, or copies all keys.
+        keys, values = (_fixed(each.flatten(0, 1)[:, None], 1, 3) for each in self._block.kv[layer, :, :B])
+        queries = _fixed(queries_BHD.view(len(keys), 1, -1, D))
+        out: Tensor = _fast(attend_by_length)(queries, keys, values, *self._seen)
+        return out.view(B, -1)
+
+
 def begin_rows(
     ids_B: Tensor,
     places_B: Tensor,
@@ -160,18 +209,22 @@ def begin_rows(
     num_places: int,
     norm_E: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_kv_heads: int,
+    num_splits: int,
+) -> tuple[Tensor, ...]:
     """Embed tokens and look their places up.
 
     Returns:
         Hidden states [B, E]; normalised for the first layer; [B, 2, D] float32, the factor of each element of a head
-        and that of the other of its pair; the mask of `places_mask`.
+        and that of the other of its pair; the tensors of `split_blocks`, or without splits the mask of `places_mask`.
     """
     cos, sin = rotations_PC2[places_B].unbind(-1)
     turns_B2D = torch.stack((torch.stack((cos, cos), -1).flatten(1), torch.stack((-sin, sin), -1).flatten(1)), 1)
     x_BE = embedding_VE[ids_B]
-    mask = places_mask(places_B, num_places, x_BE.dtype)
-    return x_BE, _normed(x_BE, norm_E, eps).to(x_BE.dtype), turns_B2D, mask
+    h_BE = _normed(x_BE, norm_E, eps).to(x_BE.dtype)
+    if num_splits:
+        return x_BE, h_BE, turns_B2D, *split_blocks(places_B, num_kv_heads, num_splits, num_places)
+    return x_BE, h_BE, turns_B2D, places_mask(places_B, num_places, x_BE.dtype)
 
 
 def add_norm(x_BE: Tensor, more_BE: Tensor, norm_E: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -247,7 +300,8 @@ def _gated(layer: LayerWeights, h: Tensor) -> Tensor:
 
 @cache
 def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
-    return compiled(function)
+    # Sums over a few splits written out, as they are by default, are kernels of their own.
+    return compiled(function, unroll_reductions_threshold=1)
 
 
 def _fixed(tensor: Tensor, *dims: int) -> Tensor:

@@ -42,7 +42,7 @@ class StepShape(NamedTuple):
 
     Args:
         num_rows: computed, those of samples and some more.
-        num_places: of each row that are attended to.
+        num_places: of each row that are attended to at most.
         is_cut: the draw sorts the vocabulary.
     """
 
@@ -131,7 +131,8 @@ class StaticDecoder:
         longest = max(sample.num_cached for sample in samples) + 1
         is_cut = any(sample.params.is_cut and sample.params.temperature > 0 for sample in samples)
         num_rows, num_places = inputs.block.num_rows, inputs.block.capacity
-        shape = StepShape(min(_bucket(len(samples)), num_rows), min(_places(longest), num_places), is_cut)
+        attended = num_places if self._step.by_length else min(_places(longest), num_places)
+        shape = StepShape(min(_bucket(len(samples)), num_rows), attended, is_cut)
         self._run(shape, inputs)
         ids, logprobs = self._whole_numbers[0, : len(samples)], self._logprobs[: len(samples)]
         return StepInFlight(samples, self._device.copy_to_host(ids), self._device.copy_to_host(logprobs))
@@ -185,7 +186,13 @@ class StaticDecoder:
 
 
 class PlainStep:
-    """The work of a step, by torch's operators one by one."""
+    """The work of a step, by torch's operators one by one.
+
+    Attributes:
+        by_length: its attention reads each row up to its own place, so that steps of any lengths have one shape.
+    """
+
+    by_length = False
 
     def logits(
         self, weights: DecoderWeights, numbers_4B: Tensor, rotations_PC2: Tensor, block: Block, num_places: int
@@ -197,7 +204,7 @@ class PlainStep:
             numbers_4B: int64 columns of the rows, see `WHOLE_NUMBERS`.
             rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
             block: of the rows.
-            num_places: attended to; none of a row with a sample lies behind.
+            num_places: attended to at most; none of a row with a sample lies behind.
         """
         mask = places_mask(numbers_4B[1], num_places, weights.dtype)
         attention = StaticAttention(block, numbers_4B[1], num_places, weights.architecture, mask)

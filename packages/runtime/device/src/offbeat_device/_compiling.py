@@ -20,12 +20,16 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return a function that computes the same, compiled at its first call; call `prepare_compiler` before that.
 
     Sizes of tensors and numbers among the arguments may change from call to call. Python that cannot be traced raises.
+
+    Args:
+        function: of tensors.
+        options: of torch's code generator (`torch._inductor.config`), beside this package's.
     """
-    made: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, options=_OPTIONS)
+    made: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, options=_OPTIONS | options)
     return made
 
 
