@@ -154,10 +154,13 @@ async def test_samples_are_those_of_plain_steps_and_nothing_is_compiled_after_th
     found = await run(folder, together, max_running=40, dtype="float32")
     assert 0 < count_graphs.frame_count <= 16, "auto compiles where the device records work"
     assert 3 < device.num_recorded <= 2 * 7, "steps of other lengths are recorded again"
-    same = [(one, other) for one, other in zip(found, plain, strict=True) if np.array_equal(one.ids, other.ids)]
-    assert len(plain) - len(same) <= 2, "more than draws within rounding of a border between two tokens"
-    for one, other in same:
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    num_differing = 0
+    for one, other in zip(found, plain, strict=True):
+        differs = np.flatnonzero(one.ids != other.ids)
+        num_differing += bool(differs.size)
+        alike = slice(0, differs[0] if differs.size else None)
+        np.testing.assert_allclose(one.logprobs[alike], other.logprobs[alike], atol=1e-4)
+    assert num_differing <= 2, "more than draws within rounding of a border between two tokens"
 
 
 def draw_both(num_rows, vocabulary):
