@@ -1,5 +1,6 @@
 """Mistakes of a newcomer, mistyped, misplaced or not installed, are answered with what to do."""
 
+import json
 import re
 import shutil
 from importlib.util import find_spec
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_testing import CommandLine
+from offbeat_testing import CommandLine, HubServer
 
 LATIN = '{"prompt": "2 + 3 =", "answer": "5"}\n{"prompt": "caf\xe9", "answer": "1"}\n'
 
@@ -22,30 +23,43 @@ def test_explain_alone_lists_the_sections(command: CommandLine) -> None:
     assert "  rollout      The engines that sample, and how they sample." in sections.splitlines()
 
 
-@pytest.mark.parametrize("key", ["model.path", "critic.path", "teacher.path"])
-def test_a_name_of_the_hub_is_answered_with_the_line_that_fetches_it(
-    command: CommandLine, config: Path, key: str
+@pytest.mark.parametrize("key", ["critic.path", "teacher.path", "data.eval_path"])
+def test_a_name_that_the_hub_has_not_is_answered_with_its_key(
+    command: CommandLine, config: Path, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     needed = {
-        "model.path": [],
         "critic.path": ["--algorithm.advantage=gae"],
         "teacher.path": ["--algorithm.distillation_coefficient=1"],
+        "data.eval_path": ["--data.eval_size=0"],
     }
-    said = command.refused("plan", config, f"--{key}=Qwen/Qwen3-0.6B", *needed[key])
-    assert f"{key}: no such folder: {Path.cwd()}/Qwen/Qwen3-0.6B" in said
-    assert "Hub names are not fetched yet: run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in said
+    with HubServer() as hub:
+        hub.use_in_this_process(monkeypatch, tmp_path / "cache")
+        said = command.refused("plan", config, f"--{key}=Qwen/Qwen3-0.6B", *needed[key])
+        assert f"{key}: Qwen/Qwen3-0.6B: there is no such" in said
+        said = command.refused("eval", "Qwen/Qwen3-0.6B")
+        assert "Qwen/Qwen3-0.6B: there is no such model on the Hub" in said
 
 
-def test_a_data_set_of_the_hub_is_answered_with_the_line_that_fetches_it(command: CommandLine, config: Path) -> None:
-    for key in ("data.path", "data.eval_path"):
-        said = command.refused("plan", config, "--data.eval_size=0", f"--{key}=openai/gsm8k")
-        assert "run `hf download openai/gsm8k --repo-type dataset --local-dir gsm8k` and give the folder, gsm8k" in said
-    for path in ("nowhere.jsonl", f"{config.parent}/gsm8k", "a/b/c"):
-        assert "hf download" not in command.refused("plan", config, f"--data.path={path}"), path
-
-
-def test_eval_of_a_name_of_the_hub_says_so_too(command: CommandLine) -> None:
-    assert "run `hf download Qwen/Qwen3-0.6B --local-dir" in command.refused("eval", "Qwen/Qwen3-0.6B")
+def test_a_run_of_names_goes_on_without_the_hub(
+    command: CommandLine, config: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    lines = [json.dumps({"prompt": f"{number}+{number}=", "answer": str(2 * number)}) for number in range(30)]
+    (rows / "train.jsonl").write_text("\n".join(lines))
+    names = ["--model.path=Qwen/Tiny", "--data.path=my/sums", "--engine.max_updates=1"]
+    with HubServer() as hub:
+        hub.use_in_this_process(monkeypatch, tmp_path / "cache")
+        commit, rows_commit = hub.add("Qwen/Tiny", model).commit, hub.add("my/sums", rows, "dataset").commit
+        ended = command("train", config, *names, "--out", tmp_path / "run")
+        assert ended.code == 0, ended.err
+    kept = (tmp_path / "run" / "config.toml").read_text()
+    assert f'path = "hub:Qwen/Tiny@{commit}"' in kept
+    assert f'path = "hub:my/sums@{rows_commit}"' in kept
+    assert "model.safetensors" in (tmp_path / "run" / "hub.json").read_text()
+    ended = command("resume", tmp_path / "run", "--engine.max_updates=2")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
 
 
 def test_a_run_folder_in_place_of_a_model_is_answered_with_its_latest_checkpoint(

@@ -63,7 +63,7 @@ def _rehearse(words: CommandWords, config: SftConfig, name: str) -> int:
 def _begin(preflight: Preflight, run: RunFolder, words: CommandWords) -> int:
     plan = describe_run(preflight)
     plan.show()
-    run.write_config(preflight.written, preflight.config)
+    run.write_config(preflight.written, preflight.config, preflight.hub.digests)
     run.write_plan([*plan.rows, ("placement", f"\n{preflight.placement.picture}")])
     with closing(create_engine(preflight, run)) as engine:
         run.keep()

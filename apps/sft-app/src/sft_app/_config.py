@@ -14,7 +14,12 @@ from offbeat_run import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogCo
 class ModelConfig:
     """Section `model`: what is fine-tuned."""
 
-    path: str = setting(REQUIRED, "Hugging Face folder of a causal language model: config, safetensors, tokenizer.")
+    path: str = setting(
+        REQUIRED,
+        "A causal language model: a folder with config, safetensors and tokenizer, or a name of the Hub, "
+        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION.",
+        hub="model",
+    )
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
 
 

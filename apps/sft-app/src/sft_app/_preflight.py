@@ -32,10 +32,13 @@ from offbeat_recipes import RunMemory, sample_row
 from offbeat_run import (
     LENGTH_KEYS,
     ExaminedModel,
+    HubModels,
     Problems,
     check_model,
     count_text,
     doing,
+    fetch_models,
+    has_hub_model,
     inspect_model,
     size_text,
     tracker_notices,
@@ -64,6 +67,7 @@ class Preflight:
         config: without open choices.
         written: as it was given, which the run folder keeps. The token budget is chosen in it: a resumed run computes
             in the micro-batches it was begun with.
+        hub: models that came from the Hub.
         examples: what to learn from, and how many rows it is of.
         held_out: the held-out examples a validation uses.
         num_updates: optimizer steps of the whole run.
@@ -78,6 +82,7 @@ class Preflight:
 
     config: SftConfig
     written: SftConfig
+    hub: HubModels = HubModels()
     model: ExaminedModel
     examples: ExampleSet
     held_out: tuple[Example, ...]
@@ -190,11 +195,14 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     with problems.collected():
         check_preference(config.preference)
     with problems.collected():
+        check_data_paths(config.data)
+    if has_hub_model(config):
+        problems.raise_all()  # nothing is fetched for a run that cannot begin
+    config, hub = fetch_models(config)
+    with problems.collected():
         doing("checking the model", config.model.path)
         model = inspect_model(config.model.path)
         check_model(model.path)
-    with problems.collected():
-        check_data_paths(config.data)
     problems.raise_all()
     doing("loading the tokenizer", config.model.path)
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
@@ -225,7 +233,8 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     config, choices = settle_budget(config, layout, placement, batch_tokens, _longest_example(examples.train))
     return Preflight(
         config=config,
-        written=replace(written, engine=written.engine.settle_budget_as(config.engine)),
+        written=hub.name_in(replace(written, engine=written.engine.settle_budget_as(config.engine))),
+        hub=hub,
         model=model,
         examples=examples,
         held_out=examples.eval[: config.eval.max_sequences or None],

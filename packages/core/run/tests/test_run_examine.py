@@ -50,8 +50,8 @@ def test_the_key_of_the_path_is_named(model):
         inspect_model(str(model / "none"), "teacher.path")
     with pytest.raises(ModelError, match="no such folder"):
         inspect_model("m" * 5000)
-    with pytest.raises(ModelError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B"):
-        inspect_model("Qwen/Qwen3-0.6B")
+    with pytest.raises(ModelError, match=r"give its name on the Hub alone: Qwen/Qwen3-0\.6B"):
+        inspect_model("https://huggingface.co/Qwen/Qwen3-0.6B")
 
 
 def test_a_run_folder_is_distinguished_from_a_model_and_its_latest_checkpoint_named(model, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat_serve import TOKEN_VARIABLE
 from offbeat_serve.__main__ import main
-from offbeat_testing import read_terminal
+from offbeat_testing import HubServer, read_terminal
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -48,9 +48,11 @@ def test_options_that_are_no_object_are_refused_with_what_is_required(model, tex
     assert f'argument --options: must be JSON, an object, such as {{"a": 1}}: got {text!r}' in capsys.readouterr().err
 
 
-def test_a_name_of_the_hub_is_answered_with_the_line_that_fetches_it(capsys):
-    assert main(["Qwen/Qwen3-0.6B"]) == 2
-    assert "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and give the folder" in capsys.readouterr().err
+def test_a_name_that_the_hub_has_not_is_answered_in_one_line(capsys, monkeypatch, tmp_path):
+    with HubServer() as hub:
+        hub.use_in_this_process(monkeypatch, tmp_path)
+        assert main(["Qwen/Qwen3-0.6B"]) == 2
+    assert "offbeat-serve: Qwen/Qwen3-0.6B: there is no such model on the Hub" in capsys.readouterr().err
 
 
 def test_an_engine_that_takes_too_long_to_load_is_exit_code_4(model, capsys):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -122,11 +121,6 @@ def test_broken_jsonl_is_named_with_its_line(content, message, load, tmp_path):
     (tmp_path / "d.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         load(tmp_path / "d.jsonl")
-
-
-def test_a_path_that_may_be_a_name_of_the_hub_is_answered_with_the_line_that_fetches_it(load):
-    with pytest.raises(DataError, match=r"hf download openai/gsm8k --repo-type dataset --local-dir gsm8k` and give"):
-        load(Path("openai/gsm8k"))
 
 
 def test_a_pipe_is_refused_before_it_is_waited_for(tmp_path):

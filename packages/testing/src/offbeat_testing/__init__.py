@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offbeat_testing._disk import DAMAGES, DiskRecord, DiskStep, drop_digests
     from offbeat_testing._fakes import FakeRolloutEngine, FakeWeightStream, Script
     from offbeat_testing._forked_roles import fork_roles, forked_main
+    from offbeat_testing._hub import HubServer
     from offbeat_testing._models import (
         TinyFamily,
         changed_weights,
@@ -45,6 +46,7 @@ __all__ = [
     "DiskStep",
     "FakeRolloutEngine",
     "FakeWeightStream",
+    "HubServer",
     "Ranks",
     "RayNodes",
     "RolloutConformance",
@@ -79,6 +81,7 @@ __getattr__, __dir__ = load_lazily(
         "_disk": "DAMAGES DiskRecord DiskStep drop_digests",
         "_fakes": "FakeRolloutEngine FakeWeightStream Script",
         "_forked_roles": "fork_roles forked_main",
+        "_hub": "HubServer",
         "_models": "changed_weights large_model_configs logprob_errors reference_logprobs reference_model"
         " tiny_model tiny_tokenizer tiny_vision_model TinyFamily",
         "_processes": "read_terminal RunningCommand wait_for_leaving_threads wait_until_gone",

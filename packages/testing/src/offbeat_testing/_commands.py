@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Final, NoReturn
 
 import pytest
 
+from offbeat_testing._hub import HubServer
+
 
 @dataclass(frozen=True)
 class CommandEnded:
@@ -153,12 +155,25 @@ class CommandConformance:
         assert "log.trackers: wandb is not installed" in command.refused("train", config, "--log.trackers=wandb")
 
     def test_a_plan_says_all_that_is_wrong_at_once(self, command: CommandLine, config: Path) -> None:
-        wrong = ["--model.path=Qwen/Qwen3-0.6B", "--data.path=openai/gsm8k", "--engine.backend=megatorn"]
+        wrong = ["--model.path=/nowhere", "--data.path=none.jsonl", "--engine.backend=megatorn"]
         said = command.refused("plan", config, *wrong)
         assert said.startswith("error: 3 problems\n")
-        assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in said
-        assert "`hf download openai/gsm8k --repo-type dataset --local-dir gsm8k`" in said
+        assert "model.path: no such folder: /nowhere" in said
+        assert "none.jsonl does not exist" in said
         assert "'megatorn' is not installed" in said
+
+    def test_names_of_the_hub_are_looked_up_once_nothing_else_is_wrong(
+        self, command: CommandLine, config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        with HubServer() as hub:
+            hub.use_in_this_process(monkeypatch, tmp_path / "cache")
+            wrong = ["--model.path=Qwen/Qwen3-0.6B", "--engine.backend=megatorn"]
+            assert "Qwen3" not in command.refused("plan", config, *wrong)
+            assert not hub.requests
+            said = command.refused("plan", config, wrong[0])
+            assert "model.path: Qwen/Qwen3-0.6B: there is no such model on the Hub" in said
+            said = command.refused("plan", config, "--data.path=openai/gsm8k:main/train")
+            assert "data.path: openai/gsm8k:main/train: there is no such data set on the Hub" in said
 
     def test_help_version_and_explain_answer_what_is_asked(self, command: CommandLine) -> None:
         of_train = command("train", "--help").out

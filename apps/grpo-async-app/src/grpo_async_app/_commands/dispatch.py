@@ -57,7 +57,7 @@ def _train(words: CommandWords, file: str) -> int:
     preflight = check_run(config)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
-        run.write_config(preflight.written, preflight.config)
+        run.write_config(preflight.written, preflight.config, preflight.hub.digests)
         return _work(partial(train, preflight, run), run, words, preflight)
 
 
@@ -66,7 +66,7 @@ def _rehearse(words: CommandWords, config: GrpoConfig, name: str) -> int:
     with RunFolder.create(new_run_folder(words, name), required_bytes=REHEARSAL_BYTES) as run:
         preflight = shrink_run(config, run.path / "model").prepare()
         _show_plan(preflight, run)
-        run.write_config(preflight.written, preflight.config)
+        run.write_config(preflight.written, preflight.config, preflight.hub.digests)
         return _work(partial(train, preflight, run), run, words, preflight)
 
 
@@ -82,7 +82,7 @@ def _quickstart(words: CommandWords) -> int:
         warm_folder = run.path / "model-warm"
         warm_up(lesson, run.path / "model", warm_folder, preflight.prompts.train, seed)
         preflight = check_run(with_model(config, warm_folder))
-        run.write_config(preflight.written, preflight.config)
+        run.write_config(preflight.written, preflight.config, preflight.hub.digests)
         return _work(partial(train, preflight, run), run, words, preflight)
 
 
@@ -98,7 +98,9 @@ def _resume(words: CommandWords, folder: str) -> int:
         if not words.overrides and say_finished(run, session.step, preflight.num_updates):
             return _conclude(run, words, preflight)
         _show_plan(preflight, run)  # what is left open may be chosen otherwise now
-        run.write_config(preflight.written, preflight.config)  # the next resume continues with it
+        run.write_config(
+            preflight.written, preflight.config, preflight.hub.digests
+        )  # the next resume continues with it
         return _work(partial(resume, session), run, words, preflight)
 
 

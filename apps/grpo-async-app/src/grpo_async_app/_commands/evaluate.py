@@ -6,7 +6,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.evaluation import check_evaluation
 from grpo_async_app._run.evaluation import default_folder, evaluate
 from grpo_async_app._run.session import with_model
-from offbeat_core import ConfigError, load_config, parse_config, toml_value, user_path
+from offbeat_core import ConfigError, find_hub_name, load_config, local_model, parse_config, toml_value, user_path
 from offbeat_run import (
     Checkpoint,
     CommandWords,
@@ -23,6 +23,7 @@ from offbeat_run import (
 
 def eval_command(words: CommandWords, target: str) -> int:
     """Answer the sets that have no answers in the folder yet, and write the table."""
+    on_hub, target = find_hub_name(target, "model"), local_model(target)
     path = user_path(target).absolute()
     is_run = (path / "config.toml").is_file()
     checkpoint = _checkpoint(path, words) if is_run else None
@@ -34,7 +35,8 @@ def eval_command(words: CommandWords, target: str) -> int:
     config = with_model(_config(words, path, is_run), model_path)
     evaluation = check_evaluation(config, _names(words))
     step = checkpoint.step if checkpoint else None
-    out = user_path(words.options.get("out") or default_folder(path, step)).absolute()
+    named = Path(on_hub.repository) if on_hub else path  # in the cache a folder is called by its commit
+    out = user_path(words.options.get("out") or default_folder(named, step)).absolute()
     about = {"model": str(model_path), "step": step}
     with EvalFolder(out, about, evaluation.asked()) as folder:
         print_text("\n".join([f"evaluates {model_path}; answers in {out}", *evaluation.choices]))

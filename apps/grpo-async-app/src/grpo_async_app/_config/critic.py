@@ -22,8 +22,9 @@ class CriticConfig:
     backend: str = setting("torch", "Training engine, whichever trains the policy: one with a head for values.")
     path: str = setting(
         "",
-        "Hugging Face folder it starts from, such as a reward model's, with the policy's tokenizer; empty: the "
+        "Folder or Hub name of what it starts from, such as a reward model's, with the policy's tokenizer; empty: the "
         "policy's. A folder without a head of one score gets a new one.",
+        hub="model",
     )
     learning_rate: float = setting(1e-5, "Peak learning rate of its own optimizer.", ge=0)
     warmup_updates: int = setting(

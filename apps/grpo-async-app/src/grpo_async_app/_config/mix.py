@@ -11,7 +11,7 @@ from offbeat_data import DataConfig, EnvironmentConfig, RewardConfig
 class MixSourceConfig:
     """A table `[data.mix.NAME]`: one source of training prompts, and what answers and judges what is said to them."""
 
-    path: str = setting(REQUIRED, "Where its prompts are: any form that data.path takes.")
+    path: str = setting(REQUIRED, "Where its prompts are: any form that data.path takes.", hub="dataset")
     split: str = setting("train", "Split to read, where the path holds several.")
     max_prompts: int = setting(0, "Prompts used; 0: all of a file, 1000 of a generator.", "prompts", ge=0)
     task_options: dict[str, Any] = setting({}, "Options of its task or environment; empty: data.task_options.")
@@ -35,8 +35,10 @@ class PromptsConfig(DataConfig):
     path: str = setting(
         "",
         "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
-        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or "
-        "products:DIGITS. Empty where tables [data.mix.NAME] name several.",
+        "datasets' save_to_disk, a data set of the Hub (openai/gsm8k, openai/gsm8k:main/train@REVISION), "
+        "reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or products:DIGITS. Empty where "
+        "tables [data.mix.NAME] name several.",
+        hub="dataset",
     )
     mix: dict[str, MixSourceConfig] = setting(
         {}, "Sources of training prompts, drawn by weights, under names of your own: tables [data.mix.NAME]."

@@ -13,7 +13,7 @@ from offbeat_run import check_model, inspect_model
 class RewardModelOptions:
     """The table `reward.reward_model`."""
 
-    path: str = setting("", "Hugging Face folder of a sequence classification model with one label.")
+    path: str = setting("", "Folder or Hub name of a sequence classification model with one label.", hub="model")
     input: str = setting(
         "auto",
         "What it reads: chat, the row's messages and the answer through its own chat template; text, the prompt as "

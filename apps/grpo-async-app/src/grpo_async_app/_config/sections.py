@@ -36,7 +36,9 @@ LEAST_THAT_FITS: Final = -1
 class TeacherConfig:
     """Section `teacher`: the model that on-policy distillation learns from, served by replicas of its own."""
 
-    path: str = setting("", "Hugging Face folder of the teacher, with the policy's tokenizer; empty: no teacher.")
+    path: str = setting(
+        "", "Folder or Hub name of the teacher, with the policy's tokenizer; empty: no teacher.", hub="model"
+    )
     backend: str = setting(
         AUTO, "Rollout engine that serves it: torch (embedded), or another that scores; auto: as rollout.backend."
     )
@@ -88,7 +90,12 @@ class TeacherConfig:
 class ModelConfig:
     """Section `model`: the policy to train."""
 
-    path: str = setting(REQUIRED, "Hugging Face folder of a causal language model: config, safetensors, tokenizer.")
+    path: str = setting(
+        REQUIRED,
+        "A causal language model: a folder with config, safetensors and tokenizer, or a name of the Hub, "
+        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION.",
+        hub="model",
+    )
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
 
 
@@ -201,7 +208,7 @@ class EngineConfig(BudgetSettings):
 class EvalSetConfig:
     """A table `[eval.sets.NAME]`: one validation set, and how its items are sampled and judged."""
 
-    path: str = setting(REQUIRED, "Where its items are: any form that data.path takes.")
+    path: str = setting(REQUIRED, "Where its items are: any form that data.path takes.", hub="dataset")
     split: str = setting("train", "Split to read, where the path holds several.")
     max_prompts: int = setting(0, "Items used; 0: all of a file, 1000 of a generator.", "items", ge=0)
     prompt_column: str = setting("", "Column of the prompt; empty: data.prompt_column.")

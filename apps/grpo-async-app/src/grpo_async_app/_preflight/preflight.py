@@ -36,7 +36,16 @@ from offbeat_data import PromptSet, Tokenizer, check_data_paths, load_tokenizer
 from offbeat_objectives import try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
-from offbeat_run import ExaminedModel, Problems, check_model, doing, inspect_model
+from offbeat_run import (
+    ExaminedModel,
+    HubModels,
+    Problems,
+    check_model,
+    doing,
+    fetch_models,
+    has_hub_model,
+    inspect_model,
+)
 from offbeat_weightsync import transport_class
 
 
@@ -49,6 +58,7 @@ class Preflight:
         written: configuration before the choices, which the run folder keeps: a resume under other settings chooses
             anew. Engines and the token budget are chosen in it: a resumed run samples with the engines that it was
             begun with, where others have been installed too, and computes in the same micro-batches.
+        hub: models that came from the Hub.
         model: folder of the policy.
         prompts: training prompts of all sources, held-out prompts and their counts.
         placement: every rank in its place, on the nodes that the launcher would start it on.
@@ -74,6 +84,7 @@ class Preflight:
     parking: Parking = Parking()
     notices: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    hub: HubModels = HubModels()
     lora_sync: LoraSync = LoraSync(what="merged")
     transport: str = ""
     reward_notes: tuple[str, ...] = ()
@@ -137,13 +148,12 @@ def check_run(config: GrpoConfig) -> Preflight:
     Raises:
         UserError: what is wrong, with what to do; mistakes of several sections together.
     """
-    run = resolve(config)
-    model, reward_notes, notices = _check_sections(run)
+    run, hub, model, reward_notes, notices = _check_sections(resolve(config))
     tokenizer = _load_tokenizer(run, model)
     run, prompts = read_data(run, tokenizer)
     # From here on torch may be imported, which takes seconds: the mistakes above are reported at once.
     doing("checking engines and devices", f"{prompts.train_counts.read} training rows are read")
-    view, objective_trial = find_view(config), _try_objective(config)
+    view, objective_trial = find_view(run.config), _try_objective(run.config)
     run, engines = _choose_engines(run, view)
     written, (run, choices, more_notices) = run.config, _choose(run, view, notices)
     placement = place_run(run.config, view)
@@ -154,7 +164,8 @@ def check_run(config: GrpoConfig) -> Preflight:
     check_validated(run)
     return Preflight(
         run=run,
-        written=replace(written, engine=written.engine.settle_budget_as(config.engine)),
+        written=hub.name_in(replace(written, engine=written.engine.settle_budget_as(config.engine))),
+        hub=hub,
         model=model,
         prompts=prompts,
         placement=placement,
@@ -171,31 +182,39 @@ def check_run(config: GrpoConfig) -> Preflight:
     )
 
 
-def _check_sections(run: ResolvedRun) -> tuple[ExaminedModel, tuple[str, ...], tuple[str, ...]]:
+def _check_sections(
+    run: ResolvedRun,
+) -> tuple[ResolvedRun, HubModels, ExaminedModel, tuple[str, ...], tuple[str, ...]]:
     """Check what sections say of themselves; their mistakes are reported together.
 
     Returns:
-        The model, how rewards are called, in words, and notices of the choices.
+        The run with its models on this machine, what came from the Hub, the policy, how rewards are called, in words,
+        and notices of the choices.
     """
     config, problems = run.config, Problems()
-    doing("checking the model", config.model.path)
+    doing("checking the configuration")
     with problems.collected():
         notices = check_choices(run)
         check_end(config)
+    with problems.collected():
+        check_data_paths(config.data)
+    with problems.collected():
+        reward_notes = check_rewards(run)
+    with problems.collected():
+        check_backends(config)
+    if has_hub_model(config):
+        problems.raise_all()  # nothing is fetched for a run that cannot begin
+    config, hub = fetch_models(config)
+    doing("checking the model", config.model.path)
     with problems.collected():
         model = inspect_model(config.model.path)
         check_model(model.path)
         check_positions(config, model)
     with problems.collected():
-        check_data_paths(config.data)
-    with problems.collected():
-        reward_notes = check_rewards(run)
         if (scorer := reward_model_of(config.reward)) is not None:
             check_reward_model(scorer)
-    with problems.collected():
-        check_backends(config)
     problems.raise_all()
-    return model, reward_notes, notices
+    return resolve(config), hub, model, reward_notes, notices
 
 
 def _load_tokenizer(run: ResolvedRun, model: ExaminedModel) -> Tokenizer:

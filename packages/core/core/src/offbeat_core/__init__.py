@@ -16,7 +16,15 @@ from offbeat_core._backends import (
 from offbeat_core._config.load import MAX_CONFIG_BYTES, load_config, parse_config, parse_toml, split_overrides
 from offbeat_core._config.schema import check_limits, sections_of
 from offbeat_core._config.secrets import drop_secrets, hide_secrets, secret_variables
-from offbeat_core._config.setting import METADATA_KEY, REQUIRED, Setting, check_ranges, read_options, setting
+from offbeat_core._config.setting import (
+    METADATA_KEY,
+    REQUIRED,
+    Setting,
+    check_ranges,
+    read_options,
+    replace_settings,
+    setting,
+)
 from offbeat_core._config.text import dump_config, explain, toml_value
 from offbeat_core._contracts.metrics import (
     Aggregation,
@@ -138,7 +146,16 @@ from offbeat_core._models.files import (
     tensor_file_index,
 )
 from offbeat_core._models.folder import ExpectedTensors, ModelFolder
-from offbeat_core._models.hub_names import download_advice, user_path
+from offbeat_core._models.hub_files import (
+    HubRepository,
+    fetch_hub_files,
+    fetch_hub_model,
+    hub_digests,
+    local_model,
+    open_hub_repository,
+    pin_hub_name,
+)
+from offbeat_core._models.hub_names import HubKind, HubName, find_hub_name, path_advice, user_path
 from offbeat_core._models.images import ImageCutter, ImagePlaces
 from offbeat_core._printable import printable
 
@@ -171,6 +188,9 @@ __all__ = [
     "GroupError",
     "GuardError",
     "HeldBytes",
+    "HubKind",
+    "HubName",
+    "HubRepository",
     "Ids",
     "Image",
     "ImageCutter",
@@ -241,28 +261,35 @@ __all__ = [
     "digest_of",
     "digest_sequences",
     "disk_errors",
-    "download_advice",
     "drop_model_files",
     "drop_secrets",
     "dump_config",
     "engine_needs",
     "explain",
+    "fetch_hub_files",
+    "fetch_hub_model",
     "find_function",
+    "find_hub_name",
     "find_tensors",
     "hide_secrets",
+    "hub_digests",
     "installed_backends",
     "learning_rate_at",
     "list_model_files",
     "load_backend",
     "load_config",
     "load_lazily",
+    "local_model",
     "loss_extras",
     "merge_metrics",
     "merge_over_ranks",
     "new_future",
+    "open_hub_repository",
     "other_kind",
     "parse_config",
     "parse_toml",
+    "path_advice",
+    "pin_hub_name",
     "printable",
     "publish_folder",
     "read_eos_ids",
@@ -272,6 +299,7 @@ __all__ = [
     "read_tensor_shapes",
     "recover_folder",
     "remove_leftovers",
+    "replace_settings",
     "require_backend",
     "require_file",
     "restore_module",

@@ -14,6 +14,7 @@ from offbeat_run._command.command import (
     whole_number,
 )
 from offbeat_run._command.examine import ExaminedModel, inspect_model
+from offbeat_run._command.hub import HubModels, fetch_models, has_hub_model
 from offbeat_run._command.signals import ending_signals
 from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config.problems import Problems
@@ -71,6 +72,7 @@ __all__ = [
     "EvalFolder",
     "ExaminedModel",
     "Generation",
+    "HubModels",
     "ItemAnswers",
     "LivenessConfig",
     "LogConfig",
@@ -96,6 +98,8 @@ __all__ = [
     "doing",
     "duration_text",
     "ending_signals",
+    "fetch_models",
+    "has_hub_model",
     "inspect_model",
     "iter_metrics",
     "label_of",

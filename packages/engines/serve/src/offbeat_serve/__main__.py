@@ -21,6 +21,7 @@ from offbeat_core import (
     Setting,
     defer_device_backends,
     load_backend,
+    local_model,
     printable,
 )
 from offbeat_data import load_tokenizer
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = vars(_parser().parse_args(argv))
     try:
         settings = _read_settings(ServeSettings, words)
-        config = _read_settings(RolloutEngineConfig, {**words, "model_path": words["model"]})
+        config = _read_settings(RolloutEngineConfig, {**words, "model_path": local_model(words["model"])})
         asyncio.run(_serve(words["backend"], words["model_name"], settings, config))
     except OffbeatError as error:
         print(printable(f"offbeat-serve: {error}"), file=sys.stderr)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from offbeat_core import BackendError, Ids, ModelError, download_advice, read_eos_ids, read_model_json, user_path
+from offbeat_core import BackendError, Ids, ModelError, path_advice, read_eos_ids, read_model_json, user_path
 from offbeat_data._chat.template import MARKS, ChatTemplate
 from offbeat_data._chat.turn_markers import find_markers
 
@@ -245,7 +245,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Token
     """
     folder = user_path(folder)
     if not folder.is_dir():
-        advice = download_advice(str(folder)) or "give the path of a Hugging Face model folder"
+        advice = path_advice(str(folder)) or "give the path of a Hugging Face model folder"
         raise ModelError(f"model folder {folder} does not exist: {advice}")
     settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     special_tokens = {

@@ -7,14 +7,15 @@ offbeat-run reads the metadata; the class itself needs nothing but the standard 
 import difflib
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin
 
 from offbeat_core._errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
+ConfigT = TypeVar("ConfigT")
 
 METADATA_KEY: Final = "offbeat"
 REQUIRED: Final = MISSING
@@ -32,6 +33,7 @@ class Setting:
         choices: the only values allowed, or empty for any.
         is_text: of a list of texts: the words of an override are one entry, blanks and commas and all, unless they are
             written as a TOML list.
+        hub: "model" or "dataset" where it takes a name of the Hub beside a path.
     """
 
     doc: str
@@ -43,6 +45,7 @@ class Setting:
     lt: float | None = None
     choices: tuple[str, ...] = ()
     is_text: bool = False
+    hub: str = ""
 
     def complaint(self, value: object) -> str | None:
         """Say what is required of `value` when it is out of bounds, else None. None itself is always in bounds."""
@@ -73,7 +76,7 @@ def setting(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
         default: its value when the file names none; `REQUIRED` for no default; lists and dicts are copied per instance.
         doc: what it does, for `--explain`.
         unit: see `Setting`.
-        bounds: `ge`, `gt`, `le`, `lt`, `choices`, `is_text` of `Setting`.
+        bounds: `ge`, `gt`, `le`, `lt`, `choices`, `is_text`, `hub` of `Setting`.
 
     Returns:
         A dataclass field, typed as the field's own annotation.
@@ -124,3 +127,26 @@ def check_ranges(config: Any, section: str = "") -> None:
         value = getattr(config, each.name)
         if complaint := each.metadata[METADATA_KEY].complaint(value):
             raise ConfigError(f"{section}{each.name}: required {complaint}, got {value!r}")
+
+
+def replace_settings(config: ConfigT, change: Callable[[str, Setting, Any], Any], prefix: str = "") -> ConfigT:
+    """Return a configuration in which each value is what `change` makes of its key, its declaration and itself.
+
+    Args:
+        config: a dataclass of settings, which may hold others, and dicts of others.
+        change: gets the key, such as "data.mix.sums.path".
+        prefix: of the keys.
+    """
+    changed = {}
+    for each in fields(config):  # type: ignore[arg-type]
+        value, key = getattr(config, each.name), prefix + each.name.removesuffix("_")
+        if is_dataclass(value):
+            new: Any = replace_settings(value, change, f"{key}.")
+        elif isinstance(value, dict) and any(is_dataclass(inner) for inner in value.values()):
+            new = {name: replace_settings(inner, change, f"{key}.{name}.") for name, inner in value.items()}
+        else:
+            declared = each.metadata.get(METADATA_KEY)
+            new = value if declared is None else change(key, declared, value)
+        if new is not value and new != value:
+            changed[each.name] = new
+    return replace(config, **changed) if changed else config  # type: ignore[type-var]

@@ -16,9 +16,9 @@ from offbeat_core import (
     BackendError,
     ModelError,
     OffbeatError,
-    download_advice,
     installed_backends,
     load_backend,
+    path_advice,
     read_model_json,
     read_tensor_shapes,
     require_backend,
@@ -63,7 +63,7 @@ def inspect_model(path: str, key: str = "model.path") -> ExaminedModel:
     if os.path.isfile(folder):
         raise ModelError(f"{key}: {folder} is a file; {_OF_GGUF if folder.suffix == '.gguf' else _OF_FILE}")
     if not os.path.isdir(folder):  # False, too, for what cannot be a path
-        advice = download_advice(path) or "give a Hugging Face model folder"
+        advice = path_advice(path) or "give a Hugging Face model folder"
         raise ModelError(f"{key}: no such folder: {folder}; {advice}")
     _refuse_run_folder(folder, key)
     _refuse_other_folder(folder, key)

@@ -1,10 +1,11 @@
 """The run folder: where everything a run writes has its name, and one process at a time writes in it."""
 
+import json
 import os
 import shutil
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ class RunFolder:
         self._stays, self._was_there = True, True
         self.config = path / "config.toml"
         self.settled = path / "settled.toml"
+        self.hub = path / "hub.json"
         self.plan = path / "plan.txt"
         self.metrics = path / "metrics.jsonl"
         self.sessions = path / "sessions.jsonl"
@@ -126,16 +128,36 @@ class RunFolder:
                     f"{folder}: must be a folder that can be written: {error.strerror}; move the existing file away"
                 ) from error
 
-    def write_config(self, config: Any, settled: Any = None) -> None:
+    def write_config(
+        self, config: Any, settled: Any = None, hub_digests: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
         """Write the configuration to config.toml, and to settled.toml the same with what was chosen for open settings.
 
         Args:
             config: that a resume continues with.
             settled: that the run works with; None where nothing was open.
+            hub_digests: of files that came from the Hub, by the name of their repository and their own.
+
+        Raises:
+            RunFolderError: the run was begun with a file of another digest.
         """
+        if hub_digests:
+            self._write_digests(hub_digests)
         self.write_text(self.config, dump_config(config))
         if settled is not None:
             self.write_text(self.settled, dump_config(settled))
+
+    def _write_digests(self, digests: Mapping[str, Mapping[str, str]]) -> None:
+        """Note what came from the Hub; what the run was begun with has to be the same for good."""
+        begun: dict[str, dict[str, str]] = json.loads(self.hub.read_text()) if self.hub.is_file() else {}
+        for name, files in digests.items():
+            for file, digest in files.items():
+                if begun.get(name, {}).get(file, digest) != digest:
+                    raise RunFolderError(
+                        f"{name}: {file} is not the one that this run was begun with, by its digest; remove the model "
+                        "from the Hub's cache, and resume again"
+                    )
+        self.write_text(self.hub, json.dumps({**begun, **digests}, indent=1, sort_keys=True) + "\n")
 
     def write_plan(self, rows: Sequence[tuple[str, str]]) -> None:
         """Write rows of (what, how much) to plan.txt."""

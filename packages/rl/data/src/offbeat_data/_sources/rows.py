@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from offbeat_core import ConfigError, DataError, download_advice
+from offbeat_core import ConfigError, DataError, path_advice
 from offbeat_data._sources.file_forms import name_other_form, name_unknown_form
 
 Row = dict[str, Any]
@@ -49,10 +49,18 @@ def read_rows(path: Path, split: str, limit: int) -> list[Row]:
     return rows
 
 
+def read_files(files: list[Path], limit: int) -> list[Row]:
+    """Rows of files of one form, in order, at most `limit` of them where it is not 0."""
+    rows = _reader(files[0])(files, limit)
+    if not rows:
+        raise DataError(f"{files[0]} is empty: a data set needs at least one row")
+    return rows
+
+
 def require_path(path: Path) -> None:
     """Refuse a path where nothing is, or no file and no folder: a pipe would be waited for without an end."""
     if not path.exists():
-        advice = download_advice(str(path), is_dataset=True) or f"give {_FORMS}"
+        advice = path_advice(str(path), is_dataset=True) or f"give {_FORMS}"
         raise DataError(f"data path {path.absolute()} does not exist: {advice}")
     if not (path.is_file() or path.is_dir()):
         raise DataError(

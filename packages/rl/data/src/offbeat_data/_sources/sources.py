@@ -10,10 +10,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_core import REQUIRED, ConfigError, DataError, setting, user_path
+from offbeat_core import REQUIRED, ConfigError, DataError, find_hub_name, setting, user_path
 from offbeat_data._chat.template import DECIDED_VARIABLES
+from offbeat_data._sources.hub_rows import fetch_split
 from offbeat_data._sources.openenv_server import draw_tasks
-from offbeat_data._sources.rows import Row, read_rows, refuse_split, require_path
+from offbeat_data._sources.rows import Row, read_files, read_rows, refuse_split, require_path
 from offbeat_data._sources.task_libraries import draw_entries, draw_rows
 
 
@@ -24,8 +25,9 @@ class SourceConfig:
     path: str = setting(
         REQUIRED,
         "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
-        "datasets' save_to_disk, reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or "
-        "products:DIGITS.",
+        "datasets' save_to_disk, a data set of the Hub (openai/gsm8k, openai/gsm8k:main/train@REVISION), "
+        "reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or products:DIGITS.",
+        hub="dataset",
     )
     split: str = setting(
         "train", "Split to read where path holds several: a saved DatasetDict, or files such as train-*.parquet."
@@ -38,7 +40,9 @@ class SourceConfig:
         "OpenEnv server: reset (arguments of it), observation_field, token_env.",
     )
 
-    eval_path: str = setting("", "Held-out data, in any form path takes; empty: hold out eval_size items of path.")
+    eval_path: str = setting(
+        "", "Held-out data, in any form path takes; empty: hold out eval_size items of path.", hub="dataset"
+    )
     eval_split: str = setting(
         "", "Split to read as held-out data: of eval_path (empty: train), or of path when eval_path is empty."
     )
@@ -200,7 +204,7 @@ def check_data_paths(config: SourceConfig) -> None:
         DataError: with the path, and what it may be.
     """
     for path in filter(None, (config.path, config.eval_path)):
-        if path.partition(":")[0] not in _SCHEMES:
+        if path.partition(":")[0] not in _SCHEMES and find_hub_name(path, "dataset") is None:
             with suppress(OSError):  # such as no right to look: the reader says so
                 require_path(user_path(path))
 
@@ -271,7 +275,9 @@ def _draw(
 
 
 def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
-    """Rows of a file or folder, or of the data that an environment of verifiers brings."""
+    """Rows of a file or folder, of a data set of the Hub, or of the data that an environment of verifiers brings."""
+    if (on_hub := find_hub_name(path, "dataset")) is not None:
+        return read_files(fetch_split(on_hub, split), limit)
     scheme, _, name = path.partition(":")
     if scheme != "verifiers":
         return read_rows(user_path(path), split, limit)

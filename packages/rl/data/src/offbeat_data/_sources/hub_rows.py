@@ -1,0 +1,135 @@
+"""Rows of a data set of the Hugging Face Hub: which files of the repository hold a split, and these alone are fetched.
+
+Source: huggingface/datasets, docs, "Structure your repository" and "Manual configuration": the settings `configs` at
+the head of a README, else files by their folder and by the split in their names.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat_core import (
+    DataError,
+    HubName,
+    HubRepository,
+    fetch_hub_files,
+    open_hub_repository,
+    pin_hub_name,
+)
+
+_READABLE: Final = (".parquet", ".jsonl", ".ndjson", ".json")
+_AS_PARQUET: Final = "refs/convert/parquet"
+"""Revision in which the Hub keeps its own conversion of public data sets: CONFIG/SPLIT/0000.parquet."""
+_SPLIT_WORDS: Final = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""What a split is called in names of files. Source: huggingface/datasets, data_files.py, SPLIT_KEYWORDS."""
+
+
+def fetch_split(name: HubName, split: str) -> list[Path]:
+    """Return the files that hold a split of a data set, in the Hub's cache on this machine.
+
+    Args:
+        name: of the data set; its own split counts before the other.
+        split: such as "train".
+
+    Raises:
+        DataError: no such data set, config or split, no file that is read here, or the download failed.
+    """
+    split = name.split or split
+    repository = open_hub_repository(pin_hub_name(name, "dataset"), "dataset")
+    if not any(file.endswith(_READABLE) for file in repository.sizes):
+        converted = replace(name, revision=_AS_PARQUET)
+        repository = open_hub_repository(pin_hub_name(converted, "dataset"), "dataset")
+    files = _files_of(repository, split)
+    folder = fetch_hub_files(repository.name, "dataset", files)
+    return [folder / file for file in files]
+
+
+def _files_of(repository: HubRepository, split: str) -> list[str]:
+    """Return the files of a split by their path in the repository."""
+    readable = sorted(file for file in repository.sizes if file.endswith(_READABLE) and not file.startswith("."))
+    name, configs = repository.name, _configs(repository.card)
+    if configs:
+        config = _chosen_config(name, configs)
+        by_split = _declared(config, readable)
+        folder = str(config.get("data_dir") or "")
+    else:
+        by_split, folder = {}, name.config
+    if not by_split:
+        inside = [file for file in readable if file.startswith(f"{folder}/")] if folder else _first_folders(readable)
+        if not inside:
+            raise _no_config(name, sorted({file.partition("/")[0] for file in readable if "/" in file}))
+        by_split = _by_name(inside)
+    if split not in by_split:
+        raise DataError(
+            f"{name.shown} has no split {split!r}: set data.split (data.eval_split) to one of {', '.join(by_split)}"
+        )
+    return by_split[split]
+
+
+def _configs(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = card.get("configs")
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def _chosen_config(name: HubName, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the config that a name means: its own, the default, or the only one."""
+    names = {str(each.get("config_name", "default")): each for each in configs}
+    if name.config:
+        if name.config not in names:
+            raise _no_config(name, list(names))
+        return names[name.config]
+    default = next((each for each in configs if each.get("default")), names.get("default"))
+    if default is None and len(names) > 1:
+        raise DataError(
+            f"{name.shown} has several configs: write {name.repository}:CONFIG with one of {', '.join(names)}"
+        )
+    return default or configs[0]
+
+
+def _declared(config: Mapping[str, Any], readable: Sequence[str]) -> dict[str, list[str]]:
+    """Return the files of each split that a config declares; empty where it declares none."""
+    given = config.get("data_files")
+    if given is None:
+        return {}
+    entries = given if isinstance(given, list) else [given]
+    by_split: dict[str, list[str]] = {}
+    for entry in entries:
+        split, patterns = (
+            (entry.get("split", "train"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
+        )
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        # In these patterns ** stands for any folders, which a plain * does here.
+        fitting = [file for file in readable if any(fnmatchcase(file, each.replace("**", "*")) for each in wanted)]
+        by_split.setdefault(split, []).extend(fitting)
+    return {split: files for split, files in by_split.items() if files}
+
+
+def _first_folders(readable: Sequence[str]) -> list[str]:
+    """Return the files of the repository's first folder, else those of its folder `data`."""
+    top = [file for file in readable if "/" not in file]
+    inside = [file for file in readable if file.startswith("data/")]
+    only = {file.partition("/")[0] for file in readable}
+    return top or inside or (list(readable) if len(only) == 1 else [])
+
+
+def _by_name(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return files by the split in their name or folder; all are "train" where none has one."""
+    by_split: dict[str, list[str]] = {}
+    for file in files:
+        words = re.split(r"[/._\-\s]", file)
+        split = next((split for split, names in _SPLIT_WORDS.items() if any(word in names for word in words)), "")
+        by_split.setdefault(split, []).append(file)
+    unnamed = by_split.pop("", [])
+    return by_split or {"train": unnamed}
+
+
+def _no_config(name: HubName, names: Sequence[str]) -> DataError:
+    given = f"no config {name.config!r}" if name.config else "no file in a folder that is read without a config"
+    return DataError(f"{name.shown} has {given}: write {name.repository}:CONFIG with one of {', '.join(names)}")
