@@ -62,6 +62,28 @@ def test_a_run_of_names_goes_on_without_the_hub(
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
 
 
+def test_a_plan_says_what_a_known_data_set_brings(
+    command: CommandLine, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows" / "main").mkdir(parents=True)
+    row = {"question": "1 + 1?", "answer": "It is two. #### 2"}
+    (tmp_path / "rows" / "main" / "train.jsonl").write_text(json.dumps(row))
+    with HubServer() as hub:
+        hub.use_in_this_process(monkeypatch, tmp_path / "cache")
+        hub.add("openai/gsm8k", tmp_path / "rows", "dataset")
+        room = (
+            "--data.max_prompt_tokens=128",
+            "--rollout.max_model_len=256",
+            "--data.eval_size=0",
+            "--eval.every_updates=0",
+        )
+        planned = command("plan", config, "--data.path=openai/gsm8k", "--reward.name=", *room)
+    assert planned.code == 0, planned.err
+    said = " ".join(planned.out.split())
+    for choice in ("data.prompt_column = 'question'", "reward.name = 'math_verify'"):
+        assert f"{choice} (as openai/gsm8k has it)" in said
+
+
 def test_a_run_folder_in_place_of_a_model_is_answered_with_its_latest_checkpoint(
     command: CommandLine, config: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from offbeat_core import (
     load_backend,
     require_backend,
 )
-from offbeat_data import EpochOrder, Tokenizer, check_data_paths, load_tokenizer
+from offbeat_data import EpochOrder, Tokenizer, check_data_paths, fill_known_data, load_tokenizer
 from offbeat_objectives import check_preference
 from offbeat_placement import (
     ClusterView,
@@ -186,7 +186,8 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     Raises:
         UserError: what is wrong, with what to do; mistakes of several sections together.
     """
-    problems = Problems()
+    data, known = fill_known_data(config.data)
+    config, problems = replace(config, data=data), Problems()
     with problems.collected():
         reserves = require_backend("offbeat.launcher", config.cluster.launcher).reserves
         if not reserves:
@@ -242,7 +243,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         placement=placement,
         layout=layout,
         memory=_estimate_memory(config, layout, placement, batch_tokens),
-        choices=choices,
+        choices=(*known, *choices),
         notices=(*examples.notices, *_batch_notice(config, len(examples.train)), *tracker_notices(config.log)),
         sample=_sample_text(config, examples, tokenizer),
         begun=begun,

@@ -1,11 +1,13 @@
 """Data sets of the Hub: which files hold a split, by a README or by names, fetched from a Hub on loopback."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from offbeat_core import DataError
-from offbeat_data import DataConfig
+from offbeat_core import DataError, find_hub_name
+from offbeat_data import DataConfig, RewardConfig, fill_known_data, fill_known_reward
+from offbeat_data._sources.known_sets import _known
 from offbeat_data._sources.sources import read_sources
 from offbeat_testing import HubServer
 
@@ -112,3 +114,26 @@ def test_a_name_that_leads_nowhere_says_what_there_is(path, words, hub, tmp_path
     with pytest.raises(DataError, match=words):
         prompts(path=path)
     assert not fetched(hub)
+
+
+def test_a_known_set_fills_what_is_left_at_its_default():
+    data, choices = fill_known_data(DataConfig(path="openai/gsm8k@main", answer_column="solution"))
+    assert (data.path, data.prompt_column, data.answer_column) == ("hub:openai/gsm8k:main@main", "question", "solution")
+    assert choices[0] == "data.prompt_column = 'question' (as openai/gsm8k has it)"
+    reward, more = fill_known_reward(RewardConfig(), data)
+    assert (reward.name, reward.reference_pattern) == ("math_verify", "#### (.*)")
+    assert len(more) == 3
+    assert fill_known_data(data) == (data, ())
+    assert fill_known_data(DataConfig(path="openai/gsm8k:socratic"))[0].path == "openai/gsm8k:socratic"
+    for path in ("my/rows", "rows.jsonl", "arithmetic:2"):
+        assert fill_known_data(DataConfig(path=path)) == (DataConfig(path=path), ())
+        assert fill_known_reward(RewardConfig(), DataConfig(path=path)) == (RewardConfig(), ())
+
+
+def test_every_known_set_has_settings_that_the_sections_take():
+    for name, known in _known().items():
+        assert find_hub_name(name, "dataset").repository == name
+        assert not set(known) - {"config", "data", "reward"}
+        replace(DataConfig(path=name), **known.get("data", {}))
+        if "reward" in known:
+            replace(RewardConfig(), **known["reward"])

@@ -32,7 +32,14 @@ from grpo_async_app._preflight.turns import choose_parking
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError, TrainLayout
-from offbeat_data import PromptSet, Tokenizer, check_data_paths, load_tokenizer
+from offbeat_data import (
+    PromptSet,
+    Tokenizer,
+    check_data_paths,
+    fill_known_data,
+    fill_known_reward,
+    load_tokenizer,
+)
 from offbeat_objectives import try_functions
 from offbeat_placement import ClusterView, Placement
 from offbeat_recipes import RunMemory
@@ -148,6 +155,7 @@ def check_run(config: GrpoConfig) -> Preflight:
     Raises:
         UserError: what is wrong, with what to do; mistakes of several sections together.
     """
+    config, known = _fill_known_set(config)
     run, hub, model, reward_notes, notices = _check_sections(resolve(config))
     tokenizer = _load_tokenizer(run, model)
     run, prompts = read_data(run, tokenizer)
@@ -173,13 +181,22 @@ def check_run(config: GrpoConfig) -> Preflight:
         memory=memory,
         parking=parking,
         notices=(*notices, *more_notices, *prompts.notices, *set_notices(run, prompts.train)),
-        choices=(*engines, *choices, *fitted),
+        choices=(*known, *engines, *choices, *fitted),
         lora_sync=choose_lora_sync(run.config),
         transport=transport,
         reward_notes=reward_notes,
         reward_trials=_try_rewards(run),
         objective_trial=objective_trial,
     )
+
+
+def _fill_known_set(config: GrpoConfig) -> tuple[GrpoConfig, tuple[str, ...]]:
+    """Set columns and reward of a data set of the Hub that is known by name; return each choice in words."""
+    data, choices = fill_known_data(config.data)
+    reward, more = config.reward, ()
+    if not (reward.is_set or config.environment.name or config.agent.is_set):
+        reward, more = fill_known_reward(reward, data)
+    return replace(config, data=data, reward=reward), (*choices, *more)
 
 
 def _check_sections(

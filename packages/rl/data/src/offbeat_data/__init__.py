@@ -17,6 +17,7 @@ from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
 from offbeat_data._scoring.sandbox.sandbox import Sandbox
 from offbeat_data._scoring.sandbox.watching import ProgramLimits, ProgramRun
 from offbeat_data._scoring.votes import vote_of
+from offbeat_data._sources.known_sets import fill_known_data, fill_known_reward
 from offbeat_data._sources.mixture import CurriculumConfig, MixtureOrder, SuccessRates
 from offbeat_data._sources.sources import ConversationConfig, DataConfig, EpochOrder, check_data_paths
 from offbeat_data._tokenizer import Tokenizer, load_tokenizer
@@ -68,6 +69,8 @@ __all__ = [
     "environment_tools",
     "escape_messages",
     "escape_tools",
+    "fill_known_data",
+    "fill_known_reward",
     "load_conversations",
     "load_image_rules",
     "load_pairs",
