@@ -14,7 +14,7 @@ LATIN = '{"prompt": "2 + 3 =", "answer": "5"}\n{"prompt": "caf\xe9", "answer": "
 
 
 def test_a_mistyped_command_is_answered_with_all_commands(command: CommandLine) -> None:
-    assert "did you mean train? the commands are quickstart, train, plan" in command.refused("trian", "my.toml")
+    assert "did you mean train? the commands are quickstart, init, train, plan" in command.refused("trian", "my.toml")
     assert "compare takes 2 arguments, EVAL EVAL, got 1 (a)" in command.refused("compare", "a")
 
 

@@ -10,6 +10,10 @@ Asynchronous GRPO: rollouts and training run at the same time, and every wait ha
 
   grpo-async-app quickstart [--seed N]      train a small model that is made on the spot; nothing to download
                  [--lesson NAME]            addition (the default), calculator (calls a tool) or agent (a program)
+  grpo-async-app init                       write a first my.toml; asks in a terminal for what is not given
+                 [--model M] [--data D]     a name of the Hugging Face Hub, or a path
+                 [--reward R]               math_verify, exact_match, ..., or my_reward.py:score
+                 [--out FILE]               another file than my.toml
   grpo-async-app train FILE                 train with the settings of a TOML file
                  [--shrink]                 rehearse it on a CPU: all sizes small, on a model that is made on the spot
   grpo-async-app plan FILE [--json]         show what a run would need and where its processes go; starts nothing

@@ -8,6 +8,10 @@ from offbeat_run import doing, run_command, show_usage
 _USAGE = """\
 Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward models; full or LoRA, resumable.
 
+  sft-app init                       write a first my.toml; asks in a terminal for what is not given
+          [--model M] [--data D]     a name of the Hugging Face Hub, or a path
+          [--loss L]                 sft, dpo, ipo, kto, orpo or simpo
+          [--out FILE]               another file than my.toml
   sft-app train FILE                 train with the settings of a TOML file
           [--shrink]                 rehearse it on a CPU: all sizes small, on a model that is made on the spot
   sft-app plan FILE [--json]         show what a run would need; starts nothing

@@ -28,6 +28,7 @@ from offbeat_run import (
 )
 from sft_app._config import SftConfig
 from sft_app._import import import_command
+from sft_app._init import init_command
 from sft_app._learners import create_learner
 from sft_app._plan import SftPlanner, describe_run
 from sft_app._preflight import Preflight, check_run
@@ -124,6 +125,7 @@ def _conclude(run: RunFolder, words: CommandWords) -> int:
 
 
 _COMMANDS: dict[str, Command] = {
+    "init": Command(init_command, options=("data", "loss", "model", "out")),
     "train": Command(_train, "FILE", options=("out", "push-to"), overrides=True, switches=("shrink",)),
     "plan": Command(
         partial(plan_command, SftPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES

@@ -4,6 +4,7 @@ A mistake is one clear error, exit code 2, no traceback, nothing made.
 """
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -174,6 +175,18 @@ class CommandConformance:
             assert "model.path: Qwen/Qwen3-0.6B: there is no such model on the Hub" in said
             said = command.refused("plan", config, "--data.path=openai/gsm8k:main/train")
             assert "data.path: openai/gsm8k:main/train: there is no such data set on the Hub" in said
+
+    def test_init_writes_a_file_that_is_read_and_asks_for_what_is_missing(
+        self, command: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115  of the test's own process
+        assert "init needs --data: a data set of the Hub" in command.refused("init")
+        ended = command("init", "--data", "openai/gsm8k", "--out", "first.toml")
+        assert ended.code == 0, ended.err
+        assert f"{command.program} train first.toml" in ended.out
+        assert len((tmp_path / "first.toml").read_text().splitlines()) < 30
+        assert "first.toml" in command.refused("init", "--data", "openai/gsm8k", "--out", "first.toml")
 
     def test_help_version_and_explain_answer_what_is_asked(self, command: CommandLine) -> None:
         of_train = command("train", "--help").out

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from grpo_async_app._commands.doctor import examine_command
 from grpo_async_app._commands.evaluate import compare_command, eval_command
+from grpo_async_app._commands.init import init_command
 from grpo_async_app._commands.plan import GrpoPlanner, describe_plan
 from grpo_async_app._commands.quickstart import find_lesson, make_model, quickstart_config, warm_up
 from grpo_async_app._commands.shrink import shrink_run
@@ -115,6 +116,7 @@ def _scale(words: CommandWords, folder: str) -> int:
 
 _COMMANDS: dict[str, Command] = {
     "quickstart": Command(_quickstart, options=("lesson", "out", "push-to", "seed"), overrides=True),
+    "init": Command(init_command, options=("data", "model", "out", "reward")),
     "train": Command(_train, "FILE", options=("out", "push-to"), overrides=True, switches=("shrink",)),
     "plan": Command(
         partial(plan_command, GrpoPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES

@@ -193,7 +193,7 @@ def check_run(config: GrpoConfig) -> Preflight:
 def _fill_known_set(config: GrpoConfig) -> tuple[GrpoConfig, tuple[str, ...]]:
     """Set columns and reward of a data set of the Hub that is known by name; return each choice in words."""
     data, choices = fill_known_data(config.data)
-    reward, more = config.reward, ()
+    reward, more = config.reward, tuple[str, ...]()
     if not (reward.is_set or config.environment.name or config.agent.is_set):
         reward, more = fill_known_reward(reward, data)
     return replace(config, data=data, reward=reward), (*choices, *more)

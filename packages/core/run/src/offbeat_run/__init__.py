@@ -15,6 +15,7 @@ from offbeat_run._command.command import (
 )
 from offbeat_run._command.examine import ExaminedModel, inspect_model
 from offbeat_run._command.hub import HubModels, fetch_models, has_hub_model
+from offbeat_run._command.init import Question, ask, write_first_config
 from offbeat_run._command.signals import ending_signals
 from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config.problems import Problems
@@ -81,12 +82,14 @@ __all__ = [
     "ProfileConfig",
     "Progress",
     "PushError",
+    "Question",
     "RunFolder",
     "RunLog",
     "SampledAnswer",
     "SetSummary",
     "Tracker",
     "Writer",
+    "ask",
     "check_destination",
     "check_model",
     "check_shared",
@@ -136,5 +139,6 @@ __all__ = [
     "tracker_notices",
     "whole_number",
     "write_comparison",
+    "write_first_config",
     "writer_of",
 ]

@@ -1,0 +1,43 @@
+"""`init`: a first my.toml, with the reason beside each line."""
+
+from offbeat_core import parse_config, toml_value
+from offbeat_run import CommandWords, Question, ask, write_first_config
+from sft_app._config import SftConfig
+
+QUESTIONS = (
+    Question(
+        option="model", text="A name of the Hugging Face Hub, or a folder with a model", default="Qwen/Qwen3-0.6B"
+    ),
+    Question(option="data", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"),
+    Question(option="loss", text="sft, or a loss for pairs of answers: dpo, ipo, kto, orpo, simpo", default="sft"),
+)
+
+
+def init_command(words: CommandWords) -> int:
+    """Ask for a model, data and a loss where options do not say, and write the file."""
+    answers = ask(words, QUESTIONS)
+    is_sft = answers["loss"] == "sft"
+    rate = "learning_rate = 1e-5      # usual for all weights; about 1e-4 with engine.lora_rank"
+    if not is_sft:
+        rate = "learning_rate = 1e-6      # preferences take small steps; about 1e-5 with engine.lora_rank"
+    lines = [
+        "# `sft-app --explain` describes every key, and plan shows what is chosen for those left out.",
+        "[model]",
+        f"path = {toml_value(answers['model'])}",
+        "",
+        "[data]",
+        f"path = {toml_value(answers['data'])}",
+        "eval_size = 64            # held out: shows what is learned beyond the rows that are trained on",
+        "",
+        *([] if is_sft else ["[preference]", f"loss = {toml_value(answers['loss'])}", ""]),
+        "[engine]",
+        rate,
+        "batch_size = 32           # rows of an update",
+        "",
+        "[eval]",
+        "every_updates = 50",
+        "",
+    ]
+    text = "\n".join(lines)
+    parse_config(text, SftConfig, name="my.toml")
+    return write_first_config(text, words, "sft-app")
