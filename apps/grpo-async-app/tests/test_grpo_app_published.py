@@ -1,5 +1,6 @@
 """Scripts that ran on published clusters, imported: the plan refuses none of them there, every rank has room."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,4 +87,6 @@ def test_a_script_that_ran_on_a_published_cluster_has_room_there(
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())
     assert "trainer memory" in said
-    assert "its device" not in said, said  # a rank that needs more, or an engine that may take too little
+    assert not re.search(r"its device has|of its device", said), (
+        said
+    )  # a rank that needs more, or an engine that may take too little

@@ -88,6 +88,7 @@ async def test_an_update_and_sleep_drop_what_is_kept(folder, open_engine, static
     """Keys and values of old weights would be served under new ones: rows of one length are the default on CUDA."""
     model, prompt = reference_model(folder), ids_of(99, 100)
     options = {"static_rows": static_rows, "kv_cache_tokens": 2**15}  # more than eight static rows take
+    whole = 100 - static_rows  # in static rows the last token of a prompt is decoded
     async with open_engine(folder, options=options, max_running=8) as engine:
         generate = Counter(engine)
         await generate(ask("a", prompt))
@@ -95,12 +96,12 @@ async def test_an_update_and_sleep_drop_what_is_kept(folder, open_engine, static
         await engine.update_weights(FakeWeightStream(changed_weights(model, seed=1), 1), 1)
         assert generate.cache.kept_tokens == 0
         [one], num_prefilled = await generate(ask("b", prompt))
-        assert num_prefilled == 100
+        assert num_prefilled == whole
         assert logprob_errors(model, prompt, one).max() < 1e-4
         await engine.sleep(1)
         assert generate.cache.allocated_tokens == 0
         await engine.wake()
-        assert (await generate(ask("c", prompt)))[1] == 100
+        assert (await generate(ask("c", prompt)))[1] == whole
 
 
 async def test_the_least_recently_used_goes_first_and_the_budget_holds(folder, open_engine):

@@ -6,6 +6,7 @@ graphs does. What a step would have taken from the host is then that of the step
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -225,8 +226,8 @@ async def test_samples_are_those_of_growing_rows(folder, run, device, max_runnin
 async def test_the_host_reads_a_step_after_the_next_has_begun(folder, device, open_engine):
     async with open_engine(folder, options={"graphs": False}) as engine:
         await engine.generate(request(max_tokens=5))
-    # The first token is drawn by the prefill. Each step copies tokens, and then log-probabilities.
-    first, *between, last = ((f"copy {n}", f"copy {n + 1}", f"read {n - 2}", f"read {n - 1}") for n in range(1, 10, 2))
+    # The prompt's last token is decoded. Each step copies tokens, and then log-probabilities.
+    first, *between, last = ((f"copy {n}", f"copy {n + 1}", f"read {n - 2}", f"read {n - 1}") for n in range(1, 12, 2))
     assert device.events == [*first[:2], *(each for step in between for each in step), *last[2:]]
 
 
@@ -460,3 +461,46 @@ async def test_a_budget_without_room_for_a_row_is_refused(folder, run):
         ConfigError, match=r"kv_cache_tokens must be at least 512, got 256, .* set static_rows to false"
     ):
         await run(folder, together, options={"kv_cache_tokens": 256, **STATIC})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("limit", [16, 48])
+async def test_long_prompts_are_computed_beside_the_decoding_of_others(folder, device, open_engine, limit):
+    """Others draw a token in each step; each step is read only when the next has begun; samples are those of alone."""
+    options = {"static_rows": True, "graphs": False, "prefill_beside_decoding": limit}
+    asked = [
+        request("short", prompt=6, num_samples=2, max_tokens=60),
+        request("long", prompt=150, num_samples=2, max_tokens=12),
+        request("other", prompt=90, max_tokens=12),
+    ]
+    alone = []
+    for one in asked:
+        async with open_engine(folder, options=options) as engine:
+            alone.append(await engine.generate(one))
+    async with open_engine(folder, options=options) as engine:
+        runner, beside = engine._worker._runner, []
+        prefill = runner._prefill
+
+        def noted(chosen):
+            decoding = [one for one in runner.scheduler.running if one.num_pending < 2]
+            beside.append((sum(chunk.num_tokens for _, chunk in chosen), len(decoding), runner.num_tokens))
+            return prefill(chosen)
+
+        runner._prefill = noted
+        first = asyncio.ensure_future(engine.generate(asked[0]))
+        await wait_for(engine, 4)
+        device.events.clear()
+        together = [*await asyncio.gather(*map(engine.generate, asked[1:]))]
+        together.insert(0, await first)
+    for found, expected in zip(together, alone, strict=True):
+        assert_same(found, expected)
+    chunks = [each for each in beside if each[1]]
+    assert sum(num_tokens for num_tokens, *_ in chunks) == 149 + 89
+    assert max(num_tokens for num_tokens, *_ in chunks) <= limit
+    drawn = [num_drawn for *_, num_drawn in chunks]
+    assert all(after - before >= 2 for before, after in pairwise(drawn)), "decoding has stood still"
+    events = device.events
+    read = [int(event.split()[1]) for event in events if event.startswith("read")]
+    for number in read[2:-4]:
+        begun = events.index(f"copy {number + 2}") < events.index(f"read {number}")
+        assert begun, "a step was read before the next had begun"

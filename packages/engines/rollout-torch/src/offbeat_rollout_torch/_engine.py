@@ -70,6 +70,9 @@ class TorchRolloutOptions:
         le=1,
     )
     max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
+    prefill_beside_decoding: int = setting(
+        512, "Prompt tokens of one step of static rows in which other samples decode.", "tokens", ge=16
+    )
     pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
 
     static_rows: bool | None = setting(
@@ -201,7 +204,10 @@ class TorchRolloutEngine:
             step = choose_step(self._options.compile_steps, weights, self._device)
             static = StaticDecoder(rows, self._device, longest, step, records=self._options.graphs)
         cache = static.cache if static else KVCache(self._architecture, budget, longest, like, kept)
-        scheduler = Scheduler(cache, self._config.max_running, self._options.max_prefill_tokens)
+        options = self._options
+        scheduler = Scheduler(
+            cache, self._config.max_running, options.max_prefill_tokens, options.prefill_beside_decoding
+        )
         return ModelRunner(scheduler, weights, self._stop_criteria, static)
 
     def _static_row_tokens(self) -> int:

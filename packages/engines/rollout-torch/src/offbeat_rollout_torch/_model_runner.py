@@ -6,7 +6,6 @@ Shapes: N tokens of a pass.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Final
 
 import numpy as np
@@ -78,16 +77,16 @@ class ModelRunner:
         scheduler.make_room()
         scheduler.admit()
         scheduler.copy_prompts()
-        chunks = scheduler.prefill_chunks()
-        self.num_decoding = 0 if chunks else len(scheduler.running)
         is_plain = not any(one.request.adapter or one.request.images is not None for one in scheduler.running)
-        if self._static is not None and is_plain and not chunks:
-            self._decode_ahead(self._static)
+        if self._static is not None and is_plain:
+            self._step_ahead(self._static)
         elif self._in_flight is not None:  # others begin with what the host knows
             self.settle()
-        elif chunks:
-            self._prefill(*zip(*chunks, strict=True))
+        elif chunks := scheduler.prefill_chunks():
+            self.num_decoding = 0
+            self._draw_along(*self._prefill(chunks))
         else:
+            self.num_decoding = len(scheduler.running)
             self._decode()
         self.busy_s += time.monotonic() - start_s
 
@@ -96,11 +95,14 @@ class ModelRunner:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
-        drawing = [sample.row is not None for sample in step.samples]  # others have ended, or were aborted
-        samples, ids, logprobs = (
-            list(compress(each, drawing)) for each in (step.samples, step.ids().tolist(), step.logprobs().tolist())
-        )
-        self._push(samples, ids, logprobs)
+        # Others have ended, or were aborted, or waited.
+        drawn = [
+            (sample, token, logprob)
+            for sample, token, logprob in zip(step.samples, step.ids().tolist(), step.logprobs().tolist(), strict=True)
+            if sample is not None and sample.row is not None
+        ]
+        if drawn:
+            self._push(*zip(*drawn, strict=True))
 
     def release_cache(self) -> None:
         """Give the memory of keys and values back, and that of recorded steps unless these stay where they are."""
@@ -157,15 +159,32 @@ class ModelRunner:
             adapters=self.adapters.rows(uses, self._device),
         )
 
-    def _decode_ahead(self, static: StaticDecoder) -> None:
+    def _step_ahead(self, static: StaticDecoder) -> None:
+        """Queue some of the prompts that wait, and the next decoding step beside them.
+
+        The device does both after what is in flight, and nothing here waits for it: the last token of a prompt is left
+        to a decoding step, which draws from it.
+        """
+        chunks = self.scheduler.prefill_chunks_ahead()
+        if chunks:
+            self._prefill(chunks)
+            self.scheduler.copy_prompts()  # to the others of a group, which begin with the first of it
+        order = [None if one.num_pending > 1 else one for one in self.scheduler.decode_order()]
+        while order and order[-1] is None:
+            order.pop()
+        self.num_decoding = sum(one is not None for one in order)
+        if order:
+            self._decode_ahead(static, order)
+
+    def _decode_ahead(self, static: StaticDecoder, order: Sequence[Sample | None]) -> None:
         """Queue the next step, and only then read the one in flight."""
-        samples, before = self.scheduler.decode_order(), self._in_flight
+        samples, before = [one for one in order if one is not None], self._in_flight
         # The step in flight ends all of them, so there is nothing to draw after it.
         if all(not one.num_pending and one.is_full(self._stop_criteria, 1) for one in samples):
             self.settle()
             return
         self.scheduler.cache.allocate()
-        started = static.start(self.weights, self._rotations, samples, before.samples if before else ())
+        started = static.start(self.weights, self._rotations, order, before.samples if before else ())
         for sample in samples:
             assert sample.row is not None
             sample.row.cached += 1
@@ -187,28 +206,36 @@ class ModelRunner:
             sample.row.cached += 1
         self._draw(samples, hidden)
 
-    def _prefill(self, samples: Sequence[Sample], chunks: Sequence[Chunk]) -> None:
+    def _prefill(self, chosen: Sequence[tuple[Sample, Chunk]]) -> tuple[list[tuple[Sample, int]], Tensor]:
+        """Take chunks of prompts through the model.
+
+        Returns:
+            Samples whose last token was among them, each with its place, and the hidden values, [tokens, hidden].
+        """
+        samples, chunks = zip(*chosen, strict=True)
         self.scheduler.cache.allocate()
         attention = PrefillAttention(chunks, self.weights.architecture, self.weights.final_norm)
-        pairs = list(zip(samples, chunks, strict=True))
         ids: list[int] = []
-        for sample, chunk in pairs:
+        for sample, chunk in chosen:
             ids += sample.tokens[chunk.row.end : chunk.row.end + chunk.num_tokens]
-        ranges = [TokenRange(sample.request.images, chunk.row.end, chunk.num_tokens) for sample, chunk in pairs]
+        ranges = [TokenRange(sample.request.images, chunk.row.end, chunk.num_tokens) for sample, chunk in chosen]
         hidden = self.forward(ids, attention, ranges, samples)
         self.num_prefilled += len(ids)
-        ready: list[Sample] = []
-        ends: list[int] = []
+        ended: list[tuple[Sample, int]] = []
         end = -1
-        for sample, chunk in pairs:
+        for sample, chunk in chosen:
             end += chunk.num_tokens
             chunk.row.cached += chunk.num_tokens
             if not sample.num_pending:
-                drawing = [sample, *self.scheduler.draw_along(sample)]
-                ready += drawing
-                ends += [end] * len(drawing)
+                ended.append((sample, end))
+        return ended, hidden
+
+    def _draw_along(self, ended: Sequence[tuple[Sample, int]], hidden: Tensor) -> None:
+        """Draw the first token of samples whose prompt has ended, and of those of their group that wait for it."""
+        ready = [(one, end) for sample, end in ended for one in (sample, *self.scheduler.draw_along(sample))]
         if ready:
-            self._draw(ready, hidden.index_select(0, torch.tensor(ends, device=self._device)))
+            samples, ends = zip(*ready, strict=True)
+            self._draw(samples, hidden.index_select(0, torch.tensor(ends, device=self._device)))
 
     def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
         logits = decode_logits(self.weights, hidden)

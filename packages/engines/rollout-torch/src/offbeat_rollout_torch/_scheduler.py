@@ -145,12 +145,22 @@ class Scheduler:
     """Continuous batching: samples join when there is room and leave when they end.
 
     A step is either a prefill (samples with more than one token to compute, up to a token budget) or, when there is
-    none, a decoding step of every running sample. What must be computed again, after new weights or after a sample
-    was set back for lack of room, is a prefill like any other.
+    none, a decoding step of every running sample. Where rows are static, a step may be both: see
+    `prefill_chunks_ahead`. What must be computed again, after new weights or after a sample was set back for lack of
+    room, is a prefill like any other.
+
+    Args:
+        cache: of the samples.
+        max_running: samples at most.
+        max_prefill_tokens: of one step.
+        tokens_beside_decoding: of one step in which other samples decode.
     """
 
-    def __init__(self, cache: KVCache, max_running: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache, max_running: int, max_prefill_tokens: int, tokens_beside_decoding: int = 512
+    ) -> None:
         self.cache, self._max_running, self.max_prefill_tokens = cache, max_running, max_prefill_tokens
+        self._tokens_beside_decoding = tokens_beside_decoding
         self.requests: dict[str, RequestState] = {}
         self.running: list[Sample] = []
         self.waiting: deque[Sample] = deque()
@@ -226,7 +236,20 @@ class Scheduler:
 
         What the samples of a request share is computed with the first of them; the others wait for it.
         """
-        chosen, budget, leading = list[tuple[Sample, Chunk]](), self.max_prefill_tokens, set[str]()
+        return self._choose_chunks(self.max_prefill_tokens, leaving=0)
+
+    def prefill_chunks_ahead(self) -> list[tuple[Sample, Chunk]]:
+        """Choose prompts to compute beside a decoding step, all but their last token, which is decoded.
+
+        Fewer tokens are chosen while samples decode, so that these go on between the chunks of long prompts.
+        """
+        decodes = any(sample.num_pending < 2 for sample in self.running)
+        limit = min(self._tokens_beside_decoding, self.max_prefill_tokens) if decodes else self.max_prefill_tokens
+        return self._choose_chunks(limit, leaving=1)
+
+    def _choose_chunks(self, budget: int, leaving: int) -> list[tuple[Sample, Chunk]]:
+        """Choose chunks of at most `budget` tokens, and of no prompt its last `leaving` tokens."""
+        chosen, leading = list[tuple[Sample, Chunk]](), set[str]()
         for sample in self.running:
             request, row, num_tokens = sample.request, sample.row, sample.num_pending
             prefix = request.prefix
@@ -236,6 +259,7 @@ class Scheduler:
                 continue
             if is_shared:
                 leading.add(request.request_id)
+            num_tokens -= leaving
             if is_shared and prefix is not None:
                 row, num_tokens = prefix.row, prefix.num_tokens - prefix.row.cached
             if num_tokens := min(num_tokens, budget):

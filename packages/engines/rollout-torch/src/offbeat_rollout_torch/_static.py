@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
+from offbeat_core import SamplingParams
 from offbeat_device import Device, WorkGraphs
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block, flat_positions
 from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
@@ -56,12 +57,12 @@ class StepInFlight:
     """A step that the host has not read.
 
     Args:
-        samples: in the order of their rows.
+        samples: in the order of their rows; None for one that drew nothing, as its prompt is being computed.
         ids: waits for the tokens, [B] int64.
         logprobs: waits for their log-probabilities, [B] float32.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[Sample | None]
     ids: Callable[[], Tensor]
     logprobs: Callable[[], Tensor]
 
@@ -113,14 +114,19 @@ class StaticDecoder:
         self._graphs: WorkGraphs | None = self._device.work_graphs() if self._records else None
 
     def start(
-        self, weights: DecoderWeights, rotations_PC2: Tensor, samples: Sequence[Sample], before: Sequence[Sample]
+        self,
+        weights: DecoderWeights,
+        rotations_PC2: Tensor,
+        samples: Sequence[Sample | None],
+        before: Sequence[Sample | None],
     ) -> StepInFlight:
         """Queue one step.
 
         Args:
             weights: frozen.
             rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
-            samples: in the order of their rows, each with one token to go through the model.
+            samples: in the order of their rows, each with one token to go through the model; None for one that waits.
+                Not all of them wait.
             before: those of the step that is in flight; empty: none is, and the host knows every sample's last token.
         """
         inputs = StepInputs(weights, rotations_PC2, self.cache.block)
@@ -128,8 +134,9 @@ class StaticDecoder:
             self.forget()
             self._inputs = inputs
         self._arrange(samples, before)
-        longest = max(sample.num_cached for sample in samples) + 1
-        is_cut = any(sample.params.is_cut and sample.params.temperature > 0 for sample in samples)
+        drawing = [sample for sample in samples if sample is not None]
+        longest = max(sample.num_cached for sample in drawing) + 1
+        is_cut = any(sample.params.is_cut and sample.params.temperature > 0 for sample in drawing)
         num_rows, num_places = inputs.block.num_rows, inputs.block.capacity
         attended = num_places if self._step.by_length else min(_places(longest), num_places)
         shape = StepShape(min(_bucket(len(samples)), num_rows), attended, is_cut)
@@ -137,10 +144,17 @@ class StaticDecoder:
         ids, logprobs = self._whole_numbers[0, : len(samples)], self._logprobs[: len(samples)]
         return StepInFlight(samples, self._device.copy_to_host(ids), self._device.copy_to_host(logprobs))
 
-    def _arrange(self, samples: Sequence[Sample], before: Sequence[Sample]) -> None:
-        """Have the columns of these samples in their order: those in flight from the device, others from the host."""
-        columns = {id(sample): column for column, sample in enumerate(before)}
-        sources = [columns.get(id(sample)) for sample in samples]
+    def _arrange(self, samples: Sequence[Sample | None], before: Sequence[Sample | None]) -> None:
+        """Have the columns of these samples in their order: those in flight from the device, others from the host.
+
+        A row that waits computes idly at the last place, which no sample reads before it has written it.
+        """
+        columns = {id(sample): column for column, sample in enumerate(before) if sample is not None}
+        waited = {column for column, sample in enumerate(before) if sample is None}
+        sources = [
+            columns.get(id(sample)) if sample is not None or column not in waited else column
+            for column, sample in enumerate(samples)
+        ]
         if sources == list(range(len(samples))):
             return
         if before:
@@ -149,12 +163,12 @@ class StaticDecoder:
                 numbers[:, : len(samples)] = numbers.index_select(1, kept)
         if new := [column for column, source in enumerate(sources) if source is None]:
             entering = [samples[column] for column in new]
-            states = seed_states([one.seed for one in entering])
+            states = seed_states([one.seed if one else 0 for one in entering])
             whole = [
-                [one.tokens[-1], one.num_cached, one.num_drawn, state]
+                [one.tokens[-1], one.num_cached, one.num_drawn, state] if one else [0, self._last_place, 0, state]
                 for one, state in zip(entering, states, strict=True)
             ]
-            params = [row_numbers(one.params, self._vocabulary) for one in entering]
+            params = [row_numbers(one.params if one else SamplingParams(), self._vocabulary) for one in entering]
             at = self._send(new, torch.int64)
             self._whole_numbers.index_copy_(1, at, self._send(whole, torch.int64).t())
             self._params.index_copy_(1, at, self._send(params, torch.float32).t())
