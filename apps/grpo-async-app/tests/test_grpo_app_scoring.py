@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import offbeat_liveness as liveness
-from grpo_async_app._roles.scorer import ScorerAsk, prompt_to_json
+from grpo_async_app._roles.scorer import ScorerAsk
 from grpo_async_app._scoring.pool import ScorerPool
 from grpo_async_app._scoring.scoring_metrics import ScoringMetrics
 from offbeat_actors import ClusterConfig, RoleOnCall
@@ -145,7 +145,7 @@ async def test_a_function_has_the_main_thread_and_may_use_signals_and_event_loop
 
 def test_a_scorer_is_sent_no_picture() -> None:
     prompt = replace(PROMPT, pictures=(Picture(data=b"", height=8, width=8),))
-    assert sorted(json.loads(prompt_to_json(prompt))) == [
+    assert sorted(json.loads(prompt.to_json())) == [
         *("answer", "answer_column", "column", "escaped", "fields", "ids", "index", "text"),
     ]
 

@@ -1,5 +1,6 @@
 """A command gets its words, leaves with the right exit code and says one clear message."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_core import ConfigError, DataError, DeadlineError, setting
+from offbeat_core import ConfigError, DataError, DeadlineError, OffbeatError, setting
 from offbeat_run import (
+    ERROR_FILE_VARIABLE,
     Command,
     CommandWords,
     Problems,
     count_text,
+    load_error,
     new_run_folder,
     print_table,
     run_named_command,
@@ -67,6 +70,25 @@ def test_an_error_with_words_of_a_file_is_no_command_for_the_terminal(kind):
     done = run(f"raise {kind}('no such column: \\x1b]0;owned\\x07\\x9b2J\\u202e')", OFFBEAT_TRACEBACK="1")
     assert "\\x1b]0;owned\\x07\\x9b2J\\u202e" in done.stderr
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("raised", "known"),
+    [
+        ("ConfigError('no such ${SECRET_KEY}')", ConfigError("no such ${SECRET_KEY}")),
+        ("DeadlineError('train', 'rollout-0', 1.5)", DeadlineError("train", "rollout-0", 1.5)),
+        ("type('Own', (DataError,), {})('no rows')", DataError("no rows")),
+        ("type('Own', (DataError,), {'__str__': lambda self: 'no rows'})(3)", OffbeatError("no rows")),
+        ("KeyError('lost')", OffbeatError("KeyError: 'lost'")),
+    ],
+)
+def test_the_program_that_has_started_a_command_gets_its_error(tmp_path, raised, known):
+    left = tmp_path / "error.json"
+    assert load_error(left) is None
+    done = run(f"import os\nraise {raised}", **{ERROR_FILE_VARIABLE: str(left), "SECRET_KEY": "hush-hush-hush"})
+    found = load_error(left)
+    assert (type(found), str(found)) == (type(known), str(known))
+    assert json.loads(left.read_text())["exit_code"] == done.returncode
 
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]

@@ -13,6 +13,7 @@ from offbeat_run import (
     Generation,
     ItemAnswers,
     LogConfig,
+    MetricsTail,
     RunFolder,
     RunLog,
     check_trackers,
@@ -106,6 +107,33 @@ def test_a_damaged_line_is_named(run):
     run.metrics.write_text('{"step":1,"time_s":1}\nnonsense\n')
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl:2: not a line of JSON"):
         read_metrics(run.metrics)
+
+
+def test_lines_are_read_as_they_come_each_once_also_across_a_resume(run):
+    def read(tail):
+        return [(line.step, line.values["a"]) for line in tail.read()]
+
+    tail = MetricsTail(run.metrics)
+    assert read(tail) == []
+    with MetricsLog(run, tensorboard=False) as log:
+        log.write(1, {"a": 1.0})
+        assert read(tail) == [(1, 1.0)]
+        log.write(2, {"a": 2.0})
+        log.write(3, {"a": 3.0})
+    with run.metrics.open("a") as file:
+        file.write('{"step":4,"time_s":1')
+        file.flush()
+        assert read(tail) == [(2, 2.0), (3, 3.0)]
+        file.write(',"a":4}\nnonsense\n{"step":5,"time_s":1,"a":5}\n')
+    assert read(tail) == [(4, 4.0), (5, 5.0)]
+    run.metrics.write_bytes(run.metrics.read_bytes().replace(b"nonsense\n", b""))
+    resumed = MetricsTail(run.metrics, resume_step=3)
+    assert read(resumed) == [], "what the resume will cut off"
+    with MetricsLog(run, tensorboard=False, resume_step=3) as log:
+        log.write(4, {"a": 40.0})
+        assert read(resumed) == [(4, 40.0)]
+        log.write(5, {"a": 50.0})
+    assert read(resumed) == [(5, 50.0)]
 
 
 def test_a_curve_of_tensorboard_goes_on_where_a_killed_run_is_resumed(run):

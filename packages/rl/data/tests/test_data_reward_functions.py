@@ -179,6 +179,19 @@ def test_functions_are_found_by_module_too_and_signatures_can_be_told(
         values(PROMPT, ["a", "b"], name="odd_reward:five")
 
 
+def test_a_function_of_ours_gets_the_reference_answer_if_it_has_a_parameter_for_it(files: Path) -> None:
+    (files / "answers.py").write_text(
+        "def named(prompt, completion, answer=None, **more):\n    return float(completion == answer) - len(more)\n"
+        "def group(prompt, completions, answer):\n    return [float(each == answer) for each in completions]\n"
+        "def other(prompt, answer):\n    return float(answer == '12')\n"
+        "def wrapped(*args, **named):\n    return float(args[1] == '12' and not named)\n"
+    )
+    for name in ("named", "group", "other", "wrapped"):
+        assert values(PROMPT, ["12", "13"], name=f"{files}/answers.py:{name}") == [1.0, 0.0], name
+    named = f"{files}/answers.py:named"
+    assert values(PROMPT, ["12", "13"], name=named, function_options={named: {"answer": "13"}}) == [0.0, 1.0]
+
+
 def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

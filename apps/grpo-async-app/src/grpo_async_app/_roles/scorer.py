@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -11,8 +10,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from offbeat_core import BackendError, ConfigError, DataError, OffbeatError, drop_secrets
 from offbeat_data import (
@@ -60,7 +57,7 @@ class ScorerAsk:
     """Completions of one prompt, as they travel to a scorer.
 
     Args:
-        prompt: one of `prompt_to_json`.
+        prompt: one of `Prompt.to_json`.
         texts: the completions.
         ids: their token ids; empty where no reward asks for them.
         names: of the rewards that shall score them.
@@ -103,13 +100,6 @@ class ScorerAnswer:
         return error
 
 
-def prompt_to_json(prompt: Prompt) -> str:
-    """Return all but the pictures: a reward reads what the model wrote of them. Rows hold integers of any size."""
-    plain = {**vars(prompt), "ids": prompt.ids.tolist()}
-    del plain["pictures"]
-    return json.dumps(plain)
-
-
 class ScorerRole:
     """Builds the reward and scores with it, in the main thread, where a user's function may use signals."""
 
@@ -134,7 +124,7 @@ class ScorerRole:
 
     def score(self, ask: ScorerAsk) -> list[ScorerAnswer]:
         """Score the first of these completions, and others in `AT_A_TIME_S`."""
-        prompt, answers, end_s = _read_prompt(ask.prompt), list[ScorerAnswer](), time.monotonic() + AT_A_TIME_S
+        prompt, answers, end_s = Prompt.from_json(ask.prompt), list[ScorerAnswer](), time.monotonic() + AT_A_TIME_S
         for one in ask.written:
             answers += self._score(prompt, [one], ask.names)
             if time.monotonic() > end_s:
@@ -143,14 +133,14 @@ class ScorerRole:
 
     def score_together(self, ask: ScorerAsk) -> list[ScorerAnswer]:
         """Score all by rewards that take a whole group."""
-        return self._score(_read_prompt(ask.prompt), ask.written, ask.names)
+        return self._score(Prompt.from_json(ask.prompt), ask.written, ask.names)
 
     async def wait(self, ask: ScorerAsk) -> list[ScorerAnswer]:
         """Score by rewards that wait, all in one call; other calls continue meanwhile."""
         written = ask.written
         try:
             with _ending_process():
-                prompt = _read_prompt(ask.prompt)
+                prompt = Prompt.from_json(ask.prompt)
                 scores = await self._reward.await_group(prompt, written, ask.names, self._timeout_s)
         except TimeoutError:
             late = ScorerAnswer(score=RewardScore(value=0.0, parts=dict.fromkeys(ask.names, 0.0)), timed_out=True)
@@ -168,12 +158,6 @@ class ScorerRole:
                 return [ScorerAnswer(score=score) for score in self._reward.score_group(prompt, written, names)]
         except OffbeatError as error:
             return [_failed(error)] * len(written)
-
-
-def _read_prompt(text: str) -> Prompt:
-    fields = json.loads(text)
-    fields["ids"] = np.array(fields["ids"], dtype=np.int32)
-    return Prompt(**fields)
 
 
 def _failed(error: OffbeatError) -> ScorerAnswer:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from grpo_async_app._roles.scorer import Judged, ScorerAsk, ScorerTraits, prompt_to_json
+from grpo_async_app._roles.scorer import Judged, ScorerAsk, ScorerTraits
 from grpo_async_app._scoring.error_share import ErrorShare
 from grpo_async_app._scoring.processes import BlockingScorers, ScorerStarter, zero_score
 from grpo_async_app._scoring.scoring_metrics import ScoringMetrics
@@ -150,7 +150,7 @@ class ScorerPool:
             raise RewardError("scoring has ended: this reward is closed")
         needs_ids = any(":" in name for name in self._config.all_weights)
         ask = ScorerAsk(
-            prompt=prompt_to_json(prompt),
+            prompt=prompt.to_json(),
             texts=[each.text for each in written],
             ids=[list(map(int, each.ids)) for each in written] if needs_ids else [],
             names=[],

@@ -13,6 +13,7 @@ from offbeat_run._command.command import (
     show_usage,
     whole_number,
 )
+from offbeat_run._command.error_file import ERROR_FILE_VARIABLE, load_error
 from offbeat_run._command.examine import ExaminedModel, inspect_model
 from offbeat_run._command.hub import HubModels, fetch_models, has_hub_model
 from offbeat_run._command.init import Question, ask, write_first_config
@@ -25,7 +26,7 @@ from offbeat_run._console.quantities import count_text, duration_text, size_text
 from offbeat_run._console.status import counted_loss, doing, so_far
 from offbeat_run._folder.folder import RunFolder, check_shared
 from offbeat_run._folder.lock import Writer, writer_of
-from offbeat_run._folder.sessions import LENGTH_KEYS, record_session, refuse_foreign_run, say_finished
+from offbeat_run._folder.sessions import LENGTH_KEYS, application_of, record_session, refuse_foreign_run, say_finished
 from offbeat_run._log.progress import Progress
 from offbeat_run._log.role_log import log_line, log_loaded, log_start
 from offbeat_run._log.run_log import (
@@ -35,7 +36,7 @@ from offbeat_run._log.run_log import (
     read_generations,
 )
 from offbeat_run._log.timeline import clock_s, read_timeline
-from offbeat_run._metrics.metrics import MetricsLine, Tracker, iter_metrics, read_metrics
+from offbeat_run._metrics.metrics import MetricsLine, MetricsTail, Tracker, iter_metrics, read_metrics
 from offbeat_run._metrics.names import label_of
 from offbeat_run._metrics.trackers import check_trackers, tracker_notices
 from offbeat_run._publish.card import model_card
@@ -60,6 +61,7 @@ from offbeat_run._validation.summary import (
 )
 
 __all__ = [
+    "ERROR_FILE_VARIABLE",
     "HELD_OUT",
     "LENGTH_KEYS",
     "VALIDATED_EVERY",
@@ -78,6 +80,7 @@ __all__ = [
     "LivenessConfig",
     "LogConfig",
     "MetricsLine",
+    "MetricsTail",
     "Problems",
     "ProfileConfig",
     "Progress",
@@ -90,6 +93,7 @@ __all__ = [
     "Tracker",
     "Writer",
     "ask",
+    "application_of",
     "check_destination",
     "check_model",
     "check_shared",
@@ -106,6 +110,7 @@ __all__ = [
     "inspect_model",
     "iter_metrics",
     "label_of",
+    "load_error",
     "log_line",
     "log_loaded",
     "log_start",

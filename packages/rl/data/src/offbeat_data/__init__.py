@@ -12,7 +12,13 @@ from offbeat_data._environments.tools import ToolCall, ToolEnvironment, calculat
 from offbeat_data._escaping import escape_messages, escape_tools
 from offbeat_data._images import ImageRules, Picture, load_image_rules
 from offbeat_data._scoring.config import RewardConfig, parts_complaint
-from offbeat_data._scoring.functions import CompletionText, FaultyFunctionError, NotANumberError, RewardError
+from offbeat_data._scoring.functions import (
+    CompletionText,
+    FaultyFunctionError,
+    FunctionFailure,
+    NotANumberError,
+    RewardError,
+)
 from offbeat_data._scoring.rewards import Reward, RewardScore, build_reward
 from offbeat_data._scoring.sandbox.sandbox import Sandbox
 from offbeat_data._scoring.sandbox.watching import ProgramLimits, ProgramRun
@@ -37,6 +43,7 @@ __all__ = [
     "EpisodeLimits",
     "EpochOrder",
     "FaultyFunctionError",
+    "FunctionFailure",
     "ImageRules",
     "Message",
     "MixtureOrder",

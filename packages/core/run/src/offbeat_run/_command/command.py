@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from offbeat_core import ConfigError, OffbeatError, UserError, defer_device_backends, explain, sections_of
 from offbeat_http import raise_descriptor_limit
+from offbeat_run._command.error_file import leave_error
 from offbeat_run._command.examine import examine
 from offbeat_run._command.signals import interrupted_by_signals
 from offbeat_run._console.printing import print_text, shown
@@ -198,6 +199,7 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
         if not isinstance(error, UserError) and last_has_checkpoint() and (advice := _advice(program)):
             # Without a checkpoint it would begin anew, and end in the same way.
             print_text(_broken_at_words(advice), to_stderr=True)
+        leave_error(error, error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         print_text("\n" + "; ".join(filter(None, ("interrupted", _advice(program)))), to_stderr=True)
@@ -211,10 +213,12 @@ def _exit_code(main: Callable[[], int | None], program: str) -> int:
             print_text(traceback.format_exc(), to_stderr=True)
         text = f": {error}" if str(error) else ""
         print_text(f"error: no memory left{text}; {TRACEBACK_VARIABLE}=1 shows where it was asked for", to_stderr=True)
+        leave_error(error, UserError.exit_code)
         return UserError.exit_code
-    except Exception:  # noqa: BLE001 - this is the boundary
+    except Exception as error:  # noqa: BLE001 - this is the boundary
         print_text(traceback.format_exc(), to_stderr=True)
         print_text(f"error: unexpected, as above; this is a bug in {program} or in code it was given", to_stderr=True)
+        leave_error(error, 1)
         return 1
     return code
 

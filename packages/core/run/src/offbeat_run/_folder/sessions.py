@@ -92,6 +92,12 @@ def say_finished(run: RunFolder, done: int, wanted: int) -> bool:
     return True
 
 
+def application_of(run: RunFolder, default: str = "") -> str:
+    """Return the name of the application whose run it is: that of its first session, or `default` where it has none."""
+    sessions = read_sessions(run, [])
+    return sessions[0].command.partition(" ")[0] if sessions else default
+
+
 def refuse_foreign_run(run: RunFolder, application: str) -> None:
     """Refuse the run of another application, whose settings and checkpoints are of another kind.
 
@@ -102,8 +108,7 @@ def refuse_foreign_run(run: RunFolder, application: str) -> None:
     Raises:
         RunFolderError: its first session was another application's.
     """
-    sessions = read_sessions(run, [])
-    first = sessions[0].command.partition(" ")[0] if sessions else application
+    first = application_of(run, application)
     if first != application:
         raise RunFolderError(
             f"{run.path}: is a run of {first}, and not of {application}; {first} continues it, and the models are in "

@@ -1,16 +1,18 @@
 """Metrics of a run: one JSON line a step, TensorBoard's own file beside it, cut back when a run resumes."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
 from offbeat_core import Metric
 from offbeat_run._folder.folder import RunFolder
-from offbeat_run._folder.lines import JsonlFile, cut_lines, read_lines
+from offbeat_run._folder.lines import MAX_LINE_BYTES, UNREADABLE, JsonlFile, cut_lines, read_lines
 
 
 class EventFile:
@@ -211,6 +213,50 @@ def read_metrics(path: Path | str, damaged: list[str] | None = None) -> list[Met
 def iter_metrics(path: Path | str, damaged: list[str] | None = None) -> Iterator[MetricsLine]:
     """Yield what `read_metrics` lists, a line at a time."""
     return read_lines(Path(path), _metrics_line, "a line of metrics", damaged)
+
+
+class MetricsTail:
+    """Reads what a run in progress adds to metrics.jsonl.
+
+    Args:
+        path: of the file, which may not be there yet.
+        resume_step: of a run that is resumed: the step of its checkpoint, up to which the file is kept. What is there
+            is passed over. None: the run is new.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        self._path, self._resume_step = path, resume_step
+        self._file: BinaryIO | None = None
+        if resume_step is not None and path.is_file():  # the resume puts another file in its place
+            self._file = path.open("rb")
+            self._file.seek(0, os.SEEK_END)
+
+    def read(self) -> list[MetricsLine]:
+        """Return the lines that were added since the last call; damaged ones are left out."""
+        if self._is_another():
+            self.close()
+            with suppress(OSError):  # not there yet
+                self._file = self._path.open("rb")
+        found: list[MetricsLine] = []
+        while self._file and (raw := self._file.readline(MAX_LINE_BYTES)):
+            if not raw.endswith(b"\n"):
+                self._file.seek(-len(raw), os.SEEK_CUR)  # its end is still to come
+                break
+            with suppress(*UNREADABLE):
+                found.append(_metrics_line(msgspec.json.decode(raw, type=dict[str, Any])))
+        return [line for line in found if self._resume_step is None or line.step > self._resume_step]
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _is_another(self) -> bool:
+        """Return whether a file was put in place of the one that is open, as by a resume."""
+        with suppress(OSError):
+            return self._file is None or not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        return False
 
 
 def _metrics_line(line: dict[str, Any]) -> MetricsLine:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from offbeat_core import ConfigError, DataError, Ids, Image
 from offbeat_data._chat.template import RenderedChat
 from offbeat_data._datasets.chat_reader import ChatReader
@@ -73,6 +75,18 @@ class Prompt:
             BackendError: Pillow is not installed.
         """
         return tuple(picture.pixels() for picture in self.pictures)
+
+    def to_json(self) -> str:
+        """Return all but the pictures: a reward reads what the model wrote of them. Rows hold integers of any size."""
+        plain = {**vars(self), "ids": self.ids.tolist()}
+        del plain["pictures"]
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Prompt":
+        """Return the prompt that `to_json` has written."""
+        fields = json.loads(text)
+        return cls(**{**fields, "ids": np.array(fields["ids"], dtype=np.int32)})
 
 
 @dataclass(frozen=True, kw_only=True)

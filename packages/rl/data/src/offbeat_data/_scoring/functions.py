@@ -31,6 +31,34 @@ class FaultyFunctionError(RewardError):
     """A user's reward function raised what it would raise on any completion: its code names what is not there."""
 
 
+class FunctionFailure(Exception):  # noqa: N818  it is the failure of a call, which becomes a RewardError
+    """An exception of a user's function: raised here, or brought from the process in which the function was called.
+
+    Args:
+        kind: name of the exception's class.
+        text: its own, with the line of the function's file where `is_fault` and that is known.
+        is_fault: any completion would raise it: the function names what is not there, or cannot be called so.
+    """
+
+    def __init__(self, kind: str, text: str, is_fault: bool) -> None:
+        super().__init__(kind, text, is_fault)
+        self.kind, self.text, self.is_fault = kind, text, is_fault
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], error: BaseException) -> "FunctionFailure":
+        """Return what a function has raised; what was brought from another process is returned as it is."""
+        if isinstance(error, FunctionFailure):
+            return error
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        own = [frame for frame in frames if frame.filename == _file_of(function)]
+        is_fault = _is_fault(error, is_of_call=not own)
+        where = f" ({own[-1].filename}, line {own[-1].lineno})" if is_fault and own else ""
+        return cls(type(error).__name__, f"{error}{where}", is_fault)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompletionText:
     """A completion as rewards read it: its text and, where the caller has them, its token ids."""
@@ -68,6 +96,7 @@ class Signature:
         takes_list: it gets all completions of a prompt, and returns as many results.
         may_split: it may as well be called with some of them: it does not compare.
         lacks: None or NaN in its results means that it does not judge that completion.
+        in_full: what there is by name goes only to parameters of that name, not to `**`.
     """
 
     words: str
@@ -76,14 +105,15 @@ class Signature:
     takes_list: bool = False
     may_split: bool = True
     lacks: bool = False
+    in_full: bool = False
 
 
 def _offbeat(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
-    return (prompt, written[0].text), {}
+    return (prompt, written[0].text), {"answer": prompt.answer}
 
 
 def _offbeat_group(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
-    return (prompt, [each.text for each in written]), {}
+    return (prompt, [each.text for each in written]), {"answer": prompt.answer}
 
 
 def _verl(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
@@ -122,13 +152,16 @@ def _openrlhf(prompt: Prompt, written: Sequence[CompletionText]) -> Arguments:
 
 _GROUP: Final = "offbeat, a group at a time"
 SIGNATURES: Final[Mapping[str, Signature]] = {
-    "offbeat": Signature(words="function(prompt, completion)", marks=frozenset({"completion"}), arguments=_offbeat),
+    "offbeat": Signature(
+        words="function(prompt, completion)", marks=frozenset({"completion"}), arguments=_offbeat, in_full=True
+    ),
     _GROUP: Signature(
         words="function(prompt, completions), a whole group at a time",
         marks=frozenset(),
         arguments=_offbeat_group,
         takes_list=True,
         may_split=False,
+        in_full=True,
     ),
     "verl": Signature(
         words="verl's compute_score(data_source, solution_str, ground_truth, extra_info)",
@@ -181,7 +214,7 @@ class RewardFunction:
     def __call__(self, prompt: Prompt, written: Sequence[CompletionText]) -> Awaitable[Any] | Any:
         """Return what the function returns, unread."""
         args, named = self.signature.arguments(prompt, written)
-        return self._function(*args, **self._accepted(named), **self._options)
+        return self._function(*args, **self._accepted(args, named), **self._options)
 
     def read(self, result: Any, prompt: Prompt, count: int) -> list[RewardValue]:
         """Return what it has returned, one for each completion.
@@ -202,12 +235,9 @@ class RewardFunction:
 
     def failed(self, error: Exception, prompt: Prompt) -> RewardError:
         """Return the error that says that it raised."""
-        text = f"the reward function {self._name} raised {type(error).__name__} on prompt {prompt.index}: {error}"
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        own = [frame for frame in frames if frame.filename == _file_of(self._function)]
-        if not _is_fault(error, is_of_call=not own):
-            return RewardError(text)
-        return FaultyFunctionError(f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text)
+        found = FunctionFailure.of(self._function, error)
+        text = f"the reward function {self._name} raised {found.kind} on prompt {prompt.index}: {found.text}"
+        return FaultyFunctionError(text) if found.is_fault else RewardError(text)
 
     def _worth(self, value: Any, prompt: Prompt) -> RewardValue:
         extras: dict[str, float] = {}
@@ -234,11 +264,12 @@ class RewardFunction:
             )
         return found[0] if found else "offbeat"
 
-    def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return, of what there is by name, what the function has a parameter for."""
-        if any(each.kind is each.VAR_KEYWORD for each in self._parameters.values()):
-            return {name: value for name, value in named.items() if name not in self._options}
-        return {name: value for name, value in named.items() if name in self._parameters and name not in self._options}
+    def _accepted(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return, of what there is by name, what the function has a parameter for that `args` leave free."""
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+        takes = named if takes_all and not self.signature.in_full else self._parameters
+        given = {*list(self._parameters)[: len(args)], *self._options}
+        return {name: value for name, value in named.items() if name in takes and name not in given}
 
     def _check_bound(self) -> None:
         """Refuse at the start what no call could satisfy; columns of the data are not known here."""
@@ -246,7 +277,7 @@ class RewardFunction:
             return
         args, named = self.signature.arguments(_EMPTY, [CompletionText(text="")])
         try:
-            inspect.signature(self._function).bind(*args, **self._accepted(named), **self._options)
+            inspect.signature(self._function).bind(*args, **self._accepted(args, named), **self._options)
         except TypeError as error:
             raise ConfigError(
                 f"reward {self._name} cannot be called as {self.signature.words}: {error}; set reward.signature to "
@@ -256,7 +287,7 @@ class RewardFunction:
             return
 
 
-def _is_fault(error: Exception, *, is_of_call: bool) -> bool:
+def _is_fault(error: BaseException, *, is_of_call: bool) -> bool:
     """Return whether any completion would raise it; `is_of_call`: the call has, and not the function."""
     if isinstance(error, AttributeError):
         return isinstance(error.obj, ModuleType)
