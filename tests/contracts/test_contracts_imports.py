@@ -11,7 +11,7 @@ from workspace import Package, packages
 PACKAGES = packages()
 LIGHT = {
     *("core", "hanglint", "http", "placement", "actors", "run", "data", "async-policy", "simulation"),
-    *("grpo-async-app", "sft-app"),
+    *("grpo-async-app", "sft-app", "offbeat"),
 }
 HEAVY = ("torch", "transformers", "vllm", "ray", "megatron")
 light_package = pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def load_error(path: Path) -> OffbeatError | None:
         return None
     known = _classes_from(OffbeatError)
     found = next((known[name] for name in names if name in known), OffbeatError)
-    with contextlib.suppress(Exception):  # the arguments are those of a class below it
+    with contextlib.suppress(TypeError, ValueError, AttributeError, LookupError):  # they are those of a class below it
         if str(error := found(*args)) == text:
             return error
     return OffbeatError(text if "OffbeatError" in names else f"{names[0]}: {text}")

@@ -1,0 +1,192 @@
+"""Runs that a program starts: its own function scores, its events come in order, it ends and goes on as it is asked."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat import (
+    DPO,
+    GRPO,
+    SFT,
+    CheckpointEvent,
+    EndedEvent,
+    MessageEvent,
+    MetricsEvent,
+    resume,
+)
+from offbeat._sections import named
+from offbeat_core import ConfigError, load_config, toml_value
+
+Rows = list[dict[str, str]]
+PATIENCE_S = 240.0
+"""A run of this size takes 20 s on a machine that does nothing else."""
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"samples_per_promt": 4}}, "rollout.samples_per_promt: unknown key; did you mean"),
+        ({"enginee": {"seed": 1}}, "[enginee]: unknown section; did you mean [engine]?"),
+        ({"async_": {"mini_batch_size": -1}}, "async.mini_batch_size: must be an integer >= 1"),
+        ({"engine": {"max_updates": "many"}}, "engine.max_updates: must be an integer >= 0, in updates"),
+        ({"engine": 3}, "engine: must be a table, [engine], got a single value, the integer 3"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_the_error_of_the_command_when_the_training_is_made(
+    sections: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    from grpo_async_app import GrpoConfig
+
+    with pytest.raises(ConfigError) as raised:
+        GRPO("model", "rows.jsonl", "number_match", **sections)
+    assert said in str(raised.value)
+    written = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, **named(sections)}
+    file = tmp_path / "file.toml"
+    file.write_text("".join(f"{name} = {toml_value(table)}\n" for name, table in written.items()))
+    with pytest.raises(ConfigError) as known:
+        load_config(file, GrpoConfig)
+    assert said in str(known.value)
+
+
+def test_models_and_data_are_paths_rows_or_sections(rows: Rows) -> None:
+    for train, make in ((rows, GRPO), (tuple(rows), SFT), ({"path": rows, "seed": 3}, DPO), (Path("rows.jsonl"), GRPO)):
+        make({"path": "model", "trust_remote_code": False}, train, eval_data=rows)
+    for wrong in (3, {"path": None}, iter(rows)):
+        with pytest.raises(
+            ConfigError, match=r"data.path: must be a path, a name of the Hub, a list of dicts or a Data"
+        ):
+            GRPO("model", wrong)
+    with pytest.raises(ConfigError, match="unknown key"):
+        DPO("model", rows, preference={"los": "ipo"})
+
+
+CALLER = """
+import sys
+from offbeat import GRPO, DPO
+model, rows, small = {model!r}, {rows!r}, {small!r}
+plan = GRPO(model, rows, lambda prompt, completion: 0.5, **small).plan()
+try:
+    DPO("/nowhere/model", rows).train()
+except Exception as error:
+    print(type(error).__module__, type(error).__name__, error)
+print([name for name in ("torch", "ray", "transformers") if name in sys.modules])
+print(plan)
+"""
+
+
+def test_a_program_that_plans_and_fails_has_no_torch_and_gets_the_commands_error(
+    model: Path, rows: Rows, small: dict[str, Any], tmp_path: Path
+) -> None:
+    code = CALLER.format(model=str(model), rows=rows, small=small)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE_S, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "offbeat_core._errors ModelError model.path: no such folder: /nowhere/model" in done.stdout
+    assert "\n[]\n" in done.stdout
+    assert "offbeat.caller:lambda_: called as function(prompt, completion)" in " ".join(done.stdout.split())
+    assert "it gave a made-up completion 0.5" in " ".join(done.stdout.split())
+    assert [each.name for each in tmp_path.rglob("*")] == ["runs"], "a run that was refused leaves no rows"
+
+
+def test_a_closure_scores_and_its_run_is_followed_from_here(
+    model: Path, rows: Rows, small: dict[str, Any], tmp_path: Path
+) -> None:
+    given, thread = dict[float, str](), threading.current_thread()
+
+    def score(prompt: Any, completion: str, answer: str | None = None, **_: Any) -> float:
+        assert threading.current_thread() is not thread
+        assert answer == rows[prompt.index]["answer"]
+        given[worth := len(given) / 8] = completion
+        return worth
+
+    run = GRPO(model, rows, score, **small).start(tmp_path / "run")
+    events = list(run)
+    run.wait(PATIENCE_S)
+    steps = [event.step for event in events if isinstance(event, MetricsEvent)]
+    assert sorted(set(steps)) == [1, 2, 3]
+    assert steps == sorted(steps)
+    saved = [event for event in events if isinstance(event, CheckpointEvent)]
+    assert [event.step for event in saved] == [1, 2, 3]
+    for event in saved:
+        before = events[: events.index(event)]
+        assert any(isinstance(each, MetricsEvent) and each.step == event.step for each in before)
+    assert events[-1] == EndedEvent(0)
+    assert any(isinstance(event, MessageEvent) and event.text.startswith("run folder: ") for event in events)
+    lines = [json.loads(line) for line in (run.folder / "generations" / "train.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {1, 2, 3}
+    for line in lines:
+        assert line["completion"] == given[line["reward"]]
+    assert run.metrics["train/reward"] == run.metrics["reward/offbeat.caller:score"] > 0
+    assert (run.code, run.report.is_file()) == (0, True)
+    assert run.checkpoint == saved[-1].path
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run.checkpoint)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(480)  # three starts of a run, and functions that hang
+def test_what_raises_or_hangs_is_counted_and_a_run_that_is_stopped_goes_on(
+    model: Path, rows: Rows, small: dict[str, Any], tmp_path: Path
+) -> None:
+    released, seen = threading.Event(), dict[int, list[str]]()
+
+    def score(prompt: Any, completion: str) -> float:
+        """Hang on the first completion of a prompt, and raise on the second."""
+        known = seen.setdefault(prompt.index, [])
+        if completion not in known:
+            known.append(completion)
+        if known.index(completion) == 0:
+            released.wait(PATIENCE_S)
+        elif not released.is_set():
+            raise ValueError("what nothing judges")
+        return 1.0
+
+    reward = {"name": score, "timeout_s": 1.0, "on_error": "zero", "max_error_share": 1.0, "num_processes": 2}
+    small["async_"]["mini_batch_size"] = 2
+    small["engine"]["max_updates"] = 6
+    with GRPO(model, rows, reward, **small).start(tmp_path / "run") as run:
+        first = next(event for event in run if isinstance(event, MetricsEvent))
+        run.stop(PATIENCE_S)
+    assert run.code == 130
+    assert run.checkpoint is not None
+    assert first.values["reward/timed_out"] == 0.5
+    assert "ValueError on prompt" in (run.folder / "logs" / "reward_errors.log").read_text()
+    assert "in score" in (run.folder / "logs" / "reward_errors.log").read_text()
+    saved = run._files.checkpoints.latest()
+    assert saved is not None
+    assert first.step <= saved.step < 6
+    released.set()
+    with pytest.raises(ConfigError, match="the program gives other as reward"):
+        resume(run.folder, reward=lambda_named("other")).wait(PATIENCE_S)
+    again = resume(run.folder, reward=score, engine={"max_updates": saved.step + 1})
+    events = list(again)
+    again.wait(PATIENCE_S)
+    assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [saved.step + 1]
+    assert {event.step for event in events if isinstance(event, MetricsEvent)} == {saved.step + 1}
+    assert again.metrics["reward/timed_out"] == 0
+
+
+def lambda_named(name: str) -> Any:
+    def other(prompt: Any, completion: str) -> float:
+        return 0.0
+
+    other.__name__ = name
+    return other
+
+
+def test_preferences_of_a_few_rows_are_learned(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(8)]
+    engine = {"device": "cpu", "batch_size": 3, "max_updates": 2}
+    run = DPO(model, rows[:6], eval_data=rows[6:], engine=engine).train(tmp_path / "run")
+    assert "updates 2/2" in capfd.readouterr().out
+    assert run.metrics["rewards/margins"] != 0
+    assert (run.code, run.checkpoint) == (0, tmp_path / "run" / "checkpoints" / "step-000002")
+    assert "rewards/accuracies" in run.evaluate()
