@@ -146,6 +146,23 @@ def test_a_program_that_is_gone_or_has_no_such_function_is_named(monkeypatch: py
         build_reward(config)
 
 
+def test_a_coroutine_is_cancelled_when_the_time_of_its_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    async def hangs(prompt: Any, completion: str) -> float:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+        return 1.0
+
+    with serving(hangs, monkeypatch) as config:
+        reward = build_reward(config)
+        with pytest.raises(TimeoutError):
+            asyncio.run(reward.await_group(PROMPT, [CompletionText(text="12")], reward.names, 0.1))
+        assert ended.wait(60)
+
+
 def test_calls_come_at_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_call_server, "MAX_CALLS", 2)
     both = threading.Barrier(3)

@@ -1,6 +1,7 @@
 """Runs that a program starts: its own function scores, its events come in order, it ends and goes on as it is asked."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from offbeat import (
 )
 from offbeat._sections import named
 from offbeat_core import ConfigError, load_config, toml_value
+from offbeat_run import RunFolder, writer_of
 
 Rows = list[dict[str, str]]
 PATIENCE_S = 240.0
@@ -124,6 +126,7 @@ def test_a_closure_scores_and_its_run_is_followed_from_here(
         assert line["completion"] == given[line["reward"]]
     assert run.metrics["train/reward"] == run.metrics["reward/offbeat.caller:score"] > 0
     assert (run.code, run.report.is_file()) == (0, True)
+    assert "<iframe srcdoc=" in run._repr_html_()
     assert run.checkpoint == saved[-1].path
 
     from transformers import AutoModelForCausalLM
@@ -172,6 +175,43 @@ def test_what_raises_or_hangs_is_counted_and_a_run_that_is_stopped_goes_on(
     assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [saved.step + 1]
     assert {event.step for event in events if isinstance(event, MetricsEvent)} == {saved.step + 1}
     assert again.metrics["reward/timed_out"] == 0
+
+
+SCRIPT = """
+import sys
+from offbeat import GRPO
+run = GRPO({model!r}, {rows!r}, lambda prompt, completion: float(len(completion)), **{small!r}).{how}("run")
+for event in run:
+    if type(event).__name__ == "MetricsEvent":
+        print("updates", event.step)
+        break
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("how", ["train", "start"])
+def test_a_program_that_is_interrupted_or_ends_leaves_a_run_that_was_saved(
+    how: str, model: Path, rows: Rows, small: dict[str, Any], tmp_path: Path
+) -> None:
+    small["engine"]["max_updates"] = 100_000
+    code = SCRIPT.format(model=str(model), rows={"path": rows, "epochs": 0}, small=small, how=how)
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as program:
+        assert program.stdout is not None
+        lines = iter(program.stdout.readline, "")
+        assert any(line.startswith("updates") for line in lines)
+        if how == "train":
+            program.send_signal(signal.SIGINT)
+        output, errors = program.communicate(timeout=PATIENCE_S)
+    assert errors.endswith("KeyboardInterrupt\n") == (how == "train"), errors
+    assert program.returncode == (-signal.SIGINT if how == "train" else 0)
+    if how == "train":
+        assert "resume with: grpo-async-app resume" in output
+    saved = RunFolder.open(tmp_path / "run", write=False).checkpoints.latest()
+    assert saved is not None
+    assert writer_of(tmp_path / "run") is None
 
 
 def lambda_named(name: str) -> Any:

@@ -3,11 +3,14 @@
 import asyncio
 import inspect
 import json
+import select
+import socket
 import socketserver
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -17,6 +20,8 @@ from offbeat_data import FunctionFailure
 MAX_CALLS: Final = 1024
 """Calls under way at most. A run makes reward.num_processes + reward.concurrency at a time, 72 by default; what is more
 are functions that have not returned though their time is over, which no thread can be stopped in."""
+LOOK_EVERY_S: Final = 0.5
+"""Between two looks whether the scorer that waits for a coroutine is still there."""
 _BACKLOG: Final = 128
 """Connections that wait to be accepted: a run opens up to 72 at once."""
 _MAX_PATH_BYTES: Final = 100
@@ -61,13 +66,20 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
-    def run(self, work: Any) -> Any:
-        """Return the result of a coroutine; all run in one event loop, to which belongs what they keep open."""
+    def run(self, work: Any, caller: socket.socket) -> Any:
+        """Return the result of a coroutine; it is cancelled when the caller has left, as after its deadline.
+
+        All run in one event loop, to which belongs what they keep open.
+        """
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="offbeat-coroutines", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(_awaited(work), self._loop).result()
+        found = asyncio.run_coroutine_threadsafe(_awaited(work), self._loop)
+        while not wait([found], LOOK_EVERY_S).done:
+            if select.select([caller], [], [], 0)[0]:  # it sends no more: this is its end
+                found.cancel()
+        return found.result()
 
     def end_loop(self) -> None:
         if self._loop is not None:
@@ -94,7 +106,7 @@ class _Handler(socketserver.StreamRequestHandler):
             self.wfile.write(encode_failure(FunctionFailure("TooManyCalls", text, is_fault=False), ""))
         else:
             try:
-                self.wfile.write(_answer(server, Call.decode(line)))
+                self.wfile.write(_answer(server, Call.decode(line), self.connection))
             finally:
                 server.free.release()
 
@@ -114,11 +126,11 @@ def _describe(functions: Mapping[str, Callable[..., Any]], name: str) -> bytes:
     return json.dumps({"parameters": parameters, "waits": waits}).encode() + b"\n"
 
 
-def _answer(server: _Server, call: Call) -> bytes:
+def _answer(server: _Server, call: Call, caller: socket.socket) -> bytes:
     function = server.functions[call.function]
     try:
         result = function(*call.args, **call.named)
-        return encode_result(server.run(result) if inspect.isawaitable(result) else result)
+        return encode_result(server.run(result, caller) if inspect.isawaitable(result) else result)
     except BaseException as error:  # noqa: BLE001  SystemExit too: it ends the call, and not the caller's program
         trace = "".join(traceback.format_exception(error))
         return encode_failure(FunctionFailure.of(function, error), trace)

@@ -1,6 +1,7 @@
 """A run of an application: its events as they come, its figures and files, its end."""
 
 import atexit
+import html
 import os
 import select
 import threading
@@ -23,6 +24,8 @@ LOOK_EVERY_S: Final = 0.5
 """Longest time between two looks at the files of a run; its output is read as it comes."""
 MAX_EVENTS: Final = 10_000
 """Events that are kept for a loop over them; of more, the oldest go. The run's files have them all."""
+_PAGE_PIXELS: Final = 800
+"""Height of the report in a notebook: a screen."""
 _READ_BYTES: Final = 1 << 16
 _EXIT_WITHIN_S: Final = 60.0
 """Longest wait, at the end of a program, for runs that it has left: they save first, for checkpoint.on_signal_s."""
@@ -193,6 +196,16 @@ class Run:
     def __repr__(self) -> str:
         state = "running" if self._code is None else f"ended with code {self._code}"
         return f"<Run {self.folder}, {state}>"
+
+    def _repr_html_(self) -> str:
+        """Return the page of the run, or its last metrics while there is none, for a notebook."""
+        head = f"<p>{html.escape(repr(self))}</p>"
+        if self._code is not None and self.report.is_file():
+            page = html.escape(self.report.read_text(encoding="utf-8"), quote=True)
+            return f'{head}<iframe srcdoc="{page}" width="100%" height="{_PAGE_PIXELS}"></iframe>'
+        numbers = {name: value for name, value in self.metrics.items() if isinstance(value, float)}
+        rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{value:.4g}</td></tr>" for name, value in numbers.items())
+        return f"{head}<table>{rows}</table>"
 
     def _next_event(self) -> Event | None:
         """Return the next event, waiting for it; None after the last one."""
