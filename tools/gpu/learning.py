@@ -21,7 +21,7 @@ from offbeat_data import build_character_tokenizer
 
 DIGITS, SHOWN, HELD_OUT = 3, 40_000, 512
 SFT_BATCH, SFT_UPDATES, SFT_LEARNING_RATE = 256, 600, 1e-3
-"""What a model of this width needs until it adds the columns and forgets most carries."""
+"""Fine-tuning that a model of this width needs until it adds the columns and forgets most carries."""
 UPDATES, LEARNING_RATE = 150, 2e-4
 GOALS: Final = {"accuracy_after": 0.9, "accuracy_gained": 0.3}
 LIMIT_S: Final = 200.0

@@ -7,6 +7,7 @@ import pytest
 
 from offbeat_core import (
     ConfigError,
+    DataError,
     HubName,
     ModelError,
     fetch_hub_files,
@@ -17,6 +18,7 @@ from offbeat_core import (
     path_advice,
     pin_hub_name,
 )
+from offbeat_core._models import hub_files
 from offbeat_testing import HubServer
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -155,3 +157,13 @@ def test_the_disk_is_asked_for_room_before_anything_comes(hub, monkeypatch):
     ):
         fetch_hub_files(pinned, "model", ["*.safetensors"])
     assert hub.sent_bytes == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_hub_that_does_not_answer_is_given_up(hub, monkeypatch):
+    pinned = pin_hub_name(NAME, "model")
+    monkeypatch.setattr(hub_files, "_ANSWER_WITHIN_S", 0.5)
+    hub.answers.clear()
+    for ask in (lambda: pin_hub_name(NAME, "dataset"), lambda: fetch_hub_model(pinned)):
+        with pytest.raises((ModelError, DataError), match=r"could not be fetched|cannot be reached"):
+            ask()

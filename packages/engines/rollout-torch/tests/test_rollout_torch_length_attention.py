@@ -20,7 +20,7 @@ from offbeat_rollout_torch._static import places_mask
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NUM_PLACES = 576
-"""Of a row: four blocks of keys and a half."""
+"""Places of a row: four blocks of keys and a half."""
 EDGES = [0, KEY_BLOCK - 1, KEY_BLOCK, 2 * KEY_BLOCK - 1, 2 * KEY_BLOCK, NUM_PLACES - 1]
 
 

@@ -84,6 +84,9 @@ class HubServer:
         self.token = token
         self.requests: list[str] = []
         self.sent_bytes = 0
+        self.answers = threading.Event()
+        """Requests wait until it is set, as it is at first."""
+        self.answers.set()
         self._repositories: dict[tuple[str, str], HubRepositoryFolder] = {}
         handler = type("_BoundHandler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -136,6 +139,7 @@ class HubServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.answers.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -156,6 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        self.hub.answers.wait()
         found = _ROUTE.fullmatch(path)
         kind = "datasets" if found and (found["kind"] == "datasets" or found["data"]) else "models"
         repository = self.hub.find(kind, found["api"] or found["repository"]) if found else None

@@ -5,7 +5,7 @@ from typing import Final
 
 PARKS_NOTHING: Final = 0
 PARKS_SOME: Final = 1
-"""Of an engine its KV cache, of the trainer all but its weights."""
+"""An engine parks its KV cache, the trainer all but its weights."""
 PARKS_ALL: Final = 2
 
 

@@ -13,7 +13,7 @@ from offbeat_recipes import RunMemory
 from offbeat_run import size_text
 
 _PARKED: Final = (("nothing", "KV cache", "KV cache and weights"), ("nothing", "all but its weights", "all its memory"))
-"""What engines and the trainer put away at their sleep levels, in words."""
+"""Memory that engines and the trainer put away at their sleep levels, in words."""
 
 
 def choose_parking(

@@ -29,7 +29,7 @@ _MODEL_FILES: Final = (
     "mtp-?????-of-?????.safetensors",
 )
 """All that the weights of a model may be called, as offbeat's engines and others write them."""
-_TOKENIZER_FILES: Final = (
+TOKENIZER_FILES: Final = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
@@ -49,7 +49,7 @@ def drop_model_files(folder: Path) -> None:
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy what makes token ids of text and images: tokenizer, chat template, processor; what is not there is not."""
-    for pattern in _TOKENIZER_FILES:
+    for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_core._errors import BackendError, DataError, ModelError, UserError
+from offbeat_core._models.files import TOKENIZER_FILES
 from offbeat_core._models.hub_names import HubKind, HubName, find_hub_name, is_commit
 
 _MODEL_FILES: Final = (
@@ -25,16 +26,13 @@ _MODEL_FILES: Final = (
     "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*processor_config.json",
     "adapter_config.json",
+    *TOKENIZER_FILES,
 )
-"""What a run reads of a model, in the repository's first folder: no second copy in another format, no code."""
+"""Files of a model that a run reads, in the repository's first folder: no second copy in another format, no code."""
+_ANSWER_WITHIN_S: float = 30.0
+"""Longest silence of the Hub in a lookup, which its library would wait for without an end; downloads have a limit of
+their own, HF_HUB_DOWNLOAD_TIMEOUT."""
 _ROOM_SHARE: Final = 1.02
 """Room asked for over the bytes to come: the file system and the cache keep books of their own."""
 _CHUNK_BYTES: Final = 2**24
@@ -65,10 +63,9 @@ def pin_hub_name(name: HubName, kind: HubKind) -> HubName:
     """
     if is_commit(name.revision):
         return name
-    hub = _library()
     with _saying_why(name, kind):
         try:
-            info = hub.HfApi().repo_info(name.repository, repo_type=kind, revision=name.revision or None)
+            info = _look_up(name, kind)
         except Exception as error:
             reference = _reference(name, kind)
             if not reference.is_file() or not _is_out_of_reach(error):
@@ -96,9 +93,7 @@ def open_hub_repository(name: HubName, kind: HubKind) -> HubRepository:
     hub = _library()
     with _saying_why(name, kind):
         try:
-            info = hub.HfApi().repo_info(
-                name.repository, repo_type=kind, revision=name.revision or None, files_metadata=True
-            )
+            info = _look_up(name, kind)
         except Exception as error:
             folder = _cached_folder(name, kind)
             if not folder.is_dir() or not _is_out_of_reach(error):
@@ -110,9 +105,7 @@ def open_hub_repository(name: HubName, kind: HubKind) -> HubRepository:
                 card=_card_of(hub, folder / "README.md"),
             )
     card = info.card_data.to_dict() if info.card_data else {}
-    return HubRepository(
-        name=name, sizes={each.rfilename: int(each.size or 0) for each in info.siblings or ()}, card=card
-    )
+    return HubRepository(name=name, sizes=_sizes_of(info), card=card)
 
 
 def local_model(path: str) -> str:
@@ -152,7 +145,7 @@ def fetch_hub_files(name: HubName, kind: HubKind, patterns: Sequence[str]) -> Pa
     folder, missing = _cached_folder(name, kind), dict[str, int]()
     with _saying_why(name, kind):
         try:
-            sizes = _sizes_of(hub.HfApi(), name, kind)
+            sizes = _sizes_of(_look_up(name, kind))
             wanted = _library("huggingface_hub.utils").filter_repo_objects(
                 sizes, allow_patterns=arguments["allow_patterns"], ignore_patterns=arguments.get("ignore_patterns")
             )
@@ -242,8 +235,18 @@ def _reference(name: HubName, kind: HubKind) -> Path:
     return _cache_of(name, kind) / "refs" / (name.revision or "main")
 
 
-def _sizes_of(api: Any, name: HubName, kind: HubKind) -> dict[str, int]:
-    info = api.repo_info(name.repository, repo_type=kind, revision=name.revision, files_metadata=True)
+def _look_up(name: HubName, kind: HubKind) -> Any:
+    """Ask the Hub for a repository at a revision: its commit, its card, and its files with their sizes."""
+    hub = _library()
+    session = hub.get_session()
+    if session.timeout.read is None:  # also of the lookups that the library makes in a download
+        session.timeout = _ANSWER_WITHIN_S
+    return hub.HfApi().repo_info(
+        name.repository, repo_type=kind, revision=name.revision or None, files_metadata=True, timeout=_ANSWER_WITHIN_S
+    )
+
+
+def _sizes_of(info: Any) -> dict[str, int]:
     return {each.rfilename: int(each.size or 0) for each in info.siblings or ()}
 
 

@@ -28,7 +28,7 @@ _SPLIT_WORDS: Final = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""What a split is called in names of files. Source: huggingface/datasets, data_files.py, SPLIT_KEYWORDS."""
+"""Words for a split in names of files. Source: huggingface/datasets, data_files.py, SPLIT_KEYWORDS."""
 
 
 def fetch_split(name: HubName, split: str) -> list[Path]:
