@@ -73,6 +73,8 @@ FRAMEWORKS: Final = ("accelerate>=1.10,<2", "lightning>=2.5,<3", "trl>=1,<2")
 PEERS: Final = ("trl>=1,<2", "verl>=0.9,<0.10")
 # Whose losses sft-app has: those of its release 1.16 are compared.
 TRL: Final = "trl>=1.16,<2"
+# Run the notebooks of examples/.
+NOTEBOOKS: Final = ("nbclient>=0.10,<0.12", "ipykernel>=7,<8")
 # Asks the endpoint of offbeat-serve.
 LM_EVAL: Final = "lm-eval[api]>=0.4.9,<0.5"
 # Whose servers are asked by offbeat-data's adapter.
@@ -339,6 +341,17 @@ def preferences(session: nox.Session) -> None:
     install(session, venv, *own, TRL, "--group=test")
     file = "tests/nightly/test_preferences_meet_trl.py"
     pytest(session, "preferences", file, "-rP", bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
+
+
+@nox.session(tags=["nightly"], default=False)
+def notebooks(session: nox.Session) -> None:
+    """The notebooks of examples/, executed by a kernel in an environment of its own."""
+    venv = NOX / "notebooks"
+    folders = {package.key: package.folder for package in PACKAGES}
+    own = [f"--editable={folders['offbeat']}", f"--editable={folders['testing']}[models]"]
+    install(session, venv, *own, *NOTEBOOKS, "--group=test")
+    file = "apps/offbeat/tests/test_offbeat_notebooks.py"
+    pytest(session, "notebooks", file, bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
 
 
 @nox.session(tags=["nightly"], default=False)

@@ -1,6 +1,7 @@
 """Runs that a program starts: its own function scores, its events come in order, it ends and goes on as it is asked."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from offbeat import (
     DPO,
@@ -16,12 +19,14 @@ from offbeat import (
     SFT,
     CheckpointEvent,
     EndedEvent,
+    Event,
     MessageEvent,
     MetricsEvent,
+    import_config,
     resume,
 )
 from offbeat._sections import named
-from offbeat_core import ConfigError, load_config, toml_value
+from offbeat_core import ConfigError, RunFolderError, load_config, toml_value
 from offbeat_run import RunFolder, writer_of
 
 Rows = list[dict[str, str]]
@@ -85,10 +90,12 @@ def test_a_program_that_plans_and_fails_has_no_torch_and_gets_the_commands_error
     model: Path, rows: Rows, small: dict[str, Any], tmp_path: Path
 ) -> None:
     code = CALLER.format(model=str(model), rows=rows, small=small)
+    command, environment = [sys.executable, "-c", code], {**os.environ, "FORCE_COLOR": "1"}  # as a kernel of Jupyter
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE_S, cwd=tmp_path
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
     assert "offbeat_core._errors ModelError model.path: no such folder: /nowhere/model" in done.stdout
     assert "\n[]\n" in done.stdout
     assert "offbeat.caller:lambda_: called as function(prompt, completion)" in " ".join(done.stdout.split())
@@ -155,11 +162,14 @@ def test_what_raises_or_hangs_is_counted_and_a_run_that_is_stopped_goes_on(
     reward = {"name": score, "timeout_s": 1.0, "on_error": "zero", "max_error_share": 1.0, "num_processes": 2}
     small["async_"]["mini_batch_size"] = 2
     small["engine"]["max_updates"] = 6
+    small["checkpoint"]["every"] = 0
     with GRPO(model, rows, reward, **small).start(tmp_path / "run") as run:
         first = next(event for event in run if isinstance(event, MetricsEvent))
+        asked_for = run.save(PATIENCE_S)
         run.stop(PATIENCE_S)
     assert run.code == 130
     assert run.checkpoint is not None
+    assert asked_for in {each.path for each in run._files.checkpoints.all()}
     assert first.values["reward/timed_out"] == 0.5
     assert "ValueError on prompt" in (run.folder / "logs" / "reward_errors.log").read_text()
     assert "in score" in (run.folder / "logs" / "reward_errors.log").read_text()
@@ -169,7 +179,7 @@ def test_what_raises_or_hangs_is_counted_and_a_run_that_is_stopped_goes_on(
     released.set()
     with pytest.raises(ConfigError, match="the program gives other as reward"):
         resume(run.folder, reward=lambda_named("other")).wait(PATIENCE_S)
-    again = resume(run.folder, reward=score, engine={"max_updates": saved.step + 1})
+    again = resume(run.folder, reward=score, engine={"max_updates": saved.step + 1}, checkpoint={"every": 1})
     events = list(again)
     again.wait(PATIENCE_S)
     assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [saved.step + 1]
@@ -222,11 +232,60 @@ def lambda_named(name: str) -> Any:
     return other
 
 
+class Table:
+    """As much of a `datasets.Dataset` as is asked for."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def to_parquet(self, path: str) -> None:
+        parquet.write_table(pyarrow.Table.from_pylist(self._rows), path)
+
+
 def test_preferences_of_a_few_rows_are_learned(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(8)]
     engine = {"device": "cpu", "batch_size": 3, "max_updates": 2}
-    run = DPO(model, rows[:6], eval_data=rows[6:], engine=engine).train(tmp_path / "run")
+    events = list[Event]()
+    training = DPO(model, Table(rows[:6]), eval_data=rows[6:], engine=engine)
+    run = training.train(tmp_path / "run", on_event=events.append)
     assert "updates 2/2" in capfd.readouterr().out
+    assert events[-1] == EndedEvent(0)
+    assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [2]
+    assert {each.name for each in (tmp_path / "run-data").iterdir()} == {"train.parquet", "held-out.jsonl"}
     assert run.metrics["rewards/margins"] != 0
     assert (run.code, run.checkpoint) == (0, tmp_path / "run" / "checkpoints" / "step-000002")
     assert "rewards/accuracies" in run.evaluate()
+    with pytest.raises(RunFolderError, match=r"no run is active here; its latest checkpoint is .*step-000002"):
+        run.save()
+
+
+def test_a_run_that_goes_on_saves_when_it_is_asked_and_one_that_is_killed_can_be_resumed(
+    model: Path, tmp_path: Path
+) -> None:
+    data = {"path": [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(8)], "epochs": 10_000}
+    settings = {"engine": {"device": "cpu", "batch_size": 2}, "checkpoint": {"every": 0}}
+    run = SFT(model, data, **settings).start(tmp_path / "run")
+    assert any(isinstance(event, MetricsEvent) and event.step == 2 for event in run)
+    saved = run.save(PATIENCE_S)
+    assert run.code is None
+    step = int(saved.name.removeprefix("step-"))
+    assert step > 2
+    assert any(isinstance(event, MetricsEvent) and event.step > step for event in run), "it goes on"
+    run.kill()
+    assert (run.code, run.checkpoint) == (-signal.SIGKILL, saved)
+    again = resume(run.folder, engine={"max_updates": step + 1}, checkpoint={"every": 1})
+    again.wait(PATIENCE_S)
+    assert again.checkpoint is not None
+    assert again.checkpoint.name == f"step-{step + 1:06}"
+
+
+def test_options_of_another_framework_become_a_file_and_mistakes_its_errors(tmp_path: Path) -> None:
+    script = tmp_path / "dpo.yaml"
+    script.write_text("model_name_or_path: Qwen/Qwen3-0.6B\nbeta: 0.25\n")
+    assert "beta = 0.25" in import_config("trl-dpo", script)
+    script.write_text("model_name_or_path: Qwen/Qwen3-0.6B\nlearning_rate: 3.0e-5\n")
+    assert "import trl` from" in (text := import_config("trl-sft", script))
+    assert "learning_rate = 3e-05" in text
+    with pytest.raises(ConfigError, match="No such file"):
+        import_config("verl", tmp_path / "none.sh")
+    assert [each.name for each in tmp_path.iterdir()] == ["dpo.yaml"]

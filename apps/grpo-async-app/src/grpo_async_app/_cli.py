@@ -24,6 +24,7 @@ Asynchronous GRPO: rollouts and training run at the same time, and every wait ha
                  [--out NEW_FILE]           (--out); also import trl, import openrlhf and import prime-rl
                  [--strict]                 exit with 4 if an option that changes the result is lost
   grpo-async-app resume RUN                 continue from the latest checkpoint in a run folder
+  grpo-async-app save RUN                   write a checkpoint of a run that goes on
   grpo-async-app scale RUN --engines N      add or remove rollout engines during a run
   grpo-async-app where RUN [--json]         show which node runs which role: process, devices, state, policy version
   grpo-async-app eval RUN|MODEL             evaluate a checkpoint or any model folder, and write a table; continues an

@@ -15,6 +15,8 @@ from offbeat_run import ERROR_FILE_VARIABLE, load_error
 
 INTERRUPTED: Final = 130
 """Exit code of a command that was asked to end."""
+_COLUMNS: Final = 120
+"""Width of its tables, unless the environment has another: it writes to no terminal."""
 
 
 class CommandProcess:
@@ -49,13 +51,16 @@ class CommandProcess:
         given = [str(file if word == "FILE" else word) for word in words]
         self._server = CallServer(functions) if functions else None
         called = self._server.environment if self._server else {}
+        # A kernel of Jupyter asks its children for colours, and nothing here reads them.
+        plain = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
+        plain = {"COLUMNS": str(_COLUMNS), **plain, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", application.replace("-", "_"), *given],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **called, ERROR_FILE_VARIABLE: str(self._error), "PYTHONUNBUFFERED": "1"},
+                env={**plain, **called, ERROR_FILE_VARIABLE: str(self._error)},
                 start_new_session=True,
             )
         except BaseException:

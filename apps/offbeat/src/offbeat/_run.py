@@ -18,7 +18,7 @@ from offbeat._process import CommandProcess, output_of
 from offbeat._rewards import RewardArgument, read_reward
 from offbeat._sections import override_words
 from offbeat_core import DeadlineError, OffbeatError
-from offbeat_run import MetricsTail, RunFolder, application_of, read_metrics
+from offbeat_run import MetricsTail, RunFolder, application_of, read_metrics, save_running
 
 LOOK_EVERY_S: Final = 0.5
 """Longest time between two looks at the files of a run; its output is read as it comes."""
@@ -151,6 +151,18 @@ class Run:
                 self._changed.wait(left_s)
         if self._error and not self._was_killed:
             raise self._error
+
+    def save(self, timeout_s: float | None = None) -> Path:
+        """Have a checkpoint written after the update in progress, wait for it, and return its folder; the run goes on.
+
+        Args:
+            timeout_s: longest wait, seconds; None: as long as the run lives.
+
+        Raises:
+            RunFolderError: the run trains no more.
+            DeadlineError: it is not written in time; the run still writes it.
+        """
+        return save_running(self._files, timeout_s).path
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ask the command to end, as Ctrl-C does, and wait: it finishes and saves the update in progress.

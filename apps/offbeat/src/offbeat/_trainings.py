@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from offbeat._live_view import live_view
 from offbeat._process import output_of
 from offbeat._rewards import RewardArgument, read_reward
-from offbeat._run import MessageEvent, Run
+from offbeat._run import Event, MessageEvent, Run
 from offbeat._sections import Sections, config_text, data_section, named, with_files, write_rows
 from offbeat_core import parse_config
 
@@ -60,14 +61,20 @@ class Training:
         words = ["train", "FILE", "--out", path]
         return Run(self.application, words, path, text=text, functions=self._functions, made=list(rows))
 
-    def train(self, folder: str | Path | None = None) -> Run:
-        """Run to the end, printing what the command prints; Ctrl-C ends it after it has saved the update in progress.
+    def train(self, folder: str | Path | None = None, *, on_event: Callable[[Event], object] = lambda _: None) -> Run:
+        """Run to the end. Ctrl-C ends it after it has saved the update in progress.
+
+        A program prints what the command prints; the cell of a notebook shows curves and the last lines.
+
+        Args:
+            folder: as `start`.
+            on_event: called with each event, in the thread of the caller. If it raises, the run ends as by Ctrl-C.
 
         Raises:
             OffbeatError: that of the command, of its own class.
             KeyboardInterrupt: Ctrl-C has ended it.
         """
-        return print_to_end(self.start(folder))
+        return follow_to_end(self.start(folder), on_event)
 
     def _text(self, folder: Path) -> tuple[str, dict[Path, Any]]:
         """Return the configuration as TOML, and by the files that it names in the folder the rows for them."""
@@ -141,37 +148,49 @@ class DPO(SFT):
         super().__init__(model, data, eval_data=eval_data, preference=preference, **sections)
 
 
-def print_to_end(run: Run) -> Run:
-    """Print what a run prints until it ends, and return it; raises as `Training.train`."""
-    is_interrupted = False
+def follow_to_end(run: Run, on_event: Callable[[Event], object]) -> Run:
+    """Show what a run does until it ends, and return it; raises as `Training.train`."""
+    view, is_interrupted = live_view(run), False
     while True:
         try:
             for event in run:
-                if isinstance(event, MessageEvent):
+                if view:
+                    view.take(event)
+                elif isinstance(event, MessageEvent):
                     print(event.text, flush=True)
+                on_event(event)
+            if view:
+                view.draw()
             run.wait()
             break
         except KeyboardInterrupt:
             is_interrupted = True
             run.interrupt()
+        except BaseException:
+            if run.code is None:
+                run.stop()
+            raise
     if is_interrupted:
         raise KeyboardInterrupt
     return run
 
 
 def import_config(framework: str, file: str | Path) -> str:
-    """Return the TOML file of a run that another framework's options describe, with what has no counterpart.
+    """Return the configuration, as TOML, that another framework's options describe; comments say what differs.
 
     Args:
-        framework: verl, trl, openrlhf or prime-rl for GRPO; trl-dpo, trl-kto, trl-orpo, trl-cpo or trl-reward for the
-            trainers of sft-app.
+        framework: verl, trl, openrlhf or prime-rl for GRPO; verl-sft, trl-sft, trl-dpo, trl-kto, trl-orpo, trl-cpo or
+            trl-reward for the trainers of sft-app.
         file: a script, or a file of options.
 
     Raises:
         OffbeatError: that of the command.
     """
-    application = "sft-app" if framework.startswith("trl-") else "grpo-async-app"
-    return output_of(application, ["import", framework, file])
+    application = "sft-app" if framework == "verl-sft" or framework.startswith("trl-") else "grpo-async-app"
+    with tempfile.TemporaryDirectory(prefix="offbeat-") as folder:
+        written = Path(folder) / "imported.toml"
+        output_of(application, ["import", framework.removesuffix("-sft"), file, "--out", written])
+        return written.read_text(encoding="utf-8")
 
 
 def _new_folder(name: str) -> Path:

@@ -22,6 +22,7 @@ Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward mode
                                      trl-dpo, trl-kto, trl-orpo, trl-cpo and trl-reward, for these trainers of TRL
           [--strict]                 exit with 4 if an option that changes the result is lost
   sft-app resume RUN                 continue from the latest checkpoint in a run folder
+  sft-app save RUN                   write a checkpoint of a run that goes on
   sft-app eval RUN                   loss (and rewards) of the best checkpoint on the held-out data
   sft-app push RUN --push-to WHERE   copy the best checkpoint and its model card to a folder or hub:OWNER/NAME
   sft-app report RUN [--serve PORT]  write report.html again, or serve it during a run

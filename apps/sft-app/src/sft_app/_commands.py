@@ -24,6 +24,7 @@ from offbeat_run import (
     refuse_foreign_run,
     report_command,
     run_named_command,
+    save_command,
     say_finished,
 )
 from sft_app._config import SftConfig
@@ -132,6 +133,7 @@ _COMMANDS: dict[str, Command] = {
     ),
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set"), switches=("strict",)),
     "resume": Command(_resume, "RUN", options=("push-to",), overrides=True),
+    "save": Command(save_command, "RUN"),
     "eval": Command(_eval, "RUN", overrides=True),
     "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),
     "report": Command(report_command, "RUN", options=("serve",)),

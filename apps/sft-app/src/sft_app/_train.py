@@ -238,7 +238,8 @@ class _Session:
 
     def _is_saved_at(self, done: int) -> bool:
         every = self._config.checkpoint.every
-        return done == self._preflight.num_updates or bool(every and done % every == 0)
+        is_due = done == self._preflight.num_updates or bool(every and done % every == 0)
+        return is_due or self._run.checkpoints.is_asked
 
     def _update(self, update: int, trace: UpdateTracer) -> None:
         doing(f"update {update + 1} of {self._preflight.num_updates}")

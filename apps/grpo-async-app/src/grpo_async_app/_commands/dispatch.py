@@ -36,6 +36,7 @@ from offbeat_run import (
     refuse_foreign_run,
     report_command,
     run_named_command,
+    save_command,
     say_finished,
     whole_number,
 )
@@ -123,6 +124,7 @@ _COMMANDS: dict[str, Command] = {
     ),
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set"), switches=("strict",)),
     "resume": Command(_resume, "RUN", options=("push-to",), overrides=True),
+    "save": Command(save_command, "RUN"),
     "scale": Command(_scale, "RUN", options=("engines",)),
     "where": Command(where_command, "RUN", options=("format",)),
     "eval": Command(eval_command, "RUN|MODEL", options=("config", "out", "set", "step"), overrides=True),

@@ -359,7 +359,7 @@ class GrpoBackend:
 
     def wants_checkpoint(self, version: int) -> bool:
         every = self._config.checkpoint.every
-        return every > 0 and version % every == 0
+        return (every > 0 and version % every == 0) or self._folder.checkpoints.is_asked
 
     @property
     def why_ended_early(self) -> str:

@@ -17,6 +17,7 @@ from offbeat_run._command.error_file import ERROR_FILE_VARIABLE, load_error
 from offbeat_run._command.examine import ExaminedModel, inspect_model
 from offbeat_run._command.hub import HubModels, fetch_models, has_hub_model
 from offbeat_run._command.init import Question, ask, write_first_config
+from offbeat_run._command.save import save_command, save_running
 from offbeat_run._command.signals import ending_signals
 from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config.problems import Problems
@@ -133,6 +134,8 @@ __all__ = [
     "report_command",
     "run_command",
     "run_named_command",
+    "save_command",
+    "save_running",
     "say_finished",
     "show_usage",
     "size_text",

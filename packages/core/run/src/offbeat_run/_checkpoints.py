@@ -93,6 +93,7 @@ class Checkpoints:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._asked, self._answered = path / "asked", path / "answered"
 
     @contextmanager
     def write(self, step: int, *, score: float | None = None) -> Iterator[Path]:
@@ -101,11 +102,33 @@ class Checkpoints:
         Raises:
             RunFolderError: no space left.
         """
+        with suppress(FileNotFoundError):  # what is asked for from here on is a later state
+            self._asked.replace(self._answered)
         with atomic_folder(self.path / step_name(step)) as folder:
             yield folder
             (folder / MANIFEST).write_bytes(_Manifest.describe(folder, step).encode())
+        self._answered.unlink(missing_ok=True)
         if score is not None:
             self.set_score(step, score)
+
+    def ask(self) -> None:
+        """Ask the process that trains, by a file, for a checkpoint after the update in progress."""
+        self._asked.touch()
+
+    @property
+    def is_asked(self) -> bool:
+        """Return whether a checkpoint has been asked for since the last one was begun."""
+        return self._asked.exists()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether a checkpoint that was asked for is not there yet."""
+        return self.is_asked or self._answered.exists()
+
+    def forget_request(self) -> None:
+        """Drop what was asked of a process that is gone."""
+        for file in (self._asked, self._answered):
+            file.unlink(missing_ok=True)
 
     def set_score(self, step: int, score: float) -> None:
         """Note the validation score of a step, before or after its checkpoint; higher is better."""

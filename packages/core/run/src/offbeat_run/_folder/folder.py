@@ -117,6 +117,7 @@ class RunFolder:
             run._make_folders()
             for folder in (path, run.checkpoints.path, run.generations, run.logs):
                 remove_leftovers(folder)
+            run.checkpoints.forget_request()
         return run
 
     def _make_folders(self) -> None:
