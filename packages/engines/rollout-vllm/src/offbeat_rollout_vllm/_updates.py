@@ -214,7 +214,9 @@ class Readback:
         if name in self._tiny:
             where, sent = self._tiny[name]
             flat = held.view(-1)
-            small = flat[where].abs() < torch.finfo(held.dtype).tiny
+            # The smaller bound: what FP8 holds below its own smallest normal number does show. It compares as float32.
+            tiny = min(torch.finfo(dtype).tiny for dtype in (held.dtype, getattr(torch, self._dtype)))
+            small = flat[where].float().abs() < tiny
             flat[where] = torch.where(small, sent.to(held.dtype), flat[where])
         return held
 

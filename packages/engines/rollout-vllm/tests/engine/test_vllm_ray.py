@@ -105,7 +105,7 @@ async def check_update(engine, trainer, version):
     plan = BucketPlan.build(describe_tensors(weights))
     with open_sender(new_address("127.0.0.1"), plan) as sender:
         sending = asyncio.to_thread(sender.send, weights, version, 1, deadline_s=CALL_S)
-        args = (sender.address, version, CALL_S)
+        args = ([sender.address], version, CALL_S)
         taking = engine.call("pull_weights", *args, returns=WeightProof, deadline_s=CALL_S)
         [proof], taken = await asyncio.gather(sending, taking)
     assert taken.version == proof.version == version
