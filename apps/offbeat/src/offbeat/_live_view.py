@@ -4,6 +4,7 @@ import html
 import sys
 import time
 from collections import deque
+from importlib import import_module
 from typing import Any, Final
 
 from offbeat._run import Event, MessageEvent, MetricsEvent, Run
@@ -62,9 +63,7 @@ def live_view(run: Run) -> LiveView | None:
     ipython: Any = sys.modules.get("IPython")  # a program that a kernel runs has it
     if not hasattr(ipython and ipython.get_ipython(), "kernel"):
         return None
-    from IPython.display import display  # type: ignore[import-not-found]  # not a dependency
-
-    return LiveView(run, display)
+    return LiveView(run, import_module("IPython.display").display)
 
 
 def _curve(name: str, points: list[tuple[int, float]]) -> str:
