@@ -350,8 +350,7 @@ def notebooks(session: nox.Session) -> None:
     folders = {package.key: package.folder for package in PACKAGES}
     own = [f"--editable={folders['offbeat']}", f"--editable={folders['testing']}[models]"]
     install(session, venv, *own, *NOTEBOOKS, "--group=test")
-    file = "apps/offbeat/tests/test_offbeat_notebooks.py"
-    pytest(session, "notebooks", file, bin_folder=venv / "bin", marks=BY_DAY_AND_NIGHT)
+    pytest(session, "notebooks", "tests/nightly/test_notebooks.py", bin_folder=venv / "bin")
 
 
 @nox.session(tags=["nightly"], default=False)

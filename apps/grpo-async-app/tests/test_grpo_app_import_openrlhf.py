@@ -67,7 +67,7 @@ def test_passes_discounts_and_the_weight_of_the_penalty_come_from_openrlhf(
             {"reward.model_name_or_path": "/judge", "data.max_len": 4096},
             {"reward.name": "reward_model", "reward.reward_model.path": "/judge", "critic.path": "/judge"}
             | {"reward.reward_model.dtype": "bfloat16", "reward.reward_model.max_tokens": 4096},
-            {"reward.model_name_or_path": "nothing is fetched"},
+            {"reward.model_name_or_path": "reads the policy's tokens there"},
         ),
         (
             {"reward.model_name_or_path": "/judge", "critic.model_name_or_path": "/critic"},

@@ -118,6 +118,17 @@ def test_options_of_trls_preference_trainers_become_ours(
     assert "changes the result" not in said, said
 
 
+def test_names_of_the_hub_keep_their_revision_and_part(tmp_path: Path) -> None:
+    options = {"model_name_or_path": "Qwen/Qwen3-0.6B", "model_revision": "v1", "dataset_config": "main"}
+    draft = import_supervised(Source(options={**options, "dataset_name": "openai/gsm8k"}))
+    written = {key: draft.entries[key].value for key in ("model.path", "data.path")}
+    assert written == {"model.path": "Qwen/Qwen3-0.6B@v1", "data.path": "openai/gsm8k:main"}
+    assert not {"model_revision", "dataset_config"} & draft.changed.keys()
+    draft = import_supervised(Source(options={**options, "dataset_name": str(tmp_path)}))
+    assert draft.entries["data.path"].value == str(tmp_path)
+    assert "give the main part of it" in str(draft.changed)
+
+
 @pytest.mark.parametrize("read", [import_supervised, partial(import_preferences, "dpo")])
 def test_no_longest_sequence_of_trl_is_none_here(read: Callable[[Source], RecipeBuilder]) -> None:
     draft = read(Source(options={"max_length": None}))

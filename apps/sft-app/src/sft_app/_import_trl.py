@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from offbeat_core import ConfigError
 from offbeat_recipes import (
-    FETCHED,
     RecipeBuilder,
     Source,
     finish_training_arguments,
     write_processes,
     write_rhythm,
+    write_sources,
     write_training_arguments,
 )
 
@@ -61,9 +61,7 @@ def _write_training(draft: RecipeBuilder, learning_rate: float) -> None:
 
 
 def _write_data(draft: RecipeBuilder, options: Mapping[str, Any]) -> None:
-    draft.copy("model.path", "model_name_or_path", note=FETCHED)
-    draft.copy("model.trust_remote_code", "trust_remote_code")
-    draft.copy("data.path", "dataset_name", note=FETCHED)
+    write_sources(draft, "dataset_name")
     draft.copy("data.split", "dataset_train_split", default="train")
     _write_longest(draft, options)
     if draft.take("truncation_mode", default="keep_start") != "keep_start":

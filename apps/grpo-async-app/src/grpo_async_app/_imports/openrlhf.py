@@ -6,7 +6,7 @@ Source: OpenRLHF at 3c3be62 (2026-08), openrlhf/cli/train_ppo_ray.py, openrlhf/m
 from collections.abc import Mapping
 from typing import Any, Final
 
-from offbeat_recipes import FETCHED, RecipeBuilder, is_number, read_option_table, write_betas
+from offbeat_recipes import RecipeBuilder, is_number, read_option_table, write_betas
 
 _ADVANTAGES: Final = {
     "group_norm": "grpo",
@@ -60,15 +60,15 @@ def _begin(options: Mapping[str, Any]) -> RecipeBuilder:
 
 
 def _write_data(draft: RecipeBuilder) -> None:
-    draft.copy("model.path", "actor.model_name_or_path", note=FETCHED)
-    draft.copy("data.path", "data.prompt_dataset", note=FETCHED)
+    draft.copy("model.path", "actor.model_name_or_path")
+    draft.copy("data.path", "data.prompt_dataset")
     draft.copy("data.split", "data.prompt_split", default="train")
     draft.copy("data.prompt_column", "data.input_key", default="input")
     draft.copy("data.answer_column", "data.label_key")
     samples = draft.number("data.max_samples", default=_MOST_SAMPLES)
     if samples < _MOST_SAMPLES:
         draft.put("data.num_items", samples, "data.max_samples")
-    draft.copy("data.eval_path", "eval.dataset", note=FETCHED)
+    draft.copy("data.eval_path", "eval.dataset")
     if "data.eval_path" in draft.entries:
         draft.copy("data.eval_split", "eval.split")
     draft.copy("data.epochs", "train.num_episodes", default=1)
@@ -97,7 +97,7 @@ def _write_reward(draft: RecipeBuilder) -> None:
 
 def _write_reward_model(draft: RecipeBuilder) -> None:
     draft.put("reward.name", "reward_model", _REWARD_MODEL)
-    note = f"{FETCHED}; it reads the policy's tokens there, messages by default here: reward.reward_model.input"
+    note = "it reads the policy's tokens there, messages by default here: reward.reward_model.input"
     draft.copy("reward.reward_model.path", _REWARD_MODEL, note=note)
     is_half = draft.take("ds.param_dtype", default="bf16") == "bf16"
     draft.put("reward.reward_model.dtype", "bfloat16" if is_half else "float32", "ds.param_dtype")
@@ -258,7 +258,7 @@ def _write_no_spread(draft: RecipeBuilder, wanted: str) -> None:
 def _write_critic(draft: RecipeBuilder) -> None:
     draft.copy("algorithm.gae_lambda", "algo.advantage.lambd", default=1.0)
     name = "critic.model_name_or_path"
-    draft.copy("critic.path", name, note=FETCHED)
+    draft.copy("critic.path", name)
     if not draft.has(name) and "reward.reward_model.path" in draft.entries:
         draft.copy("critic.path", _REWARD_MODEL)
     draft.copy("critic.learning_rate", "critic.adam.lr", default=9e-6)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from grpo_async_app._imports.prime_rl_sources import write_eval_sets, write_sources
-from offbeat_recipes import FETCHED, RecipeBuilder, read_option_table
+from offbeat_recipes import RecipeBuilder, read_option_table
 
 _SCHEDULES: Final = ("constant", "linear", "cosine")
 _PLAIN_MEAN: Final = ("grpo",)
@@ -67,7 +67,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _write_model(draft: RecipeBuilder) -> None:
     names = ("model.name", "trainer.model.name", "orchestrator.model.name")
     draft.copy("model.path", *names, default="Qwen/Qwen3-0.6B")
-    draft.change(draft.named(*names), FETCHED)
     of_models = ("trainer.model", "orchestrator.model", "inference.vllm")
     owners = (*of_models, "tokenizer", "trainer.tokenizer", "orchestrator.tokenizer")
     draft.copy("model.trust_remote_code", *(f"{owner}.trust_remote_code" for owner in owners))
@@ -253,7 +252,7 @@ def _write_bounds(draft: RecipeBuilder, kind: str) -> None:
 
 def _write_teacher(draft: RecipeBuilder) -> None:
     name = "orchestrator.algo.teacher.name"
-    draft.copy("teacher.path", name, note=FETCHED)
+    draft.copy("teacher.path", name)
     if "teacher.path" not in draft.entries:
         draft.lose(draft.named("orchestrator.algo.type", _MODE), "no teacher is named: set teacher.path")
         return

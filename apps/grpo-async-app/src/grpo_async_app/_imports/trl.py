@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from offbeat_recipes import (
-    FETCHED,
     Entry,
     RecipeBuilder,
     finish_training_arguments,
     is_number,
     write_processes,
     write_rhythm,
+    write_sources,
     write_training_arguments,
 )
 
@@ -70,9 +70,7 @@ def import_trl(options: Mapping[str, Any]) -> RecipeBuilder:
 
 
 def _write_data(draft: RecipeBuilder) -> None:
-    draft.copy("model.path", "model_name_or_path", note=FETCHED)
-    draft.copy("model.trust_remote_code", "trust_remote_code")
-    draft.copy("data.path", *_DATA, note=FETCHED)
+    write_sources(draft, *_DATA)
     draft.copy("data.split", "dataset_train_split")
     draft.copy("data.prompt_column", "dataset_prompt_column")
     draft.copy("data.answer_column", "dataset_solution_column")
@@ -93,7 +91,6 @@ def _write_data(draft: RecipeBuilder) -> None:
     elif path := draft.take("reward_model_name_or_path"):
         draft.put("reward.name", "reward_model", "reward_model_name_or_path")
         draft.put("reward.reward_model.path", path, "reward_model_name_or_path")
-        draft.change("reward_model_name_or_path", FETCHED)
     else:
         draft.put("reward.name", "math_verify", "reward_funcs")
         draft.lose("reward_funcs", "is given in code there; here set reward.name to your function")

@@ -14,12 +14,12 @@ from offbeat_recipes._imports.draft import Entry, RecipeBuilder, is_number
 from offbeat_recipes._imports.option_table import OptionTable, OptionVerdict, read_option_table
 from offbeat_recipes._imports.options import Program, Source, is_open, read_command_line, read_options
 from offbeat_recipes._imports.training_arguments import (
-    FETCHED,
     TRAINING_ARGUMENTS,
     finish_training_arguments,
     write_betas,
     write_processes,
     write_rhythm,
+    write_sources,
     write_trackers,
     write_training_arguments,
 )
@@ -48,7 +48,6 @@ from offbeat_recipes._tiny_model import MAX_IMAGE_TOKENS, SEEING, make_tiny_mode
 
 __all__ = [
     "EMBEDDED",
-    "FETCHED",
     "MAX_IMAGE_TOKENS",
     "MAX_ROLES",
     "NUM_DRAWN",
@@ -95,6 +94,7 @@ __all__ = [
     "write_betas",
     "write_processes",
     "write_rhythm",
+    "write_sources",
     "write_tiny_model",
     "write_trackers",
     "write_training_arguments",

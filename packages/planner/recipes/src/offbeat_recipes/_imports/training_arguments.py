@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Final
 
+from offbeat_core import find_hub_name
 from offbeat_recipes._imports.draft import RecipeBuilder, is_number
 from offbeat_recipes._imports.option_table import OptionTable, read_option_table
 from offbeat_recipes._imports.options import read_value
@@ -23,11 +24,36 @@ _SCHEDULES: Final = {
 _TRACKERS: Final = ("wandb", "trackio", "mlflow")
 _ALWAYS_WRITTEN: Final = ("console", "tensorboard", "none", "all", "")
 """Outputs that every run has, and names of no tracker."""
-FETCHED: Final = "a file or folder here: download it, nothing is fetched by name"
 TRAINING_ARGUMENTS: Final = read_option_table("offbeat_recipes._imports", "training_arguments")
 _ADAMW: Final = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _DROPOUT: Final = 0.05
 """TRL's default of lora_dropout."""
+
+
+def write_sources(draft: RecipeBuilder, *datasets: str) -> None:
+    """Write the model and the data: paths, or names of the Hub with a revision and with a part of the data set.
+
+    Args:
+        draft: to add to.
+        datasets: options that name the data set.
+    """
+    _write_source(draft, "model.path", ("model_name_or_path",), "@", "model_revision", usual="main")
+    draft.copy("model.trust_remote_code", "trust_remote_code")
+    _write_source(draft, "data.path", datasets, ":", "dataset_config", usual="default")
+
+
+def _write_source(
+    draft: RecipeBuilder, key: str, names: Sequence[str], sign: str, part_name: str, *, usual: str
+) -> None:
+    draft.copy(key, *names)
+    part = draft.take(part_name)
+    if part in (None, usual) or key not in draft.entries:
+        return
+    path = str(draft.entries[key].value)
+    if find_hub_name(path, "dataset") is None:
+        draft.change(part_name, f"{path} is a path here: give the {part} part of it")
+        return
+    draft.put(key, f"{path}{sign}{part}", draft.named(*names), part_name)
 
 
 def write_training_arguments(draft: RecipeBuilder, *, learning_rate: float, roles: Sequence[str]) -> None:

@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 from offbeat_testing import HubServer, tiny_model
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -25,11 +27,9 @@ def outputs_of(cell):
     return pages, "".join(output.get("text", "") for output in cell.outputs)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.ipynb")))
 def test_a_notebook_runs_as_it_is_written(name, hub, tmp_path):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "notebooks are kept without outputs"
     work = tmp_path / "work"
