@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_core import DataError, find_hub_name
+from offbeat_core import DataError, HubName, find_hub_name, pin_hub_name
 from offbeat_data import DataConfig, RewardConfig, fill_known_data, fill_known_reward
 from offbeat_data._sources.known_sets import _known
 from offbeat_data._sources.sources import read_sources
@@ -67,6 +67,20 @@ def test_a_readme_says_which_files_hold_a_split_and_these_alone_are_fetched(hub,
     assert len(prompts(path="hub:openai/sums:socratic")[0]) == 6
 
 
+def test_of_a_data_set_that_is_too_large_the_first_rows_are_fetched_file_by_file(hub, tmp_path):
+    names = [f"train-{number}.jsonl" for number in range(4)]
+    serve(hub, tmp_path, names)
+    size = (tmp_path / "served" / names[0]).stat().st_size / 2**30
+    with pytest.raises(DataError, match=r"GiB of split 'train' are to be fetched, .* by data.num_items, or raise"):
+        prompts(path="openai/sums", max_fetch_gib=3.5 * size)
+    assert not fetched(hub)
+    rows, _ = prompts(path="openai/sums", max_fetch_gib=3.5 * size, num_items=6)
+    assert rows == [f"{name} {number}" for name in names[:2] for number in range(3)]
+    assert fetched(hub) == names[:2], "the last row of a file is enough to know"
+    with pytest.raises(DataError, match=r"at most .* lower data.num_items"):
+        prompts(path="openai/sums", max_fetch_gib=1.5 * size, num_items=6)
+
+
 @pytest.mark.parametrize(
     ("files", "path", "split", "read"),
     [
@@ -96,8 +110,18 @@ def test_what_the_hub_has_converted_is_read_where_the_own_files_are_of_another_f
     served = serve(hub, tmp_path, ["train.csv"])
     (tmp_path / "converted" / "default" / "train").mkdir(parents=True)
     (tmp_path / "converted" / "default" / "train" / "0000.jsonl").write_text('{"prompt": "a", "answer": "1"}')
+    with pytest.raises(DataError, match=r"no file of .parquet, .* and the Hub has no conversion of it"):
+        prompts(path="openai/sums")
     served.branches["refs/convert/parquet"] = tmp_path / "converted"
     assert prompts(path="openai/sums")[0] == ["a"]
+    pinned = str(pin_hub_name(HubName(repository="openai/sums"), "dataset"))
+    (tmp_path / "newer" / "default" / "train").mkdir(parents=True)
+    (tmp_path / "newer" / "default" / "train" / "0000.jsonl").write_text('{"prompt": "b", "answer": "1"}')
+    served.branches |= {"refs/convert/parquet": tmp_path / "newer", "before": tmp_path / "converted"}
+    assert prompts(path="openai/sums")[0] == ["b"]
+    assert prompts(path=pinned)[0] == ["a"], "a resume reads the conversion that the run began with"
+    with pytest.raises(DataError, match="leave its revision out to take the Hub's own conversion"):
+        prompts(path=f"openai/sums@{served.commit}")
 
 
 @pytest.mark.parametrize(

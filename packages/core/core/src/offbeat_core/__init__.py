@@ -147,6 +147,7 @@ from offbeat_core._models.files import (
 )
 from offbeat_core._models.folder import ExpectedTensors, ModelFolder
 from offbeat_core._models.hub_files import (
+    DATASET_FORMS,
     HubRepository,
     fetch_hub_files,
     fetch_hub_model,
@@ -161,6 +162,7 @@ from offbeat_core._printable import printable
 
 __all__ = [
     "ACCELERATOR_ROLLOUT",
+    "DATASET_FORMS",
     "DIGEST_SUFFIX",
     "INSTALL_LINES",
     "MAX_CONFIG_BYTES",

@@ -30,6 +30,10 @@ _MODEL_FILES: Final = (
     *TOKENIZER_FILES,
 )
 """Files of a model that a run reads, in the repository's first folder: no second copy in another format, no code."""
+DATASET_FORMS: Final = (".parquet", ".jsonl", ".ndjson", ".json")
+"""Endings of the files of a data set that are read here."""
+_AS_PARQUET: Final = "refs/convert/parquet"
+"""Revision in which the Hub keeps its own conversion of public data sets: CONFIG/SPLIT/0000.parquet."""
 _ANSWER_WITHIN_S: float = 30.0
 """Longest silence of the Hub in a lookup, which its library would wait for without an end; downloads have a limit of
 their own, HF_HUB_DOWNLOAD_TIMEOUT."""
@@ -56,7 +60,8 @@ class HubRepository:
 def pin_hub_name(name: HubName, kind: HubKind) -> HubName:
     """Return the name with the commit that its revision stands for now.
 
-    Where the Hub is switched off or cannot be reached, it is the commit that the cache has of it.
+    Where the Hub is switched off or cannot be reached, it is the commit that the cache has of it. Of a data set in
+    another form than is read here, it is the commit of the Hub's own conversion.
 
     Raises:
         UserError: no such repository or revision, no right to read it, or no way to the Hub and nothing in the cache.
@@ -71,6 +76,8 @@ def pin_hub_name(name: HubName, kind: HubKind) -> HubName:
             if not reference.is_file() or not _is_out_of_reach(error):
                 raise
             return replace(name, revision=reference.read_text().strip())
+    if kind == "dataset" and not name.revision and not any(file.endswith(DATASET_FORMS) for file in _sizes_of(info)):
+        return pin_hub_name(replace(name, revision=_AS_PARQUET), kind)
     pinned = replace(name, revision=str(info.sha))
     _note_commit(name, kind, pinned.revision)
     return pinned
@@ -277,6 +284,11 @@ def _saying_why(name: HubName, kind: HubKind) -> Iterator[None]:
             "one needs your token: hf auth login, or HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
+        if name.revision == _AS_PARQUET:
+            forms = ", ".join(DATASET_FORMS)
+            raise wrong(
+                f"{name.repository}: no file of {forms}, and the Hub has no conversion of it: convert it"
+            ) from error
         raise wrong(
             f"{name.shown}: this {what} has no revision {name.revision}: give a branch, a tag or a commit"
         ) from error

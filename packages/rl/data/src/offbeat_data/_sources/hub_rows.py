@@ -5,13 +5,13 @@ the head of a README, else files by their folder and by the split in their names
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat_core import (
+    DATASET_FORMS,
     DataError,
     HubName,
     HubRepository,
@@ -20,9 +20,6 @@ from offbeat_core import (
     pin_hub_name,
 )
 
-_READABLE: Final = (".parquet", ".jsonl", ".ndjson", ".json")
-_AS_PARQUET: Final = "refs/convert/parquet"
-"""Revision in which the Hub keeps its own conversion of public data sets: CONFIG/SPLIT/0000.parquet."""
 _SPLIT_WORDS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -31,29 +28,42 @@ _SPLIT_WORDS: Final = {
 """Words for a split in names of files. Source: huggingface/datasets, data_files.py, SPLIT_KEYWORDS."""
 
 
-def fetch_split(name: HubName, split: str) -> list[Path]:
-    """Return the files that hold a split of a data set, in the Hub's cache on this machine.
+def fetch_split(name: HubName, split: str, *, is_part: bool, max_gib: float) -> Iterator[Path]:
+    """Yield the files that hold a split of a data set, in the Hub's cache on this machine.
 
     Args:
         name: of the data set; its own split counts before the other.
         split: such as "train".
+        is_part: fetch each file when it is asked for, since not all may be; else all of them before the first.
+        max_gib: most to fetch, GiB.
 
     Raises:
-        DataError: no such data set, config or split, no file that is read here, or the download failed.
+        DataError: no such data set, config or split, no file that is read here, more to fetch than that, or the
+            download failed.
     """
     split = name.split or split
     repository = open_hub_repository(pin_hub_name(name, "dataset"), "dataset")
-    if not any(file.endswith(_READABLE) for file in repository.sizes):
-        converted = replace(name, revision=_AS_PARQUET)
-        repository = open_hub_repository(pin_hub_name(converted, "dataset"), "dataset")
-    files = _files_of(repository, split)
-    folder = fetch_hub_files(repository.name, "dataset", files)
-    return [folder / file for file in files]
+    if not any(file.endswith(DATASET_FORMS) for file in repository.sizes):
+        raise DataError(
+            f"{name.shown} has no file of {', '.join(DATASET_FORMS)}: leave its revision out to take the Hub's own "
+            "conversion, or convert it"
+        )
+    files, num_bytes = _files_of(repository, split), 0
+    for together in [[file] for file in files] if is_part else [files]:
+        num_bytes += sum(repository.sizes[file] for file in together)
+        if num_bytes > max_gib * 2**30:
+            advice = "lower data.num_items (data.eval_size)" if is_part else "take its first rows by data.num_items"
+            raise DataError(
+                f"{name.shown}: {num_bytes / 2**30:.2f} GiB of split {split!r} are to be fetched, and at most "
+                f"{max_gib:g} GiB may be: {advice}, or raise data.max_fetch_gib"
+            )
+        folder = fetch_hub_files(repository.name, "dataset", together)
+        yield from (folder / file for file in together)
 
 
 def _files_of(repository: HubRepository, split: str) -> list[str]:
     """Return the files of a split by their path in the repository."""
-    readable = sorted(file for file in repository.sizes if file.endswith(_READABLE) and not file.startswith("."))
+    readable = sorted(file for file in repository.sizes if file.endswith(DATASET_FORMS) and not file.startswith("."))
     name, configs = repository.name, _configs(repository.card)
     if configs:
         config = _chosen_config(name, configs)

@@ -9,8 +9,9 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,11 +50,13 @@ def read_rows(path: Path, split: str, limit: int) -> list[Row]:
     return rows
 
 
-def read_files(files: list[Path], limit: int) -> list[Row]:
-    """Rows of files of one form, in order, at most `limit` of them where it is not 0."""
-    rows = _reader(files[0])(files, limit)
+def read_files(files: Iterable[Path], limit: int) -> list[Row]:
+    """Rows of files of one form, in order, at most `limit` of them where it is not 0: no file is asked for after it."""
+    others = iter(files)
+    first = next(others)
+    rows = _reader(first)(chain([first], others), limit)
     if not rows:
-        raise DataError(f"{files[0]} is empty: a data set needs at least one row")
+        raise DataError(f"{first} is empty: a data set needs at least one row")
     return rows
 
 
@@ -77,7 +80,7 @@ def refuse_split(source: str | Path, split: str) -> None:
         )
 
 
-def _reader(path: Path) -> Callable[[list[Path], int], list[Row]]:
+def _reader(path: Path) -> Callable[[Iterable[Path], int], list[Row]]:
     if path.suffix == ".parquet":
         return _read_parquet
     if path.suffix in (".jsonl", ".ndjson", ".json"):
@@ -118,15 +121,15 @@ def _no_such_split(folder: Path, split: str, splits: list[str]) -> DataError:
     return DataError(f"{folder} has no split {split!r}: set data.split (data.eval_split) to one of {', '.join(splits)}")
 
 
-def _read_json(files: list[Path], limit: int) -> list[Row]:
+def _read_json(files: Iterable[Path], limit: int) -> list[Row]:
     rows: list[Row] = []
     for path in files:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if limit and len(rows) == limit:
-                    return rows
                 if line.strip():
                     rows.append(_parse_line(path, number, line))
+                if limit and len(rows) == limit:
+                    return rows
     return rows
 
 
@@ -171,7 +174,7 @@ def _check_value(value: Any, depth: int = 0) -> None:
             _check_value(item, depth + 1)
 
 
-def _read_parquet(files: list[Path], limit: int) -> list[Row]:
+def _read_parquet(files: Iterable[Path], limit: int) -> list[Row]:
     import pyarrow.parquet as pq
 
     def batches(path: Path) -> Iterator[Any]:
@@ -196,7 +199,9 @@ def _read_saved_dataset(folder: Path, limit: int) -> list[Row]:
     return _take_rows(files, batches, limit, "cannot be read as an Arrow stream: {}; save the data set again")
 
 
-def _take_rows(files: list[Path], batches: Callable[[Path], Iterator[Any]], limit: int, complaint: str) -> list[Row]:
+def _take_rows(
+    files: Iterable[Path], batches: Callable[[Path], Iterator[Any]], limit: int, complaint: str
+) -> list[Row]:
     """Rows of Arrow batches, in order, at most `limit` of them."""
     import pyarrow as pa
 

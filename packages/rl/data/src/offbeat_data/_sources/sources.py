@@ -33,6 +33,9 @@ class SourceConfig:
         "train", "Split to read where path holds several: a saved DatasetDict, or files such as train-*.parquet."
     )
     num_items: int = setting(0, "Items to draw or read at most; 0: all of a file, 1000 of a generator.", "items", ge=0)
+    max_fetch_gib: float = setting(
+        64.0, "Most to fetch of a data set of the Hub; of a larger one num_items takes the first rows.", "GiB", gt=0
+    )
     seed: int = setting(0, "Seed of what a generator draws, of what is held out, and of the order.", ge=0)
     task_options: dict[str, Any] = setting(
         {},
@@ -277,7 +280,7 @@ def _draw(
 def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
     """Rows of a file or folder, of a data set of the Hub, or of the data that an environment of verifiers brings."""
     if (on_hub := find_hub_name(path, "dataset")) is not None:
-        return read_files(fetch_split(on_hub, split), limit)
+        return read_files(fetch_split(on_hub, split, is_part=bool(limit), max_gib=config.max_fetch_gib), limit)
     scheme, _, name = path.partition(":")
     if scheme != "verifiers":
         return read_rows(user_path(path), split, limit)
