@@ -57,6 +57,19 @@ def preferences(config: Path) -> Path:
     return config
 
 
+@pytest.mark.parametrize("loss", ["dpo", "reward", "kto"])
+def test_a_plan_shows_what_is_compared_as_the_model_gets_it(loss: str, command: CommandLine, preferences: Path) -> None:
+    planned = command("plan", preferences, "--json", *words_of(loss, preferences.parent))
+    assert planned.code == 0, planned.err
+    rows = {row["what"]: row["text"] for row in json.loads(planned.out)["rows"]}
+    begin = r"<|im_start|>user\nwhat is 0 and one?<|im_end|>\n<|im_start|>assistant\n"
+    if loss == "kto":
+        assert f"{begin}the answer is 1" in rows["a sequence"]
+        return
+    assert f"{begin}the answer is 1" in rows["a chosen sequence"]
+    assert f"{begin}who knows, 0" in rows["its rejected one"]
+
+
 def words_of(loss: str, folder: Path) -> list[str]:
     """What changes the small run into one of this loss."""
     words = [f"--preference.loss={loss}"]

@@ -76,7 +76,7 @@ class Preflight:
         memory: estimate of one rank; None for a family whose formulas are not known.
         choices: what the machine has decided, with reasons.
         notices: what is not as the recipe says.
-        sample: text of the first training sequence, special tokens included.
+        samples: sequences of the first example, each what it is and its text, special tokens included.
         begun: where it continues from.
     """
 
@@ -92,7 +92,7 @@ class Preflight:
     memory: RunMemory | None = None
     choices: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
-    sample: str = ""
+    samples: tuple[tuple[str, str], ...] = ()
     begun: Progress = Progress()
 
     @property
@@ -145,7 +145,7 @@ class Preflight:
                 "tokens",
                 f"{count_text(tokens)} an epoch, prompts included; the loss is on {count_text(learned)} of them",
             ),
-            sample_row("a sequence", self.sample, self.examples.template),
+            *(sample_row(what, text, self.examples.template) for what, text in self.samples),
             (
                 "validation",
                 f"{len(self.held_out)} {rows}, before training, every {every} updates and at the end"
@@ -245,7 +245,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
         memory=_estimate_memory(config, layout, placement, batch_tokens),
         choices=(*known, *choices),
         notices=(*examples.notices, *_batch_notice(config, len(examples.train)), *tracker_notices(config.log)),
-        sample=_sample_text(config, examples, tokenizer),
+        samples=_samples(config, examples, tokenizer),
         begun=begun,
     )
 
@@ -260,9 +260,11 @@ def _batch_notice(config: SftConfig, num_rows: int) -> list[str]:
     ]
 
 
-def _sample_text(config: SftConfig, examples: ExampleSet, tokenizer: Tokenizer) -> str:
-    ids = examples.train[0].sequences[0].ids
-    return tokenizer.decode(ids[:-1] if config.head == "score" else ids, skip_special_tokens=False)
+def _samples(config: SftConfig, examples: ExampleSet, tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+    sequences = examples.train[0].sequences
+    names = ("a chosen sequence", "its rejected one") if len(sequences) > 1 else ("a sequence",)
+    ids = [each.ids[:-1] if config.head == "score" else each.ids for each in sequences]
+    return tuple(zip(names, (tokenizer.decode(each, skip_special_tokens=False) for each in ids), strict=True))
 
 
 def _largest_batch(config: SftConfig, examples: Sequence[Example]) -> int:
