@@ -75,7 +75,8 @@ def test_an_error_with_words_of_a_file_is_no_command_for_the_terminal(kind):
 @pytest.mark.parametrize(
     ("raised", "known"),
     [
-        ("ConfigError('no such ${SECRET_KEY}')", ConfigError("no such ${SECRET_KEY}")),
+        ("ConfigError('no such ' + os.environ['SECRET_KEY'])", ConfigError("no such ${SECRET_KEY}")),
+        ("KeyError(os.environ['SECRET_KEY'])", OffbeatError("KeyError: '${SECRET_KEY}'")),
         ("DeadlineError('train', 'rollout-0', 1.5)", DeadlineError("train", "rollout-0", 1.5)),
         ("type('Own', (DataError,), {})('no rows')", DataError("no rows")),
         ("type('Own', (DataError,), {'__str__': lambda self: 'no rows'})(3)", OffbeatError("no rows")),
