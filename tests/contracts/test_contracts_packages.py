@@ -39,6 +39,8 @@ def test_metadata_is_static_and_of_one_form(package: Package) -> None:
     heading = rf"(?m)^## {re.escape(project['version'])}\b" + ("" if is_released else r"|^## Unreleased")
     assert re.search(heading, (package.folder / "CHANGELOG.md").read_text()), "the CHANGELOG lacks this version"
     assert project["license"] == "Apache-2.0"
+    assert project["license-files"] == ["LICENSE"]
+    assert (package.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes(), "link it to the root's"
     assert project["requires-python"] == ROOT_METADATA["project"]["requires-python"]
     assert project["readme"] == "README.md"
     assert project["description"].strip()
