@@ -45,6 +45,7 @@ from environments import (  # noqa: E402
 from find_links import find_links  # noqa: E402
 from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
 from ranges import own_requirements  # noqa: E402
+from release_sessions import check_release  # noqa: E402
 from sessions import (  # noqa: E402
     add_all_of,
     add_session,
@@ -381,6 +382,12 @@ def recipes(session: nox.Session) -> None:
         install(session, venv, "torch", "transformers", "gguf", "accelerate")
         run(session, venv / "bin/python", "tools/make_smollm2.py", model)
     pytest(session, "recipes", "tests/nightly/test_recipes_train.py", "-rP", OFFBEAT_SMOLLM2=str(model))
+
+
+@nox.session(tags=["nightly"], default=False)
+def release(session: nox.Session) -> None:
+    """A release in build/release: equal builds, metadata, licences, bill of materials, versions; README.md sums up."""
+    check_release(session)
 
 
 # Begun first: the others fill the time until they end.
