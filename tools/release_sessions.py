@@ -39,6 +39,7 @@ def check_release(session: nox.Session) -> None:
         "twine check --strict; check-wheel-contents": check_metadata,
         "licences of third-party packages": check_licences,
         "bill of materials": write_bill,
+        "files of containers/, linted; not built": check_containers,
     }
     rows, failed = [], []
     for name, check in checks.items():
@@ -108,3 +109,10 @@ def write_bill(session: nox.Session) -> str:
     program = release_tools(session) / "cyclonedx-py"
     run(session, program, *command, f"--output-file={OUT / BILL}", ROOT / "requirements.lock")
     return f"{BILL}: {len(committed_pins())} pins"
+
+
+def check_containers(session: nox.Session) -> str:
+    """Lint the Dockerfiles; this machine need not be able to build them."""
+    files = sorted((ROOT / "containers").glob("Dockerfile.*"))
+    run(session, release_tools(session) / "hadolint", *files)
+    return ", ".join(file.name for file in files)
