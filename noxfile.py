@@ -27,6 +27,7 @@ import find_chromium  # noqa: E402
 from environments import (  # noqa: E402
     NOX,
     OLDEST_TORCH,
+    ON_NEWEST_TRANSFORMERS,
     ON_OLDEST_TORCH,
     PACKAGES,
     RUN,
@@ -36,6 +37,7 @@ from environments import (  # noqa: E402
     install,
     install_workspace,
     make_once,
+    newest_transformers_environment,
     oldest_torch_environment,
     pytest,
     python_version,
@@ -205,6 +207,12 @@ def test_on_oldest_torch(session: nox.Session, package: Package) -> None:
     pytest(session, f"oldest-torch-{package.key}", package.folder / "tests", bin_folder=bin_folder, marks=marks)
 
 
+def test_on_newest_transformers(session: nox.Session, package: Package) -> None:
+    """Run the tests of one package with the newest transformers that the bounds admit; the lock has an older one."""
+    bin_folder = newest_transformers_environment(session)
+    pytest(session, f"newest-transformers-{package.key}", package.folder / "tests", bin_folder=bin_folder)
+
+
 # Names of the sessions that follow from the folders, in the order of the listing.
 ADDED: Final[list[str]] = []
 
@@ -239,6 +247,10 @@ def add_sessions_of(package: Package) -> None:
     if key in ON_OLDEST_TORCH:
         text = f"The tests of {package.name} with torch {OLDEST_TORCH}, the oldest that it supports."
         add(f"oldest_torch({key})", text, partial(test_on_oldest_torch, package=package), *tags, "nightly")
+    if key in ON_NEWEST_TRANSFORMERS:
+        text = f"The tests of {package.name} with the newest transformers of those that it admits."
+        body = partial(test_on_newest_transformers, package=package)
+        add(f"newest_transformers({key})", text, body, *tags, "nightly")
 
 
 def add_sessions_of_pair(folder: Path) -> None:
@@ -256,7 +268,17 @@ for each in in_order(PACKAGES):
     add_sessions_of(each)
 for pair in sorted(ROOT.glob("tests/engines/*+*")):
     add_sessions_of_pair(pair)
-for kind in ("test", "long", "hardware", "wheels", "versions", "oldest_torch", "engines", "long_engines"):
+for kind in (
+    "test",
+    "long",
+    "hardware",
+    "wheels",
+    "versions",
+    "oldest_torch",
+    "newest_transformers",
+    "engines",
+    "long_engines",
+):
     # All of them share one folder, so that the night has them one after another.
     nightly_as_one = ["nightly"] if kind == "versions" else []
     add_all_of(kind, [name for name in ADDED if name.startswith(f"{kind}(")], nightly_as_one)

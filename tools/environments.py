@@ -13,9 +13,10 @@ from typing import Final
 
 import nox
 from find_links import find_links
-from workspace import ROOT, Package, packages
+from workspace import ROOT, Package, packages, supported_versions
 
 PACKAGES: Final = packages(ROOT)
+SUPPORTED: Final = supported_versions(ROOT)
 NOX: Final = ROOT / ".nox"
 # Suites whose wall-clock time two workers shorten where they run alone: they compute, or wait (grpo-async-app takes 4
 # minutes instead of 7). The others start processes that compute, or are over before a second worker has imported torch:
@@ -28,12 +29,14 @@ TWO_WORKERS: Final = {
     "engine-megatron-engine": "loadfile",
 }
 PER_TEST_TIMEOUT_S: Final = 120
-OLDEST_TORCH: Final = "2.11.0"
+OLDEST_TORCH: Final = SUPPORTED["torch"].removeprefix(">=").partition(",")[0] + ".0"
 # Whose suites run with it: machines with a GPU often hold it, and some can fetch no other.
 ON_OLDEST_TORCH: Final = frozenset(
     ("core", "device", "liveness", "mesh", "objectives", "training", "weightsync", "engine-torch", "rollout-torch")
 )
 BESIDE_OLDEST_TORCH: Final = {*ON_OLDEST_TORCH, "data", "placement", "recipes", "run", "testing"}
+# Whose suites run with the newest transformers that the bounds admit: they use it most, and the lock lags behind.
+ON_NEWEST_TRANSFORMERS: Final = ("training", "engine-torch", "rollout-torch")
 TEST_TOOLS: Final = (
     *("aiohttp", "httpx", "requests", "hypothesis", "openai>=3.50", "pillow"),
     *("pytest>=9", "pytest-asyncio>=1.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8"),
@@ -144,14 +147,25 @@ def pytest(
 
 
 def oldest_torch_environment(session: nox.Session) -> Path:
-    """Return an environment with the oldest torch, without the pins of the lock, which hold another; its bin folder."""
-    venv = NOX / "oldest-torch"
+    """Return an environment with the oldest torch; its bin folder."""
+    return _unpinned_environment(session, "oldest-torch", f"torch=={OLDEST_TORCH}")
+
+
+def newest_transformers_environment(session: nox.Session) -> Path:
+    """Return an environment with the newest transformers that the bounds admit; its bin folder."""
+    links = [f"--find-links={link}" for link in find_links()]
+    newest = f"transformers{SUPPORTED['transformers']}"
+    return _unpinned_environment(session, "newest-transformers", "torch==2.13.0", newest, "--upgrade", *links)
+
+
+def _unpinned_environment(session: nox.Session, name: str, *what: str) -> Path:
+    """Make an environment without the pins of the lock, which hold other versions."""
+    venv = NOX / name
 
     def make() -> None:
         run(session, "uv", "venv", "--quiet", "--allow-existing", "--python", python_version(), venv)
         own = [f"--editable={package.folder}" for package in PACKAGES if package.key in BESIDE_OLDEST_TORCH]
-        command = ("uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}")
-        run(session, *command, f"torch=={OLDEST_TORCH}", *own, *TEST_TOOLS)
+        run(session, "uv", "pip", "install", "--quiet", "--no-config", f"--python={venv}", *what, *own, *TEST_TOOLS)
 
     make_once(venv, make)
     return venv / "bin"

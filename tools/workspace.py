@@ -113,6 +113,11 @@ def packages(root: Path = ROOT) -> list[Package]:
     return [Package(folder=path.parent, metadata=tomllib.loads(path.read_text())) for path in found]
 
 
+def supported_versions(root: Path = ROOT) -> dict[str, str]:
+    """Return the versions of others that are supported, such as ">=2.11,<2.14": `[tool.offbeat.bounds]`, by name."""
+    return dict(tomllib.loads((root / "pyproject.toml").read_text())["tool"]["offbeat"]["bounds"])
+
+
 def committed_files(root: Path = ROOT) -> list[Path]:
     """Return files that git tracks or would track, as absolute paths, without deleted ones."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
