@@ -47,7 +47,7 @@ from environments import (  # noqa: E402
 from find_links import find_links  # noqa: E402
 from hardware import HardwareTests, hardware_tests, num_passed, why_absent  # noqa: E402
 from ranges import own_requirements  # noqa: E402
-from release_sessions import check_release  # noqa: E402
+from release_sessions import check_install_lines, check_release, release_tools  # noqa: E402
 from sessions import (  # noqa: E402
     add_all_of,
     add_session,
@@ -367,6 +367,15 @@ def preferences(session: nox.Session) -> None:
 
 
 @nox.session(tags=["nightly"], default=False)
+def start(session: nox.Session) -> None:
+    """docs/start.md is followed as it is written, in an empty environment, beside an index and a Hub on loopback."""
+    dist = NOX / "start" / "dist"
+    run(session, "uv", "build", "--quiet", "--all-packages", "--wheel", f"--out-dir={dist}")
+    settings = {"OFFBEAT_DIST": str(dist), "OFFBEAT_INDEX_TOOLS": str(release_tools(session)), "PYTHONPATH": "tools"}
+    pytest(session, "start", "tests/nightly/test_start_page.py", "-rP", **settings)
+
+
+@nox.session(tags=["nightly"], default=False)
 def notebooks(session: nox.Session) -> None:
     """The notebooks of examples/, executed by a kernel in an environment of its own."""
     venv = NOX / "notebooks"
@@ -410,6 +419,12 @@ def recipes(session: nox.Session) -> None:
 def release(session: nox.Session) -> None:
     """A release in build/release: equal builds, metadata, licences, bill of materials, versions; README.md sums up."""
     check_release(session)
+
+
+@nox.session(tags=["nightly"], default=False)
+def install_lines(session: nox.Session) -> None:
+    """Every install line of the pages in an empty environment, from an index server; build/release/install-lines.md."""
+    check_install_lines(session)
 
 
 # Begun first: the others fill the time until they end.

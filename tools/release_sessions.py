@@ -54,6 +54,13 @@ def check_release(session: nox.Session) -> None:
         session.error(f"failed: {', '.join(failed)}")
 
 
+def check_install_lines(session: nox.Session) -> None:
+    """Run every install line of the pages against the wheels of the release; fails where one does not work."""
+    if not (OUT / "dist").is_dir():
+        check_builds(session)
+    run(session, shared_environment(session) / "python", "tools/install_lines.py", "--tools", release_tools(session))
+
+
 def summary(rows: list[str]) -> str:
     """Return the page of a release: what was checked, and each file with its digest."""
     built = digests(OUT / "dist") if (OUT / "dist").is_dir() else {}
