@@ -1,6 +1,8 @@
 """Every package folder has the same form, is known to the root, and names itself well."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -46,6 +48,16 @@ def test_metadata_is_static_and_of_one_form(package: Package) -> None:
     assert project["description"].strip()
     assert package.metadata["build-system"]["build-backend"] == "uv_build"
     assert package.metadata["tool"]["uv"]["build-backend"]["module-name"] == package.import_name
+
+
+SCRIPTS = [(package, name) for package in packages() for name in package.metadata["project"].get("scripts", {})]
+
+
+@pytest.mark.parametrize(("package", "script"), SCRIPTS, ids=[name for _, name in SCRIPTS])
+def test_a_command_says_its_version(package: Package, script: str) -> None:
+    command = [Path(sys.executable).with_name(script), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert said == [script, package.metadata["project"]["version"]]
 
 
 def test_versions_and_ranges_between_packages_hold() -> None:

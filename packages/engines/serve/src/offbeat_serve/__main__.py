@@ -9,6 +9,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Final, TypeVar
 
 from offbeat_core import (
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # --token SECRET is an error, and not a file named SECRET
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {version(parser.prog)}")
     parser.add_argument("model", metavar="MODEL_FOLDER", help="Hugging Face model folder")
     parser.add_argument("--backend", default="torch", help="rollout engine: torch, vllm, or another that is installed")
     parser.add_argument(

@@ -8,6 +8,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offbeat-liveness", description="Report what a stuck run waits for.")
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {version(parser.prog)}")
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="read the dumps of a run, dead or alive")
     show.add_argument("directory", metavar="DIR")

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offbeat-simulation", description="Asynchronous RL on a simulated cluster.")
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {version(parser.prog)}")
     commands = parser.add_subparsers(dest="command", required=True)
     simulate = commands.add_parser(
         "simulate",
